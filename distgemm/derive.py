@@ -1,0 +1,764 @@
+"""The derivation: a problem and a schedule in, a plan out.
+
+What moves follows from where the tiles lie (partition) and who multiplies them when (work):
+
+1. a rank that multiplies a tile of A or B that it does not hold needs it: the route gives the hops;
+2. the ranks that add into one tile of D have their partial sums reduced along the route, and the result
+   reaches every owner;
+3. every event (a GEMM, a sum, a transfer) gets a step, the place in time that its inputs allow; every tile
+   that rests in the workspace gets a lifetime in steps, and a slot;
+4. ops are emitted in the order of their steps, each with just the dependencies that its memory asks for.
+
+Between ranks, memory is protected by flags: a transfer waits for the credit that the slot may be written
+again, and is followed by the signal of its arrival.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from distgemm.ops import (
+    Barrier,
+    Box,
+    Copy,
+    Flag,
+    Gemm,
+    Op,
+    Reduce,
+    Signal,
+    Slot,
+    Tile,
+    View,
+    Wait,
+    box_size,
+    contains,
+    overlaps,
+)
+from distgemm.plan import SLOT_ALIGNMENT, Plan
+from distgemm.problem import DTYPE_BYTES, GemmProblem
+from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, TileCoord, get_schedule
+
+__all__ = ["make_plan"]
+
+WORKSPACES = ("full", "bounded")
+SYNCS = ("credit", "barrier")
+
+BRANCHES = 2
+"""GEMMs of one rank that may be in flight at once: so many local slots hold results that are being sent."""
+
+# Within a step, tiles of A and B leave first, then GEMMs and sums run, then their results leave.
+GATHER, COMPUTE, RESULT = 0, 1, 2
+PHASES = 3
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where a tile rests in a rank's memory: in the D shard, or for a while in a slot."""
+
+    rank: int
+    operand: str
+    tile: Tile
+    frame: Box
+    dtype: str
+    iteration: int  # the iteration that first uses it
+    shard: bool = False  # lies in the D shard
+    accesses: list[_Access] = field(default_factory=list)
+    slot: int = -1
+    last: _Place | None = None  # whose place in the slot it takes
+    wraps: bool = False  # ``last`` held the slot in the replay before
+
+    def frontier(self, box: Box) -> list[_Event]:
+        """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
+        found: list[_Access] = []
+        rewritten: list[Box] = []
+        for access in reversed(self.accesses):
+            if not overlaps(access.box, box) or any(contains(later, access.box) for later in rewritten):
+                continue
+            if access.writes:
+                rewritten.append(access.box)
+                if any(overlaps(later.box, access.box) for later in found):
+                    continue
+            found.append(access)
+        return [access.event for access in found]
+
+    def writers(self, box: Box) -> list[_Event]:
+        """The events whose writes a read of ``box`` sees."""
+        found: list[_Event] = []
+        for access in reversed(self.accesses):
+            if access.writes and overlaps(access.box, box):
+                found.append(access.event)
+                if access.box == self.frame:
+                    break
+        return found
+
+    @property
+    def start(self) -> int:
+        return min(access.event.step for access in self.accesses if access.writes)
+
+    @property
+    def end(self) -> int:
+        return max(access.event.step for access in self.accesses)
+
+    @property
+    def remote(self) -> bool:
+        """Whether another rank writes it."""
+        return self.accesses[0].event.rank != self.rank
+
+
+@dataclass(eq=False, slots=True)
+class _Access:
+    event: _Event
+    box: Box
+    writes: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Event:
+    """A GEMM, a sum or a transfer, before it is an op. ``place`` None in a view: the rank's shard of A or B."""
+
+    kind: type[Op]
+    rank: int
+    iteration: int
+    operand: str
+    tile: Tile
+    phase: int
+    floor: int = 0  # earliest step
+    box: Box | None = None  # what a transfer moves
+    sources: list[_Place | None] = field(default_factory=list)  # Gemm: A, B, then partial sums
+    out: _Place | None = None
+    completes: bool = False  # adds beta * C
+    after: list[_Event] = field(default_factory=list)  # whose results or room it needs
+    follows: _Event | None = None  # the GEMM before it on the same rank; an order in time, not a need
+    step: int = -1
+    op: int = -1
+    arrival: Flag | None = None  # of a transfer: its flags, and the Wait for its arrival
+    credit: Flag | None = None
+    wait: int = -1
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it writes another rank's memory."""
+        return self.out is not None and self.out.rank != self.rank
+
+    def delay(self, before: _Event) -> int:
+        """Steps from the start of ``before`` to this event: what travels is there one step later."""
+        return int(before.kind is Copy or before is self.follows)
+
+    def key(self) -> tuple[int, int, int]:
+        order = 0 if self.kind is Gemm else 1
+        return self.step * PHASES + self.phase, order, self.out.iteration if self.out else self.iteration
+
+    def read(self, place: _Place, box: Box) -> None:
+        self.after += [event for event in place.writers(box) if event not in self.after]
+        place.accesses.append(_Access(self, box, False))
+
+    def write(self, place: _Place, box: Box) -> None:
+        if place.rank == self.rank:
+            self.after += [e for e in place.frontier(box) if e is not self and e not in self.after]
+        place.accesses.append(_Access(self, box, True))
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """What one rank adds to one tile of D."""
+
+    rank: int
+    iterations: list[int] = field(default_factory=list)
+    incoming: list[int] = field(default_factory=list)  # ranks whose partial sums it receives
+    to: int | None = None  # rank that it sends its partial sum to; None: it completes the tile
+    whole: bool = True  # complete with its last GEMM, which adds what arrives in its epilogue; else by a Reduce
+    arrived: list[_Place] = field(default_factory=list)
+    home: _Place | None = None  # where its partial sum accumulates
+
+
+def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Bounds of shards * chunks tiles: shards by ceil-division, or of the given sizes; chunks of each alike."""
+    edges = [0]
+    length = -(-extent // shards)
+    for shard in range(shards):
+        start = edges[-1]
+        stop = min((shard + 1) * length, extent) if sizes is None else start + sizes[shard]
+        part = -(-(stop - start) // chunks)
+        edges += [min(start + (chunk + 1) * part, stop) for chunk in range(chunks)]
+    return tuple(edges)
+
+
+class _Derivation:
+    """Steps 1 to 3: the events, when they happen, and where their tiles rest."""
+
+    def __init__(self, problem: GemmProblem, scheduler: DistributedTileScheduler) -> None:
+        self.problem = problem
+        self.scheduler = scheduler
+        self.ranks = range(scheduler.world_size)
+        self.out_dtype, self.partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
+        self.edges = self._edges()
+        self.frames: dict[tuple[str, Tile], Box] = {}
+        self.work = [self._work(rank) for rank in self.ranks]
+        self.events: list[_Event] = []
+        self.places: list[list[_Place]] = [[] for _ in self.ranks]
+        self.landed: dict[tuple[int, str, Tile], _Place] = {}
+        self.results: dict[tuple[int, Tile], _Place] = {}
+
+    def run(self) -> None:
+        self._gather()
+        parts = self._parts()
+        self._multiply(parts)
+        self._sum(parts)
+        self._deliver(parts)
+        self._schedule()
+
+    def fail(self, message: str) -> ValueError:
+        return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
+
+    # --- extents ------------------------------------------------------------------------------------
+
+    def _edges(self) -> tuple[tuple[int, ...], ...]:
+        result = []
+        for mode, tiles, chunks in zip("mnkl", self.scheduler.grid, self.scheduler.chunks, strict=True):
+            shards = tiles // chunks
+            sizes = self._rows(shards) if mode == "m" and self.problem.m_per_rank is not None else None
+            result.append(_bounds(getattr(self.problem, mode), shards, chunks, sizes))
+        return tuple(result)
+
+    def _rows(self, shards: int) -> list[int]:
+        """Rows of each shard of M, from the rows that each rank holds of A, or else of D."""
+        rows, scheduler = self.problem.m_per_rank or (), self.scheduler
+        if len(rows) != scheduler.world_size:
+            raise self.fail(f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
+        for operand in ("A", "D"):
+            held = [
+                {tile[0] // scheduler.chunks.m for tile in tiles if tile is not None}
+                for tiles in scheduler.partition[operand].tiles
+            ]
+            if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
+                break
+        else:
+            raise self.fail("m_per_rank says which rows each rank holds; here no rank has rows of its own")
+        sizes: dict[int, int] = {}
+        for rank, (shard,) in enumerate(held):
+            if sizes.setdefault(shard, rows[rank]) != rows[rank]:
+                raise self.fail(
+                    f"m_per_rank {rows}: rank {rank} holds the same rows as another rank, of another number"
+                )
+        if sum(sizes.values()) != self.problem.m:
+            raise self.fail(f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {self.problem.m}")
+        return [sizes[shard] for shard in range(shards)]
+
+    def _work(self, rank: int) -> dict[int, TileCoord]:
+        """The tiles that have any elements, by iteration."""
+        edges = self.edges
+        return {
+            iteration: TileCoord(*tile)
+            for iteration, tile in enumerate(self.scheduler.work.tiles[rank])
+            if tile is not None and all(e[t] < e[t + 1] for e, t in zip(edges, tile, strict=True))
+        }
+
+    def frame(self, operand: str, tile: Tile) -> Box:
+        """The box of an operand's tile."""
+        found = self.frames.get((operand, tile))
+        if found is None:
+            rows, columns = {"A": (0, 2), "B": (1, 2), "D": (0, 1)}[operand]
+            row, column, batch = tile
+            edges = self.edges
+            found = (
+                (edges[3][batch], edges[3][batch + 1]),
+                (edges[rows][row], edges[rows][row + 1]),
+                (edges[columns][column], edges[columns][column + 1]),
+            )
+            self.frames[operand, tile] = found
+        return found
+
+    def shard(self, operand: str, rank: int) -> Box:
+        """The box that a rank's tiles make up."""
+        tiles = {tile for tile in self.scheduler.partition[operand].tiles[rank] if tile is not None}
+        if not tiles:
+            return (0, 0), (0, 0), (0, 0)
+        spans = [sorted({tile[mode] for tile in tiles}) for mode in range(3)]
+        first = self.frame(operand, (spans[0][0], spans[1][0], spans[2][0]))
+        last = self.frame(operand, (spans[0][-1], spans[1][-1], spans[2][-1]))
+        contiguous = all(span[-1] - span[0] == len(span) - 1 for span in spans)
+        if not contiguous or prod(map(len, spans)) != len(tiles):
+            raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
+        return tuple((low, high) for (low, _), (_, high) in zip(first, last, strict=True))  # type: ignore[return-value]
+
+    # --- what moves -----------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Tiles of A and B that a rank multiplies and does not hold."""
+        for operand, route in (("A", self.scheduler.route.a), ("B", self.scheduler.route.b)):
+            layout = self.scheduler.partition[operand]
+            needs: dict[Tile, dict[int, int]] = defaultdict(dict)
+            for rank in self.ranks:
+                for iteration, work in self.work[rank].items():
+                    tile = (work.m if operand == "A" else work.n, work.k, work.l)
+                    if rank not in layout.holders(tile):
+                        needs[tile].setdefault(rank, iteration)
+            for tile, first_use in sorted(needs.items()):
+                self._move(operand, tile, layout.holders(tile), first_use, route, self.problem.dtype)
+
+    def _move(
+        self,
+        operand: str,
+        tile: Tile,
+        holders: Sequence[int],
+        first_use: dict[int, int],
+        route: GatherRoute,
+        dtype: str,
+    ) -> None:
+        """Bring a tile to every rank of ``first_use``, each served by the holder nearest to it."""
+        served: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(first_use, key=lambda rank: (first_use[rank], rank)):
+            served[min(holders, key=lambda holder: self._distance(holder, rank))].append(rank)
+        for holder, needers in served.items():
+            for hop in route.hops(self.scheduler.mesh, holder, needers):
+                self._hop(operand, tile, holder, hop, first_use, dtype)
+            for rank in needers:
+                landed = self.landed.get((rank, operand, tile))
+                arrived = sum(box_size(access.box) for access in landed.accesses if access.writes) if landed else 0
+                if arrived != box_size(self.frame(operand, tile)):
+                    raise self.fail(
+                        f"the route of {operand}{tile} from rank {holder} does not bring all of it to rank {rank}"
+                    )
+
+    def _distance(self, holder: int, rank: int) -> tuple[int, int]:
+        """Mesh axes to cross, then how far clockwise."""
+        crossed, a, b = 0, holder, rank
+        for extent in reversed(self.scheduler.mesh):
+            crossed += a % extent != b % extent
+            a, b = a // extent, b // extent
+        return crossed, (rank - holder) % self.scheduler.world_size
+
+    def _hop(self, operand: str, tile: Tile, holder: int, hop: Hop, first_use: dict[int, int], dtype: str) -> None:
+        frame = self.frame(operand, tile)
+        batch, (top, bottom), columns = frame
+        rows = -(-(bottom - top) // hop.parts)
+        box: Box = (batch, (min(top + hop.part * rows, bottom), min(top + (hop.part + 1) * rows, bottom)), columns)
+        if not box_size(box):
+            return
+        source = self.results.get((holder, tile)) if operand == "D" else None
+        if hop.src != holder:
+            source = self.landed.get((hop.src, operand, tile))
+            if source is None or not source.writers(box):
+                raise self.fail(f"the route of {operand}{tile}: {hop} passes on what did not arrive there")
+        used = first_use.get(hop.dst)
+        floor = hop.turn if hop.turn is not None else (used or 0) - 1
+        place = self.landed.get((hop.dst, operand, tile))
+        if place is None:
+            place = _Place(hop.dst, operand, tile, frame, dtype, floor if used is None else used)
+            self.landed[hop.dst, operand, tile] = place
+            self.places[hop.dst].append(place)
+        if place.writers(box):
+            raise self.fail(f"the route of {operand}{tile}: {hop} brings what has arrived there already")
+        self._send(place, hop.src, source, box, GATHER if operand != "D" else RESULT, floor)
+
+    def _send(self, into: _Place, src: int, source: _Place | None, box: Box, phase: int, floor: int = 0) -> None:
+        event = _Event(Copy, src, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
+        if source is not None:
+            event.read(source, box)
+        event.write(into, box)
+        self.events.append(event)
+
+    def _parts(self) -> dict[Tile, dict[int, _Part]]:
+        """Who adds into each tile of D, and where the partial sums go."""
+        tiles: dict[Tile, dict[int, _Part]] = {}
+        for rank in self.ranks:
+            for iteration, work in self.work[rank].items():
+                parts = tiles.setdefault((work.m, work.n, work.l), {})
+                parts.setdefault(rank, _Part(rank)).iterations.append(iteration)
+        for tile in sorted(tiles):
+            parts = tiles[tile]
+            reducer = self._reducer(tile)
+            contributors = sorted(
+                (p for p in parts.values() if p.rank != reducer), key=lambda p: (p.iterations[-1], p.rank)
+            )
+            parts.setdefault(reducer, _Part(reducer))
+            if contributors:
+                ranks = [part.rank for part in contributors]
+                for hop in self.scheduler.route.d.hops(self.scheduler.mesh, ranks, reducer):
+                    if hop.src not in ranks or hop.dst not in parts or parts[hop.src].to is not None:
+                        raise self.fail(
+                            f"the route of D{tile}: {hop} does not fit contributors {ranks}, reducer {reducer}"
+                        )
+                    parts[hop.src].to = hop.dst
+                    parts[hop.dst].incoming.append(hop.src)
+                lost = [part.rank for part in contributors if part.to is None]
+                if lost:
+                    raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
+                for part in [*contributors, parts[reducer]]:
+                    part.whole = not part.incoming or (self.scheduler.route.d.fold and self._folds(part, parts))
+        return tiles
+
+    def _reducer(self, tile: Tile) -> int:
+        """The owner that completes a tile: where there are several, the one whose own part comes last."""
+        owners = self.scheduler.partition.d.holders(tile)
+        if len(owners) == 1:
+            return owners[0]
+        last = dict.fromkeys(owners, -1)
+        m, n, batch = tile
+        for k in range(self.scheduler.grid.k):
+            for rank, iteration in self.scheduler.work.inverse((m, n, k, batch)):
+                if rank in last:
+                    last[rank] = max(last[rank], iteration)
+        return max(owners, key=lambda rank: (last[rank], -rank))
+
+    @staticmethod
+    def _folds(part: _Part, parts: dict[int, _Part]) -> bool:
+        """Whether the partial sum that arrives is complete before this rank's last GEMM, all the way up."""
+        while part.incoming:
+            if len(part.incoming) > 1 or not part.iterations:
+                return False
+            before = parts[part.incoming[0]]
+            if before.iterations[-1] >= part.iterations[-1]:
+                return False
+            part = before
+        return True
+
+    # --- who multiplies and adds ------------------------------------------------------------------------
+
+    def _multiply(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
+        """One GEMM for each tile of work, in the order of iterations."""
+        before: list[_Event | None] = [None for _ in self.ranks]
+        for iteration in range(self.scheduler.iterations):
+            for rank in self.ranks:
+                work = self.work[rank].get(iteration)
+                if work is None:
+                    continue
+                tile = (work.m, work.n, work.l)
+                parts = tiles[tile]
+                part = parts[rank]
+                event = _Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, follows=before[rank])
+                before[rank] = event
+                self.events.append(event)
+                for operand, index in (("A", work.m), ("B", work.n)):
+                    place = self.landed.get((rank, operand, (index, work.k, work.l)))
+                    event.sources.append(place)
+                    if place is not None:
+                        event.read(place, place.frame)
+                self._accumulate(event, part, tile)
+                if iteration == part.iterations[-1] and part.whole and part.to is not None:
+                    self._pass_on(part, parts[part.to], tile)
+
+    def _accumulate(self, event: _Event, part: _Part, tile: Tile) -> None:
+        """Where a GEMM's result goes, and what its epilogue adds."""
+        frame = self.frame("D", tile)
+        first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
+        done = last and part.whole
+        finishes = done and part.to is None
+        sources = [] if first else [part.home]
+        if done:
+            sources += part.arrived
+        if finishes:
+            out = self._result(part.rank, tile)
+        elif first:
+            # A partial sum that arrives for a single GEMM is added to in place.
+            in_place = done and bool(part.arrived)
+            out = part.home = part.arrived[0] if in_place else self._home(part, tile, event.iteration)
+        else:
+            assert part.home is not None
+            out = part.home
+        event.out, event.completes = out, finishes
+        for source in sources:
+            assert source is not None
+            event.sources.append(source)
+            event.read(source, frame)
+        event.write(out, frame)
+
+    def _home(self, part: _Part, tile: Tile, iteration: int) -> _Place:
+        """Where a partial sum rests: in D where it is completed, if the types agree, else in a slot."""
+        if part.to is None and self.partial_dtype == self.out_dtype:
+            return self._result(part.rank, tile)
+        place = _Place(part.rank, "D", tile, self.frame("D", tile), self.partial_dtype, iteration)
+        self.places[part.rank].append(place)
+        return place
+
+    def _result(self, rank: int, tile: Tile) -> _Place:
+        place = self.results.get((rank, tile))
+        if place is None:
+            place = _Place(rank, "D", tile, self.frame("D", tile), self.out_dtype, 0, shard=True)
+            self.results[rank, tile] = place
+        return place
+
+    def _pass_on(self, part: _Part, to: _Part, tile: Tile) -> None:
+        """Send a partial sum to the rank that adds to it next."""
+        frame = self.frame("D", tile)
+        iteration = (to.iterations or part.iterations)[-1]
+        place = _Place(to.rank, "D", tile, frame, self.partial_dtype, iteration)
+        self.places[to.rank].append(place)
+        to.arrived.append(place)
+        assert part.home is not None
+        self._send(place, part.rank, part.home, frame, RESULT)
+
+    def _sum(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
+        """A Reduce wherever partial sums are not added in an epilogue; first those that wait for no other."""
+        for tile, parts in tiles.items():
+            waiting = [part for part in parts.values() if not part.whole]
+            while waiting:
+                ready = [part for part in waiting if len(part.arrived) == len(part.incoming)]
+                if not ready:
+                    raise self.fail(f"the route of D{tile} sends partial sums in a circle")
+                for part in ready:
+                    waiting.remove(part)
+                    self._reduce(part, tile, (part.iterations or parts[part.incoming[-1]].iterations)[-1])
+                    if part.to is not None:
+                        self._pass_on(part, parts[part.to], tile)
+
+    def _reduce(self, part: _Part, tile: Tile, iteration: int) -> None:
+        """Add what arrived, and the rank's own part last."""
+        frame = self.frame("D", tile)
+        event = _Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.to is None)
+        self.events.append(event)
+        places = part.arrived if part.home is None else [*part.arrived, part.home]
+        for place in places:
+            event.sources.append(place)
+            event.read(place, frame)
+        event.out = part.home = self._result(part.rank, tile) if part.to is None else places[-1]
+        event.write(event.out, frame)
+
+    def _deliver(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
+        """Finished tiles of D go from the rank that completes them to their other owners."""
+        for tile, parts in tiles.items():
+            owners = self.scheduler.partition.d.holders(tile)
+            if len(owners) == 1:
+                continue
+            (reducer,) = [part.rank for part in parts.values() if part.to is None]
+            last = max(part.iterations[-1] for part in parts.values() if part.iterations)
+            first_use = {rank: last for rank in owners if rank != reducer}
+            self._move("D", tile, [reducer], first_use, self.scheduler.route.deliver, self.out_dtype)
+            for rank in first_use:
+                landed, frame = self.landed[rank, "D", tile], self.frame("D", tile)
+                event = _Event(Copy, rank, last, "D", tile, RESULT, 0, frame, [landed], self._result(rank, tile))
+                event.read(landed, frame)
+                event.write(self._result(rank, tile), frame)
+                self.events.append(event)
+
+    # --- when, and where --------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """The step of every event: as early as its inputs, and the GEMM before it, allow."""
+        # Every event stands in the list behind what it needs: see the order in which run() makes them.
+        for event in self.events:
+            needs = event.after if event.follows is None else [*event.after, event.follows]
+            event.step = max([event.floor, *(before.step + event.delay(before) for before in needs)])
+
+    def allocate(self, workspace: str) -> tuple[tuple[Slot, ...], ...]:
+        """A slot for every place, in order of their lifetimes."""
+        bounded = workspace == "bounded"
+        group = prod(self.scheduler.chunks)
+        result = []
+        for rank in self.ranks:
+            tenants: list[list[_Place]] = []
+            free_at: list[int] = []
+            for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
+                sharable = bounded or not place.remote
+                for slot, last in enumerate(tenants):
+                    if (
+                        sharable
+                        and free_at[slot] < place.start
+                        and last[-1].dtype == place.dtype
+                        and (bounded or not last[-1].remote)
+                    ):
+                        place.slot, place.last = slot, last[-1]
+                        last.append(place)
+                        break
+                else:
+                    place.slot = len(tenants)
+                    tenants.append([place])
+                    free_at.append(0)
+                # Room is made by whole rounds of chunks, or for as many results as branches are in flight.
+                end = place.end
+                free_at[place.slot] = (end // group + 1) * group - 1 if bounded else end + BRANCHES - 1
+            for held in tenants:
+                held[0].last, held[0].wraps = held[-1], True
+            result.append(self._slots(tenants))
+        return tuple(result)
+
+    @staticmethod
+    def _slots(tenants: Iterable[list[_Place]]) -> tuple[Slot, ...]:
+        slots, offset = [], 0
+        for held in tenants:
+            elements = max(box_size(place.frame) for place in held)
+            size = elements * DTYPE_BYTES[held[0].dtype]
+            size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            slots.append(Slot(offset, size, held[0].dtype, elements))
+            offset += size
+        return tuple(slots)
+
+
+class _Emitter:
+    """Step 4: ops, flags and dependencies, in the order of the events' steps."""
+
+    def __init__(self, derivation: _Derivation, shards: dict[str, tuple[Box, ...]], sync: str) -> None:
+        self.events = sorted(derivation.events, key=_Event.key)
+        self.frame = derivation.frame
+        self.shards = shards
+        self.ops: list[list[Op]] = [[] for _ in derivation.ranks]
+        self.flags = [0 for _ in derivation.ranks]
+        self.barrier = sync == "barrier"
+
+    def emit(self) -> list[list[Op]]:
+        if self.barrier:
+            for rank in range(len(self.ops)):
+                self._add(Barrier, rank, 0, 0, "D", (), -1, ())
+        credits = self._credits()
+        for event in self.events:
+            self._emit(event)
+            for transfer, readers in credits.get(id(event), ()):
+                into = transfer.out
+                assert into is not None and transfer.credit is not None
+                deps = tuple(reader.op for reader in readers)
+                at = event.step * PHASES + event.phase, into.iteration, into.operand, into.tile, into.slot
+                self._add(Signal, into.rank, *at, deps, transfer.credit)
+        return self.ops
+
+    def _credits(self) -> dict[int, list[tuple[_Event, list[_Event]]]]:
+        """What each write to a slot waits for: (transfer, readers) by the last of the readers of the tile before.
+
+        Readers and a writer of the same rank are ordered at once, by a dependency.
+        """
+        position = {id(event): index for index, event in enumerate(self.events)}
+        found: dict[int, list[tuple[_Event, list[_Event]]]] = defaultdict(list)
+        for event in self.events:
+            into = event.out
+            if into is None or into.last is None:
+                continue
+            if event.crosses and not (into.wraps and self.barrier):
+                box = event.box if into.last is into and event.box is not None else into.last.frame
+                readers = into.last.frontier(box)
+                last = max(readers, key=lambda reader: position[id(reader)])
+                found[id(last)].append((event, readers))
+                event.credit = self._flag(event.rank, initial=int(into.wraps), credit=True)
+            elif not event.crosses and not into.wraps and into.accesses[0].event is event:
+                event.after += into.last.frontier(into.last.frame)
+        return found
+
+    def _flag(self, rank: int, initial: int, credit: bool) -> Flag:
+        self.flags[rank] += 1
+        return Flag(rank, self.flags[rank] - 1, initial, credit)
+
+    def _add(self, kind: Any, rank: int, *args: Any) -> int:
+        ops = self.ops[rank]
+        ops.append(kind(len(ops), rank, *args))
+        return len(ops) - 1
+
+    def _view(self, place: _Place | None, rank: int, operand: str, box: Box) -> View:
+        if place is None:
+            return View(rank, operand, -1, self.shards[operand][rank], box)
+        if place.shard:
+            return View(rank, "D", -1, self.shards["D"][rank], box)
+        return View(place.rank, "slot", place.slot, place.frame, box)
+
+    def _deps(self, event: _Event, round_: int) -> list[int]:
+        """Ids of what an event needs, with a Wait for each transfer that has not been waited for."""
+        found = []
+        for before in event.after:
+            if before.rank == event.rank:
+                found.append(before.op)
+                continue
+            if before.wait < 0:
+                into = before.out
+                assert into is not None and before.arrival is not None
+                common = (round_, into.iteration, into.operand, into.tile, into.slot, ())
+                before.wait = self._add(Wait, event.rank, *common, before.arrival, before.rank)
+            found.append(before.wait)
+        return found
+
+    def _emit(self, event: _Event) -> None:
+        rank, round_ = event.rank, event.step * PHASES + event.phase
+        into = event.out
+        assert into is not None
+        slot = into.slot
+        deps = self._deps(event, round_)
+        common = (round_, event.iteration, event.operand, event.tile, slot)
+        if event.kind is Copy:
+            assert event.box is not None
+            if event.credit is not None:
+                deps.append(self._add(Wait, rank, *common, (), event.credit, into.rank))
+            elif event.crosses and self.barrier:
+                deps.append(0)
+            src = self._view(event.sources[0], rank, event.operand, event.box)
+            dst = self._view(into, into.rank, event.operand, event.box)
+            event.op = self._add(Copy, rank, *common, tuple(deps), src, dst)
+            if event.crosses:
+                event.arrival = self._flag(into.rank, initial=0, credit=False)
+                self._add(Signal, rank, *common, (event.op,), event.arrival)
+            return
+        operands: list[View] = []
+        if event.kind is Gemm:
+            m, n, k, batch = event.tile
+            for operand, tile, place in (
+                ("A", (m, k, batch), event.sources[0]),
+                ("B", (n, k, batch), event.sources[1]),
+            ):
+                operands.append(self._view(place, rank, operand, self.frame(operand, tile)))
+        sources = tuple(self._view(place, rank, "D", into.frame) for place in event.sources[len(operands) :])
+        c = View(rank, "C", -1, self.shards["D"][rank], into.frame) if event.completes else None
+        out = self._view(into, rank, "D", into.frame)
+        event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, sources, c, out)
+
+
+def make_plan(
+    problem: GemmProblem,
+    schedule: str | DistributedTileScheduler,
+    world_size: int | None = None,
+    *,
+    mesh: tuple[int, ...] | None = None,
+    workspace: str = "full",
+    sync: str = "credit",
+    **options: Any,
+) -> Plan:
+    """Plan a product under a schedule: what every rank multiplies, sends, waits for and adds.
+
+    schedule:  a scheduler, or the name of one together with world_size or mesh and its options
+    workspace: "full": every tile that arrives has a slot of its own, so that senders run ahead freely;
+               "bounded": slots are shared by tiles whose lifetimes do not meet, and credits hold senders back
+    sync:      what keeps a replay off the slots of the one before: "credit": a flag for each transfer;
+               "barrier": one barrier of all ranks at the start of each replay
+
+    Plans are cached: a second call with equal arguments returns the same object. Raises ValueError for
+    arguments that do not fit.
+    """
+    if not isinstance(problem, GemmProblem):
+        raise ValueError(f"make_plan takes a GemmProblem, got {problem!r}")
+    if isinstance(schedule, str):
+        scheduler = get_schedule(schedule, world_size, mesh=mesh, **options)
+    elif isinstance(schedule, DistributedTileScheduler):
+        if options:
+            raise ValueError(f"options {sorted(options)} belong to a schedule's name; {schedule.name} is made already")
+        if world_size not in (None, schedule.world_size) or mesh not in (None, schedule.mesh):
+            raise ValueError(
+                f"{schedule.name} is for the mesh {schedule.mesh}, got world_size={world_size}, mesh={mesh}"
+            )
+        scheduler = schedule
+    else:
+        raise ValueError(f"schedule is a name or a DistributedTileScheduler, got {schedule!r}")
+    for name, value, known in (("workspace", workspace, WORKSPACES), ("sync", sync, SYNCS)):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    return _make_plan(problem, scheduler, workspace, sync)
+
+
+@lru_cache(maxsize=128)
+def _make_plan(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str) -> Plan:
+    derivation = _Derivation(problem, scheduler)
+    derivation.run()
+    slots = derivation.allocate(workspace)
+    shards = {
+        operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
+    }
+    return Plan(
+        problem=problem,
+        schedule=scheduler.name,
+        mesh=scheduler.mesh,
+        workspace=workspace,
+        sync=sync,
+        iterations=scheduler.iterations,
+        edges=derivation.edges,
+        shards=(shards["A"], shards["B"], shards["D"]),
+        rank_ops=tuple(map(tuple, _Emitter(derivation, shards, sync).emit())),
+        slots=slots,
+    )

@@ -1,0 +1,212 @@
+"""What a rank does: a few ops on views of memory, each with the ops it depends on.
+
+Within a rank only ``deps`` order ops; between ranks only signals and barriers do. ``deps`` name ops of the
+same rank and replay by id. A rank begins a replay after it has finished the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distgemm.schedulers import TileCoord
+
+__all__ = [
+    "Barrier",
+    "Box",
+    "Copy",
+    "Flag",
+    "Gemm",
+    "Op",
+    "Reduce",
+    "Signal",
+    "Slot",
+    "View",
+    "Wait",
+    "box_extents",
+    "box_size",
+    "contains",
+    "overlaps",
+]
+
+Range = tuple[int, int]
+Box = tuple[Range, Range, Range]
+"""Half-open ranges (l, rows, columns) in the global coordinates of an operand."""
+
+Tile = tuple[int, ...]
+
+
+def box_extents(box: Box) -> tuple[int, int, int]:
+    """Lengths of a box, (l, rows, columns)."""
+    (l0, l1), (r0, r1), (c0, c1) = box
+    return l1 - l0, r1 - r0, c1 - c0
+
+
+def box_size(box: Box) -> int:
+    """Number of elements of a box."""
+    (l0, l1), (r0, r1), (c0, c1) = box
+    return (l1 - l0) * (r1 - r0) * (c1 - c0)
+
+
+def overlaps(a: Box, b: Box) -> bool:
+    """Whether two boxes share an element."""
+    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in zip(a, b, strict=True))
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Whether ``inner`` lies in ``outer``."""
+    return all(o[0] <= i[0] <= i[1] <= o[1] for i, o in zip(inner, outer, strict=True))
+
+
+class View(NamedTuple):
+    """A box of a matrix where it lies in one rank's memory.
+
+    rank:   whose memory
+    buffer: "A", "B", "C" or "D", the rank's shard; "slot", its workspace
+    slot:   number of the slot; -1 for a shard
+    frame:  the box that the buffer holds, dense and row-major
+    box:    the part of it that is meant
+    """
+
+    rank: int
+    buffer: str
+    slot: int
+    frame: Box
+    box: Box
+
+    def slices(self) -> tuple[slice, slice, slice]:
+        """Where the box lies in the frame, (l, rows, columns)."""
+        (fl, _), (fr, _), (fc, _) = self.frame
+        (l0, l1), (r0, r1), (c0, c1) = self.box
+        return slice(l0 - fl, l1 - fl), slice(r0 - fr, r1 - fr), slice(c0 - fc, c1 - fc)
+
+    def __str__(self) -> str:
+        place = f"slot {self.slot}" if self.buffer == "slot" else self.buffer
+        ranges = ", ".join(f"{start}:{stop}" for start, stop in self.box)
+        return f"{place}[{ranges}]@{self.rank}"
+
+
+class Slot(NamedTuple):
+    """A place in a rank's workspace.
+
+    elements: capacity, for the element type ``dtype``; offset and bytes are multiples of the alignment
+    """
+
+    offset: int
+    bytes: int
+    dtype: str
+    elements: int
+
+
+class Flag(NamedTuple):
+    """A word in the waiting rank's signal memory, 0 or 1. Signal sets it; Wait waits for 1 and resets it.
+
+    credit: whether it says "this slot may be written again" (1 before the first replay) or "a chunk has
+            arrived" (0 before the first replay). A credit that is spent within the replay in which it is
+            given starts at 0: ``initial`` says which.
+    """
+
+    rank: int
+    index: int
+    initial: int
+    credit: bool
+
+    def __str__(self) -> str:
+        return f"{'credit' if self.credit else 'arrival'} flag {self.index}@{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What all ops share.
+
+    id:        names the op within its rank
+    rank:      the rank that executes it
+    round:     place in the plan's global order: whatever happens before this op, on any rank, has a smaller
+               or the same round, and a chunk sent in a round is first used in a later one
+    iteration: the iteration that it serves
+    operand:   "A", "B" or "D"
+    tile:      tile coordinates: (m, n, k, l) of a Gemm, else those of the operand
+    slot:      the slot it writes, or speaks of; -1 for none
+    deps:      ids of the ops that must have finished before
+    """
+
+    id: int
+    rank: int
+    round: int
+    iteration: int
+    operand: str
+    tile: Tile
+    slot: int
+    deps: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """Name of the op's class."""
+        return type(self).__name__
+
+    def describe(self) -> str:
+        """Rank, iteration, op and tile, for messages."""
+        where = f" slot {self.slot}" if self.slot >= 0 else ""
+        tile = ", ".join(map(str, self.tile))
+        return f"rank {self.rank} iteration {self.iteration}: {self.kind} #{self.id} {self.operand}({tile}){where}"
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm(Op):
+    """out = alpha * a @ b.T + sum of sources (+ beta * c, by the op that completes a tile)"""
+
+    tile: TileCoord
+    a: View
+    b: View
+    sources: tuple[View, ...]
+    c: View | None
+    out: View
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Op):
+    """dst = src; pushed by the rank that holds src, or local"""
+
+    src: View
+    dst: View
+
+    def describe(self) -> str:
+        return f"{Op.describe(self)}: {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Op):
+    """out = sum of sources (+ beta * c, by the op that completes a tile), added in this order"""
+
+    sources: tuple[View, ...]
+    c: View | None
+    out: View
+
+
+@dataclass(frozen=True, slots=True)
+class Signal(Op):
+    """flag = 1, in the memory of the rank that waits for it"""
+
+    flag: Flag
+
+    def describe(self) -> str:
+        return f"{Op.describe(self)}: {self.flag}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(Op):
+    """wait until flag == 1, then flag = 0; ``peer`` is the rank that signals"""
+
+    flag: Flag
+    peer: int
+
+    def describe(self) -> str:
+        return f"{Op.describe(self)}: {self.flag}, from rank {self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier(Op):
+    """wait until every rank has come to its Barrier of this round"""

@@ -1,0 +1,1 @@
+"""Runtimes: they execute ``plan.ops`` and know nothing of schedules."""

@@ -1,0 +1,190 @@
+"""The reference runtime: all ranks in one process, in float64, in any legal order."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
+from distgemm.plan import Plan, PlanError
+
+__all__ = ["ORDERS", "run_reference"]
+
+ORDERS = ("random", "issue")
+
+Array = NDArray[np.float64]
+
+
+def run_reference(
+    plan: Plan,
+    a_shards: Sequence[Any],
+    b_shards: Sequence[Any],
+    c_shards: Sequence[Any] | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    order: str = "random",
+    seed: int = 0,
+    replays: int = 1,
+) -> list[Array]:
+    """Execute a plan's ops for all ranks, and return the shard of D of each.
+
+    a_shards, b_shards, c_shards: an array for each rank, of the shape ``plan.shard_shape("A", rank)`` and so
+        on; not modified. C is read only where beta is not 0
+    order:   "random": one of the legal orders, drawn by ``seed``; "issue": every rank its ops in their order
+    replays: executes the plan this many times on the same workspace. All but the last run on other inputs
+        (multiples of those given), so that a result made of leftovers would be wrong
+
+    Everything is added in float64 and nothing is rounded in between. The workspace and D hold NaN before the
+    first replay, D before every replay. The program it stands for is ``D = alpha * A @ B.T + beta * C`` on the
+    whole matrices.
+
+    Raises ValueError for shards of the wrong number or shape, and PlanError where the plan blocks or refers
+    to what does not exist.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order is one of {', '.join(ORDERS)}, got {order!r}")
+    if isinstance(replays, bool) or not isinstance(replays, int) or replays < 1:
+        raise ValueError(f"replays is an integer >= 1, got {replays!r}")
+    if beta != 0 and c_shards is None:
+        raise ValueError(f"beta is {beta}, which needs c_shards")
+    inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
+    if beta != 0 and c_shards is not None:
+        inputs["C"] = _shards(plan, "C", c_shards)
+    machine = _Machine(plan, inputs, alpha, beta, replays)
+    machine.run(random.Random(seed) if order == "random" else None)
+    return [d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)]
+
+
+def _shards(plan: Plan, operand: str, given: Sequence[Any]) -> list[Array]:
+    if len(given) != plan.world_size:
+        raise ValueError(f"{operand} has {len(given)} shards for {plan.world_size} ranks")
+    result = []
+    for rank, shard in enumerate(given):
+        array = np.array(shard, dtype=np.float64)
+        wanted = plan.shard_shape(operand, rank)
+        if array.shape != wanted:
+            raise ValueError(f"{operand}'s shard on rank {rank} has shape {wanted}, got {array.shape}")
+        result.append(array.reshape(box_extents(plan.box(operand, rank))))
+    return result
+
+
+class _Rank:
+    """How far a rank has come in its current replay."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = {op.id: op for op in ops}
+        self.dependents: dict[int, list[int]] = defaultdict(list)
+        for op in ops:
+            for dep in op.deps:
+                if dep not in self.ops:
+                    raise PlanError(f"{op.describe()}: depends on op {dep}, which does not exist")
+                self.dependents[dep].append(op.id)
+        self.replay = -1
+        self.begin()
+
+    def begin(self) -> None:
+        self.replay += 1
+        self.missing = {op.id: len(op.deps) for op in self.ops.values()}
+        self.ready = [op_id for op_id, count in self.missing.items() if count == 0]
+        self.left = len(self.ops)
+
+    def finish(self, op_id: int) -> None:
+        self.left -= 1
+        for dependent in self.dependents[op_id]:
+            self.missing[dependent] -= 1
+            if self.missing[dependent] == 0:
+                self.ready.append(dependent)
+
+
+class _Machine:
+    def __init__(self, plan: Plan, inputs: dict[str, list[Array]], alpha: float, beta: float, replays: int) -> None:
+        self.plan = plan
+        self.inputs = inputs
+        self.alpha, self.beta, self.replays = alpha, beta, replays
+        self.ranks = [_Rank(plan.ops(rank)) for rank in range(plan.world_size)]
+        self.slots = [[np.full(slot.elements, np.nan) for slot in slots] for slots in plan.slots]
+        self.d = [self._fresh(rank) for rank in range(plan.world_size)]
+        self.flags = {
+            op.flag[:2]: op.flag.initial for ops in plan.rank_ops for op in ops if isinstance(op, (Signal, Wait))
+        }
+        self.at_barrier: dict[tuple[int, int], set[int]] = defaultdict(set)
+
+    def _fresh(self, rank: int) -> Array:
+        return np.full(box_extents(self.plan.box("D", rank)), np.nan)
+
+    def run(self, rng: random.Random | None) -> None:
+        """Execute ops until every rank has done all its replays; ``rng`` None: each rank's ops in their order."""
+        while True:
+            for rank, state in enumerate(self.ranks):
+                if not state.left and state.replay + 1 < self.replays:
+                    state.begin()
+                    self.d[rank] = self._fresh(rank)
+            startable = [(rank, op) for rank, state in enumerate(self.ranks) for op in self._startable(state, rng)]
+            if not startable:
+                break
+            rank, op = rng.choice(startable) if rng else startable[0]
+            self._execute(rank, op)
+        blocked = [state for state in self.ranks if state.left]
+        if blocked:
+            heads = [state.ops[min(state.ready)].describe() for state in blocked if state.ready]
+            raise PlanError(f"deadlock: {'; '.join(heads[:4]) or 'no op can start'}")
+
+    def _startable(self, state: _Rank, rng: random.Random | None) -> list[Op]:
+        ops = [state.ops[op_id] for op_id in (state.ready if rng else sorted(state.ready)[:1])]
+        return [op for op in ops if self._may_start(op, state)]
+
+    def _may_start(self, op: Op, state: _Rank) -> bool:
+        if isinstance(op, Wait):
+            return self.flags[op.flag[:2]] == 1
+        if isinstance(op, Barrier):
+            arrived = self.at_barrier[state.replay, op.round]
+            arrived.add(op.rank)
+            return len(arrived) == self.plan.world_size
+        return True
+
+    def _execute(self, rank: int, op: Op) -> None:
+        if isinstance(op, Gemm):
+            product = self.alpha * np.einsum("lmk,lnk->lmn", self._read(op.a), self._read(op.b))
+            self._write(op.out, self._sum(op, product))
+        elif isinstance(op, Reduce):
+            self._write(op.out, self._sum(op, np.zeros(box_extents(op.out.box))))
+        elif isinstance(op, Copy):
+            self._write(op.dst, self._read(op.src).copy())
+        elif isinstance(op, Signal):
+            if self.flags[op.flag[:2]]:
+                raise PlanError(f"{op.describe()}: the flag is set already, a signal would be lost")
+            self.flags[op.flag[:2]] = 1
+        elif isinstance(op, Wait):
+            self.flags[op.flag[:2]] = 0
+        self.ranks[rank].ready.remove(op.id)
+        self.ranks[rank].finish(op.id)
+
+    def _sum(self, op: Gemm | Reduce, result: Array) -> Array:
+        for source in op.sources:
+            result = result + self._read(source)
+        if op.c is not None and self.beta != 0:
+            result = result + self.beta * self._read(op.c)
+        return result
+
+    def _read(self, view: View) -> Array:
+        if view.buffer in self.inputs:
+            # Earlier replays of the rank see other inputs.
+            later = self.replays - 1 - self.ranks[view.rank].replay
+            array = self.inputs[view.buffer][view.rank][view.slices()]
+            return array if later == 0 else array * -(later + 1.0)
+        return self._memory(view)[view.slices()]
+
+    def _write(self, view: View, value: Array) -> None:
+        self._memory(view)[view.slices()] = value
+
+    def _memory(self, view: View) -> Array:
+        if view.buffer == "D":
+            return self.d[view.rank]
+        extents = box_extents(view.frame)
+        elements = extents[0] * extents[1] * extents[2]
+        return self.slots[view.rank][view.slot][:elements].reshape(extents)

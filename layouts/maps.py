@@ -1,0 +1,120 @@
+"""What a linear layout cannot say: an offset, a wrap modulo the ring, an exclusive or.
+
+CUTLASS keeps these outside its schedules' layouts (``ProcessorOffset``, ``% TP``); here they are part of
+the layout object. Each map takes an integer or a numpy array of integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgemm.layouts.algebra import IntTuple, Layout
+
+__all__ = ["ComposedLayout", "Map", "Modulo", "Offset", "Swizzle"]
+
+Value = TypeVar("Value", int, NDArray[np.int64])
+
+
+class Map(Protocol):
+    """A function from integers to integers; hashable, so that what it is part of can be cached."""
+
+    def __call__(self, value: Value, /) -> Value: ...
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Offset:
+    """value + amount"""
+
+    amount: int
+
+    def __call__(self, value: Value) -> Value:
+        return value + self.amount
+
+    def __str__(self) -> str:
+        return f"{self.amount:+d}"
+
+
+@dataclass(frozen=True)
+class Modulo:
+    """value mod extent, in 0..extent-1 for negative values too"""
+
+    extent: int
+
+    def __post_init__(self) -> None:
+        if self.extent < 1:
+            raise ValueError(f"Modulo wraps at an extent >= 1, got {self.extent}")
+
+    def __call__(self, value: Value) -> Value:
+        return value % self.extent
+
+    def __str__(self) -> str:
+        return f"mod {self.extent}"
+
+
+@dataclass(frozen=True)
+class Swizzle:
+    """CuTe's Swizzle<bits, base, shift>: a field of ``bits`` bits is xored into another one, ``shift`` bits lower.
+
+    shift >= 0: the field at bit base+shift goes into the field at bit base.
+    shift < 0:  the field at bit base goes into the field at bit base-shift.
+    """
+
+    bits: int
+    base: int
+    shift: int
+
+    def __post_init__(self) -> None:
+        if self.bits < 0 or self.base < 0 or abs(self.shift) < self.bits:
+            raise ValueError(
+                f"Swizzle takes bits >= 0, base >= 0 and |shift| >= bits, got {self.bits}, {self.base}, {self.shift}"
+            )
+
+    def __call__(self, value: Value) -> Value:
+        # pycute's own functor does not return for a shift of 0.
+        source, target = self.base + max(self.shift, 0), self.base - min(self.shift, 0)
+        field = (value >> source) & ((1 << self.bits) - 1)
+        return value ^ (field << target)
+
+    def __str__(self) -> str:
+        return f"SW_{self.bits}_{self.base}_{self.shift}"
+
+
+@dataclass(frozen=True)
+class ComposedLayout:
+    """A layout followed by maps, in order: ``ComposedLayout(L, f, g)(c) == g(f(L(c)))``."""
+
+    layout: Layout
+    maps: tuple[Map, ...]
+
+    def __init__(self, layout: Layout, *maps: Map) -> None:
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "maps", maps)
+
+    def __call__(self, *coordinate: IntTuple) -> int:
+        value = int(self.layout(*coordinate))
+        for function in self.maps:
+            value = function(value)
+        return value
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """The value at each colexicographic index, shape (size,)."""
+        values = self.layout.table
+        for function in self.maps:
+            values = function(values)
+        values.setflags(write=False)  # shared by everyone who asks
+        return values
+
+    def size(self) -> int:
+        """Number of coordinates."""
+        return self.layout.size()
+
+    def __str__(self) -> str:
+        return " o ".join([*(f"({function})" for function in reversed(self.maps)), str(self.layout)])

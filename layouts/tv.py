@@ -1,0 +1,230 @@
+"""Thread-value layouts one level up: (rank, value) -> tile.
+
+At the kernel layer a TV layout says which values of a tile each thread holds. Here the threads are the
+ranks of a mesh and the values are tiles of a global matrix, or the iterations of a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgemm.layouts.algebra import IntTuple, Layout, flatten, product
+from distgemm.layouts.maps import ComposedLayout, Map
+
+__all__ = ["Axis", "TVLayout"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the tile grid, as a function of the mesh coordinate and the value coordinate.
+
+    The index on the axis is the inner product of ``rank`` with the mesh coordinate plus that of ``value``
+    with the value coordinate, passed through ``maps`` (an offset, a wrap, a swizzle). An index outside
+    0..extent-1 lies outside the grid.
+
+    extent: number of tiles on the axis
+    rank:   stride of each mesh mode (0: the axis does not depend on the rank)
+    value:  stride of each value mode
+    maps:   functions applied to the sum, in order
+    """
+
+    extent: int
+    rank: IntTuple = 0
+    value: IntTuple = 0
+    maps: tuple[Map, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.extent, int) or self.extent < 1:
+            raise ValueError(f"the extent of an axis is an integer >= 1, got {self.extent!r}")
+
+
+def _strides(given: IntTuple, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+    strides = flatten(given)
+    if strides == (0,):
+        return (0,) * len(shape)
+    if len(strides) != len(shape) or not all(isinstance(stride, int) for stride in strides):
+        raise ValueError(f"{what} strides {given!r} are not one integer for each mode of the {what} shape {shape!r}")
+    return strides
+
+
+def _check_order(order: Sequence[int], size: int) -> None:
+    if not isinstance(order, tuple) or len(order) != size or set(order) != set(range(size)):
+        raise ValueError(f"an order is a permutation of 0..{size - 1} as a tuple, got {order!r}")
+
+
+@dataclass(frozen=True)
+class TVLayout:
+    """(rank, value) -> tile of a grid, or None outside the grid.
+
+    mesh:   shape of the rank mode; ranks count row-major over it, as in torch's DeviceMesh
+    values: shape of the value mode; values count with the first mode fastest, as in CuTe
+    modes:  one entry for each mode of the tile grid: its axes, the fastest first
+    order:  value i is number ``order[i]`` of the value shape; () leaves the values as they are. Time on top of
+            space: the layout says which tiles, the order says when.
+    """
+
+    mesh: tuple[int, ...]
+    values: tuple[int, ...]
+    modes: tuple[tuple[Axis, ...], ...]
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, shape in (("mesh", self.mesh), ("values", self.values)):
+            valid = isinstance(shape, tuple) and shape and all(isinstance(e, int) and e >= 1 for e in shape)
+            if not valid:
+                raise ValueError(f"{what} of a TVLayout: expected a tuple of integers >= 1, got {shape!r}")
+        if not self.modes:
+            raise ValueError(f"a TVLayout has at least one mode, got {self.modes!r}")
+        if self.order != ():
+            _check_order(self.order, self.size)
+        for axes in self.modes:
+            for axis in axes:
+                self._layout(axis)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.values, self.modes, self.order))
+
+    def _layout(self, axis: Axis) -> ComposedLayout:
+        rank = _strides(axis.rank, self.mesh, "mesh")
+        value = _strides(axis.value, self.values, "value")
+        # Row-major ranks are colexicographic over the mesh read backwards.
+        linear = Layout((self.mesh[::-1], self.values), (rank[::-1], value))
+        return ComposedLayout(linear, *axis.maps)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return product(self.mesh)
+
+    @property
+    def size(self) -> int:
+        """Number of values of each rank."""
+        return product(self.values)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Extent of each mode of the tile grid."""
+        return tuple(product(tuple(axis.extent for axis in axes)) for axes in self.modes)
+
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """All tiles, shape (ranks, values, modes); -1 in every mode where a value lies outside the grid."""
+        columns = []
+        outside = np.zeros((self.ranks, self.size), dtype=bool)
+        for axes in self.modes:
+            index = np.zeros((self.ranks, self.size), dtype=np.int64)
+            scale = 1
+            for axis in axes:
+                part = self._layout(axis).table.reshape(self.size, self.ranks).T
+                outside |= (part < 0) | (part >= axis.extent)
+                index = index + scale * part
+                scale *= axis.extent
+            columns.append(index)
+        result = np.stack(columns, axis=-1)
+        result[outside] = -1
+        if self.order:
+            result = result[:, list(self.order)]
+        result.setflags(write=False)
+        return result
+
+    @cached_property
+    def tiles(self) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
+        """The tile of each value of each rank: ``tiles[rank][value]``."""
+        return tuple(tuple(None if tile[0] < 0 else tuple(tile) for tile in of_rank) for of_rank in self.table.tolist())
+
+    def __call__(self, rank: int, value: int) -> tuple[int, ...] | None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not in 0..{self.ranks - 1}")
+        if not 0 <= value < self.size:
+            raise ValueError(f"value {value} is not in 0..{self.size - 1}")
+        return self.tiles[rank][value]
+
+    @cached_property
+    def _inverse(self) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for rank, of_rank in enumerate(self.tiles):
+            for value, tile in enumerate(of_rank):
+                if tile is not None:
+                    found.setdefault(tile, []).append((rank, value))
+        return {tile: tuple(pairs) for tile, pairs in found.items()}
+
+    def inverse(self, tile: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Every (rank, value) that takes this tile, ranks ascending; () for a tile that none takes."""
+        coordinate = tuple(tile)
+        inside = len(coordinate) == len(self.grid) and all(
+            0 <= index < extent for index, extent in zip(coordinate, self.grid, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"tile {coordinate} is not in a grid of {self.grid} tiles")
+        return self._inverse.get(coordinate, ())
+
+    @cached_property
+    def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {tile: tuple(sorted({rank for rank, _ in pairs})) for tile, pairs in self._inverse.items()}
+
+    def holders(self, tile: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that take this tile, ascending."""
+        return self._holders[tuple(tile)] if self.inverse(tile) else ()
+
+    def covers(self) -> bool:
+        """Whether every tile of the grid is taken at least once."""
+        return len(self._inverse) == product(self.grid)
+
+    def is_partition(self) -> bool:
+        """Whether every tile of the grid is taken exactly once, by one value of one rank."""
+        return self.covers() and all(len(pairs) == 1 for pairs in self._inverse.values())
+
+    def reorder(self, order: Sequence[int]) -> TVLayout:
+        """The same tiles at other times: value i of the result is value ``order[i]`` of this layout."""
+        _check_order(tuple(order), self.size)
+        before = self.order or range(self.size)
+        return replace(self, order=tuple(before[index] for index in order))
+
+    def _cell(self, tile: tuple[int, ...]) -> str:
+        return " ".join(f"{rank}:{value}" for rank, value in self.inverse(tile)) or "."
+
+    def grids(self, rows: int = 0, columns: int = 1) -> Iterator[tuple[tuple[int, ...], list[list[str]]]]:
+        """Cells "rank:value" over two modes, once for each coordinate of the other modes."""
+        modes = range(len(self.grid))
+        if rows == columns or rows not in modes or columns not in modes:
+            raise ValueError(f"rows {rows} and columns {columns} are not two modes of a grid of {self.grid} tiles")
+        others = [mode for mode in modes if mode not in (rows, columns)]
+        for rest in np.ndindex(*(self.grid[mode] for mode in others)):
+            cells = []
+            for row in range(self.grid[rows]):
+                line = []
+                for column in range(self.grid[columns]):
+                    tile = [0] * len(self.grid)
+                    tile[rows], tile[columns] = row, column
+                    for mode, index in zip(others, rest, strict=True):
+                        tile[mode] = index
+                    line.append(self._cell(tuple(tile)))
+                cells.append(line)
+            yield rest, cells
+
+    def __str__(self) -> str:
+        """The grid of the first two modes, "rank:value" in each cell, once for each index of the others.
+
+        A grid of one mode is one line. A cell that holds several pairs has one space between them, cells have two.
+        """
+        blocks: list[tuple[tuple[int, ...], list[list[str]]]]
+        if len(self.grid) == 1:
+            blocks = [((), [[self._cell((tile,)) for tile in range(self.grid[0])]])]
+        else:
+            blocks = list(self.grids())
+        text = []
+        for rest, cells in blocks:
+            width = max(len(cell) for line in cells for cell in line)
+            lines = ["  ".join(cell.ljust(width) for cell in line).rstrip() for line in cells]
+            title = [f"[:, :, {', '.join(map(str, rest))}]"] if len(blocks) > 1 else []
+            text.append("\n".join(title + lines))
+        return "\n\n".join(text)

@@ -1,0 +1,57 @@
+"""Schedules: pure data that says how the ranks move through MNKL space.
+
+Import as ``distgemm.schedulers``. No torch, no CUDA, and nothing about slots, signals or streams.
+"""
+
+if __name__ != "distgemm.schedulers":
+    raise ImportError(f"import distgemm.schedulers, not {__name__}")
+
+from distgemm.schedulers import one_d as _one_d  # noqa: F401  (registers the 1D schedules)
+from distgemm.schedulers.registry import (
+    get_schedule,
+    list_families,
+    list_schedules,
+    register_schedule,
+    schedule_aliases,
+    schedule_options,
+)
+from distgemm.schedulers.routes import (
+    BidirectionalFull,
+    BidirectionalSplit,
+    Chain,
+    Direct,
+    GatherRoute,
+    Hop,
+    Pairwise,
+    ReduceRoute,
+    Ring,
+    ring_of,
+)
+from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+
+__all__ = [
+    # a schedule: partition, work, route
+    "WHOLE",
+    "DistributedTileScheduler",
+    "Partition",
+    "Route",
+    "TileCoord",
+    # routes
+    "BidirectionalFull",
+    "BidirectionalSplit",
+    "Chain",
+    "Direct",
+    "GatherRoute",
+    "Hop",
+    "Pairwise",
+    "ReduceRoute",
+    "Ring",
+    "ring_of",
+    # schedules by name
+    "get_schedule",
+    "list_families",
+    "list_schedules",
+    "register_schedule",
+    "schedule_aliases",
+    "schedule_options",
+]

@@ -1,0 +1,215 @@
+"""The 1D schedules: one axis of ranks 0..N-1. r: rank, i: iteration, all ranks modulo N.
+
+The grids show world size 4, chunks 1: rows are tiles of the first mode, columns of the second.
+With ``chunks=c`` a shard is c tiles along the mode that moves: tile = shard * c + chunk.
+"""
+
+from __future__ import annotations
+
+from distgemm.layouts import Axis, Modulo, Offset, Swizzle, TVLayout
+from distgemm.schedulers.registry import register_schedule
+from distgemm.schedulers.routes import (
+    BidirectionalFull,
+    BidirectionalSplit,
+    Chain,
+    Direct,
+    GatherRoute,
+    Pairwise,
+    ReduceRoute,
+    Ring,
+)
+from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+
+Mesh = tuple[int, ...]
+Axes = tuple[Axis, ...]
+
+ONE = (1,)
+
+
+def _own(ranks: int) -> Axes:
+    """Shard r of N."""
+    return (Axis(ranks, rank=1),)
+
+
+def _own_chunks(ranks: int, chunks: int) -> Axes:
+    """The chunks of shard r; values (chunks,)."""
+    return (Axis(chunks, value=1), Axis(ranks, rank=1))
+
+
+def _all_chunks(ranks: int, chunks: int) -> Axes:
+    """The chunks of every shard; values (chunks, N)."""
+    return (Axis(chunks, value=(1, 0)), Axis(ranks, value=(0, 1)))
+
+
+def _rotate(ranks: int, chunks: int, direction: int = 1, offset: int = 0) -> Axes:
+    """Chunk by chunk, shard r + offset + direction * j; iterations (chunks, N)."""
+    wrap = (Offset(offset), Modulo(ranks))
+    return (Axis(chunks, value=(1, 0)), Axis(ranks, rank=1, value=(0, direction), maps=wrap))
+
+
+def _chunk_order(shards: list[int], chunks: int) -> list[int]:
+    """The order of iterations (chunks, N) that takes whole shards in the given order."""
+    return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
+
+
+# --- all-gather + GEMM: A is sharded along M, B and D along N -----------------------------------------
+#
+#        A (m, k)      B (n, k)      D (m, n)           iteration of (m, n), rotating A
+#   m 0  | rank 0 |   | rank 0 |   | 0 | 1 | 2 | 3 |    | 0 | 3 | 2 | 1 |
+#     1  | rank 1 |   | rank 1 |   | 0 | 1 | 2 | 3 |    | 1 | 0 | 3 | 2 |
+#     2  | rank 2 |   | rank 2 |   | 0 | 1 | 2 | 3 |    | 2 | 1 | 0 | 3 |
+#     3  | rank 3 |   | rank 3 |   | 0 | 1 | 2 | 3 |    | 3 | 2 | 1 | 0 |
+
+
+def _gather_a(name: str, mesh: Mesh, chunks: int, work_m: Axes, route: GatherRoute) -> DistributedTileScheduler:
+    (ranks,) = mesh
+    partition = Partition(
+        a=TVLayout(mesh, (chunks,), (_own_chunks(ranks, chunks), WHOLE, WHOLE)),
+        b=TVLayout(mesh, ONE, (_own(ranks), WHOLE, WHOLE)),
+        d=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),
+    )
+    work = TVLayout(mesh, (chunks, ranks), (work_m, _own(ranks), WHOLE, WHOLE))
+    return DistributedTileScheduler(name, partition, work, Route(a=route), TileCoord(chunks, 1, 1, 1))
+
+
+@register_schedule(aliases=("AllGather1D_TilingCD_RotatingA",), default_of="ag+gemm")
+def all_gather_1d_tiling_cd_rotating_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r + i, n = r; each shard of A comes straight from its owner (CUTLASS AllGather1D_TilingCD_RotatingA)."""
+    return _gather_a("all_gather_1d_tiling_cd_rotating_a", mesh, chunks, _rotate(mesh[0], chunks), Direct())
+
+
+@register_schedule()
+def all_gather_1d_ring_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r - i, n = r; each shard of A is passed on from neighbour to neighbour, r to r + 1."""
+    return _gather_a("all_gather_1d_ring_a", mesh, chunks, _rotate(mesh[0], chunks, -1), Ring())
+
+
+def _bidirectional(
+    name: str, mesh: Mesh, chunks: int, distances: list[int], route: GatherRoute
+) -> DistributedTileScheduler:
+    """Shard r - d, d the clockwise distances in the order in which the shards arrive."""
+    schedule = _gather_a(name, mesh, chunks, _rotate(mesh[0], chunks, -1), route)
+    work = schedule.work.reorder(_chunk_order(distances, chunks))
+    return DistributedTileScheduler(name, schedule.partition, work, schedule.route, schedule.chunks)
+
+
+@register_schedule()
+def all_gather_1d_bidirectional_full_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r, r-1, r+1, r-2, r+2, ...; whole shards of A both ways round the ring (tt-metal FULL_TENSOR).
+
+    The shard at ring distance d has arrived after d hops; the busier direction carries floor(N/2) shards.
+    """
+    (ranks,) = mesh
+    distances = sorted(range(ranks), key=lambda d: (min(d, ranks - d), d))
+    return _bidirectional("all_gather_1d_bidirectional_full_a", mesh, chunks, distances, BidirectionalFull())
+
+
+@register_schedule()
+def all_gather_1d_bidirectional_split_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r - d, ordered by max(d, N - d); half of each shard of A each way round (tt-metal SPLIT_TENSOR).
+
+    The shard at clockwise distance d has arrived after max(d, N - d) hops; each direction carries
+    (N - 1) / 2 shards.
+    """
+    (ranks,) = mesh
+    distances = sorted(range(ranks), key=lambda d: (d != 0, max(d, ranks - d), d))
+    return _bidirectional("all_gather_1d_bidirectional_split_a", mesh, chunks, distances, BidirectionalSplit())
+
+
+@register_schedule()
+def all_gather_1d_pairwise_xor_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r xor i, n = r; in every iteration the ranks exchange in pairs. World sizes are powers of two."""
+    (ranks,) = mesh
+    if ranks & (ranks - 1):
+        raise ValueError(f"all_gather_1d_pairwise_xor_a pairs r with r xor i: world_size a power of two, got {ranks}")
+    bits = ranks.bit_length() - 1
+    partner = Axis(ranks, rank=1, value=(0, ranks), maps=(Swizzle(bits, 0, bits), Modulo(ranks)))
+    work_m = (Axis(chunks, value=(1, 0)), partner)
+    return _gather_a("all_gather_1d_pairwise_xor_a", mesh, chunks, work_m, Direct())
+
+
+@register_schedule(aliases=("AllGather1D_TilingCD_RotatingB",))
+def all_gather_1d_tiling_cd_rotating_b(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r, n = r + i; the shards of B move, A and D are sharded along M (CUTLASS AllGather1D_TilingCD_RotatingB)."""
+    (ranks,) = mesh
+    partition = Partition(
+        a=TVLayout(mesh, ONE, (_own(ranks), WHOLE, WHOLE)),
+        b=TVLayout(mesh, (chunks,), (_own_chunks(ranks, chunks), WHOLE, WHOLE)),
+        d=TVLayout(mesh, (chunks, ranks), (_own(ranks), _all_chunks(ranks, chunks), WHOLE)),
+    )
+    work = TVLayout(mesh, (chunks, ranks), (_own(ranks), _rotate(ranks, chunks), WHOLE, WHOLE))
+    name = "all_gather_1d_tiling_cd_rotating_b"
+    return DistributedTileScheduler(name, partition, work, Route(b=Direct()), TileCoord(1, chunks, 1, 1))
+
+
+@register_schedule()
+def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """k = r + i, n = r; A is sharded along K and gathered chunk by chunk while D accumulates."""
+    (ranks,) = mesh
+    partition = Partition(
+        a=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
+        b=TVLayout(mesh, (chunks, ranks), (_own(ranks), _all_chunks(ranks, chunks), WHOLE)),
+        d=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
+    )
+    work = TVLayout(mesh, (chunks, ranks), (WHOLE, _own(ranks), _rotate(ranks, chunks), WHOLE))
+    name = "all_gather_1d_tiling_k_rotating_a"
+    return DistributedTileScheduler(name, partition, work, Route(a=Direct()), TileCoord(1, 1, chunks, 1))
+
+
+# --- GEMM + reduce-scatter: A and B are sharded along K, D along M or N -------------------------------
+#
+#        A (m, k)            B (n, k)            D (m, n)     iteration of (m, k), rotating C
+#   m 0  | 0 | 1 | 2 | 3 |   | 0 | 1 | 2 | 3 |   | rank 0 |   | 3 | 0 | 1 | 2 |
+#     1  | 0 | 1 | 2 | 3 |                       | rank 1 |   | 2 | 3 | 0 | 1 |
+#     2  | 0 | 1 | 2 | 3 |                       | rank 2 |   | 1 | 2 | 3 | 0 |
+#     3  | 0 | 1 | 2 | 3 |                       | rank 3 |   | 0 | 1 | 2 | 3 |
+
+
+def _scatter_m(
+    name: str, mesh: Mesh, chunks: int, iterations: tuple[int, int], work_m: Axes, route: ReduceRoute
+) -> DistributedTileScheduler:
+    (ranks,) = mesh
+    partition = Partition(
+        a=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),
+        b=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
+        d=TVLayout(mesh, (chunks,), (_own_chunks(ranks, chunks), WHOLE, WHOLE)),
+    )
+    work = TVLayout(mesh, iterations, (work_m, WHOLE, _own(ranks), WHOLE))
+    return DistributedTileScheduler(name, partition, work, Route(d=route), TileCoord(chunks, 1, 1, 1))
+
+
+@register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_of="gemm+rs")
+def reduce_scatter_1d_tiling_a_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r - 1 - i, k = r; partial sums of D go round the ring, r to r + 1, each rank adding its part
+    (CUTLASS ReduceScatter1D_TilingA_RotatingC)."""
+    (ranks,) = mesh
+    work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
+    return _scatter_m("reduce_scatter_1d_tiling_a_rotating_c", mesh, chunks, (chunks, ranks), work_m, Chain())
+
+
+@register_schedule()
+def reduce_scatter_1d_pairwise_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
+
+    S = chunks * N iterations, i = chunk * N + j; the own slice comes last (nvFuser's ring GEMM +
+    reduce-scatter).
+    """
+    (ranks,) = mesh
+    slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
+    work_m = (Axis(chunks, value=(0, 1)), slices)
+    return _scatter_m("reduce_scatter_1d_pairwise_a", mesh, chunks, (ranks, chunks), work_m, Pairwise())
+
+
+@register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
+def reduce_scatter_1d_tiling_b_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """n = r - 1 - i, k = r; as tiling A, with D sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC)."""
+    (ranks,) = mesh
+    partition = Partition(
+        a=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
+        b=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),
+        d=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
+    )
+    work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
+    work = TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE))
+    name = "reduce_scatter_1d_tiling_b_rotating_c"
+    return DistributedTileScheduler(name, partition, work, Route(d=Chain()), TileCoord(1, chunks, 1, 1))

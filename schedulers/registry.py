@@ -1,0 +1,160 @@
+"""Schedules by name.
+
+A schedule is registered as a function of the mesh and of its options. Names, aliases (the C++ names) and
+families ("ag+gemm": the default schedule of a kind) share one namespace; a name is given once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from distgemm.schedulers.scheduler import DistributedTileScheduler
+
+__all__ = [
+    "get_schedule",
+    "list_families",
+    "list_schedules",
+    "register_schedule",
+    "schedule_aliases",
+    "schedule_options",
+]
+
+Builder = Callable[..., DistributedTileScheduler]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    build: Builder
+    mesh_rank: int
+    options: dict[str, Any]
+    aliases: tuple[str, ...]
+
+
+_entries: dict[str, _Entry] = {}
+_other_names: dict[str, str] = {}
+_families: dict[str, str] = {}
+
+
+def register_schedule(
+    name: str | None = None, *, aliases: tuple[str, ...] = (), default_of: str | None = None, mesh_rank: int = 1
+) -> Callable[[Builder], Builder]:
+    """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name (its own by default).
+
+    mesh_rank:  number of axes of the mesh it takes
+    default_of: the family whose default it is
+
+    The options are the function's keyword-only arguments, each with a default. Raises ValueError when a
+    name, alias or family is taken already.
+    """
+
+    def register(build: Builder) -> Builder:
+        chosen = name or build.__name__
+        options = {}
+        for key, parameter in inspect.signature(build).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                if parameter.default is parameter.empty:
+                    raise ValueError(f"schedule {chosen!r}: option {key!r} needs a default")
+                options[key] = parameter.default
+        for taken in (chosen, *aliases, *([default_of] if default_of else [])):
+            if taken in _entries or taken in _other_names or taken in _families:
+                raise ValueError(f"schedule {taken!r} is registered already")
+        _entries[chosen] = _Entry(chosen, build, mesh_rank, options, aliases)
+        _other_names.update(dict.fromkeys(aliases, chosen))
+        if default_of:
+            _families[default_of] = chosen
+        return build
+
+    return register
+
+
+def list_schedules() -> list[str]:
+    """Names of all schedules: no aliases, no families."""
+    return sorted(_entries)
+
+
+def list_families() -> dict[str, str]:
+    """Each family and the schedule that is its default."""
+    return dict(_families)
+
+
+def _entry(name: str) -> _Entry:
+    resolved = _other_names.get(name) or _families.get(name) or name
+    if resolved not in _entries:
+        close = difflib.get_close_matches(str(name), _entries, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; families: {', '.join(_families)}"
+        )
+    return _entries[resolved]
+
+
+def schedule_options(name: str) -> dict[str, Any]:
+    """The options of a schedule and their defaults."""
+    return dict(_entry(name).options)
+
+
+def schedule_aliases(name: str) -> tuple[str, ...]:
+    """Other names of a schedule."""
+    return _entry(name).aliases
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
+    if world_size is not None and not _is_count(world_size):
+        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
+    if mesh is not None:
+        if not isinstance(mesh, tuple) or not mesh or not all(map(_is_count, mesh)):
+            raise ValueError(f"mesh is a tuple of integers >= 1, got {mesh!r}")
+        if world_size is not None and prod(mesh) != world_size:
+            raise ValueError(f"mesh {mesh} has {prod(mesh)} ranks, world_size says {world_size}")
+        if len(mesh) != entry.mesh_rank:
+            raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got {mesh}")
+        return mesh
+    if world_size is None:
+        raise ValueError(f"{entry.name} needs a world_size or a mesh")
+    if entry.mesh_rank > 1:
+        raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got world_size={world_size} alone")
+    return (world_size,)
+
+
+def get_schedule(
+    name: str, world_size: int | None = None, *, mesh: tuple[int, ...] | None = None, **options: Hashable
+) -> DistributedTileScheduler:
+    """The schedule of this name (or alias, or family) for a number of ranks.
+
+    world_size: number of ranks, >= 1
+    mesh:       their arrangement, for schedules on a mesh; fixes world_size
+
+    Raises ValueError for an unknown name or option (the message lists the known ones), for a world size or
+    mesh that the schedule cannot take, and for an option out of range.
+    """
+    try:
+        return _build(name, world_size, mesh, tuple(sorted(options.items())))
+    except TypeError:
+        # Only an unhashable argument gets here: the checks below say which one is wrong.
+        return _build.__wrapped__(name, world_size, mesh, tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=1024)
+def _build(
+    name: str, world_size: int | None, mesh: tuple[int, ...] | None, options: tuple[tuple[str, Hashable], ...]
+) -> DistributedTileScheduler:
+    entry = _entry(name)
+    for key, value in options:
+        if key not in entry.options:
+            known = ", ".join(entry.options) or "none"
+            raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
+        default = entry.options[key]
+        if _is_count(default) and not _is_count(value):
+            raise ValueError(f"{entry.name}: {key} is an integer >= 1, got {value!r}")
+    return entry.build(_mesh(entry, world_size, mesh), **dict(options))
