@@ -242,9 +242,7 @@ class _Derivation:
         sizes: dict[int, int] = {}
         for rank, (shard,) in enumerate(held):
             if sizes.setdefault(shard, rows[rank]) != rows[rank]:
-                raise self.fail(
-                    f"m_per_rank {rows}: rank {rank} holds the same rows as another rank, of another number"
-                )
+                raise self.fail(f"m_per_rank {rows}: rank {rank} holds the same rows as a rank with another number")
         if sum(sizes.values()) != self.problem.m:
             raise self.fail(f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {self.problem.m}")
         return [sizes[shard] for shard in range(shards)]
@@ -298,8 +296,8 @@ class _Derivation:
                     tile = (work.m if operand == "A" else work.n, work.k, work.l)
                     if rank not in layout.holders(tile):
                         needs[tile].setdefault(rank, iteration)
-            for tile, first_use in sorted(needs.items()):
-                self._move(operand, tile, layout.holders(tile), first_use, route, self.problem.dtype)
+            for moved, first_use in sorted(needs.items()):
+                self._move(operand, moved, layout.holders(moved), first_use, route, self.problem.dtype)
 
     def _move(
         self,
@@ -315,15 +313,28 @@ class _Derivation:
         for rank in sorted(first_use, key=lambda rank: (first_use[rank], rank)):
             served[min(holders, key=lambda holder: self._distance(holder, rank))].append(rank)
         for holder, needers in served.items():
-            for hop in route.hops(self.scheduler.mesh, holder, needers):
+            for hop in self._useful(route.hops(self.scheduler.mesh, holder, needers), needers):
                 self._hop(operand, tile, holder, hop, first_use, dtype)
             for rank in needers:
                 landed = self.landed.get((rank, operand, tile))
                 arrived = sum(box_size(access.box) for access in landed.accesses if access.writes) if landed else 0
                 if arrived != box_size(self.frame(operand, tile)):
-                    raise self.fail(
-                        f"the route of {operand}{tile} from rank {holder} does not bring all of it to rank {rank}"
-                    )
+                    raise self.fail(f"the route of {operand}{tile} does not bring all of it to rank {rank}")
+
+    @staticmethod
+    def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
+        """The hops to ranks that use the tile or pass it on."""
+        useful: list[Hop] = []
+        for hop in reversed(hops):
+            passed_on = any(
+                later.src == hop.dst
+                and later.part * hop.parts < (hop.part + 1) * later.parts
+                and hop.part * later.parts < (later.part + 1) * hop.parts
+                for later in useful
+            )
+            if passed_on or hop.dst in needers:
+                useful.append(hop)
+        return useful[::-1]
 
     def _distance(self, holder: int, rank: int) -> tuple[int, int]:
         """Mesh axes to cross, then how far clockwise."""
@@ -371,27 +382,29 @@ class _Derivation:
                 parts = tiles.setdefault((work.m, work.n, work.l), {})
                 parts.setdefault(rank, _Part(rank)).iterations.append(iteration)
         for tile in sorted(tiles):
-            parts = tiles[tile]
-            reducer = self._reducer(tile)
-            contributors = sorted(
-                (p for p in parts.values() if p.rank != reducer), key=lambda p: (p.iterations[-1], p.rank)
-            )
-            parts.setdefault(reducer, _Part(reducer))
-            if contributors:
-                ranks = [part.rank for part in contributors]
-                for hop in self.scheduler.route.d.hops(self.scheduler.mesh, ranks, reducer):
-                    if hop.src not in ranks or hop.dst not in parts or parts[hop.src].to is not None:
-                        raise self.fail(
-                            f"the route of D{tile}: {hop} does not fit contributors {ranks}, reducer {reducer}"
-                        )
-                    parts[hop.src].to = hop.dst
-                    parts[hop.dst].incoming.append(hop.src)
-                lost = [part.rank for part in contributors if part.to is None]
-                if lost:
-                    raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
-                for part in [*contributors, parts[reducer]]:
-                    part.whole = not part.incoming or (self.scheduler.route.d.fold and self._folds(part, parts))
+            self._join(tile, tiles[tile])
         return tiles
+
+    def _join(self, tile: Tile, parts: dict[int, _Part]) -> None:
+        """Connect the parts of one tile along the route, towards the rank that completes it."""
+        reducer = self._reducer(tile)
+        contributors = [part for rank, part in parts.items() if rank != reducer]
+        contributors.sort(key=lambda part: (part.iterations[-1], part.rank))
+        parts.setdefault(reducer, _Part(reducer))
+        if not contributors:
+            return
+        ranks = [part.rank for part in contributors]
+        route = self.scheduler.route.d
+        for hop in route.hops(self.scheduler.mesh, ranks, reducer):
+            if hop.src not in ranks or hop.dst not in parts or parts[hop.src].to is not None:
+                raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
+            parts[hop.src].to = hop.dst
+            parts[hop.dst].incoming.append(hop.src)
+        lost = [part.rank for part in contributors if part.to is None]
+        if lost:
+            raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
+        for part in parts.values():
+            part.whole = not part.incoming or (route.fold and self._folds(part, parts))
 
     def _reducer(self, tile: Tile) -> int:
         """The owner that completes a tile: where there are several, the one whose own part comes last."""
@@ -690,10 +703,7 @@ class _Emitter:
         operands: list[View] = []
         if event.kind is Gemm:
             m, n, k, batch = event.tile
-            for operand, tile, place in (
-                ("A", (m, k, batch), event.sources[0]),
-                ("B", (n, k, batch), event.sources[1]),
-            ):
+            for place, operand, tile in zip(event.sources, "AB", ((m, k, batch), (n, k, batch)), strict=False):
                 operands.append(self._view(place, rank, operand, self.frame(operand, tile)))
         sources = tuple(self._view(place, rank, "D", into.frame) for place in event.sources[len(operands) :])
         c = View(rank, "C", -1, self.shards["D"][rank], into.frame) if event.completes else None
@@ -730,9 +740,8 @@ def make_plan(
         if options:
             raise ValueError(f"options {sorted(options)} belong to a schedule's name; {schedule.name} is made already")
         if world_size not in (None, schedule.world_size) or mesh not in (None, schedule.mesh):
-            raise ValueError(
-                f"{schedule.name} is for the mesh {schedule.mesh}, got world_size={world_size}, mesh={mesh}"
-            )
+            given = f"world_size={world_size}, mesh={mesh}"
+            raise ValueError(f"{schedule.name} is for the mesh {schedule.mesh}, got {given}")
         scheduler = schedule
     else:
         raise ValueError(f"schedule is a name or a DistributedTileScheduler, got {schedule!r}")

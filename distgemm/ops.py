@@ -107,12 +107,12 @@ class Flag(NamedTuple):
     """
 
     rank: int
-    index: int
+    number: int
     initial: int
     credit: bool
 
     def __str__(self) -> str:
-        return f"{'credit' if self.credit else 'arrival'} flag {self.index}@{self.rank}"
+        return f"{'credit' if self.credit else 'arrival'} flag {self.number}@{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -168,7 +168,7 @@ def _view(value: Any) -> View:
     return View(*_tuples(value))
 
 
-_READ = {
+_READ: dict[str, Callable[[Any], Any]] = {
     "src": _view,
     "dst": _view,
     "a": _view,
@@ -178,6 +178,7 @@ _READ = {
     "sources": lambda value: tuple(map(_view, value)),
     "flag": lambda value: Flag(*value),
 }
+"""How the fields of an op are read back; all others are numbers, strings and tuples of them."""
 
 
 def _from_dict(fields: dict[str, Any]) -> Op:

@@ -28,7 +28,7 @@ __all__ = [
 Builder = Callable[..., DistributedTileScheduler]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
     name: str
     build: Builder
@@ -88,7 +88,7 @@ def _entry(name: str) -> _Entry:
     resolved = _other_names.get(name) or _families.get(name) or name
     if resolved not in _entries:
         close = difflib.get_close_matches(str(name), _entries, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f", did you mean {close[0]!r}?" if close else "."
         raise ValueError(
             f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; families: {', '.join(_families)}"
         )
@@ -136,25 +136,19 @@ def get_schedule(
     mesh:       their arrangement, for schedules on a mesh; fixes world_size
 
     Raises ValueError for an unknown name or option (the message lists the known ones), for a world size or
-    mesh that the schedule cannot take, and for an option out of range.
+    mesh that the schedule cannot take, and for an option out of range. A second call with equal arguments
+    returns the same object.
     """
-    try:
-        return _build(name, world_size, mesh, tuple(sorted(options.items())))
-    except TypeError:
-        # Only an unhashable argument gets here: the checks below say which one is wrong.
-        return _build.__wrapped__(name, world_size, mesh, tuple(sorted(options.items())))
-
-
-@lru_cache(maxsize=1024)
-def _build(
-    name: str, world_size: int | None, mesh: tuple[int, ...] | None, options: tuple[tuple[str, Hashable], ...]
-) -> DistributedTileScheduler:
     entry = _entry(name)
-    for key, value in options:
+    for key, value in options.items():
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
-        default = entry.options[key]
-        if _is_count(default) and not _is_count(value):
+        if _is_count(entry.options[key]) and not _is_count(value):
             raise ValueError(f"{entry.name}: {key} is an integer >= 1, got {value!r}")
-    return entry.build(_mesh(entry, world_size, mesh), **dict(options))
+    return _build(entry, _mesh(entry, world_size, mesh), tuple((entry.options | options).items()))
+
+
+@lru_cache(maxsize=1024)
+def _build(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:
+    return entry.build(mesh, **dict(options))

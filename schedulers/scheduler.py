@@ -28,6 +28,9 @@ class TileCoord(NamedTuple):
     l: int = 1  # noqa: E741  (the field's name in CUTLASS)
 
 
+UNCHUNKED = TileCoord(1, 1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Partition:
     """Which rank holds which tiles: one TV layout (rank, value) -> tile for each operand.
@@ -76,7 +79,7 @@ class DistributedTileScheduler:
     partition: Partition
     work: TVLayout
     route: Route = Route()
-    chunks: TileCoord = TileCoord(1, 1, 1, 1)
+    chunks: TileCoord = UNCHUNKED
 
     def __post_init__(self) -> None:
         if len(self.work.modes) != 4:

@@ -53,7 +53,7 @@ def run_reference(
     if beta != 0 and c_shards is None:
         raise ValueError(f"beta is {beta}, which needs c_shards")
     inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
-    if beta != 0 and c_shards is not None:
+    if c_shards is not None:
         inputs["C"] = _shards(plan, "C", c_shards)
     machine = _Machine(plan, inputs, alpha, beta, replays)
     machine.run(random.Random(seed) if order == "random" else None)

@@ -1,0 +1,170 @@
+"""A schedule written here, with its own partition, work and routes, is as good as one of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+import distgemm
+from distgemm.layouts import Axis, Modulo, TVLayout
+from distgemm.schedulers import WHOLE, DistributedTileScheduler, Hop, Partition, Route, TileCoord
+from tests.unit.reference_data import Data
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A gather by doubling: in turn t every rank that has the tile sends it 2**t ranks further."""
+
+    def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
+        size, found, reached = mesh[0], [], 1
+        turn = 0
+        while reached < size:
+            for near in range(min(reached, size - reached)):
+                found.append(Hop((holder + near) % size, (holder + near + reached) % size, turn=turn))
+            reached, turn = 2 * reached, turn + 1
+        return found
+
+
+@dataclass(frozen=True)
+class Halving:
+    """A reduction by a binary tree; every rank adds what it receives in a sum of its own."""
+
+    fold: bool = False
+
+    def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
+        ranks, found = [reducer, *contributors], []
+        while len(ranks) > 1:
+            half = (len(ranks) + 1) // 2
+            found += [Hop(src, dst) for src, dst in zip(ranks[half:], ranks, strict=False)]
+            ranks = ranks[:half]
+        return found
+
+
+def stationary_a(mesh: tuple[int, ...], route: Route, chunks: int = 1) -> DistributedTileScheduler:
+    """A is sharded along K and stays; B is sharded along N and gathered; D is scattered along M.
+
+    Both a gather and a reduction in one schedule: B's k blocks are not where they are needed, and every rank
+    adds into all of D.
+    """
+    (size,) = mesh
+    own, every = (Axis(size, rank=1),), (Axis(size, value=1),)
+    chunk = Axis(chunks, value=(1, 0))
+    partition = Partition(
+        a=TVLayout(mesh, (chunks, size), ((chunk, Axis(size, value=(0, 1))), own, WHOLE)),
+        b=TVLayout(mesh, (size,), (own, every, WHOLE)),
+        d=TVLayout(mesh, (chunks, size), ((chunk, Axis(size, rank=1)), (Axis(size, value=(0, 1)),), WHOLE)),
+    )
+    # Iterations: chunks fastest, then rows (own last), then columns.
+    work = TVLayout(
+        mesh,
+        (chunks, size, size),
+        (
+            (Axis(chunks, value=(1, 0, 0)), Axis(size, rank=1, value=(0, 1, 0), maps=(Modulo(size),))),
+            (Axis(size, rank=1, value=(0, 0, 1), maps=(Modulo(size),)),),
+            own,
+            WHOLE,
+        ),
+    )
+    return DistributedTileScheduler("stationary_a", partition, work, route, TileCoord(chunks, 1, 1, 1))
+
+
+ROUTES = {
+    "direct and pairwise": Route(d=distgemm.schedulers.Pairwise()),
+    "ring and chain": Route(b=distgemm.schedulers.Ring()),
+    "both ways and chain without fold": Route(
+        b=distgemm.schedulers.BidirectionalSplit(), d=distgemm.schedulers.Chain(fold=False)
+    ),
+    "tree and halving": Route(b=Tree(), d=Halving()),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_it_plans_verifies_and_runs(route: str, size: int):
+    for chunks, (m, n, k) in ((1, (12, 12, 12)), (2, (13, 7, 5)), (1, (2, 1, 3))):
+        schedule = stationary_a((size,), ROUTES[route], chunks)
+        for workspace in ("full", "bounded"):
+            for partial in ("bfloat16", "float32"):
+                problem = distgemm.GemmProblem(m=m, n=n, k=k, partial_dtype=partial)
+                plan = distgemm.make_plan(problem, schedule, workspace=workspace)
+                plan.verify()
+                data = Data.draw(plan, size)
+                for seed in range(3):
+                    got = distgemm.run_reference(
+                        plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=2.0, seed=seed, replays=2
+                    )
+                    data.assert_delivered(got, 1.0, 2.0)
+
+
+def test_a_tree_takes_logarithmically_many_turns():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), stationary_a((8,), Route(b=Tree())))
+    sends = [op for rank in range(8) for op in plan.ops(rank) if op.kind == "Copy" and op.operand == "B"]
+    assert len({op.round for op in sends}) == 3
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A route whose hops are given."""
+
+    given: tuple[Hop, ...]
+    fold: bool = True
+
+    def hops(self, mesh: tuple[int, ...], holders: object, needers: object) -> Sequence[Hop]:
+        return self.given
+
+
+@dataclass(frozen=True)
+class Circle:
+    """A reduction in which the contributors send to one another."""
+
+    fold: bool = True
+
+    def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
+        return [Hop(contributors[0], contributors[1]), Hop(contributors[1], contributors[0])]
+
+
+@pytest.mark.parametrize(
+    ("route", "message"),
+    [
+        (Route(b=Broken(())), "does not bring all of it to rank"),
+        (Route(b=Broken((Hop(1, 2), Hop(0, 1), Hop(0, 2)))), "passes on what did not arrive there"),
+        (Route(b=Broken((Hop(0, 1), Hop(0, 1), Hop(0, 2)))), "brings what has arrived there already"),
+        (Route(b=Broken((Hop(0, 1, 0, 2), Hop(0, 2)))), "does not bring all of it to rank 1"),
+        (Route(d=Broken(())), "does not send on the partial sums of ranks"),
+        (Route(d=Broken((Hop(0, 1), Hop(1, 2), Hop(0, 2)))), "does not fit"),
+        (Route(d=Circle()), "circle"),
+    ],
+)
+def test_a_route_that_cannot_work_is_refused_with_the_reason(route: Route, message: str):
+    with pytest.raises(ValueError, match=message):
+        distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), stationary_a((3,), route))
+
+
+def test_tiles_that_do_not_make_up_a_box_are_refused():
+    good = stationary_a((4,), Route())
+    scattered = TVLayout((4,), (2,), ((Axis(4, rank=1, value=2, maps=(Modulo(4),)),), WHOLE, WHOLE))
+    every = TVLayout((4,), (4,), ((Axis(4, value=1),), WHOLE, WHOLE))
+    work = TVLayout((4,), (4,), ((Axis(4, value=1),), (Axis(4, rank=1),), WHOLE, WHOLE))
+    columns = TVLayout((4,), (4,), ((Axis(4, value=1),), (Axis(4, rank=1),), WHOLE))
+    own = TVLayout((4,), (1,), ((Axis(4, rank=1),), WHOLE, WHOLE))
+    assert good.world_size == every.ranks
+    schedule = DistributedTileScheduler("scattered", Partition(scattered, own, columns), work)
+    with pytest.raises(ValueError, match="do not make up one box"):
+        distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), schedule)
+
+
+def test_work_that_misses_or_doubles_a_tile_does_not_verify():
+    good = distgemm.get_schedule("ag+gemm", 4)
+    same = TVLayout((4,), (4,), ((Axis(4, value=1, maps=(Modulo(3),)),), (Axis(4, rank=1),), WHOLE, WHOLE))
+    doubled = DistributedTileScheduler("doubled", good.partition, same)
+    with pytest.raises(distgemm.PlanError, match=r"rank \d iteration 3: Gemm .* multiplies a tile that"):
+        distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), doubled).verify()
+    late = TVLayout(
+        (4,), (4,), ((Axis(4, value=1, maps=(distgemm.layouts.Offset(1),)),), (Axis(4, rank=1),), WHOLE, WHOLE)
+    )
+    idle = DistributedTileScheduler("idle", good.partition, late)
+    assert idle.work_tile(3, 0) is None
+    with pytest.raises(distgemm.PlanError, match=r"no rank multiplies the tile \(m, n, k, l\) = \(0, 0, 0, 0\)"):
+        distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), idle).verify()

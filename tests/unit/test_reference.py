@@ -1,0 +1,189 @@
+"""The reference runtime equals numpy, exactly, for every schedule and every order."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import distgemm
+from distgemm.ops import Copy, Gemm, Op, Reduce, Wait
+from tests.unit.reference_data import Data
+
+NAMES = distgemm.list_schedules()
+MESHES: dict[str, list[tuple[int, ...]]] = {
+    "tensor_parallel_2d": [(2, 2), (2, 3), (4, 2), (1, 3)],
+    "tensor_parallel_2d_rs": [(2, 2), (2, 3), (4, 2), (1, 3)],
+    "tensor_parallel_3d": [(2, 2, 2), (2, 1, 3), (1, 2, 3)],
+}
+
+
+def meshes(name: str) -> list[tuple[int, ...]]:
+    sizes = (1, 2, 4, 8) if "xor" in name else range(1, 9)
+    return MESHES.get(name, [(size,) for size in sizes])
+
+
+def random_problem(rng: random.Random, **fixed: object) -> distgemm.GemmProblem:
+    """Sides from 1 up, often smaller than the number of ranks."""
+    m, n, k = (rng.choice([1, 2, 3, rng.randint(1, 12), rng.randint(1, 40)]) for _ in range(3))
+    return distgemm.GemmProblem(
+        m=m,
+        n=n,
+        k=k,
+        l=rng.choice([1, 1, 1, 2, 3]),
+        dtype="bfloat16",
+        partial_dtype=rng.choice([None, "float32"]),
+        **fixed,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 3.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: float):
+    for mesh in meshes(name):
+        rng = random.Random(f"{name}{mesh}{beta}")
+        for draw in range(6):
+            plan = distgemm.make_plan(
+                random_problem(rng),
+                name,
+                mesh=mesh,
+                chunks=rng.choice([1, 1, 2, 3]),
+                workspace=rng.choice(["full", "bounded"]),
+                sync=rng.choice(["credit", "barrier"]),
+            )
+            data = Data.draw(plan, draw)
+            got = distgemm.run_reference(
+                plan,
+                data.shards("A"),
+                data.shards("B"),
+                data.shards("C"),
+                alpha=2.0,
+                beta=beta,
+                order=rng.choice(["random", "random", "issue"]),
+                seed=draw,
+                replays=rng.choice([1, 2, 3]),
+            )
+            data.assert_delivered(got, 2.0, beta)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_pairwise_with_n_2n_and_4n_iterations_equals_the_product(size: int, chunks: int):
+    problem = distgemm.GemmProblem(m=size * chunks * 2 + 1, n=6, k=size + 3)
+    plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", size, chunks=chunks)
+    assert plan.iterations == size * chunks
+    plan.verify()
+    data = Data.draw(plan, 0)
+    data.assert_delivered(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("rows", [(3, 0, 5, 2), (0, 0, 10, 0), (10, 0, 0, 0), (1, 2, 3, 4)])
+@pytest.mark.parametrize("name", [name for name in NAMES if "_1d_" in name])
+def test_unequal_rows_per_rank(name: str, rows: tuple[int, ...]):
+    problem = distgemm.GemmProblem(m=10, n=7, k=9, m_per_rank=rows)
+    if "tiling_k" in name or "tiling_b" in name:
+        with pytest.raises(ValueError, match="m_per_rank"):
+            distgemm.make_plan(problem, name, 4)
+        return
+    for chunks in (1, 2):
+        plan = distgemm.make_plan(problem, name, 4, chunks=chunks)
+        plan.verify()
+        sharded = "D" if "reduce" in name else "A"
+        if "all_reduce" not in name:
+            assert tuple(plan.shard_shape(sharded, rank)[0] for rank in range(4)) == rows
+        data = Data.draw(plan, 1)
+        got = distgemm.run_reference(plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=1.0, replays=2)
+        data.assert_delivered(got, 1.0, 1.0)
+
+
+def test_many_orders_give_bitwise_the_same_result():
+    """What is added in which order is the plan's, not the execution's."""
+    rng = np.random.default_rng(0)
+    for name in NAMES:
+        mesh = (4,) if "_1d_" in name else meshes(name)[0]
+        plan = distgemm.make_plan(distgemm.GemmProblem(m=9, n=10, k=11), name, mesh=mesh, chunks=2)
+        ranks = range(plan.world_size)
+        a, b = ([rng.standard_normal(plan.shard_shape(operand, rank)) for rank in ranks] for operand in "AB")
+        first = distgemm.run_reference(plan, a, b, order="issue")
+        for seed in range(8):
+            again = distgemm.run_reference(plan, a, b, seed=seed, replays=1 + seed % 2)
+            assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True)), (name, seed)
+
+
+def test_inputs_are_not_modified_and_c_is_not_read_without_beta():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), "gemm+rs", 4)
+    data = Data.draw(plan, 0)
+    given = [data.shards("A"), data.shards("B"), [np.full_like(c, np.nan) for c in data.shards("C")]]
+    before = [[shard.copy() for shard in shards] for shards in given]
+    data.assert_delivered(distgemm.run_reference(plan, *given, replays=3), 1.0, 0.0)
+    for old, new in zip(before, given, strict=True):
+        for x, y in zip(old, new, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def outcome(plan: distgemm.Plan, data: Data) -> object:
+    try:
+        return distgemm.run_reference(
+            plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=1.0, order="issue"
+        )
+    except distgemm.PlanError as error:
+        return error
+
+
+@pytest.mark.parametrize("kind", [Copy, Gemm, Reduce, Wait])
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_plans_ops_are_executed(name: str, kind: type[Op]):
+    """Without any one of its ops, a plan gives another result, or stops."""
+    mesh = (4,) if "_1d_" in name else meshes(name)[0]
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), name, mesh=mesh)
+    data = Data.draw(plan, 0)
+    wanted = outcome(plan, data)
+    assert isinstance(wanted, list)
+    for rank in range(plan.world_size):
+        ops = plan.ops(rank)
+        for dropped in (op for op in ops if isinstance(op, kind)):
+            if isinstance(dropped, Wait):
+                continue
+            # Those that waited for it no longer do.
+            rest = [_without(op, dropped.id) for op in ops if op is not dropped]
+            got = outcome(plan.replace_ops(rank, rest), data)
+            same = isinstance(got, list) and all(np.array_equal(x, y) for x, y in zip(wanted, got, strict=True))
+            assert not same, dropped.describe()
+            assert isinstance(
+                outcome(plan.replace_ops(rank, [op for op in ops if op is not dropped]), data), distgemm.PlanError
+            ) or not any(dropped.id in op.deps for op in ops)
+
+
+def _without(op: Op, dep: int) -> Op:
+    from dataclasses import replace
+
+    return replace(op, deps=tuple(other for other in op.deps if other != dep))
+
+
+def test_a_plan_that_blocks_says_which_ops_never_start():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), "gemm+rs", 2)
+    signal = next(op for op in plan.ops(0) if op.kind == "Signal")
+    broken = plan.replace_ops(0, [op for op in plan.ops(0) if op is not signal])
+    data = Data.draw(plan, 0)
+    with pytest.raises(distgemm.PlanError, match=r"deadlock.*rank 1 iteration \d+: Wait"):
+        distgemm.run_reference(broken, data.shards("A"), data.shards("B"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": "fastest"}, "order is one of random, issue, got 'fastest'"),
+        ({"replays": 0}, "replays is an integer >= 1, got 0"),
+        ({"beta": 1.0}, "needs c_shards"),
+        ({"a_shards": []}, "A has 0 shards for 2 ranks"),
+        ({"a_shards": [np.zeros((4, 8)), np.zeros((8, 4))]}, r"A's shard on rank 1 has shape \(4, 8\), got \(8, 4\)"),
+        ({"b_shards": [np.zeros((1, 4, 8))] * 2}, r"B's shard on rank 0 has shape \(4, 8\), got \(1, 4, 8\)"),
+        ({"c_shards": [np.zeros((8, 3))] * 2}, r"C's shard on rank 0 has shape \(8, 4\), got \(8, 3\)"),
+    ],
+)
+def test_bad_arguments_say_what_would_be_right(change: dict, message: str):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), "ag+gemm", 2)
+    shards = {"a_shards": [np.zeros((4, 8))] * 2, "b_shards": [np.zeros((4, 8))] * 2}
+    with pytest.raises(ValueError, match=message):
+        distgemm.run_reference(plan, **{**shards, **change})

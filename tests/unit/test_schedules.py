@@ -1,0 +1,397 @@
+"""The schedules against the formulas of the systems that they come from, written out again here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import distgemm
+from distgemm.layouts import Axis, TVLayout
+from distgemm.ops import Copy, Wait
+from distgemm.schedulers import (
+    WHOLE,
+    DistributedTileScheduler,
+    Partition,
+    TileCoord,
+    list_families,
+    register_schedule,
+    schedule_aliases,
+    schedule_options,
+)
+
+WORLD_SIZES = range(1, 17)
+CHUNKS = (1, 2, 3)
+
+XOR = "all_gather_1d_pairwise_xor_a"
+FULL = "all_gather_1d_bidirectional_full_a"
+SPLIT = "all_gather_1d_bidirectional_split_a"
+
+
+def clockwise_full(size: int) -> list[int]:
+    """Clockwise distances in tt-metal's order: r, r-1, r+1, r-2, r+2, ..."""
+    distances = [0]
+    for step in range(1, size):
+        for distance in (step, size - step):
+            if distance not in distances:
+                distances.append(distance)
+    return distances
+
+
+def clockwise_split(size: int) -> list[int]:
+    """Own shard, then by arrival max(d, N - d), smaller d first."""
+    arrivals = sorted((max(d, size - d), d) for d in range(1, size))
+    return [0] + [d for _, d in arrivals]
+
+
+def tile_of_shards(name: str, size: int, j: int, rank: int) -> tuple[int, int, int]:
+    """(m, n, k) of turn j in whole shards, straight from the table of the systems."""
+    right, left = (rank + j) % size, (rank - 1 - j) % size
+    return {
+        "all_gather_1d_tiling_cd_rotating_a": (right, rank, 0),
+        "all_gather_1d_tiling_cd_rotating_b": (rank, right, 0),
+        "reduce_scatter_1d_tiling_a_rotating_c": (left, 0, rank),
+        "reduce_scatter_1d_tiling_b_rotating_c": (0, left, rank),
+        "all_gather_1d_ring_a": ((rank - j) % size, rank, 0),
+        FULL: ((rank - clockwise_full(size)[j]) % size, rank, 0),
+        SPLIT: ((rank - clockwise_split(size)[j]) % size, rank, 0),
+        "all_gather_1d_tiling_k_rotating_a": (0, rank, right),
+        XOR: (rank ^ j, rank, 0),
+        "reduce_scatter_1d_pairwise_a": ((rank + 1 + j) % size, 0, rank),
+    }[name]
+
+
+MOVING = {
+    "all_gather_1d_tiling_cd_rotating_b": 1,
+    "reduce_scatter_1d_tiling_b_rotating_c": 1,
+    "all_gather_1d_tiling_k_rotating_a": 2,
+}
+
+
+def expected_tile(name: str, size: int, chunks: int, iteration: int, rank: int) -> TileCoord:
+    if name == "reduce_scatter_1d_pairwise_a":
+        chunk, j = divmod(iteration, size)
+    else:
+        j, chunk = divmod(iteration, chunks)
+    tile = list(tile_of_shards(name, size, j, rank))
+    moving = MOVING.get(name, 0)
+    tile[moving] = tile[moving] * chunks + chunk
+    return TileCoord(*tile, 0)
+
+
+def sizes_of(name: str) -> list[int]:
+    return [size for size in WORLD_SIZES if name != XOR or size & (size - 1) == 0]
+
+
+ONE_D = [name for name in distgemm.list_schedules() if "_1d_" in name and not name.startswith("all_reduce")]
+
+
+def test_the_ten_schedules_are_listed_without_aliases_or_families():
+    assert set(ONE_D) >= {
+        "all_gather_1d_bidirectional_full_a",
+        "all_gather_1d_bidirectional_split_a",
+        "all_gather_1d_pairwise_xor_a",
+        "all_gather_1d_ring_a",
+        "all_gather_1d_tiling_cd_rotating_a",
+        "all_gather_1d_tiling_cd_rotating_b",
+        "all_gather_1d_tiling_k_rotating_a",
+        "reduce_scatter_1d_pairwise_a",
+        "reduce_scatter_1d_tiling_a_rotating_c",
+        "reduce_scatter_1d_tiling_b_rotating_c",
+    }
+    names = distgemm.list_schedules()
+    assert names == sorted(names)
+    assert not set(names) & {"ag+gemm", "gemm+rs", "auto", "AllGather1D_TilingCD_RotatingA"}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", ONE_D)
+def test_work_tiles_equal_the_table(name: str, chunks: int):
+    for size in sizes_of(name):
+        schedule = distgemm.get_schedule(name, world_size=size, chunks=chunks)
+        assert (schedule.name, schedule.world_size, schedule.mesh) == (name, size, (size,))
+        assert schedule.iterations == size * chunks
+        for rank in range(size):
+            for iteration in range(schedule.iterations):
+                tile = schedule.work_tile(iteration, rank)
+                assert tile == expected_tile(name, size, chunks, iteration, rank), (size, rank, iteration)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", ONE_D)
+def test_grid_is_what_the_work_spans(name: str, chunks: int):
+    for size in sizes_of(name):
+        schedule = distgemm.get_schedule(name, size, chunks=chunks)
+        tiles = {schedule.work_tile(i, r) for i in range(schedule.iterations) for r in range(size)}
+        assert tuple(schedule.grid) == tuple(1 + max(tile[mode] for tile in tiles) for mode in range(4))
+        assert len(tiles) == size * size * chunks
+
+
+@pytest.mark.parametrize("name", ONE_D)
+def test_owners_are_the_shards_of_torch_tensor_parallelism(name: str):
+    chunks = 2
+    for size in sizes_of(name):
+        schedule = distgemm.get_schedule(name, size, chunks=chunks)
+        grid = schedule.grid
+        gather_k = "tiling_k" in name
+        for operand, extents in (("A", (grid.m, grid.k)), ("B", (grid.n, grid.k)), ("D", (grid.m, grid.n))):
+            for row in range(extents[0]):
+                for column in range(extents[1]):
+                    owner = schedule.owner(operand, (row, column, 0))
+                    if name.startswith("reduce_scatter"):
+                        along = {
+                            "A": column,
+                            "B": column,
+                            "D": row if "tiling_a" in name or "pairwise" in name else column,
+                        }
+                        moving = operand == "D"
+                    elif "rotating_b" in name:
+                        along = {"A": row, "B": row, "D": row}
+                        moving = operand == "B"
+                    else:
+                        along = {"A": column if gather_k else row, "B": row, "D": column}
+                        moving = operand == "A"
+                    assert owner == (along[operand] // (chunks if moving else 1),), (operand, row, column)
+
+
+def test_iteration_zero_needs_no_peer_and_a_reducers_own_tile_comes_last():
+    for name in ONE_D:
+        for size in sizes_of(name):
+            schedule = distgemm.get_schedule(name, size)
+            for rank in range(size):
+                first, last = schedule.work_tile(0, rank), schedule.work_tile(schedule.iterations - 1, rank)
+                assert first and last
+                if name.startswith("all_gather"):
+                    assert rank in schedule.owner("A", (first.m, first.k, 0))
+                    assert rank in schedule.owner("B", (first.n, first.k, 0))
+                else:
+                    assert schedule.owner("D", (last.m, last.n, 0)) == (rank,)
+
+
+# --- the bidirectional rings -----------------------------------------------------------------------------
+
+
+def copies_of(plan: distgemm.Plan) -> list[Copy]:
+    return [op for rank in range(plan.world_size) for op in plan.ops(rank) if isinstance(op, Copy)]
+
+
+def hops_before_arrival(plan: distgemm.Plan) -> dict[tuple[int, int], int]:
+    """(rank, shard) -> hops after which the shard is complete there, by following each copy's source back."""
+    copies = copies_of(plan)
+
+    def depth(copy: Copy) -> int:
+        if copy.src.buffer == "A":
+            return 1
+        before = [
+            other
+            for other in copies
+            if other.dst[:3] == copy.src[:3] and other.dst.box == copy.src.box and other.dst.frame == copy.src.frame
+        ]
+        assert len(before) == 1
+        return 1 + depth(before[0])
+
+    found: dict[tuple[int, int], int] = {}
+    for copy in copies:
+        key = copy.dst.rank, copy.tile[0]
+        found[key] = max(found.get(key, 0), depth(copy))
+    return found
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_full_arrives_after_its_ring_distance(size: int):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=2 * size, n=size, k=4), FULL, size)
+    arrivals = hops_before_arrival(plan)
+    for rank in range(size):
+        for distance in range(1, size):
+            assert arrivals[rank, (rank - distance) % size] == min(distance, size - distance)
+    assert len(arrivals) == size * (size - 1)
+
+
+@pytest.mark.parametrize("size", WORLD_SIZES)
+def test_split_arrives_after_both_halves(size: int):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=2 * size, n=size, k=4), SPLIT, size)
+    arrivals = hops_before_arrival(plan)
+    for rank in range(size):
+        for distance in range(1, size):
+            assert arrivals[rank, (rank - distance) % size] == max(distance, size - distance)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("size", [size for size in WORLD_SIZES if size > 2])
+def test_bytes_per_direction(size: int, chunks: int):
+    rows, k = 2 * chunks, 5
+    shard = rows * k * 2
+    problem = distgemm.GemmProblem(m=rows * size, n=size, k=k)
+    full = distgemm.make_plan(problem, FULL, size, chunks=chunks).link_bytes()
+    split = distgemm.make_plan(problem, SPLIT, size, chunks=chunks).link_bytes()
+    ring = distgemm.make_plan(problem, "all_gather_1d_ring_a", size, chunks=chunks).link_bytes()
+    for rank in range(size):
+        up, down = (rank, (rank + 1) % size), (rank, (rank - 1) % size)
+        assert full[up] == size // 2 * shard
+        assert full.get(down, 0) == (size - 1) // 2 * shard
+        assert split[up] == split[down] == (size - 1) * shard // 2
+        assert ring[up] == (size - 1) * shard
+    assert len(split) == len(full) == 2 * size
+    assert len(ring) == size
+
+
+@pytest.mark.parametrize("name", [FULL, SPLIT, "all_gather_1d_ring_a"])
+def test_whole_shards_are_used_in_the_order_of_their_arrival(name: str):
+    for size in WORLD_SIZES:
+        plan = distgemm.make_plan(distgemm.GemmProblem(m=2 * size, n=size, k=4), name, size)
+        schedule, arrivals = distgemm.get_schedule(name, size), hops_before_arrival(plan)
+        for rank in range(size):
+            shards = [schedule.work_tile(i, rank).m for i in range(1, size)]  # type: ignore[union-attr]
+            times = [arrivals[rank, shard] for shard in shards]
+            assert times == sorted(times)
+
+
+def test_direct_schedules_pair_every_rank_with_every_other():
+    problem = distgemm.GemmProblem(m=64, n=64, k=8)
+    for name in ("all_gather_1d_tiling_cd_rotating_a", XOR, "reduce_scatter_1d_pairwise_a"):
+        links = distgemm.make_plan(problem, name, 8).link_bytes()
+        assert set(links) == {(a, b) for a in range(8) for b in range(8) if a != b}
+        assert len(set(links.values())) == 1
+
+
+def test_pushes_are_staggered():
+    """Rank r's j-th send goes to r - j, so that no two ranks send to the same one at the same time."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=64, n=64, k=8), "all_gather_1d_tiling_cd_rotating_a", 8)
+    for rank in range(8):
+        order = [op.dst.rank for op in plan.ops(rank) if isinstance(op, Copy)]
+        assert order == [(rank - j) % 8 for j in range(1, 8)]
+
+
+def test_xor_exchanges_in_pairs():
+    schedule = distgemm.get_schedule(XOR, 16)
+    for iteration in range(16):
+        partner = [schedule.work_tile(iteration, rank).m for rank in range(16)]  # type: ignore[union-attr]
+        assert [partner[other] for other in partner] == list(range(16))
+
+
+# --- names and arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("AllGather1D_TilingCD_RotatingA", "all_gather_1d_tiling_cd_rotating_a"),
+        ("AllGather1D_TilingCD_RotatingB", "all_gather_1d_tiling_cd_rotating_b"),
+        ("ReduceScatter1D_TilingA_RotatingC", "reduce_scatter_1d_tiling_a_rotating_c"),
+        ("ReduceScatter1D_TilingB_RotatingC", "reduce_scatter_1d_tiling_b_rotating_c"),
+    ],
+)
+def test_cxx_names_are_aliases(alias: str, name: str):
+    assert distgemm.get_schedule(alias, 4) is distgemm.get_schedule(name, 4)
+    assert alias in schedule_aliases(name)
+
+
+def test_families_resolve_to_a_schedule_of_their_kind():
+    families = list_families()
+    assert distgemm.get_schedule("ag+gemm", 4).name == families["ag+gemm"]
+    assert distgemm.get_schedule("gemm+rs", 4, chunks=2).name == families["gemm+rs"]
+    assert families["ag+gemm"].startswith("all_gather") and families["gemm+rs"].startswith("reduce_scatter")
+
+
+def test_mesh_alone_fixes_the_world_size():
+    name = "all_gather_1d_ring_a"
+    assert distgemm.get_schedule(name, mesh=(5,)).world_size == 5
+    assert distgemm.get_schedule(name, world_size=5, mesh=(5,)) == distgemm.get_schedule(name, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("all_gather_1d_rings_a", 4), {}, "did you mean 'all_gather_1d_ring_a'"),
+        (("nothing like it", 4), {}, "reduce_scatter_1d_pairwise_a"),
+        (("ag+gemm", 0), {}, "integer >= 1, got 0"),
+        (("ag+gemm", -2), {}, "integer >= 1, got -2"),
+        (("ag+gemm", 2.0), {}, "integer >= 1, got 2.0"),
+        (("ag+gemm", True), {}, "integer >= 1, got True"),
+        (("ag+gemm",), {}, "needs a world_size or a mesh"),
+        (("ag+gemm", 4), {"chunks": 0}, "chunks is an integer >= 1, got 0"),
+        (("ag+gemm", 4), {"chunks": -1}, "got -1"),
+        (("ag+gemm", 4), {"chunks": 1.5}, "got 1.5"),
+        (("ag+gemm", 4), {"chunks": "2"}, "got '2'"),
+        (("ag+gemm", 4), {"chunks": [2]}, r"got \[2\]"),
+        (("ag+gemm", 4), {"chunk": 2}, "no option 'chunk'; its options: chunks"),
+        (("ag+gemm", 4), {"mesh": (2, 3)}, "6 ranks, world_size says 4"),
+        (("ag+gemm", 4), {"mesh": (2, 2)}, "mesh of 1 axes"),
+        (("ag+gemm",), {"mesh": (0,)}, "tuple of integers >= 1"),
+        (("ag+gemm",), {"mesh": 4}, "tuple of integers >= 1, got 4"),
+        ((XOR, 6), {}, "power of two, got 6"),
+    ],
+)
+def test_bad_arguments_say_what_would_be_right(arguments: tuple, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        distgemm.get_schedule(*arguments, **options)
+
+
+@pytest.mark.parametrize(("iteration", "rank"), [(-1, 0), (8, 0), (0, -1), (0, 4)])
+def test_work_tile_refuses_what_does_not_exist(iteration: int, rank: int):
+    schedule = distgemm.get_schedule("ag+gemm", 4, chunks=2)
+    with pytest.raises(ValueError, match=r"is not in 0\.\."):
+        schedule.work_tile(iteration, rank)
+
+
+@pytest.mark.parametrize(("operand", "tile"), [("C", (0, 0, 0)), ("A", (4, 0, 0)), ("A", (0, 0)), ("D", (0, -1, 0))])
+def test_owner_refuses_what_does_not_exist(operand: str, tile: tuple[int, ...]):
+    with pytest.raises(ValueError, match=r"operand|is not in a grid"):
+        distgemm.get_schedule("ag+gemm", 4).owner(operand, tile)
+
+
+def build(mesh: tuple[int, ...], *, chunks: int = 1) -> DistributedTileScheduler:
+    return distgemm.get_schedule("ag+gemm", mesh=mesh, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "all_gather_1d_ring_a"},
+        {"name": "new", "aliases": ("AllGather1D_TilingCD_RotatingA",)},
+        {"name": "new", "default_of": "ag+gemm"},
+        {"name": "ag+gemm"},
+    ],
+)
+def test_double_registration_is_an_error(arguments: dict):
+    before = distgemm.list_schedules()
+    with pytest.raises(ValueError, match="is registered already"):
+        register_schedule(**arguments)(build)
+    assert distgemm.list_schedules() == before
+
+
+def test_options_are_known_with_their_defaults():
+    for name in ONE_D:
+        assert schedule_options(name)["chunks"] == 1
+
+
+def test_parts_that_do_not_fit_together_are_refused():
+    good = distgemm.get_schedule("ag+gemm", 4)
+    other = distgemm.get_schedule("ag+gemm", 3)
+    with pytest.raises(ValueError, match="on the mesh"):
+        DistributedTileScheduler("x", other.partition, good.work)
+    with pytest.raises(ValueError, match="partitioned into a grid"):
+        DistributedTileScheduler("x", good.partition, distgemm.get_schedule("ag+gemm", 4, chunks=2).work)
+    with pytest.raises(ValueError, match="chunks do not divide"):
+        DistributedTileScheduler("x", good.partition, good.work, chunks=TileCoord(3, 1, 1, 1))
+    only_first = TVLayout((4,), (1,), ((Axis(4),), WHOLE, WHOLE))
+    with pytest.raises(ValueError, match="without a holder"):
+        DistributedTileScheduler("x", Partition(only_first, good.partition.b, good.partition.d), good.work)
+    with pytest.raises(ValueError, match="got 3 modes"):
+        DistributedTileScheduler("x", good.partition, good.partition.a)
+
+
+def test_every_wait_names_the_rank_that_signals():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "gemm+rs", 4)
+    waits = [op for op in plan.ops(2) if isinstance(op, Wait)]
+    assert {(op.peer, op.flag.credit) for op in waits} == {(1, False), (3, True)}
+
+
+def test_schedules_import_neither_torch_nor_cuda():
+    code = (
+        "import sys, distgemm\n"
+        "distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), 'gemm+rs', 4).verify()\n"
+        "assert not {'torch', 'cuda', 'cuda.bindings'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
