@@ -77,23 +77,31 @@ class _Place:
         found: list[_Access] = []
         rewritten: list[Box] = []
         for access in reversed(self.accesses):
-            if not overlaps(access.box, box) or any(contains(later, access.box) for later in rewritten):
+            # Nearly always one box is used throughout: the same object, which is quick to see.
+            same = access.box is box
+            if not (same or overlaps(access.box, box)) or any(contains(later, access.box) for later in rewritten):
                 continue
-            if access.writes:
-                rewritten.append(access.box)
-                if any(overlaps(later.box, access.box) for later in found):
-                    continue
-            found.append(access)
+            if not access.writes:
+                found.append(access)
+                continue
+            if not any(overlaps(later.box, access.box) for later in found):
+                found.append(access)
+            if same or contains(access.box, box):
+                break
+            rewritten.append(access.box)
         return [access.event for access in found]
 
     def writers(self, box: Box) -> list[_Event]:
         """The events whose writes a read of ``box`` sees."""
         found: list[_Event] = []
         for access in reversed(self.accesses):
-            if access.writes and overlaps(access.box, box):
-                found.append(access.event)
-                if access.box == self.frame:
-                    break
+            if access.writes:
+                if access.box is box:
+                    return [*found, access.event]
+                if overlaps(access.box, box):
+                    found.append(access.event)
+                    if contains(access.box, box):
+                        break
         return found
 
     @property
@@ -119,7 +127,7 @@ class _Access:
 
 @dataclass(eq=False, slots=True)
 class _Event:
-    """A GEMM, a sum or a transfer, before it is an op. ``place`` None in a view: the rank's shard of A or B."""
+    """A GEMM, a sum or a transfer, before it is an op. A source that is None is the rank's shard of A or B."""
 
     kind: type[Op]
     rank: int
@@ -396,11 +404,13 @@ class _Derivation:
         ranks = [part.rank for part in contributors]
         route = self.scheduler.route.d
         for hop in route.hops(self.scheduler.mesh, ranks, reducer):
-            if hop.src not in ranks or hop.dst not in parts or parts[hop.src].to is not None:
+            # A rank without a part of its own may pass on what it receives.
+            src, dst = (parts.setdefault(rank, _Part(rank)) for rank in hop[:2])
+            if src.rank == reducer or src.to is not None or not (src.iterations or src.incoming):
                 raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
-            parts[hop.src].to = hop.dst
-            parts[hop.dst].incoming.append(hop.src)
-        lost = [part.rank for part in contributors if part.to is None]
+            src.to = dst.rank
+            dst.incoming.append(src.rank)
+        lost = [part.rank for part in parts.values() if part.to is None and part.rank != reducer]
         if lost:
             raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
         for part in parts.values():
@@ -426,7 +436,7 @@ class _Derivation:
             if len(part.incoming) > 1 or not part.iterations:
                 return False
             before = parts[part.incoming[0]]
-            if before.iterations[-1] >= part.iterations[-1]:
+            if not before.iterations or before.iterations[-1] >= part.iterations[-1]:
                 return False
             part = before
         return True
@@ -454,7 +464,7 @@ class _Derivation:
                         event.read(place, place.frame)
                 self._accumulate(event, part, tile)
                 if iteration == part.iterations[-1] and part.whole and part.to is not None:
-                    self._pass_on(part, parts[part.to], tile)
+                    self._pass_on(part, parts[part.to], tile, iteration)
 
     def _accumulate(self, event: _Event, part: _Part, tile: Tile) -> None:
         """Where a GEMM's result goes, and what its epilogue adds."""
@@ -496,11 +506,11 @@ class _Derivation:
             self.results[rank, tile] = place
         return place
 
-    def _pass_on(self, part: _Part, to: _Part, tile: Tile) -> None:
-        """Send a partial sum to the rank that adds to it next."""
+    def _pass_on(self, part: _Part, to: _Part, tile: Tile, iteration: int) -> None:
+        """Send a partial sum to the rank that adds to it next: in its last GEMM, or from ``iteration`` on."""
         frame = self.frame("D", tile)
-        iteration = (to.iterations or part.iterations)[-1]
-        place = _Place(to.rank, "D", tile, frame, self.partial_dtype, iteration)
+        used = to.iterations[-1] if to.iterations else iteration
+        place = _Place(to.rank, "D", tile, frame, self.partial_dtype, used)
         self.places[to.rank].append(place)
         to.arrived.append(place)
         assert part.home is not None
@@ -510,15 +520,16 @@ class _Derivation:
         """A Reduce wherever partial sums are not added in an epilogue; first those that wait for no other."""
         for tile, parts in tiles.items():
             waiting = [part for part in parts.values() if not part.whole]
+            last = max(part.iterations[-1] for part in parts.values() if part.iterations)
             while waiting:
                 ready = [part for part in waiting if len(part.arrived) == len(part.incoming)]
                 if not ready:
                     raise self.fail(f"the route of D{tile} sends partial sums in a circle")
                 for part in ready:
                     waiting.remove(part)
-                    self._reduce(part, tile, (part.iterations or parts[part.incoming[-1]].iterations)[-1])
+                    self._reduce(part, tile, part.iterations[-1] if part.iterations else last)
                     if part.to is not None:
-                        self._pass_on(part, parts[part.to], tile)
+                        self._pass_on(part, parts[part.to], tile, last)
 
     def _reduce(self, part: _Part, tile: Tile, iteration: int) -> None:
         """Add what arrived, and the rank's own part last."""

@@ -121,7 +121,7 @@ class TVLayout:
         columns = []
         outside = np.zeros((self.ranks, self.size), dtype=bool)
         for axes in self.modes:
-            index = np.zeros((self.ranks, self.size), dtype=np.int64)
+            index: NDArray[np.int64] = np.zeros((self.ranks, self.size), dtype=np.int64)
             scale = 1
             for axis in axes:
                 part = self._layout(axis).table.reshape(self.size, self.ranks).T
@@ -173,7 +173,9 @@ class TVLayout:
 
     def holders(self, tile: Sequence[int]) -> tuple[int, ...]:
         """The ranks that take this tile, ascending."""
-        return self._holders[tuple(tile)] if self.inverse(tile) else ()
+        found = self._holders.get(tuple(tile))
+        # A tile that none takes may also be one that does not exist.
+        return tuple(rank for rank, _ in self.inverse(tile)) if found is None else found
 
     def covers(self) -> bool:
         """Whether every tile of the grid is taken at least once."""
@@ -188,6 +190,33 @@ class TVLayout:
         _check_order(tuple(order), self.size)
         before = self.order or range(self.size)
         return replace(self, order=tuple(before[index] for index in order))
+
+    def nest(self, inner: TVLayout) -> TVLayout:
+        """Every rank of this layout becomes the ranks of ``inner``, and every tile the tiles of its grid.
+
+        The mesh is this mesh followed by inner's; tile = outer tile * inner extent + inner tile in every mode;
+        value = outer value * inner size + inner value, each in its own order. Raises ValueError where the
+        grids have another number of modes.
+        """
+        if len(self.modes) != len(inner.modes):
+            raise ValueError(f"cannot nest a grid of {inner.grid} tiles in one of {self.grid}: other modes")
+
+        def placed(axis: Axis, layout: TVLayout, ranks: tuple[int, int], values: tuple[int, int]) -> Axis:
+            rank = _strides(axis.rank, layout.mesh, "mesh")
+            value = _strides(axis.value, layout.values, "value")
+            rank = (0,) * ranks[0] + rank + (0,) * ranks[1]
+            return replace(axis, rank=rank, value=(0,) * values[0] + value + (0,) * values[1])
+
+        modes = tuple(
+            tuple(placed(axis, inner, (len(self.mesh), 0), (0, len(self.values))) for axis in fast)
+            + tuple(placed(axis, self, (0, len(inner.mesh)), (len(inner.values), 0)) for axis in slow)
+            for slow, fast in zip(self.modes, inner.modes, strict=True)
+        )
+        order: tuple[int, ...] = ()
+        if self.order or inner.order:
+            fast_order = inner.order or range(inner.size)
+            order = tuple(slow * inner.size + fast for slow in self.order or range(self.size) for fast in fast_order)
+        return TVLayout(self.mesh + inner.mesh, inner.values + self.values, modes, order)
 
     def _cell(self, tile: tuple[int, ...]) -> str:
         return " ".join(f"{rank}:{value}" for rank, value in self.inverse(tile)) or "."

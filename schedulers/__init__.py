@@ -13,6 +13,8 @@ from distgemm.schedulers.registry import (
     list_schedules,
     register_schedule,
     schedule_aliases,
+    schedule_doc,
+    schedule_mesh_rank,
     schedule_options,
 )
 from distgemm.schedulers.routes import (
@@ -53,5 +55,7 @@ __all__ = [
     "list_schedules",
     "register_schedule",
     "schedule_aliases",
+    "schedule_doc",
+    "schedule_mesh_rank",
     "schedule_options",
 ]

@@ -22,6 +22,8 @@ __all__ = [
     "list_schedules",
     "register_schedule",
     "schedule_aliases",
+    "schedule_doc",
+    "schedule_mesh_rank",
     "schedule_options",
 ]
 
@@ -103,6 +105,16 @@ def schedule_options(name: str) -> dict[str, Any]:
 def schedule_aliases(name: str) -> tuple[str, ...]:
     """Other names of a schedule."""
     return _entry(name).aliases
+
+
+def schedule_mesh_rank(name: str) -> int:
+    """The number of axes of the mesh that a schedule takes."""
+    return _entry(name).mesh_rank
+
+
+def schedule_doc(name: str) -> str:
+    """What a schedule does, in one line: the first paragraph of its builder's docstring."""
+    return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
 def _is_count(value: object) -> bool:

@@ -63,7 +63,7 @@ def run_reference(
 def _shards(plan: Plan, operand: str, given: Sequence[Any]) -> list[Array]:
     if len(given) != plan.world_size:
         raise ValueError(f"{operand} has {len(given)} shards for {plan.world_size} ranks")
-    result = []
+    result: list[Array] = []
     for rank, shard in enumerate(given):
         array = np.array(shard, dtype=np.float64)
         wanted = plan.shard_shape(operand, rank)

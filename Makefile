@@ -1,0 +1,49 @@
+# make demo, make test: all that a fresh machine with Python >= 3.10 needs; neither needs a GPU.
+#
+#   make test PYTHON=python3.12           another Python
+#   make test VENV= PYTHON=/path/python   a Python that has torch and the tools already: nothing is installed
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+STAMP :=
+else
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+endif
+
+# The pinned torch goes first and alone, so that its CPU build is taken where the index has one.
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: help demo test check venv clean
+help:
+	@echo "make demo   a tensor-parallel layer on four processes"
+	@echo "make test   linters, types, tests"
+
+demo: $(STAMP)
+	$(RUN) -m distgemm demo
+
+test: check
+	$(RUN) -m pytest
+
+check: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy -p distgemm
+
+venv: $(STAMP)
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "distgemm needs Python >= 3.10, $(PYTHON) is $$($(PYTHON) -V 2>&1); say make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	    { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check --quiet $(TORCH)
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,71 @@
+"""How long planning and verifying take, by world size: ``python benchmarks/planning.py [--json FILE]``.
+
+Times are the best of three on a cold plan cache. A look-up is a second ``make_plan`` with equal arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import timeit
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import distgemm
+from distgemm import derive
+
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 72)
+
+
+def measure(name: str, size: int, chunks: int) -> dict[str, object]:
+    """Milliseconds to plan and verify, microseconds of a look-up."""
+    problem = distgemm.GemmProblem(m=8192, n=57344, k=8192)
+    planning, verifying = [], []
+    for _ in range(3):
+        derive._make_plan.cache_clear()
+        start = perf_counter()
+        plan = distgemm.make_plan(problem, name, size, chunks=chunks)
+        planned = perf_counter()
+        plan.verify()
+        planning.append(planned - start)
+        verifying.append(perf_counter() - planned)
+    look_up = timeit.timeit(lambda: distgemm.make_plan(problem, name, size, chunks=chunks), number=2000) / 2000
+    ops = sum(len(plan.ops(rank)) for rank in range(size))
+    return {
+        "schedule": name,
+        "world_size": size,
+        "chunks": chunks,
+        "ops": ops,
+        "plan_ms": min(planning) * 1e3,
+        "verify_ms": min(verifying) * 1e3,
+        "us_per_op": (min(planning) + min(verifying)) / ops * 1e6,
+        "look_up_us": look_up * 1e6,
+    }
+
+
+def main(
+    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    chunks: int = 1,
+) -> None:
+    """Print a table of all 1D schedules by world size."""
+    names = [name for name in distgemm.list_schedules() if "_1d_" in name]
+    cases = [(name, size) for name in names for size in WORLD_SIZES if "xor" not in name or size & (size - 1) == 0]
+    rows = [measure(name, size, chunks) for name, size in track(cases, "planning", console=Console(stderr=True))]
+    table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "us/op", "look-up us")
+    for row in rows:
+        figures = (f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "us_per_op", "look_up_us"))
+        table.add_row(str(row["schedule"]), str(row["world_size"]), str(row["ops"]), *figures)
+    Console(width=120).print(table)
+    if output is not None:
+        machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
+        output.write_text(json.dumps({"benchmark": "planning", **machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
