@@ -10,13 +10,14 @@ Two questions settle that, for all ranks together and two consecutive replays:
   is a tile of an operand of this replay, or the sum of certain contributions.
 
 Deadlock is ruled out twice: for ops that start as soon as they may, and for ranks that issue their ops one
-by one in the order of the plan.
+by one in the order of the plan. Why two replays are enough, and how this module is itself checked, is in
+docs/verify.md.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from distgemm.ops import (
@@ -36,28 +37,18 @@ from distgemm.ops import (
     overlaps,
 )
 from distgemm.plan import Plan, PlanError
+from distgemm.problem import DTYPE_BYTES
 
 __all__ = ["verify"]
 
 REPLAYS = 2
 
 
-class _Node(NamedTuple):
-    """An op in a replay; op -1 is the begin of the rank's replay, -2 its end."""
-
-    replay: int
-    rank: int
-    op: int
-
-
-BEGIN, END = -1, -2
-
-
 def verify(plan: Plan) -> None:
     """Raise :class:`PlanError`, naming rank, iteration and op, where the plan can go wrong."""
+    _check_workspace(plan)
     _check_form(plan)
-    order = _Order(plan)
-    _Execution(plan, order).run()
+    _Execution(plan, _Order(plan)).run()
 
 
 def _fail(op: Op, message: str) -> PlanError:
@@ -65,6 +56,27 @@ def _fail(op: Op, message: str) -> PlanError:
 
 
 # --- form ---------------------------------------------------------------------------------------------
+
+
+def _check_workspace(plan: Plan) -> None:
+    """Slots hold what they say and do not overlap; every tile of D has an owner."""
+    for rank, slots in enumerate(plan.slots):
+        end = 0
+        for slot in sorted(slots):
+            if slot.offset < end or slot.bytes < slot.elements * DTYPE_BYTES[slot.dtype]:
+                raise PlanError(f"rank {rank}: {slot} overlaps another slot, or is too small for its elements")
+            end = slot.offset + slot.bytes
+    tiles = [list(pairwise(plan.edges[mode])) for mode in (3, 0, 1)]
+    owned: set[tuple[Range, ...]] = set()
+    for shard in set(plan.shards[2]):
+        inside = [
+            [tile for tile in of_mode if low <= tile[0] < tile[1] <= high]
+            for of_mode, (low, high) in zip(tiles, shard, strict=True)
+        ]
+        owned.update(product(*inside))
+    for tile in product(*tiles):
+        if all(low < high for low, high in tile) and tile not in owned:
+            raise PlanError(f"no rank owns the tile of D in {tile}")
 
 
 def _views(op: Op) -> tuple[list[View], View | None]:
@@ -82,88 +94,108 @@ def _check_form(plan: Plan) -> None:
     """Ops refer to what exists, and say the same thing twice where they say it twice."""
     signals: dict[tuple[int, int], Signal] = {}
     waits: dict[tuple[int, int], Wait] = {}
-    for rank in range(plan.world_size):
+    for rank, ops in enumerate(plan.rank_ops):
         seen: set[int] = set()
         last_round = 0
-        for op in plan.ops(rank):
+        for op in ops:
             if op.rank != rank:
                 raise _fail(op, f"stands among the ops of rank {rank}")
             if op.id in seen:
                 raise _fail(op, "its id is used twice")
-            missing = [dep for dep in op.deps if dep not in seen]
-            if missing:
+            if not seen.issuperset(op.deps):
+                missing = [dep for dep in op.deps if dep not in seen]
                 raise _fail(op, f"depends on ops {missing}, which do not come before it")
             if op.round < last_round:
                 raise _fail(op, f"its round {op.round} comes after round {last_round}")
             last_round = op.round
             seen.add(op.id)
-            _check_views(plan, op)
             if isinstance(op, Signal):
-                key = op.flag[:2]
-                if key in signals:
-                    raise _fail(op, f"{op.flag} is signalled by {signals[key].describe()} already")
-                signals[key] = op
+                other: Op | None = signals.setdefault(op.flag[:2], op)
+                if other is not op:
+                    raise _fail(op, f"{op.flag} is signalled by {other} already")
             elif isinstance(op, Wait):
-                key = op.flag[:2]
                 if op.flag.rank != rank:
                     raise _fail(op, f"waits for {op.flag}, a flag of another rank")
-                if key in waits:
-                    raise _fail(op, f"{op.flag} is waited for by {waits[key].describe()} already")
-                waits[key] = op
+                other = waits.setdefault(op.flag[:2], op)
+                if other is not op:
+                    raise _fail(op, f"{op.flag} is waited for by {other} already")
+            else:
+                _check_views(plan, op)
     for key, signal in signals.items():
         if key not in waits:
             raise _fail(signal, "no op waits for this flag")
     for key, wait in waits.items():
         if key not in signals:
             raise _fail(wait, "no op signals this flag: the wait never ends")
-        if signals[key].flag != wait.flag:
-            raise _fail(
-                wait,
-                f"waits for {wait.flag} as {wait.flag.initial}, signalled as {signals[key].flag.initial} by rank {signals[key].rank}",
-            )
-        if wait.peer != signals[key].rank:
-            raise _fail(wait, f"names rank {wait.peer}, the signal comes from rank {signals[key].rank}")
-        if not wait.flag.initial and wait.round <= signals[key].round:
-            raise _fail(wait, f"waits in round {wait.round} for a signal of round {signals[key].round}")
+        _check_flag(signals[key], wait)
+
+
+def _check_flag(signal: Signal, wait: Wait) -> None:
+    flag: Flag = wait.flag
+    if signal.flag != flag:
+        raise _fail(wait, f"waits for {flag!r}, but {signal} sets {signal.flag!r}")
+    if flag.initial not in (0, 1):
+        raise _fail(wait, f"{flag} starts at {flag.initial}; it is 0 or 1")
+    if wait.peer != signal.rank:
+        raise _fail(wait, f"names rank {wait.peer}, the signal comes from rank {signal.rank}")
+    if not flag.initial and wait.round <= signal.round:
+        raise _fail(wait, f"waits in round {wait.round} for a signal of round {signal.round}, {signal}")
+
+
+def _dtype(plan: Plan, view: View) -> str:
+    if view.buffer == "slot":
+        return plan.slots[view.rank][view.slot].dtype
+    return plan.problem.dtype if view.buffer in ("A", "B") else str(plan.problem.out_dtype)
 
 
 def _check_views(plan: Plan, op: Op) -> None:
     reads, write = _views(op)
-    for view in [*reads, *([write] if write else [])]:
-        if view.rank != op.rank and not (isinstance(op, Copy) and view is write):
+    if write is None:
+        return
+    for view in (*reads, write):
+        if view.rank != op.rank and not (view is write and isinstance(op, Copy) and 0 <= view.rank < plan.world_size):
             raise _fail(op, f"touches {view}, the memory of another rank")
-        if not contains(view.frame, view.box):
-            raise _fail(op, f"{view} reaches out of {view.frame}")
+        if not contains(view.frame, view.box) or not box_size(view.box):
+            raise _fail(op, f"{view} is empty or reaches out of {view.frame}")
         if view.buffer == "slot":
             slots = plan.slots[view.rank]
             if not 0 <= view.slot < len(slots):
                 raise _fail(op, f"{view} names a slot that does not exist")
             if box_size(view.frame) > slots[view.slot].elements:
                 raise _fail(op, f"{view} does not fit into its slot of {slots[view.slot].elements} elements")
+        elif view.buffer not in ("A", "B", "C", "D") or view.slot != -1:
+            raise _fail(op, f"{view!r} is neither in a slot nor in a shard")
         elif view.frame != plan.box(view.buffer, view.rank):
             raise _fail(op, f"{view} does not lie in the shard of rank {view.rank}")
-    if write is not None and write.buffer not in ("slot", "D"):
+    if write.buffer not in ("slot", "D"):
         raise _fail(op, f"writes {write.buffer}, an input")
-    if write is not None and write.buffer == "D" and write.rank != op.rank:
+    if write.buffer == "D" and write.rank != op.rank:
         raise _fail(op, f"writes {write}, which is not in the symmetric workspace")
-    if isinstance(op, Copy) and op.src.box != op.dst.box:
-        raise _fail(op, f"copies {op.src} to {op.dst}, another place of the matrix")
+    adds: tuple[View, ...] = op.sources if isinstance(op, (Gemm, Reduce)) else ()
+    for view in reads:
+        # An op works on its elements in any order: only a sum may replace, element by element, what it adds to.
+        if view[:3] == write[:3] and not (view in adds and view.frame == write.frame):
+            raise _fail(op, f"writes {write}, which it reads as {view}")
+    if isinstance(op, Copy):
+        if op.src.box != op.dst.box:
+            raise _fail(op, f"copies {op.src} to {op.dst}, another place of the matrix")
+        if _dtype(plan, op.src) != _dtype(plan, op.dst):
+            raise _fail(op, f"copies {_dtype(plan, op.src)} to a place of {_dtype(plan, op.dst)}")
+        return
+    wanted = write.box
     if isinstance(op, Gemm):
-        m, n, k, batch = op.tile
         if not all(0 <= index < extent for index, extent in zip(op.tile, plan.grid, strict=True)):
             raise _fail(op, f"its tile is outside the grid {tuple(plan.grid)}")
-        rows, columns, depth, batches = (
-            (plan.edges[mode][index], plan.edges[mode][index + 1]) for mode, index in enumerate((m, n, k, batch))
+        rows, columns, depth, batch = (
+            (edges[index], edges[index + 1]) for edges, index in zip(plan.edges, op.tile, strict=True)
         )
-        for view, box in ((op.a, (batches, rows, depth)), (op.b, (batches, columns, depth))):
+        for view, box in ((op.a, (batch, rows, depth)), (op.b, (batch, columns, depth))):
             if view.box != box:
                 raise _fail(op, f"reads {view} where its tile is {box}")
-        wanted = (batches, rows, columns)
-    elif isinstance(op, Reduce):
-        wanted = op.out.box
-    else:
-        return
-    for view in [op.out, *op.sources, *([op.c] if op.c else [])]:
+            if _dtype(plan, view) != plan.problem.dtype:
+                raise _fail(op, f"reads {view} of {_dtype(plan, view)} where A and B are {plan.problem.dtype}")
+        reads, wanted = reads[2:], (batch, rows, columns)
+    for view in (*reads, write):
         if view.box != wanted:
             raise _fail(op, f"adds {view} where its tile is {wanted}")
 
@@ -172,55 +204,68 @@ def _check_views(plan: Plan, op: Op) -> None:
 
 
 class _Order:
-    """Happens-before over two replays, and one legal order of all ops."""
+    """Happens-before over two replays, and one legal order of all ops.
+
+    A node, an op in a replay, is a number: replay * (number of ops) + place in the legal order of one
+    replay. Nothing happens before a node of a smaller number.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ops: list[dict[int, Op]] = [{op.id: op for op in plan.ops(rank)} for rank in range(plan.world_size)]
-        self.signal_of: dict[tuple[int, int], Signal] = {}
-        self.wait_of: dict[tuple[int, int], Wait] = {}
+        self.signals: dict[tuple[int, int], Signal] = {}
+        self.waits: dict[tuple[int, int], Wait] = {}
         self.barriers: dict[int, list[Barrier]] = defaultdict(list)
-        needed: list[set[int]] = []
-        for rank in range(plan.world_size):
-            used: set[int] = set()
-            for op in plan.ops(rank):
-                used.update(op.deps)
-                if isinstance(op, Signal):
-                    self.signal_of[op.flag[:2]] = op
-                elif isinstance(op, Wait):
-                    self.wait_of[op.flag[:2]] = op
-                elif isinstance(op, Barrier):
-                    self.barriers[op.round].append(op)
-            needed.append(used)
-        self.sinks = [[op for op in ops if op not in used] for ops, used in zip(self.ops, needed, strict=True)]
+        for op in (op for ops in plan.rank_ops for op in ops):
+            if isinstance(op, Signal):
+                self.signals[op.flag[:2]] = op
+            elif isinstance(op, Wait):
+                self.waits[op.flag[:2]] = op
+            elif isinstance(op, Barrier):
+                self.barriers[op.round].append(op)
         for round_, barriers in self.barriers.items():
-            if sorted(op.rank for op in barriers) != list(range(plan.world_size)):
-                ranks = [op.rank for op in barriers]
-                raise _fail(barriers[0], f"the barrier of round {round_} is entered by ranks {ranks} only")
+            ranks = sorted(op.rank for op in barriers)
+            if ranks != list(range(plan.world_size)):
+                raise _fail(barriers[0], f"the barrier of round {round_} is entered by ranks {ranks}")
         self.sequence = self._sequence()
-        self.place = {(op.rank, op.id): index for index, op in enumerate(self.sequence)}
+        self.size = len(self.sequence)
+        self.place = {(op.rank, op.id): place for place, op in enumerate(self.sequence)}
+        self.needs = [self._needs(op) for op in self.sequence]
+        # The signal of the replay before that a Wait waits for.
+        self.earlier = {
+            self.place[wait.rank, wait.id]: self.place[self.signals[key].rank, self.signals[key].id]
+            for key, wait in self.waits.items()
+            if wait.flag.initial
+        }
+        # The ops of each rank on which no op of the rank depends: all others have ended when these have.
+        needed = [{dep for op in ops for dep in op.deps} for ops in plan.rank_ops]
+        self.last: list[list[int]] = [[] for _ in plan.rank_ops]
+        for place, op in enumerate(self.sequence):
+            if op.id not in needed[op.rank]:
+                self.last[op.rank].append(place)
 
-    def op(self, node: _Node) -> Op:
-        return self.ops[node.rank][node.op]
+    def op(self, node: int) -> Op:
+        return self.sequence[node % self.size]
+
+    def node(self, replay: int, op: Op) -> int:
+        return replay * self.size + self.place[op.rank, op.id]
 
     def _sequence(self) -> list[Op]:
         """One replay of all ranks, each rank issuing its ops one by one; raises where that blocks.
 
+        Rounds that grow, as the form demands, leave no circle to wait in; this makes sure, and is quick.
         An order in which the ranks issue their ops one by one is also legal for ops that start as soon as
-        they may, so neither can deadlock if this one does not.
+        they may. Starting an op never keeps another from starting, so neither can deadlock if this one does
+        not; and as it leaves every flag as it found it, nor does the next replay.
         """
-        plan = self.plan
         result: list[Op] = []
-        issued = [0] * plan.world_size
-        # A flag that starts at 1 is waited for once before it is signalled.
-        flags = {op.flag[:2]: op.flag.initial for ops in plan.rank_ops for op in ops if isinstance(op, Wait)}
-        at_barrier: dict[int, list[int]] = defaultdict(list)
-        passed: set[int] = set()
+        issued = [0] * self.plan.world_size
+        flags = {key: wait.flag.initial for key, wait in self.waits.items()}
+        at_barrier: dict[int, set[int]] = defaultdict(set)
         parked: dict[tuple[int, int], int] = {}
-        ready = deque(range(plan.world_size))
+        ready = deque(range(self.plan.world_size))
         while ready:
             rank = ready.popleft()
-            ops = plan.ops(rank)
+            ops = self.plan.rank_ops[rank]
             while issued[rank] < len(ops):
                 op = ops[issued[rank]]
                 if isinstance(op, Wait):
@@ -232,75 +277,69 @@ class _Order:
                     flags[op.flag[:2]] = 1
                     if op.flag[:2] in parked:
                         ready.append(parked.pop(op.flag[:2]))
-                elif isinstance(op, Barrier) and op.round not in passed:
-                    at_barrier[op.round].append(rank)
-                    if len(at_barrier[op.round]) < plan.world_size:
+                elif isinstance(op, Barrier) and rank not in at_barrier[op.round]:
+                    at_barrier[op.round].add(rank)
+                    if len(at_barrier[op.round]) < self.plan.world_size:
                         break
-                    passed.add(op.round)
-                    ready.extend(other for other in at_barrier[op.round] if other != rank)
+                    ready.extend(other for other in range(self.plan.world_size) if other != rank)
                 result.append(op)
                 issued[rank] += 1
-        stuck = [plan.ops(rank)[count] for rank, count in enumerate(issued) if count < len(plan.ops(rank))]
+        stuck = [ops[count] for ops, count in zip(self.plan.rank_ops, issued, strict=True) if count < len(ops)]
         if stuck:
             others = "; ".join(op.describe() for op in stuck[1:4])
             raise _fail(stuck[0], f"deadlock: it never starts{'; nor does ' + others if others else ''}")
         return result
 
-    def before(self, node: _Node) -> Iterator[_Node]:
-        """What directly happens before a node; nothing before the first replay."""
-        replay, rank, op_id = node
-        if op_id == END:
-            yield from (_Node(replay, rank, op) for op in self.sinks[rank])
-            yield _Node(replay, rank, BEGIN)
-            return
-        if op_id == BEGIN:
-            if replay > 0:
-                yield _Node(replay - 1, rank, END)
-            return
-        op = self.ops[rank][op_id]
-        members: Iterable[Op] = self.barriers[op.round] if isinstance(op, Barrier) else (op,)
-        if isinstance(op, Wait):
-            signal = self.signal_of[op.flag[:2]]
-            if replay >= op.flag.initial:
-                yield _Node(replay - op.flag.initial, signal.rank, signal.id)
-        for member in members:
-            yield from (_Node(replay, member.rank, dep) for dep in member.deps)
-            yield _Node(replay, member.rank, BEGIN)
+    def _needs(self, op: Op) -> list[int]:
+        """Places of the ops of the same replay that directly happen before an op."""
+        members = self.barriers[op.round] if isinstance(op, Barrier) else [op]
+        found = [self.place[member.rank, dep] for member in members for dep in member.deps]
+        if isinstance(op, Wait) and not op.flag.initial:
+            signal = self.signals[op.flag[:2]]
+            found.append(self.place[signal.rank, signal.id])
+        return found
 
-    def _rank_of(self, node: _Node) -> tuple[int, int]:
-        """Where a node stands in the legal order, coarsely: nothing happens before what stands later."""
-        if node.op == BEGIN:
-            return node.replay, -1
-        if node.op == END:
-            return node.replay, len(self.sequence)
-        return node.replay, self.place[node.rank, node.op]
-
-    def happens_before(self, first: _Node, then: _Node) -> bool:
+    def happens_before(self, first: int, then: int) -> bool:
         """Whether ``first`` has finished before ``then`` starts, in every execution.
 
-        A search backwards from ``then``, nearest first; what begins or ends a replay is looked at last,
-        because it is rarely needed and has many ops before it.
+        A search backwards from ``then``, nearest first. That all ops of a rank's replay before have ended when
+        it begins the next is used last: it is rarely needed, and leads to many ops.
         """
-        if first == then:
-            return True
-        floor = self._rank_of(first)
-        # Only a rank's own order leads to the begin of its replay, and from there to all of the one before.
+        size, needs, earlier = self.size, self.needs, self.earlier
+        rank = self.op(first).rank
         seen = {then}
-        near: deque[_Node] = deque([then])
-        far: deque[_Node] = deque()
-        while near or far:
-            node = near.popleft() if near else far.popleft()
-            if node.op == BEGIN and node.replay == first.replay + 1 and node.rank == first.rank:
-                return True
-            for previous in self.before(node):
-                if previous == first:
+        queue = [then]
+        begun: set[int] = set()  # ranks whose replay before must have ended
+        for node in queue:
+            base = 0
+            if node >= size > first:
+                op = self.op(node)
+                if op.rank == rank or isinstance(op, Barrier):
                     return True
-                if previous in seen or previous.replay < first.replay:
-                    continue
-                if previous.replay == first.replay and self._rank_of(previous) < floor:
-                    continue
-                seen.add(previous)
-                (far if previous.op < 0 else near).append(previous)
+                begun.add(op.rank)
+            if node >= size:
+                base = size
+                if earlier.get(node - size, -1) == first:
+                    return True
+            place = node - base
+            for need in needs[place]:
+                if base + need == first:
+                    return True
+                if base + need > first and base + need not in seen:
+                    seen.add(base + need)
+                    queue.append(base + need)
+            if base and earlier.get(place, -1) > first and earlier[place] not in seen:
+                seen.add(earlier[place])
+                queue.append(earlier[place])
+            if node == queue[-1]:
+                # Looked at all that is near.
+                for other in begun:
+                    ends = [end for end in self.last[other] if end >= first and end not in seen]
+                    if first in ends:
+                        return True
+                    seen.update(ends)
+                    queue += ends
+                begun.clear()
         return False
 
 
@@ -308,7 +347,7 @@ class _Order:
 
 
 class _Content(NamedTuple):
-    """What a box of memory holds. operand "?" is nothing known."""
+    """What a box of memory holds: these elements of an operand. operand "?": nothing known."""
 
     operand: str
     replay: int
@@ -318,18 +357,29 @@ class _Content(NamedTuple):
 
 UNKNOWN = _Content("?", -1)
 
+CALLER = -1
+
 
 class _Piece:
-    """A box of memory that was written at once, and who has read it since."""
+    """A box of memory that was written at once, and who has read which part of it since.
+
+    writer: a node, or CALLER
+    """
 
     __slots__ = ("box", "content", "frame", "readers", "writer")
 
-    def __init__(self, frame: Box, box: Box, content: _Content, writer: _Node) -> None:
+    def __init__(self, frame: Box, box: Box, content: _Content, writer: int) -> None:
         self.frame = frame
         self.box = box
         self.content = content
         self.writer = writer
-        self.readers: list[_Node] = []
+        self.readers: list[tuple[int, Box]] = []
+
+    def part(self, box: Box) -> _Piece:
+        """The part in ``box``, which lies in it."""
+        part = _Piece(self.frame, box, self.content, self.writer)
+        part.readers = [reader for reader in self.readers if overlaps(reader[1], box)]
+        return part
 
 
 class _Execution:
@@ -340,196 +390,175 @@ class _Execution:
         self.order = order
         self.memory: dict[tuple[int, str, int], list[_Piece]] = defaultdict(list)
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
-        self.used: set[tuple[int, int]] = set()
-        self.tile_of = {
-            (batches, rows, columns): (m, n, batch)
-            for batch, batches in enumerate(self._ranges(3))
-            for m, rows in enumerate(self._ranges(0))
-            for n, columns in enumerate(self._ranges(1))
-        }
-        self.depth = [stop - start for start, stop in self._ranges(2)]
-        self.all_parts = sum(1 << k for k, depth in enumerate(self.depth) if depth)
-
-    def _ranges(self, mode: int) -> list[Range]:
-        edges = self.plan.edges[mode]
-        return list(zip(edges, edges[1:], strict=False))
+        self.all_parts = sum(1 << k for k, (start, stop) in enumerate(pairwise(plan.edges[2])) if start < stop)
 
     def run(self) -> None:
         for replay in range(REPLAYS):
             self.multiplied.clear()
-            for rank in range(self.plan.world_size):
-                self._begin(_Node(replay, rank, BEGIN))
-            for op in self.order.sequence:
-                node = _Node(replay, op.rank, op.id)
+            self._begin(replay)
+            for place, op in enumerate(self.order.sequence):
+                node = replay * self.order.size + place
                 if isinstance(op, Gemm):
-                    self._gemm(op, node)
+                    self._gemm(op, replay, node)
                 elif isinstance(op, Reduce):
-                    self._write(op.out, self._sum(op, op.sources, node, op.c), node)
+                    self._write(op.out, self._sum(op, op.sources, op.c, _Content("D", replay), node), node)
                 elif isinstance(op, Copy):
-                    for piece in self._read(op.src, node):
-                        self._write(op.dst._replace(box=piece.box), piece.content, node)
+                    self._copy(op, replay, node)
                 elif isinstance(op, Signal):
-                    self._signal(op, replay)
-            self._check_product()
-            for rank in range(self.plan.world_size):
-                self._end(_Node(replay, rank, END))
+                    self._signal(op, replay, node)
+            self._end(replay)
 
-    def _begin(self, node: _Node) -> None:
-        """The caller has written the inputs of this replay, and D holds nothing."""
-        for operand in ("A", "B", "C", "D"):
-            box = self.plan.box(operand, node.rank)
-            content = UNKNOWN if operand == "D" else _Content(operand, node.replay)
-            if box_size(box):
-                self._write(View(node.rank, operand, -1, box, box), content, node)
+    def _begin(self, replay: int) -> None:
+        """The caller has written the inputs of this replay, and D holds nothing.
 
-    def _end(self, node: _Node) -> None:
-        """The caller reads D."""
-        box = self.plan.box("D", node.rank)
-        if not box_size(box):
-            return
-        wanted = _Content("D", node.replay, self.all_parts, True)
-        for piece in self._read(View(node.rank, "D", -1, box, box), node):
+        Only its own rank touches a shard: what the caller does to it between replays needs no order.
+        """
+        for rank in range(self.plan.world_size):
+            for operand in "ABCD":
+                box = self.plan.box(operand, rank)
+                content = UNKNOWN if operand == "D" else _Content(operand, replay)
+                self.memory[rank, operand, -1] = [_Piece(box, box, content, CALLER)]
+
+    def _end(self, replay: int) -> None:
+        """The caller reads D: every contribution to every element is in it, so every tile was multiplied."""
+        wanted = _Content("D", replay, self.all_parts, True)
+        for rank, ops in enumerate(self.plan.rank_ops):
+            for piece in self.memory[rank, "D", -1]:
+                if piece.content == wanted or not box_size(piece.box):
+                    continue
+                holds = f"D in {piece.box} holds {self._say(piece.content)} at the end of the replay"
+                if piece.writer != CALLER:
+                    raise _fail(self.order.op(piece.writer), holds)
+                if not ops:
+                    raise PlanError(f"rank {rank} iteration 0: it has no op, and {holds}")
+                raise _fail(ops[-1], f"is the last op of its rank, and {holds}")
+
+    def _copy(self, op: Copy, replay: int, node: int) -> None:
+        for piece in self._read(op.src, node):
+            if piece.content.replay != replay:
+                raise _fail(op, f"copies {op.src}, which holds {self._say(piece.content)}{self._by(piece)}")
+            self._write(op.dst._replace(box=piece.box), piece.content, node)
+
+    def _gemm(self, op: Gemm, replay: int, node: int) -> None:
+        other = self.multiplied.setdefault(op.tile, op)
+        if other is not op:
+            raise _fail(op, f"multiplies a tile that {other} has multiplied")
+        self._expect(op, op.a, _Content("A", replay), node)
+        self._expect(op, op.b, _Content("B", replay), node)
+        own = _Content("D", replay, 1 << op.tile.k)
+        self._write(op.out, self._sum(op, op.sources, op.c, own, node), node)
+
+    def _expect(self, op: Op, view: View, wanted: _Content, node: int) -> None:
+        for piece in self._read(view, node):
             if piece.content != wanted:
-                raise PlanError(
-                    f"rank {node.rank} iteration {self.plan.iterations - 1}: at the end of a replay its shard of D "
-                    f"holds {self._say(piece.content)} in {piece.box}, written by {self._name(piece.writer)}"
+                raise _fail(
+                    op, f"reads {view} as {wanted.operand}, but it holds {self._say(piece.content)}{self._by(piece)}"
                 )
 
-    def _gemm(self, op: Gemm, node: _Node) -> None:
-        if op.tile in self.multiplied:
-            raise _fail(op, f"multiplies a tile that {self.multiplied[op.tile].describe()} has multiplied")
-        self.multiplied[op.tile] = op
-        for operand, view in (("A", op.a), ("B", op.b)):
-            for piece in self._read(view, node):
-                if piece.content != _Content(operand, node.replay):
-                    raise _fail(
-                        op,
-                        f"reads {view} as {operand}, but it holds {self._say(piece.content)}, "
-                        f"written by {self._name(piece.writer)}",
-                    )
-        own = _Content("D", node.replay, 1 << op.tile.k)
-        self._write(op.out, self._sum(op, op.sources, node, op.c, own), node)
-
-    def _sum(
-        self, op: Op, sources: tuple[View, ...], node: _Node, c: View | None, start: _Content | None = None
-    ) -> _Content:
-        result = start or _Content("D", node.replay)
+    def _sum(self, op: Op, sources: tuple[View, ...], c: View | None, own: _Content, node: int) -> _Content:
+        """What an op makes that adds ``sources`` to its own contribution."""
+        _, replay, parts, has_c = own
         for view in sources:
             pieces = self._read(view, node)
-            contents = {piece.content for piece in pieces}
-            if len(contents) > 1:
+            content = pieces[0].content
+            if any(piece.content != content for piece in pieces):
                 raise _fail(op, f"adds {view}, whose parts hold different sums")
-            (content,) = contents
-            if content.operand != "D" or content.replay != node.replay:
-                raise _fail(
-                    op, f"adds {view}, but it holds {self._say(content)}, written by {self._name(pieces[0].writer)}"
-                )
-            if content.parts & result.parts or (content.c and result.c):
+            if content.operand != "D" or content.replay != replay:
+                raise _fail(op, f"adds {view}, but it holds {self._say(content)}{self._by(pieces[0])}")
+            if content.parts & parts or (content.c and has_c):
                 raise _fail(op, f"adds {view}, which holds contributions that are in the sum already")
-            result = _Content("D", node.replay, result.parts | content.parts, result.c or content.c)
+            parts, has_c = parts | content.parts, has_c or content.c
         if c is not None:
-            self._read(c, node)
-            if result.c:
+            self._expect(op, c, _Content("C", replay), node)
+            if has_c:
                 raise _fail(op, "adds beta * C a second time")
-            result = result._replace(c=True)
-        return result
+        return _Content("D", replay, parts, has_c or c is not None)
 
-    def _signal(self, op: Signal, replay: int) -> None:
+    def _signal(self, op: Signal, replay: int, node: int) -> None:
         """A flag may be set again only after it was waited for."""
-        wait_replay = replay - 1 + op.flag.initial
-        if wait_replay < 0:
-            return
-        wait = self.order.wait_of[op.flag[:2]]
-        if not self.order.happens_before(_Node(wait_replay, wait.rank, wait.id), _Node(replay, op.rank, op.id)):
-            raise _fail(op, f"may set {op.flag} again before {wait.describe()} has seen it: a signal would be lost")
-
-    def _check_product(self) -> None:
-        """Every tile with elements was multiplied; that none was twice is checked on the way."""
-        for m, rows in enumerate(self._ranges(0)):
-            for n, columns in enumerate(self._ranges(1)):
-                for k, depth in enumerate(self.depth):
-                    for batch, batches in enumerate(self._ranges(3)):
-                        empty = rows[0] == rows[1] or columns[0] == columns[1] or not depth or batches[0] == batches[1]
-                        if not empty and (m, n, k, batch) not in self.multiplied:
-                            raise PlanError(f"no rank multiplies the tile (m, n, k, l) = ({m}, {n}, {k}, {batch})")
+        wait = self.order.waits[op.flag[:2]]
+        seen_in = replay - 1 + op.flag.initial
+        if seen_in >= 0 and not self.order.happens_before(self.order.node(seen_in, wait), node):
+            raise _fail(op, f"may set {op.flag} again before {wait} has seen it: a signal would be lost")
 
     # --- memory -----------------------------------------------------------------------------------------
 
     def _say(self, content: _Content) -> str:
-        if content.operand == "?":
+        if content == UNKNOWN:
             return "nothing"
         if content.operand != "D":
             return f"{content.operand} of replay {content.replay}"
-        parts = [k for k in range(len(self.depth)) if content.parts >> k & 1]
-        missing = [k for k in range(len(self.depth)) if (self.all_parts & ~content.parts) >> k & 1]
+        parts = [k for k in range(self.plan.grid.k) if content.parts >> k & 1]
+        missing = [k for k in range(self.plan.grid.k) if (self.all_parts & ~content.parts) >> k & 1]
         c = "" if content.c else " without C"
         return f"the sum of k tiles {parts}{c} of replay {content.replay}" + (f", not of {missing}" if missing else "")
 
-    def _name(self, node: _Node) -> str:
-        if node.op == BEGIN:
-            return f"the caller of rank {node.rank} before replay {node.replay}"
-        if node.op == END:
-            return f"the caller of rank {node.rank} after replay {node.replay}"
-        return f"{self.order.op(node).describe()} in replay {node.replay}"
+    def _name(self, node: int) -> str:
+        return f"{self.order.op(node)} in replay {node // self.order.size}"
 
-    def _ordered(self, first: _Node, then: _Node, what: str, view: View) -> None:
-        if not self.order.happens_before(first, then):
-            raise PlanError(f"{self._name(then)}: {what} {view} is not ordered after {self._name(first)}")
+    def _by(self, piece: _Piece) -> str:
+        return "" if piece.writer == CALLER else f", written by {self._name(piece.writer)}"
 
-    def _read(self, view: View, node: _Node) -> list[_Piece]:
+    def _check_order(self, first: int, then: int, what: str, view: View) -> None:
+        if first != CALLER and not self.order.happens_before(first, then):
+            raise _fail(self.order.op(then), f"{what} {view} is not ordered after {self._name(first)}")
+
+    def _read(self, view: View, node: int) -> list[_Piece]:
         """The pieces of a view, cut to it; every writer must happen before the read."""
-        if not box_size(view.box):
-            return []
+        held = self.memory[view.rank, view.buffer, view.slot]
         found = []
         size = 0
-        for piece in self.memory[view.rank, view.buffer, view.slot]:
-            if piece.frame != view.frame:
-                # The slot holds, or held, another tile: its bytes lie elsewhere, and all of them count.
-                self._ordered(piece.writer, node, "reading", view)
+        for piece in held:
+            if piece.frame != view.frame or not overlaps(piece.box, view.box):
                 continue
-            if overlaps(piece.box, view.box):
-                self._ordered(piece.writer, node, "reading", view)
-                piece.readers.append(node)
-                box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(piece.box, view.box, strict=True))
-                part = _Piece(piece.frame, box, piece.content, piece.writer)  # type: ignore[arg-type]
-                found.append(part)
-                size += box_size(part.box)
+            self._check_order(piece.writer, node, "reading", view)
+            box = piece.box if piece.box == view.box else _cut(piece.box, view.box)
+            piece.readers.append((node, box))
+            found.append(_Piece(piece.frame, box, piece.content, piece.writer))
+            size += box_size(box)
         if size != box_size(view.box):
-            held = self.memory[view.rank, view.buffer, view.slot]
-            by = f", but what {self._name(held[0].writer)} wrote" if held else ""
-            raise PlanError(f"{self._name(node)}: reads {view}, which does not hold that tile{by}")
+            by = self._by(held[0]) if held else ""
+            raise _fail(self.order.op(node), f"reads {view}, which does not hold that tile{by}")
         return found
 
-    def _write(self, view: View, content: _Content, node: _Node) -> None:
-        """Replace what a view holds; every earlier access must happen before the write."""
+    def _write(self, view: View, content: _Content, node: int) -> None:
+        """Replace what a view holds; every earlier access must happen before the write.
+
+        With another frame the bytes of a tile lie elsewhere in the slot: then all that it held is in the way.
+        """
         kept = []
         for piece in self.memory[view.rank, view.buffer, view.slot]:
-            if piece.frame == view.frame and not overlaps(piece.box, view.box):
+            same = piece.frame == view.frame
+            if same and not overlaps(piece.box, view.box):
                 kept.append(piece)
                 continue
-            self._ordered(piece.writer, node, "writing", view)
-            for reader in piece.readers:
-                self._ordered(reader, node, "writing", view)
-            if piece.frame == view.frame:
-                kept += [_rest(piece, box) for box in _subtract(piece.box, view.box)]
+            self._check_order(piece.writer, node, "writing", view)
+            for reader, box in piece.readers:
+                # Where an op writes what it reads, the form has been checked.
+                if reader != node and (not same or overlaps(box, view.box)):
+                    self._check_order(reader, node, "writing", view)
+            if same and piece.box != view.box:
+                kept += [piece.part(rest) for rest in _subtract(piece.box, view.box)]
         kept.append(_Piece(view.frame, view.box, content, node))
         self.memory[view.rank, view.buffer, view.slot] = kept
 
 
-def _rest(piece: _Piece, box: Box) -> _Piece:
-    rest = _Piece(piece.frame, box, piece.content, piece.writer)
-    rest.readers = list(piece.readers)
-    return rest
+def _cut(box: Box, to: Box) -> Box:
+    """What two boxes share."""
+    (l0, l1), (r0, r1), (c0, c1) = box
+    (m0, m1), (s0, s1), (d0, d1) = to
+    return (max(l0, m0), min(l1, m1)), (max(r0, s0), min(r1, s1)), (max(c0, d0), min(c1, d1))
 
 
 def _subtract(box: Box, cut: Box) -> list[Box]:
     """What is left of ``box`` without ``cut``, in disjoint boxes."""
-    rest = []
-    current = list(box)
-    for axis, (low, high) in enumerate(cut):
-        start, stop = current[axis]
-        for piece in ((start, min(low, stop)), (max(high, start), stop)):
-            if piece[0] < piece[1]:
-                rest.append((*current[:axis], piece, *current[axis + 1 :]))
-        current[axis] = (max(start, low), min(stop, high))
-    return rest  # type: ignore[return-value]
+    batch, rows, columns = box
+    shared = _cut(box, cut)
+    rest: list[Box] = [((low, high), rows, columns) for low, high in _outside(batch, shared[0])]
+    rest += [(shared[0], (low, high), columns) for low, high in _outside(rows, shared[1])]
+    return rest + [(shared[0], shared[1], (low, high)) for low, high in _outside(columns, shared[2])]
+
+
+def _outside(whole: tuple[int, int], part: tuple[int, int]) -> list[tuple[int, int]]:
+    """What is left of a range without a part of it."""
+    return [(low, high) for low, high in ((whole[0], part[0]), (part[1], whole[1])) if low < high]

@@ -1,0 +1,235 @@
+"""The model checker against mutations: what changes order or data flow is caught, and nothing else passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from itertools import product
+
+import pytest
+
+import distgemm
+from distgemm import GemmProblem, Plan, PlanError
+from distgemm.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wait
+from tests.unit.interleavings import fault
+from tests.unit.mutations import KINDS, changed, effect, mutations
+from tests.unit.test_verify_interleavings import CONTRADICTIONS, SYNCHRONISED, small, verdict
+
+NAMES = [name for name in distgemm.list_schedules() if "1d" in name]
+NAMED = re.compile(r"^rank \d+ iteration \d+: (Gemm|Copy|Reduce|Signal|Wait|Barrier) #\d+ ")
+
+
+@pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mutation_is_caught_exactly_if_it_changes_order_or_data_flow(name: str, workspace: str, sync: str) -> None:
+    """Equivalence is brute force: the closure over all accesses, and the execution of one order."""
+    plan = small(name, 2 if "xor" in name or "split" in name else 3, 1, workspace, sync)
+    before = effect(plan)
+    assert before.fault is None
+    kinds = set()
+    for mutation in mutations(plan):
+        kinds.add(mutation.kind)
+        said = verdict(mutation.plan)
+        what = f"{mutation.kind}: {mutation.what}: {said}"
+        if said is not None:
+            assert NAMED.match(said), what
+        if changed(before, effect(mutation.plan)):
+            assert said is not None, what
+        elif said is not None:
+            assert any(part in said for part in CONTRADICTIONS), what
+    assert set(KINDS) >= kinds >= {"drop an op, spliced", "drop a dependency", "swap two tiles", "double a tile"}
+
+
+@pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_plan_verifies_also_with_ragged_shapes(name: str, workspace: str, sync: str) -> None:
+    shapes = [{"m": 40, "n": 24, "k": 16}, {"m": 7, "n": 5, "k": 11}, {"m": 1, "n": 2, "k": 3, "l": 2}]
+    for ranks, chunks, shape in product(range(1, 6), (1, 2, 3), shapes):
+        if "xor" in name and ranks & (ranks - 1):
+            continue
+        problem = GemmProblem(**shape, partial_dtype="float32")
+        distgemm.make_plan(problem, name, ranks, chunks=chunks, workspace=workspace, sync=sync).verify()
+
+
+# --- single faults that no mutation of a generated plan shows ---------------------------------------------
+
+
+def _plan(name: str = "all_gather_1d_tiling_cd_rotating_a", **problem: str) -> Plan:
+    return distgemm.make_plan(GemmProblem(m=4, n=2, k=2, **problem), name, 2)  # type: ignore[arg-type]
+
+
+def _changed(plan: Plan, op: object, **fields: object) -> Plan:
+    rank = op.rank  # type: ignore[attr-defined]
+    ops = [dataclasses.replace(op, **fields) if other is op else other for other in plan.ops(rank)]  # type: ignore[type-var]
+    return plan.replace_ops(rank, ops)  # type: ignore[arg-type]
+
+
+def _first(plan: Plan, kind: type, rank: int = 0) -> object:
+    return next(op for op in plan.ops(rank) if isinstance(op, kind))
+
+
+def test_operands_are_read_from_their_places() -> None:
+    plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 1)
+    gemm = _first(plan, Gemm)
+    assert isinstance(gemm, Gemm) and gemm.c is not None
+    with pytest.raises(PlanError, match="as C, but it holds"):
+        _changed(plan, gemm, c=gemm.c._replace(buffer="A", frame=plan.box("A", 0))).verify()
+    with pytest.raises(PlanError, match="as A, but it holds B"):
+        _changed(plan, gemm, a=gemm.b).verify()
+    with pytest.raises(PlanError, match="as B, but it holds A"):
+        _changed(plan, gemm, b=gemm.a).verify()
+
+
+def test_an_op_does_not_write_what_it_multiplies() -> None:
+    plan = _plan()
+    gemm = next(op for op in plan.ops(0) if isinstance(op, Gemm) and op.a.buffer == "slot")
+    out = View(0, "slot", gemm.a.slot, gemm.out.box, gemm.out.box)
+    with pytest.raises(PlanError, match="which it reads as"):
+        _changed(plan, gemm, out=out).verify()
+
+
+def test_a_shard_has_no_slot() -> None:
+    plan = _plan()
+    gemm = _first(plan, Gemm)
+    assert isinstance(gemm, Gemm)
+    with pytest.raises(PlanError, match="neither in a slot nor in a shard"):
+        _changed(plan, gemm, out=gemm.out._replace(slot=0)).verify()
+
+
+def test_views_lie_in_memory_that_exists() -> None:
+    plan = _plan()
+    copy = _first(plan, Copy)
+    assert isinstance(copy, Copy)
+    for fields in ({"rank": 2}, {"rank": -1}, {"slot": 9}, {"buffer": "E"}, {"buffer": "A", "slot": -1}):
+        with pytest.raises(PlanError, match=NAMED):
+            _changed(plan, copy, dst=copy.dst._replace(**fields)).verify()
+
+
+def test_a_transfer_keeps_the_type() -> None:
+    plan = _plan("reduce_scatter_1d_tiling_a_rotating_c", partial_dtype="float32")
+    plan.verify()
+    copy = _first(plan, Copy)
+    assert isinstance(copy, Copy)
+    slots = [list(of_rank) for of_rank in plan.slots]
+    slot = slots[copy.dst.rank][copy.dst.slot]
+    slots[copy.dst.rank][copy.dst.slot] = slot._replace(dtype="bfloat16")
+    with pytest.raises(PlanError, match="copies float32 to a place of bfloat16"):
+        dataclasses.replace(plan, slots=tuple(map(tuple, slots))).verify()
+
+
+def test_slots_do_not_overlap() -> None:
+    plan = _plan()
+    overlapping = tuple((*slots, Slot(slots[0].offset, 256, "bfloat16", 1)) for slots in plan.slots)
+    with pytest.raises(PlanError, match="overlaps another slot"):
+        dataclasses.replace(plan, slots=overlapping).verify()
+
+
+def test_every_tile_of_d_has_an_owner() -> None:
+    plan = _plan()
+    shards = (*plan.shards[:2], (plan.shards[2][0],) * 2)
+    with pytest.raises(PlanError, match="no rank owns"):
+        dataclasses.replace(plan, shards=shards).verify()
+
+
+def test_a_flag_starts_at_zero_or_one() -> None:
+    plan = _plan()
+    for wait in [op for op in plan.ops(0) if isinstance(op, Wait)]:
+        changed_plan = plan
+        for op in [op for ops in plan.rank_ops for op in ops]:
+            if getattr(op, "flag", None) == wait.flag:
+                changed_plan = _changed(changed_plan, op, flag=wait.flag._replace(initial=2))
+        with pytest.raises(PlanError, match="it is 0 or 1"):
+            changed_plan.verify()
+
+
+def test_rounds_grow() -> None:
+    plan = _plan()
+    ops = plan.ops(0)
+    with pytest.raises(PlanError, match="comes after round"):
+        _changed(plan, ops[0], round=99).verify()
+    arrival = next(op for op in ops if isinstance(op, Wait) and not op.flag.initial)
+    late = [dataclasses.replace(op, round=0) if op.round <= arrival.round else op for op in ops]
+    with pytest.raises(PlanError, match="for a signal of round"):
+        plan.replace_ops(0, late).verify()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_ranks_come_to_a_barrier(order: tuple[int, int]) -> None:
+    plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 2, sync="barrier")
+    for rank in range(2):
+        first = plan.ops(rank)[0]
+        arrival = next(op for op in plan.ops(rank) if isinstance(op, Wait))
+        late = Barrier(99, rank, arrival.round, 0, "D", (), -1, ())
+        place = plan.ops(rank).index(arrival) + order[0]
+        rest = [*plan.ops(rank)[:place], late, *plan.ops(rank)[place:]]
+        assert rest[0] is first
+        plan = plan.replace_ops(rank, rest)
+    plan.verify()
+    one = [op for op in plan.ops(order[1]) if op.id != 99]
+    with pytest.raises(PlanError, match=r"Barrier #99 .* is entered by ranks"):
+        plan.replace_ops(order[1], one).verify()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_signal_is_repeated_only_after_it_was_seen(ordered: bool) -> None:
+    """A Signal that protects no data: only where another rank's chunk answers it is it safe."""
+    plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 2)
+    flag = Flag(1, 9, 0, False)
+    signal = Signal(99, 0, 0, 0, "A", (0, 0, 0), -1, (), flag)
+    wait = Wait(99, 1, 1, 0, "A", (0, 0, 0), -1, (), flag, 0)
+    # Room for the new ops between the rounds of the plan.
+    sends = [dataclasses.replace(op, round=op.round * 10) for op in plan.ops(0)]
+    answers = [dataclasses.replace(op, round=op.round * 10 or 1) for op in plan.ops(1)]
+    if ordered:
+        answers = [dataclasses.replace(op, deps=(99, *op.deps)) if isinstance(op, Copy) else op for op in answers]
+    plan = plan.replace_ops(0, [signal, *sends]).replace_ops(1, [wait, *answers])
+    assert (fault(plan, exhaustive=True) is None) == ordered
+    assert (effect(plan).fault is None) == ordered
+    said = verdict(plan)
+    assert said is None if ordered else "a signal would be lost" in str(said)
+
+
+def _with_copies(*moves: tuple[View, View, tuple[int, ...]]) -> Plan:
+    """One rank, one GEMM, and local transfers (from, to, deps by number) through two slots of a 2 x 2 tile."""
+    plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 1)
+    slots = tuple(Slot(256 * place, 256, "bfloat16", 4) for place in range(2))
+    copies = [
+        Copy(100 + place, 0, 0, 0, "A", (0, 0, 0), -1, tuple(100 + dep for dep in deps), src, dst)
+        for place, (src, dst, deps) in enumerate(moves)
+    ]
+    return dataclasses.replace(plan, slots=(slots,)).replace_ops(0, [*copies, *plan.ops(0)])
+
+
+TILE = ((0, 1), (0, 2), (0, 2))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_left_of_a_tile_may_still_be_read(ordered: bool) -> None:
+    """A tile is read, then replaced half by half; the second half too must wait for the reader."""
+    shard, first, second = View(0, "A", -1, TILE, TILE), View(0, "slot", 0, TILE, TILE), View(0, "slot", 1, TILE, TILE)
+    top, bottom = ((0, 1), (0, 1), (0, 2)), ((0, 1), (1, 2), (0, 2))
+    plan = _with_copies(
+        (shard, first, ()),
+        (first, second, (0,)),
+        (shard._replace(box=top), first._replace(box=top), (1,)),
+        (shard._replace(box=bottom), first._replace(box=bottom), (1,) if ordered else (0,)),
+    )
+    assert (fault(plan, exhaustive=True) is None) == ordered
+    said = verdict(plan)
+    assert said is None if ordered else "writing slot 0" in str(said)
+
+
+def test_a_transfer_has_something_to_move() -> None:
+    plan = _with_copies((View(0, "D", -1, TILE, TILE), View(0, "slot", 0, TILE, TILE), ()))
+    assert fault(plan, exhaustive=True) is not None
+    with pytest.raises(PlanError, match="which holds nothing"):
+        plan.verify()
+
+
+@pytest.mark.parametrize("kind", [Signal, Wait])
+def test_a_flag_has_one_signal_and_one_wait(kind: type) -> None:
+    plan = _plan()
+    for op in [op for ops in plan.rank_ops for op in ops if isinstance(op, kind)]:
+        twice = [*plan.ops(op.rank), dataclasses.replace(op, id=99, round=99, deps=(op.id,))]
+        with pytest.raises(PlanError, match="already"):
+            plan.replace_ops(op.rank, twice).verify()
