@@ -318,9 +318,12 @@ class _Derivation:
     ) -> None:
         """Bring a tile to every rank of ``first_use``, each served by the holder nearest to it."""
         served: dict[int, list[int]] = defaultdict(list)
-        for rank in sorted(first_use, key=lambda rank: (first_use[rank], rank)):
+        for rank in first_use:
             served[min(holders, key=lambda holder: self._distance(holder, rank))].append(rank)
         for holder, needers in served.items():
+            # Those who need it at the same time are served downwards from the holder: no two holders start
+            # with the same rank.
+            needers.sort(key=lambda rank: (first_use[rank], (holder - rank) % self.scheduler.world_size))
             for hop in self._useful(route.hops(self.scheduler.mesh, holder, needers), needers):
                 self._hop(operand, tile, holder, hop, first_use, dtype)
             for rank in needers:

@@ -6,7 +6,8 @@ Import as ``distgemm.schedulers``. No torch, no CUDA, and nothing about slots, s
 if __name__ != "distgemm.schedulers":
     raise ImportError(f"import distgemm.schedulers, not {__name__}")
 
-from distgemm.schedulers import one_d as _one_d  # noqa: F401  (registers the 1D schedules)
+from distgemm.schedulers import all_reduce, mesh, one_d  # noqa: F401  (each registers its schedules)
+from distgemm.schedulers.nested import NestedGather, NestedReduce, nest
 from distgemm.schedulers.registry import (
     get_schedule,
     list_families,
@@ -45,10 +46,14 @@ __all__ = [
     "Direct",
     "GatherRoute",
     "Hop",
+    "NestedGather",
+    "NestedReduce",
     "Pairwise",
     "ReduceRoute",
     "Ring",
     "ring_of",
+    # schedules from schedules
+    "nest",
     # schedules by name
     "get_schedule",
     "list_families",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -278,10 +278,12 @@ class Effect(NamedTuple):
     order: for each op that touches memory (and each caller between replays), by (replay, rank, id), those
            that have finished before it starts; None where some op never starts
     fault: a race, a lost signal, a deadlock or a wrong value; None: the plan is right
+    does:  what the op of each label does to which memory
     """
 
     order: dict[Label, frozenset[Label]] | None
     fault: str | None
+    does: dict[Label, Hashable]
 
 
 def effect(plan: Plan) -> Effect:
@@ -293,18 +295,31 @@ def effect(plan: Plan) -> Effect:
     try:
         machine = Machine(plan)
     except Fault as found:
-        return Effect(None, str(found))
+        return Effect(None, str(found), {})
     past = _closure(machine)
     if past is None:
-        return Effect(None, "some op never starts")
+        return Effect(None, "some op never starts", {})
     tasks = machine.tasks
     labels = [(task.replay, task.rank, task.op.id if task.op else -1) for task in tasks]
+    does = {label: (*label[:2], _does(task.op)) for label, task in zip(labels, tasks, strict=True)}
     memory = [task for task in tasks if task.reads or task.writes]
     order = {
         labels[task.index]: frozenset(labels[other.index] for other in memory if past[task.index] >> other.index & 1)
         for task in memory
     }
-    return Effect(order, _race(machine, past) or _lost(machine, past) or _wrong(machine))
+    return Effect(order, _race(machine, past) or _lost(machine, past) or _wrong(machine), does)
+
+
+def _does(op: Op | None) -> Hashable:
+    """What an op does to which memory, whatever it is called."""
+    match op:
+        case Gemm():
+            return op.kind, op.tile, op.a, op.b, op.sources, op.c, op.out
+        case Reduce():
+            return op.kind, op.sources, op.c, op.out
+        case Copy():
+            return op.kind, op.src, op.dst
+    return None
 
 
 def _closure(machine: Machine) -> list[int] | None:
@@ -384,5 +399,13 @@ def changed(before: Effect, after: Effect) -> bool:
     """Whether the order of accesses to memory, among ops that both plans have, or the data flow changed."""
     if after.fault is not None or after.order is None or before.order is None:
         return True
-    common = before.order.keys() & after.order.keys()
-    return any(before.order[label] & common != after.order[label] & common for label in common)
+    orders = [before.order, after.order]
+    renamed = [{made.does[label] for label in order} for made, order in zip((before, after), orders, strict=True)]
+    if renamed[0] == renamed[1] and all(len(names) == len(order) for names, order in zip(renamed, orders, strict=True)):
+        # The same accesses: they are compared as such, for ops that change places only exchange their names.
+        orders = [
+            {made.does[label]: frozenset(made.does[other] for other in past) for label, past in order.items()}
+            for made, order in zip((before, after), orders, strict=True)
+        ]
+    common = orders[0].keys() & orders[1].keys()
+    return any(orders[0][label] & common != orders[1][label] & common for label in common)

@@ -31,9 +31,9 @@ CONTRADICTIONS = (
 )
 
 
-def small(name: str, ranks: int, chunks: int, workspace: str, sync: str) -> Plan:
+def small(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str) -> Plan:
     """A plan with tiles of one element, or of two where a route halves them, and on the ring."""
-    schedule = distgemm.get_schedule(name, ranks, chunks=chunks)
+    schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
     m, n, k, _ = schedule.grid
     rows = 2 if "split" in name or "ring" in name else 1
     return distgemm.make_plan(GemmProblem(m=m * rows, n=n, k=k), schedule, workspace=workspace, sync=sync)
@@ -51,7 +51,7 @@ def verdict(plan: Plan) -> str | None:
 def test_small_plans_are_right_in_every_interleaving(
     name: str, ranks: int, chunks: int, workspace: str, sync: str
 ) -> None:
-    plan = small(name, ranks, chunks, workspace, sync)
+    plan = small(name, (ranks,), chunks, workspace, sync)
     assert fault(plan, exhaustive=ranks * chunks <= 2) is None
     assert effect(plan).fault is None
     plan.verify()
@@ -59,7 +59,7 @@ def test_small_plans_are_right_in_every_interleaving(
 
 @pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
 def test_three_ranks_are_right_in_every_interleaving_of_all_ops(workspace: str, sync: str) -> None:
-    machine = Machine(small("reduce_scatter_1d_tiling_a_rotating_c", 3, 1, workspace, sync))
+    machine = Machine(small("reduce_scatter_1d_tiling_a_rotating_c", (3,), 1, workspace, sync))
     assert machine.explore() > 3000
 
 
@@ -71,7 +71,7 @@ def test_verify_finds_what_any_interleaving_of_a_mutation_shows(
     name: str, ranks: int, chunks: int, workspace: str, sync: str
 ) -> None:
     """All orders of all ops; also: what orders the accesses to one place, one at a time, finds the same."""
-    plan = small(name, ranks, chunks, workspace, sync)
+    plan = small(name, (ranks,), chunks, workspace, sync)
     for mutation in mutations(plan):
         found = fault(mutation.plan, exhaustive=True)
         said = verdict(mutation.plan)
@@ -101,7 +101,7 @@ def test_verify_finds_what_any_interleaving_of_a_mutation_shows(
 def test_verify_finds_what_the_interleavings_at_each_place_show(
     name: str, ranks: int, chunks: int, workspace: str, sync: str
 ) -> None:
-    plan = small(name, ranks, chunks, workspace, sync)
+    plan = small(name, (ranks,), chunks, workspace, sync)
     seen: Counter[str] = Counter()
     for mutation in mutations(plan):
         found = fault(mutation.plan, exhaustive=False)

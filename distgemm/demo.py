@@ -1,0 +1,296 @@
+"""A tensor-parallel MLP on several processes of this machine: what is multiplied where, what moves, and a check."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from distgemm.derive import make_plan
+from distgemm.ops import Gemm
+from distgemm.plan import Plan
+from distgemm.problem import DTYPE_BYTES, GemmProblem
+from distgemm.runtime.collective import TORCH_DTYPES, CollectiveExecutable
+from distgemm.runtime.launch import launch
+
+__all__ = ["demo"]
+
+TOKENS, HIDDEN, INTERMEDIATE = 8192, 8192, 28672
+"""Llama 70B: fc1 is gate and up in one, (2 * INTERMEDIATE, HIDDEN); fc2 is (HIDDEN, INTERMEDIATE)."""
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "tfloat32": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}
+
+REPLAYS = 5
+
+# Newer releases of torch have renamed these two.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def demo(
+    world_size: int = 4,
+    schedule_ag: str = "ag+gemm",
+    schedule_rs: str = "gemm+rs",
+    scale: int = 16,
+    dtype: str = "float32",
+    console: Console | None = None,
+) -> None:
+    """Run all-gather + GEMM and GEMM + reduce-scatter of a Llama 70B MLP, every extent divided by ``scale``.
+
+    schedule_ag, schedule_rs: names of schedules on one axis of ranks
+    dtype: element type of the random inputs
+
+    Every rank is a process that holds its shards: on CUDA devices over NCCL if there are enough, else on the CPU
+    over gloo, where times say nothing about GPUs. Prints the work grid, the time of each rank beside that of
+    collective and matmul one after the other, and the bytes on each link.
+
+    Raises RuntimeError when a result differs from the unsharded product in float64 by more than the bound of its
+    types, and ValueError for arguments that do not fit.
+    """
+    console = console or Console()
+    if scale < 1:
+        raise ValueError(f"scale is an integer >= 1, got {scale!r}")
+    if dtype not in UNIT_ROUNDOFF:
+        raise ValueError(f"dtype is one of {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}")
+    tokens, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
+    nccl = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    backend, where = ("nccl", "CUDA devices over NCCL") if nccl else ("gloo", "the CPU over gloo")
+    console.print(
+        f"[bold]MLP of Llama 70B, extents / {scale}:[/] {tokens} tokens, hidden {hidden}, intermediate "
+        f"{intermediate}, {dtype}; {world_size} ranks on {where}"
+    )
+    problems = (
+        ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=tokens, n=2 * intermediate, k=hidden, dtype=dtype)),
+        ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=tokens, n=hidden, k=intermediate, dtype=dtype)),
+    )
+    plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
+    for plan in plans:
+        _Plain(plan)  # raises before processes start
+    by_rank = launch(_run_rank, world_size, plans, backend=backend)
+    failed = []
+    for index, ((title, _, _), plan) in enumerate(zip(problems, plans, strict=True)):
+        found = [results[index] for results in by_rank]
+        _print_plan(console, title, plan)
+        _print_times(console, plan, found)
+        _print_links(console, plan)
+        error, bound = _error(plan, [result.d for result in found]), _bound(plan)
+        passed = error <= bound
+        verdict = "[green]pass[/]" if passed else "[red]FAIL[/]"
+        console.print(f"against float64: max |D - exact| / (|A| |B|ᵀ) = {error:.2e}, bound {bound:.2e}: {verdict}\n")
+        if not passed:
+            failed.append(f"{title}, {plan.schedule}: error {error:.2e} exceeds {bound:.2e}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+# --- on each rank ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a rank reports: its D, and its median times, in seconds."""
+
+    d: torch.Tensor
+    time: float
+    plain_time: float
+    plain_program: str
+
+
+def _shard(plan: Plan, operand: str, rank: int) -> torch.Tensor:
+    """A shard of random numbers: the same wherever, and by whomever, its box is held."""
+    box = plan.box(operand, rank)
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((plan.problem, operand, box)).encode()))
+    values = torch.randn(plan.shard_shape(operand, rank), generator=generator)
+    return values.to(TORCH_DTYPES[plan.problem.dtype])
+
+
+def _run_rank(plans: list[Plan]) -> list[_Result]:
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return [_measure(plan, rank, device) for plan in plans]
+
+
+def _measure(plan: Plan, rank: int, device: torch.device) -> _Result:
+    a, b = (_shard(plan, operand, rank).to(device) for operand in "AB")
+    executable = CollectiveExecutable(plan)
+    plain = _Plain(plan)
+    d = executable(a, b)
+    plain.run(a, b)
+    times: list[float] = []
+    plain_times: list[float] = []
+    for _ in range(REPLAYS):
+        times.append(_timed(lambda: executable(a, b, out=d), device))
+        plain_times.append(_timed(lambda: plain.run(a, b), device))
+    return _Result(d.cpu(), statistics.median(times), statistics.median(plain_times), plain.program)
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> float:
+    ids = [device.index] if device.type == "cuda" else None
+    dist.barrier(device_ids=ids)
+    if ids:
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    function()
+    if ids:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+class _Plain:
+    """The program that the plan stands for: collective and matmul, one after the other."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        p = plan.problem
+        a, b, d = (plan.box(operand, 0) for operand in "ABD")
+        whole_k = (0, p.k)
+        self.gathered = ""
+        self.sums = a[2] == b[2] != whole_k and plan.world_size > 1
+        if not self.sums:
+            needed = {"A": (d[1], whole_k), "B": (d[2], whole_k)}
+            lacking = [name for name, box in (("A", a), ("B", b)) if box[1:] != needed[name]]
+            if len(lacking) > 1:
+                raise ValueError(f"the demo compares schedules that move one operand; {plan.schedule} moves A and B")
+            self.gathered = "".join(lacking)
+        elif a[1] != (0, p.m) or b[1] != (0, p.n):
+            raise ValueError(f"the demo compares schedules that move one operand; {plan.schedule} moves more")
+        moved = self.gathered or "D"
+        boxes = [plan.box(moved, rank) for rank in range(plan.world_size)]
+        columns = p.n if moved == "D" else p.k
+        rows = boxes[0][1][1] - boxes[0][1][0]
+        # Equal blocks of rows in the order of ranks: what torch's own collectives take.
+        self.blocks = all(box[1:] == ((rank * rows, (rank + 1) * rows), (0, columns)) for rank, box in enumerate(boxes))
+        if self.sums:
+            how = _SCATTER if self.blocks else "all_reduce and a slice"
+            self.program = f"matmul, {how}"
+        elif self.gathered:
+            how = _GATHER if self.blocks else "all_gather of padded shards and their assembly"
+            self.program = f"{how} of {self.gathered}, matmul"
+        else:
+            self.program = "matmul"
+
+    def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """This rank's D."""
+        if self.gathered == "A":
+            a = self._gather("A", a)
+        elif self.gathered == "B":
+            b = self._gather("B", b)
+        partial = a @ b.T
+        return self._scatter(partial) if self.sums else partial
+
+    def _gather(self, operand: str, shard: torch.Tensor) -> torch.Tensor:
+        plan = self.plan
+        p = plan.problem
+        whole = shard.new_empty((p.m if operand == "A" else p.n, p.k))
+        if self.blocks:
+            getattr(dist, _GATHER)(whole, shard)
+            return whole
+        shapes = [plan.shard_shape(operand, rank) for rank in range(plan.world_size)]
+        padded = shard.new_zeros(max(rows * columns for rows, columns in shapes))
+        padded[: shard.numel()] = shard.flatten()
+        parts = [torch.empty_like(padded) for _ in shapes]
+        dist.all_gather(parts, padded)
+        for rank, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+            whole[plan.shard(operand, rank)] = part[: shape[0] * shape[1]].view(shape)
+        return whole
+
+    def _scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        plan, rank = self.plan, dist.get_rank()
+        if not self.blocks:
+            dist.all_reduce(partial)
+            return partial[plan.shard("D", rank)]
+        d = partial.new_empty(plan.shard_shape("D", rank))
+        getattr(dist, _SCATTER)(d, partial)
+        return d
+
+
+# --- in the parent --------------------------------------------------------------------------------------
+
+
+def _whole(plan: Plan, operand: str, shards: list[torch.Tensor]) -> torch.Tensor:
+    p = plan.problem
+    shape = {"A": (p.m, p.k), "B": (p.n, p.k), "D": (p.m, p.n)}[operand]
+    whole = torch.full(shape, float("nan"), dtype=torch.float64)
+    for rank, shard in enumerate(shards):
+        whole[plan.shard(operand, rank)] = shard.double()
+    return whole
+
+
+def _error(plan: Plan, d_shards: list[torch.Tensor]) -> float:
+    """The largest error of an element, relative to the sum of the absolute values of what it adds."""
+    a, b = (_whole(plan, operand, [_shard(plan, operand, r) for r in range(plan.world_size)]) for operand in "AB")
+    difference = (_whole(plan, "D", d_shards) - a @ b.T).abs()
+    worst = float((difference / (a.abs() @ b.abs().T)).max())
+    return float("inf") if worst != worst else worst
+
+
+def _bound(plan: Plan) -> float:
+    """What rounding can amount to: k products and sums, a partial sum that each rank passes on, the result."""
+    p = plan.problem
+    accumulation = UNIT_ROUNDOFF["float64" if p.dtype == "float64" else "float32"]
+    products = 2 * UNIT_ROUNDOFF["tfloat32"] if p.dtype == "tfloat32" else 0.0
+    partial, out = UNIT_ROUNDOFF[str(p.partial_dtype)], UNIT_ROUNDOFF[str(p.out_dtype)]
+    return products + (p.k + plan.world_size) * accumulation + plan.world_size * partial + out
+
+
+def _print_plan(console: Console, title: str, plan: Plan) -> None:
+    p = plan.problem
+    console.print(f"[bold]{title}[/]: D({p.m}, {p.n}) = A({p.m}, {p.k}) · B({p.n}, {p.k})ᵀ, {plan.schedule}")
+    table = Table(title="tile (m, n, k) by iteration", title_justify="left")
+    table.add_column("rank", justify="right")
+    for iteration in range(plan.iterations):
+        table.add_column(str(iteration), justify="center")
+    for rank in range(plan.world_size):
+        work = {op.iteration: op.tile for op in plan.ops(rank) if isinstance(op, Gemm)}
+        cells = [", ".join(map(str, work[i][:3])) if i in work else "" for i in range(plan.iterations)]
+        table.add_row(str(rank), *cells)
+    console.print(table)
+
+
+def _print_times(console: Console, plan: Plan, found: list[_Result]) -> None:
+    table = Table(title=f"ms, median of {REPLAYS} replays", title_justify="left")
+    table.add_column("", justify="left")
+    for rank in range(plan.world_size):
+        table.add_column(f"rank {rank}", justify="right")
+    table.add_column("slowest", justify="right")
+    rows = (("plan", [r.time for r in found]), (found[0].plain_program, [r.plain_time for r in found]))
+    for name, times in rows:
+        table.add_row(name, *(f"{1e3 * value:.1f}" for value in (*times, max(times))))
+    console.print(table)
+
+
+def _print_links(console: Console, plan: Plan) -> None:
+    p, ranks = plan.problem, plan.world_size
+    links = plan.link_bytes()
+    moved = _Plain(plan).gathered or "D"
+    extents = {"A": p.m * p.k, "B": p.n * p.k, "D": p.m * p.n}[moved]
+    size = extents * DTYPE_BYTES[str(p.partial_dtype if moved == "D" else p.dtype)]
+    table = Table(title="KB by link (row sends to column)", title_justify="left")
+    table.add_column("", justify="right")
+    for rank in range(ranks):
+        table.add_column(str(rank), justify="right")
+    for src in range(ranks):
+        cells = [f"{links[src, dst] / 1e3:,.1f}" if (src, dst) in links else "" for dst in range(ranks)]
+        table.add_row(str(src), *cells)
+    console.print(table)
+    total, formula = sum(links.values()), (ranks - 1) * size
+    same = "equal" if total == formula else "NOT equal"
+    console.print(f"all links {total:,} bytes; (N - 1) · |{moved}| = {ranks - 1} · {size:,} = {formula:,}: {same}")
+
+
+if __name__ == "__main__":
+    demo()

@@ -1,0 +1,47 @@
+"""GEMM + all-reduce: a reduce-scatter whose finished tiles are delivered to every rank.
+
+Each tile of D is completed by the rank that owns it in the reduce-scatter, and pushed from there to all
+others: 2 (N-1)/N of D per rank in all, not N-1 times D. The delivery of a tile starts when it is complete,
+while other tiles are still multiplied.
+"""
+
+from __future__ import annotations
+
+from distgemm.layouts import Axis, TVLayout
+from distgemm.schedulers.one_d import (
+    reduce_scatter_1d_pairwise_a,
+    reduce_scatter_1d_tiling_a_rotating_c,
+    reduce_scatter_1d_tiling_b_rotating_c,
+)
+from distgemm.schedulers.registry import register_schedule
+from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition
+
+Mesh = tuple[int, ...]
+
+
+def _delivered(name: str, scatter: DistributedTileScheduler) -> DistributedTileScheduler:
+    """The same work and routes, with all of D on every rank."""
+    m, n = scatter.grid.m, scatter.grid.n
+    everywhere = ((Axis(m, value=(1, 0)),), (Axis(n, value=(0, 1)),), WHOLE)
+    partition = Partition(scatter.partition.a, scatter.partition.b, TVLayout(scatter.mesh, (m, n), everywhere))
+    return DistributedTileScheduler(name, partition, scatter.work, scatter.route, scatter.chunks)
+
+
+@register_schedule(default_of="gemm+ar")
+def all_reduce_1d_tiling_a_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r - 1 - i, k = r; partial sums go round the ring, finished tiles from their reducer to every rank."""
+    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks)
+    return _delivered("all_reduce_1d_tiling_a_rotating_c", scatter)
+
+
+@register_schedule()
+def all_reduce_1d_tiling_b_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """n = r - 1 - i, k = r; as tiling A, with tiles of D along N."""
+    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks)
+    return _delivered("all_reduce_1d_tiling_b_rotating_c", scatter)
+
+
+@register_schedule()
+def all_reduce_1d_pairwise_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+    """m = r + 1 + j, k = r; each partial result straight to the tile's reducer, the sum from there to every rank."""
+    return _delivered("all_reduce_1d_pairwise_a", reduce_scatter_1d_pairwise_a(mesh, chunks=chunks))

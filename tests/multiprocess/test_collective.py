@@ -1,0 +1,98 @@
+"""The collective runtime on gloo, against numpy. All of a world size runs in one launch: processes start slowly."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from distgemm import list_schedules
+from distgemm.runtime.launch import launch
+from tests.multiprocess import worker
+
+NUMBER = {1: 4, 2: 12, 3: 12, 4: 12}
+"""Cases of each schedule, by world size."""
+
+CHECKS: dict[int, list[Any]] = {
+    2: [(worker.numerics, ()), (worker.wrong_arguments, ())],
+    3: [
+        (worker.different_plans, (1,)),
+        (worker.unexecutable_on_one, ()),
+        (worker.variants, ()),
+        (worker.deleted_copies, ()),
+    ],
+}
+
+
+@lru_cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
+
+
+@pytest.mark.parametrize("ranks", NUMBER)
+def test_every_schedule_equals_numpy(ranks: int) -> None:
+    cases = worker.cases(ranks, NUMBER[ranks])
+    assert {case.schedule for case in cases} >= {
+        n for n in list_schedules() if ranks & (ranks - 1) == 0 or "xor" not in n
+    }
+    assert [failure for found in results(ranks) for failure in found["cases"]] == []
+
+
+def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:
+    for found in results(3):
+        for message in found["different_plans"]:
+            assert "ValueError" in message and "ranks [1] differ from ranks [0, 2]" in message
+
+
+def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
+    for rank, found in enumerate(results(3)):
+        message = found["unexecutable_on_one"]
+        assert message.startswith("PlanError")
+        if rank < 2:
+            assert "ranks [2]" in message
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("a shape", "A's shard on rank"),
+        ("b shape", "B's shard on rank"),
+        ("c shape", "C's shard on rank"),
+        ("a dtype", "has dtype torch.float32, got torch.float64"),
+        ("c dtype", "has dtype torch.bfloat16, got torch.float32"),
+        ("out dtype", "out on rank"),
+        ("device", "has device cpu, got meta"),
+        ("type", "is a torch.Tensor, got ndarray"),
+        ("no c", "beta is 1.0, which needs c_shard"),
+        ("size", "the plan is for 3 ranks, the group has 2"),
+        ("cuda", "cuda:0"),
+        ("plan", "plan is a distgemm.Plan"),
+        ("overlap", "out shares memory with A's shard"),
+        ("outside", ""),
+    ],
+)
+def test_wrong_arguments(what: str, named: str) -> None:
+    for found in results(2):
+        assert found["wrong_arguments"][what].startswith("ValueError")
+        assert named in found["wrong_arguments"][what]
+
+
+def test_wrong_arguments_send_nothing() -> None:
+    assert [found["wrong_arguments"]["after"] for found in results(2)] == ["", ""]
+    assert "is not in the group" in results(2)[1]["wrong_arguments"]["outside"]
+
+
+def test_ways_to_call() -> None:
+    assert [found["variants"] for found in results(3)] == [[], [], []]
+
+
+def test_numerics() -> None:
+    assert [found["numerics"] for found in results(2)] == [[], []]
+
+
+def test_without_any_copy_the_result_changes_or_an_error_is_raised() -> None:
+    by_rank = [found["deleted_copies"] for found in results(3)]
+    assert len(by_rank[0]) > 100
+    for of_ranks in zip(*by_rank, strict=True):
+        assert not all(right for _, right in of_ranks), of_ranks

@@ -1,0 +1,209 @@
+"""The launcher: results by rank, the first error, stopped ranks, and no process left over."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distgemm.runtime import launch as module
+from distgemm.runtime.launch import init_from_env, launch
+
+FOREVER = 1000.0
+
+
+def _note_pid(folder: str) -> int:
+    rank = dist.get_rank()
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    dist.barrier()  # all have started
+    return rank
+
+
+def _returns(folder: str, factor: int) -> tuple[int, int, torch.Tensor]:
+    rank = _note_pid(folder)
+    assert init_from_env() == rank
+    return rank, factor * rank, torch.full((2,), rank)
+
+
+def _fails(folder: str) -> None:
+    rank = _note_pid(folder)
+    if rank == 2:
+        time.sleep(0.2)
+        raise KeyError("the cause")
+    # The ranks with lower numbers fail at once when their peer is gone.
+    dist.recv(torch.zeros(1), 2)
+
+
+def _is_killed(folder: str) -> None:
+    rank = _note_pid(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.recv(torch.zeros(1), 1)
+
+
+def _leaves(folder: str) -> None:
+    rank = _note_pid(folder)
+    if rank == 1:
+        os._exit(7)
+    time.sleep(FOREVER)
+
+
+def _hangs(folder: str) -> None:
+    if _note_pid(folder) == 1:
+        # Not even a request to stop gets through.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(FOREVER)
+
+
+def _blocks(folder: str) -> None:
+    """Both ranks wait for a message in a call that no Python signal handler interrupts."""
+    dist.recv(torch.zeros(1), 1 - _note_pid(folder))
+
+
+def _alive(folder: Path) -> list[int]:
+    found = []
+    for path in folder.iterdir():
+        try:
+            os.kill(int(path.read_text()), 0)
+        except ProcessLookupError:
+            continue
+        found.append(int(path.name))
+    return found
+
+
+def _error(function: Callable[[str], Any], ranks: int, folder: Path, timeout: float = 60.0) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        launch(function, ranks, str(folder), timeout=timeout)
+    assert len(list(folder.iterdir())) == ranks, "the ranks had not started"
+    assert _alive(folder) == []
+    assert multiprocessing.active_children() == []
+    return str(caught.value)
+
+
+def test_results_come_in_rank_order(tmp_path: Path) -> None:
+    results = launch(_returns, 2, str(tmp_path), 3)
+    assert [result[:2] for result in results] == [(0, 0), (1, 3)]
+    assert all(torch.equal(result[2], torch.full((2,), rank)) for rank, result in enumerate(results))
+    assert _alive(tmp_path) == []
+
+
+def test_the_first_error_wins_and_the_others_stop(tmp_path: Path) -> None:
+    message = _error(_fails, 3, tmp_path)
+    assert message.startswith("rank 2 failed: KeyError: 'the cause'")
+    assert "Traceback" in message and "in _fails" in message
+
+
+@pytest.mark.parametrize(
+    ("records", "codes", "named"),
+    [
+        # Ranks 0 and 2 have failed, rank 2 earlier; that of rank 0 is noticed.
+        ({0: -1.0, 2: -1.1}, {0: 1}, "rank 2 failed: its error"),
+        # Rank 1 has just been killed, and rank 0 has noticed that before the launcher has.
+        ({0: -0.1}, {1: -signal.SIGKILL, 0: 1}, "rank 1 was killed by signal SIGKILL"),
+        # Rank 0 had failed long before rank 1 aborted for want of it.
+        ({0: -5.0}, {1: -signal.SIGABRT}, "rank 0 failed: its error"),
+        ({}, {1: 0}, "rank 1 exited without a result"),
+    ],
+)
+def test_the_cause_is_the_earliest(
+    records: dict[int, float], codes: dict[int, int | None], named: str, tmp_path: Path
+) -> None:
+    job = module._Job(_blocks, (), 3, "gloo", 1.0, tmp_path, 0, 1)
+    now = 100.0
+    for rank, when in records.items():
+        record = {"time": now + when, "what": "its error", "text": ""}
+        job.report(job.error(rank), json.dumps(record).encode())
+    with pytest.raises(RuntimeError, match=named):
+        module._fail(codes, job, now)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    assert _error(_is_killed, 2, tmp_path) == "rank 1 was killed by signal SIGKILL"
+
+
+def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:
+    assert _error(_leaves, 2, tmp_path) == "rank 1 exited with code 7 before it could report"
+
+
+def test_a_timeout_names_the_unfinished_and_stops_them(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    message = _error(_hangs, 2, tmp_path, timeout=10.0)
+    assert message == "timeout after 10 s: ranks [1] of 2 had not finished; all stopped"
+    assert time.monotonic() - begin < 25
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_an_interrupted_parent(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal
+from distgemm.runtime import launch as module
+from distgemm.runtime.launch import launch
+from tests.multiprocess.test_launch import _blocks
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs in the background
+    launch(_blocks, 2, {str(tmp_path)!r})
+"""
+    script = tmp_path.parent / "launches.py"
+    script.write_text(program)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, str(script)]
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, cwd=root)
+    try:
+        deadline = time.monotonic() + 40
+        while len(_complete(tmp_path)) < 2:
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        parent.send_signal(number)
+        parent.wait(20)
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while _alive(tmp_path):
+        assert time.monotonic() < deadline, f"ranks {_alive(tmp_path)} are still there"
+        time.sleep(0.05)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.read_text()]
+
+
+def test_arguments() -> None:
+    for arguments, options, named in (
+        ((0,), {}, "world_size"),
+        ((True,), {}, "world_size"),
+        ((2,), {"backend": "mpi"}, "gloo, nccl"),
+        ((2,), {"timeout": 0}, "timeout"),
+        ((1000,), {"backend": "nccl"}, "1000 ranks takes as many CUDA devices"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            launch(_blocks, *arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
+        launch(lambda: None, 2)
+    assert multiprocessing.active_children() == []
+
+
+def test_init_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment"):
+        init_from_env()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        assert init_from_env() == 0
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()

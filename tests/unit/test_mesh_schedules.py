@@ -1,0 +1,311 @@
+"""2D, 3D, nested and all-reduce schedules: coordinates, owners, bytes, results."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+import distgemm
+from distgemm.ops import Copy
+from distgemm.schedulers import TileCoord, nest
+from tests.unit.reference_data import Data
+
+MESHES_2D = [(1, 1), (2, 2), (2, 3), (4, 2), (1, 3), (3, 1)]
+MESHES_3D = [(1, 1, 1), (2, 2, 2), (2, 1, 3), (1, 2, 3), (3, 2, 1)]
+GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
+ALL_REDUCE = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c", "all_reduce_1d_pairwise_a")
+
+
+def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The mesh coordinate of each rank, row-major."""
+    return list(itertools.product(*map(range, mesh)))
+
+
+def wanted_2d(mesh: tuple[int, ...]) -> dict[str, dict[tuple[int, int], int]]:
+    """operand -> tile -> rank for tensor_parallel_2d, from its definition."""
+    ps, qs = mesh
+    found: dict[str, dict[tuple[int, int], int]] = {"A": {}, "B": {}, "D": {}}
+    for rank, (p, q) in enumerate(coordinates(mesh)):
+        found["A"][p * qs + q, 0] = rank
+        found["B"][q * ps + p, 0] = rank
+        for m in range(p * qs, (p + 1) * qs):
+            for n in range(q * ps, (q + 1) * ps):
+                found["D"][m, n] = rank
+    return found
+
+
+def wanted_2d_rs(mesh: tuple[int, ...]) -> dict[str, dict[tuple[int, int], int]]:
+    qs, ss = mesh
+    found: dict[str, dict[tuple[int, int], int]] = {"A": {}, "B": {}, "D": {}}
+    for rank, (q, s) in enumerate(coordinates(mesh)):
+        found["A"][q, s] = rank
+        for n in range(q * ss, (q + 1) * ss):
+            found["B"][n, s] = rank
+        for m in range(qs):
+            found["D"][m, q * ss + s] = rank
+    return found
+
+
+def wanted_3d(mesh: tuple[int, ...]) -> dict[str, dict[tuple[int, int], int]]:
+    ps, qs, ss = mesh
+    found: dict[str, dict[tuple[int, int], int]] = {"A": {}, "B": {}, "D": {}}
+    for rank, (p, q, s) in enumerate(coordinates(mesh)):
+        for m in range(p * ss, (p + 1) * ss):
+            found["A"][m, s * qs + q] = rank
+        for k in range(s * qs, (s + 1) * qs):
+            found["B"][q * ps + p, k] = rank
+        for n in range(q * ps, (q + 1) * ps):
+            found["D"][p * ss + s, n] = rank
+    return found
+
+
+CASES = [("tensor_parallel_2d", mesh, wanted_2d) for mesh in MESHES_2D]
+CASES += [("tensor_parallel_2d_rs", mesh, wanted_2d_rs) for mesh in MESHES_2D]
+CASES += [("tensor_parallel_3d", mesh, wanted_3d) for mesh in MESHES_3D]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("name", "mesh", "wanted"), CASES)
+def test_owners_equal_the_definition(name: str, mesh: tuple[int, ...], wanted, chunks: int):
+    schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
+    assert schedule.mesh == mesh
+    assert schedule.world_size == len(coordinates(mesh))
+    for operand, tiles in wanted(mesh).items():
+        seen = 0
+        for (row, column), rank in tiles.items():
+            rows = [row] if operand == "B" else range(row * chunks, (row + 1) * chunks)
+            for tile in rows:
+                assert schedule.owner(operand, (tile, column, 0)) == (rank,)
+                seen += 1
+        grid = schedule.grid
+        assert seen == {"A": grid.m * grid.k, "B": grid.n * grid.k, "D": grid.m * grid.n}[operand]
+
+
+@pytest.mark.parametrize(("name", "mesh", "wanted"), CASES)
+def test_every_tile_is_worked_on_once_where_its_operands_meet(name: str, mesh: tuple[int, ...], wanted):
+    """A rank only multiplies tiles of its own blocks: what it gathers differs from its own on one axis each."""
+    schedule = distgemm.get_schedule(name, mesh=mesh)
+    tiles = Counter(schedule.work_tile(i, r) for i in range(schedule.iterations) for r in range(schedule.world_size))
+    grid = schedule.grid
+    assert tiles == Counter(TileCoord(*t) for t in itertools.product(*map(range, grid)))
+    where = coordinates(mesh)
+    for rank in range(schedule.world_size):
+        for iteration in range(schedule.iterations):
+            tile = schedule.work_tile(iteration, rank)
+            assert tile is not None
+            for operand, coordinate in (
+                ("A", (tile.m, tile.k, 0)),
+                ("B", (tile.n, tile.k, 0)),
+                ("D", (tile.m, tile.n, 0)),
+            ):
+                (holder,) = schedule.owner(operand, coordinate)
+                crossed = [axis for axis in range(len(mesh)) if where[holder][axis] != where[rank][axis]]
+                allowed = {
+                    "tensor_parallel_2d": {"A": 1, "B": 0},
+                    "tensor_parallel_2d_rs": {"A": 0, "D": 1},
+                    "tensor_parallel_3d": {"A": 1, "B": 0, "D": 2},
+                }[name].get(operand)
+                assert crossed in ([], [allowed]), (operand, rank, iteration)
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+@pytest.mark.parametrize(("name", "mesh", "wanted"), CASES)
+def test_equals_numpy_on_every_route(name: str, mesh: tuple[int, ...], wanted, gather: str):
+    rng = random.Random(f"{name}{mesh}{gather}")
+    reductions = ({},) if name == "tensor_parallel_2d" else ({"reduce": "chain"}, {"reduce": "pairwise"})
+    for reduction, (m, n, k) in itertools.product(reductions, ((24, 24, 24), (13, 11, 17), (1, 2, 3))):
+        plan = distgemm.make_plan(
+            distgemm.GemmProblem(m=m, n=n, k=k, l=rng.choice([1, 2]), partial_dtype=rng.choice([None, "float32"])),
+            name,
+            mesh=mesh,
+            gather=gather,
+            chunks=rng.choice([1, 2, 3]),
+            workspace=rng.choice(["full", "bounded"]),
+            sync=rng.choice(["credit", "barrier"]),
+            **reduction,
+        )
+        plan.verify()
+        data = Data.draw(plan, 0)
+        beta = rng.choice([0.0, 2.0])
+        got = distgemm.run_reference(
+            plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=beta, seed=m, replays=2
+        )
+        data.assert_delivered(got, 1.0, beta)
+
+
+@pytest.mark.parametrize("mesh", MESHES_2D)
+def test_unequal_rows_on_a_mesh(mesh: tuple[int, ...]):
+    ranks = coordinates(mesh)
+    rng = random.Random(f"{mesh}")
+    own = [rng.choice([0, 1, 4, 7]) for _ in ranks[:-1]] + [3]
+    shared = [[2, 0, 5, 3][q] for q, _ in ranks]
+    for name, rows, m in (
+        ("tensor_parallel_2d", own, sum(own)),
+        ("tensor_parallel_2d_rs", shared, sum(shared) // mesh[1]),
+    ):
+        plan = distgemm.make_plan(
+            distgemm.GemmProblem(m=m, n=9, k=10, m_per_rank=tuple(rows)), name, mesh=mesh, chunks=2
+        )
+        plan.verify()
+        assert [plan.shard_shape("A", rank)[0] for rank in range(plan.world_size)] == rows
+        data = Data.draw(plan, 0)
+        data.assert_delivered(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_bytes_equal_the_closed_formulas(gather: str, chunks: int):
+    size, partial = 2, 4
+
+    def sent(name: str, mesh: tuple[int, ...], m: int, n: int, k: int) -> set[int]:
+        options = {"chunks": chunks, "gather": gather}
+        problem = distgemm.GemmProblem(m=m, n=n, k=k, partial_dtype="float32")
+        plan = distgemm.make_plan(problem, name, mesh=mesh, **options)
+        found = Counter[int]()
+        for (src, _), count in plan.link_bytes().items():
+            found[src] += count
+        return {found[rank] for rank in range(plan.world_size)}
+
+    for p, q in ((2, 2), (2, 3), (4, 2), (1, 3)):
+        m, n, k = 8 * p * q, 4 * p * q, 6
+        a, b = m * k // (p * q) * size, n * k // (p * q) * size
+        assert sent("tensor_parallel_2d", (p, q), m, n, k) == {(q - 1) * a + (p - 1) * b}
+    for q, s in ((2, 2), (2, 3), (4, 2), (1, 3)):
+        m, n, k = 8 * q * s, 4 * q * s, 6 * s
+        a, d = m * k // (q * s) * size, m * n // (q * s) * partial
+        assert sent("tensor_parallel_2d_rs", (q, s), m, n, k) == {(q - 1) * a + (s - 1) * d}
+    for p, q, s in ((2, 2, 2), (2, 1, 3), (1, 2, 3)):
+        m, n, k = 8 * p * s, 4 * p * q, 6 * q * s
+        ranks = p * q * s
+        a, b, d = m * k // ranks * size, n * k // ranks * size, m * n // ranks * partial
+        wanted = (q - 1) * a + (p - 1) * b + (s - 1) * d
+        assert sent("tensor_parallel_3d", (p, q, s), m, n, k) == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("tensor_parallel_2d", {"mesh": (2, 2), "gather": "tree"}, "gather is one of direct, ring"),
+        ("tensor_parallel_3d", {"mesh": (2, 2, 2), "reduce": "star"}, "reduce is one of chain, pairwise, got 'star'"),
+        ("tensor_parallel_2d", {"mesh": (2, 2), "reduce": "chain"}, "no option 'reduce'; its options: chunks, gather"),
+        ("tensor_parallel_2d", {"mesh": (2, 2, 2)}, "takes a mesh of 2 axes"),
+        ("tensor_parallel_3d", {"mesh": (2, 4)}, "takes a mesh of 3 axes"),
+        ("tensor_parallel_3d", {"world_size": 8}, "takes a mesh of 3 axes, got world_size=8 alone"),
+    ],
+)
+def test_bad_arguments_say_what_would_be_right(name: str, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        distgemm.get_schedule(name, **options)
+
+
+# --- all-reduce --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_reduce_leaves_all_of_d_on_every_rank(name: str, size: int):
+    schedule = distgemm.get_schedule(name, size, chunks=2)
+    scatter = distgemm.get_schedule(name.replace("all_reduce", "reduce_scatter"), size, chunks=2)
+    assert schedule.work == scatter.work
+    assert schedule.owner("D", (0, 0, 0)) == tuple(range(size))
+    for seed, (m, n, k) in enumerate(((16, 16, 16), (7, 5, 11), (1, 1, 1))):
+        plan = distgemm.make_plan(distgemm.GemmProblem(m=m, n=n, k=k), schedule)
+        plan.verify()
+        data = Data.draw(plan, seed)
+        got = distgemm.run_reference(
+            plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=3.0, seed=seed, replays=2
+        )
+        data.assert_delivered(got, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_reduce_sends_twice_not_n_times(name: str, size: int):
+    m, n, k = 8 * size, 4 * size, 2 * size
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=m, n=n, k=k), name, size)
+    sent = Counter[int]()
+    for (src, _), count in plan.link_bytes().items():
+        sent[src] += count
+    assert set(sent.values()) == {2 * (size - 1) * m * n * 2 // size}
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_deliveries_are_staggered(name: str):
+    """The j-th tile that a rank delivers goes to rank r - j: no two ranks begin with the same one."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=64, n=64, k=64), name, 8)
+    for rank in range(8):
+        order = [op.dst.rank for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
+        assert order == [(rank - j) % 8 for j in range(1, 8)]
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_tiles_are_delivered_from_where_the_reduce_scatter_leaves_them(name: str):
+    scatter = distgemm.get_schedule(name.replace("all_reduce", "reduce_scatter"), 4)
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), name, 4)
+    delivered = [op for rank in range(4) for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
+    assert len(delivered) == 4 * 3
+    assert all(scatter.owner("D", op.tile) == (op.rank,) for op in delivered)
+
+
+# --- nesting -----------------------------------------------------------------------------------------------------
+
+NAMES_1D = [name for name in distgemm.list_schedules() if "_1d_" in name]
+
+
+@pytest.mark.parametrize("across", NAMES_1D)
+def test_any_1d_schedule_nests_in_any_other(across: str):
+    for inside in NAMES_1D:
+        rng = random.Random(across + inside)
+        hosts, ranks = rng.choice([(2, 2), (2, 3), (3, 2)])
+        hosts, ranks = (2 if "xor" in across else hosts), (2 if "xor" in inside else ranks)
+        schedule = nest(
+            distgemm.get_schedule(across, hosts), distgemm.get_schedule(inside, ranks, chunks=rng.choice([1, 2]))
+        )
+        for m, n, k in ((24, 24, 24), (7, 5, 11)):
+            problem = distgemm.GemmProblem(m=m, n=n, k=k)
+            try:
+                plan = distgemm.make_plan(problem, schedule, workspace=rng.choice(["full", "bounded"]))
+            except ValueError as error:
+                # Some products spread a rank's shard over the matrix.
+                assert "do not make up one box" in str(error)  # noqa: PT017
+                continue
+            plan.verify()
+            data = Data.draw(plan, 0)
+            got = distgemm.run_reference(
+                plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=1.0, replays=2
+            )
+            data.assert_delivered(got, 1.0, 1.0)
+
+
+def test_nested_tiles_are_outer_tiles_of_inner_tiles():
+    outer, inner = distgemm.get_schedule("all_gather_1d_ring_a", 3), distgemm.get_schedule("gemm+rs", 4, chunks=2)
+    both = nest(outer, inner)
+    assert (both.mesh, both.iterations) == ((3, 4), outer.iterations * inner.iterations)
+    for rank, iteration in itertools.product(range(12), range(both.iterations)):
+        slow = outer.work_tile(iteration // inner.iterations, rank // 4)
+        fast = inner.work_tile(iteration % inner.iterations, rank % 4)
+        assert slow and fast
+        wanted = [s * extent + f for s, f, extent in zip(slow, fast, inner.grid, strict=True)]
+        assert both.work_tile(iteration, rank) == TileCoord(*wanted)
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 4), (4, 2), (3, 3)])
+def test_a_nested_gather_crosses_between_hosts_once_for_each_tile_and_host(hosts: int, ranks: int):
+    m, k = 4 * hosts * ranks, 8
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m=m, n=hosts * ranks, k=k), "tensor_parallel_2d_nested", mesh=(hosts, ranks)
+    )
+    tile = m // (hosts * ranks) * k * 2
+    between = {link: count for link, count in plan.link_bytes().items() if link[0] // ranks != link[1] // ranks}
+    assert sum(between.values()) == (hosts - 1) * hosts * ranks * tile
+    assert all(src % ranks == dst % ranks for src, dst in between)
+    inside = sum(plan.link_bytes().values()) - sum(between.values())
+    assert inside == hosts * (ranks - 1) * hosts * ranks * tile
+
+
+def test_only_the_inner_schedule_has_chunks():
+    with pytest.raises(ValueError, match="the schedule across hosts has no chunks"):
+        nest(distgemm.get_schedule("ag+gemm", 2, chunks=2), distgemm.get_schedule("ag+gemm", 2))

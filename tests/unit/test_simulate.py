@@ -1,0 +1,511 @@
+"""The simulator: nothing overlaps that cannot, everything waits for what it needs, and known limits come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from distgemm import GemmProblem, Plan, PlanError, list_schedules, make_plan
+from distgemm.machine import KernelTile, Link, Machine, Rate, list_machines
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
+from distgemm.simulate import FLAGS, Event, Timeline, predict_unfused, simulate
+
+H200 = Machine.load("h200")
+ONE_D = [name for name in list_schedules() if "_1d_" in name]
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+RING = "reduce_scatter_1d_tiling_a_rotating_c"
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+PROBLEM = GemmProblem(8192, 10240, 8192)
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "simulator_vs_measured.py"
+
+
+def changed(**values: Any) -> Machine:
+    return dataclasses.replace(H200, **values)
+
+
+def ideal(bandwidth: float = math.inf, peak: float = math.inf, **values: Any) -> Machine:
+    """A machine without latencies, that is never held back by memory or power."""
+    link = Link(bandwidth, 0.0, 0.0)
+    nothing = dict.fromkeys(("gemm_launch", "tile_overhead", "signal", "wait", "barrier", "replay"), 0.0)
+    rest: dict[str, Any] = {
+        "rates": {"bfloat16": Rate(peak, math.inf)},
+        "tiles": (KernelTile(128, 128, 1.0),),
+        "boost": math.inf,
+        "memory": math.inf,
+        "sum_memory": math.inf,
+        "nvlink": link,
+        "network": link,
+        "collective": link,
+    }
+    return dataclasses.replace(H200, **{**nothing, **rest, **values})
+
+
+# --- machines -------------------------------------------------------------------------------------------
+
+
+def test_shipped_machines_load_and_come_back(tmp_path: Path) -> None:
+    assert "h200" in list_machines()
+    for name in list_machines():
+        machine = Machine.load(name)
+        machine.save(tmp_path / "copy.json")
+        assert Machine.load(tmp_path / "copy.json") == machine
+        assert set(machine.sources) <= {each.name for each in dataclasses.fields(Machine)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sms": 0}, "sms is an integer >= 1, got 0"),
+        ({"sms": True}, "sms is an integer >= 1, got True"),
+        ({"memory": -1.0}, "memory is a number > 0, got -1.0"),
+        ({"replay": "fast"}, "replay is a number, got 'fast'"),
+        ({"signal": math.nan}, "signal is a number, got nan"),
+        ({"sustained": 1.5}, "sustained is a share, at most 1, got 1.5"),
+        ({"ranks_per_host": 0}, "ranks_per_host is an integer >= 1, got 0"),
+        ({"nvlink": {"bandwidth": 1}}, "nvlink has the fields bandwidth, gap, latency, got"),
+        ({"nvlink": {"bandwidth": 0, "gap": 0, "latency": 0}}, "nvlink.bandwidth is a number > 0, got 0"),
+        ({"rates": {}}, "rates is empty"),
+        ({"rates": []}, "rates is an object"),
+        ({"rates": {"int4": {"peak": 1, "power": 1}}}, "'int4' is none of"),
+        ({"tiles": []}, "tiles is empty"),
+        ({"tiles": [{"m": 128, "n": 0, "efficiency": 1}]}, r"tiles\[0\].n is an integer >= 1, got 0"),
+        ({"colour": "red"}, r"unknown \['colour'\]"),
+    ],
+)
+def test_wrong_machine_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({**H200.to_dict(), **change}))
+    with pytest.raises(ValueError, match=message) as caught:
+        Machine.load(path)
+    assert "wrong.json" in str(caught.value)
+
+
+def test_missing_machine_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="machine 'h2000' is none of h200"):
+        Machine.load("h2000")
+    with pytest.raises(ValueError, match=r"machine .*nothing\.json: .*No such file"):
+        Machine.load(tmp_path / "nothing.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        Machine.load(tmp_path / "broken.json")
+    fields = H200.to_dict()
+    del fields["wait"]
+    (tmp_path / "less.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"no \['wait'\]"):
+        Machine.load(tmp_path / "less.json")
+
+
+def test_gemm_comes_in_waves() -> None:
+    machine = ideal(peak=132.0)  # 1 TFLOP/s per SM
+    tile_us = 2 * 128 * 128 * 1000 / 1e6
+    assert machine.gemm(128, 128 * 132, 1000, dtype="bfloat16").alone == pytest.approx(tile_us)
+    assert machine.gemm(128, 128 * 133, 1000, dtype="bfloat16").alone == pytest.approx(2 * tile_us)
+    assert machine.gemm(1, 1, 1000, 5, dtype="bfloat16")[:2] == (5, pytest.approx(tile_us))
+    with pytest.raises(ValueError, match="no GEMM rate of float64"):
+        machine.gemm(1, 1, 1, dtype="float64")
+
+
+def test_small_gemm_waits_for_memory() -> None:
+    machine = ideal(memory=1000.0)
+    cost = machine.gemm(1, 8192, 8192, dtype="bfloat16")
+    assert cost.alone == pytest.approx((2 * (1 + 8192) * 8192 + 2 * 8192) / 1e6)
+
+
+def test_measured_copies() -> None:
+    """19, 26 and 63 us for 1, 4 and 16 MiB; 298, 334, 360 GB/s for 8, 16, 32 MiB to each of 7 peers."""
+    for size, measured in ((1, 19.0), (4, 26.0), (16, 63.0)):
+        assert H200.copy_us(size << 20) == pytest.approx(measured, rel=0.08)
+    for size, measured in ((8, 298.0), (16, 334.0), (32, 360.0)):
+        problem = GemmProblem(8 * 1024, 8, size << 9)
+        time = simulate(make_plan(problem, GATHER, 8), H200).copies_alone
+        assert 7 * (size << 20) / time / 1e3 == pytest.approx(measured, rel=0.02)
+
+
+# --- conservation ---------------------------------------------------------------------------------------
+
+
+def check(timeline: Timeline) -> None:
+    """Every op once, lanes without overlap, deps, flags and barriers kept; from the events alone."""
+    plan, machine = timeline.plan, timeline.machine
+    at: dict[tuple[int, int], Event] = {(event.rank, event.op.id): event for event in timeline.events}
+    assert len(at) == len(timeline.events) == sum(map(len, plan.rank_ops))
+    assert all(at[rank, op.id].op is op for rank, ops in enumerate(plan.rank_ops) for op in ops)
+    lanes: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        assert event.start <= event.end
+        lanes[event.rank, event.lane].append(event)
+        assert (event.lane == FLAGS) == isinstance(event.op, (Signal, Wait, Barrier))
+    for (rank, lane), events in lanes.items():
+        if lane == FLAGS:
+            continue
+        position = {op.id: number for number, op in enumerate(plan.ops(rank))}
+        events.sort(key=lambda event: position[event.op.id])
+        for one, other in itertools.pairwise(events):
+            assert one.end <= other.start + 1e-6, (lane, one, other)
+    sets: dict[tuple[int, int], Event] = {}
+    for event in timeline.events:
+        if isinstance(event.op, Signal):
+            sets[event.op.flag[:2]] = event
+    for event in timeline.events:
+        for dep in event.op.deps:
+            before = at[event.rank, dep]
+            assert event.start >= before.end + latency(machine, before.op) - 1e-6, (before, event)
+        # Credits that start at 1 were given in the replay before.
+        if isinstance(event.op, Wait) and not event.op.flag.initial:
+            assert event.end >= sets[event.op.flag[:2]].start + machine.signal + machine.wait - 1e-6
+    barriers = [event for event in timeline.events if isinstance(event.op, Barrier)]
+    for event in barriers:
+        assert event.end >= max(other.start for other in barriers) + machine.barrier - 1e-6
+
+
+def latency(machine: Machine, op: Op) -> float:
+    crosses = isinstance(op, Copy) and op.src.rank != op.dst.rank
+    return machine.link(op.src.rank, op.dst.rank).latency if crosses else 0.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ONE_D)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_conservation(name: str, size: int) -> None:
+    if "xor" in name and size & (size - 1):
+        pytest.skip("pairs need a power of two")
+    for workspace, sync, chunks in (("full", "credit", 1), ("bounded", "credit", 2), ("full", "barrier", 2)):
+        plan = make_plan(GemmProblem(1000, 700, 500), name, size, chunks=chunks, workspace=workspace, sync=sync)
+        for branches in (1, 2, 3):
+            check(simulate(plan, H200, branches=branches))
+        check(simulate(plan, changed(ranks_per_host=2), copy_streams=2))
+
+
+def test_sms_are_not_given_twice() -> None:
+    """At no time do GEMMs and sums compute faster than all SMs can."""
+    plan = make_plan(PROBLEM, GATHER, 8, chunks=2)
+    machine = ideal(388.0, 930.0)
+    timeline = simulate(plan, machine)
+    for rank in range(8):
+        tiles = sum(
+            math.ceil((op.out.box[1][1] - op.out.box[1][0]) / 128)
+            * math.ceil((op.out.box[2][1] - op.out.box[2][0]) / 128)
+            for op in plan.ops(rank)
+            if isinstance(op, Gemm)
+        )
+        tile_us = 2 * 128 * 128 * 8192 / (930e6 / 132)
+        assert timeline.busy(rank, "Gemm") >= tiles / 132 * tile_us - 1e-6
+
+
+def test_ports_are_not_given_twice() -> None:
+    """No rank sends or receives more than its bandwidth carries."""
+    for name in ONE_D:
+        timeline = simulate(make_plan(PROBLEM, name, 8), ideal(100.0))
+        for rank in range(8):
+            for end in ("src", "dst"):
+                copies = [e for e in timeline.events if isinstance(e.op, Copy) and getattr(e.op, end).rank == rank]
+                span = max(e.end for e in copies) - min(e.start for e in copies)
+                moved = sum(size for link, size in timeline.plan.link_bytes().items() if link[end == "dst"] == rank)
+                assert moved / 1e5 <= span * (1 + 1e-9)
+
+
+def test_two_streams_share_less() -> None:
+    plan = make_plan(GemmProblem(8192, 8, 8192), GATHER, 8)
+    one, two = (simulate(plan, H200, copy_streams=count).time for count in (1, 2))
+    assert 1.6 < two / one < 2.4
+
+
+def test_hosts() -> None:
+    plan = make_plan(PROBLEM, GATHER, 4)
+    timeline = simulate(plan, changed(ranks_per_host=2))
+    assert {event.lane for event in timeline.events} == {"gemm 0", "gemm 1", "copy", "network", FLAGS}
+    for event in timeline.events:
+        if isinstance(event.op, Copy):
+            across = event.op.src.rank // 2 != event.op.dst.rank // 2
+            assert (event.lane == "network") == across
+    assert timeline.time > simulate(plan, H200).time
+
+
+# --- limits ---------------------------------------------------------------------------------------------
+
+
+def test_one_rank_is_one_gemm() -> None:
+    for name in ONE_D:
+        timeline = simulate(make_plan(PROBLEM, name, 1), H200)
+        assert timeline.time == pytest.approx(timeline.gemm_alone, rel=1e-9)
+        assert timeline.copies_alone == 0
+        assert timeline.efficiency == pytest.approx(1)
+        assert timeline.bound == "compute"
+
+
+@pytest.mark.parametrize("name", ONE_D)
+def test_free_links_leave_compute(name: str) -> None:
+    timeline = simulate(make_plan(GemmProblem(8192, 8192, 8192), name, 8), ideal(peak=930.0))
+    assert timeline.bound == "compute"
+    assert timeline.critical["compute"] == pytest.approx(timeline.time)
+    tiles = 64 * 64 // 8  # 8192 x 8192, in tiles of 128 x 128
+    tile_us = 2 * 128 * 128 * 8192 / (930e6 / 132)
+    if "tiling_k" not in name and "reduce" not in name:
+        assert timeline.time >= tiles / 132 * tile_us
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_free_gemms_leave_copies(size: int) -> None:
+    """(N - 1) shards at the link's bandwidth."""
+    rows, columns = 64 * size, 1024
+    plan = make_plan(GemmProblem(rows, 64 * size, columns), GATHER, size)
+    timeline = simulate(plan, ideal(100.0))
+    closed = (size - 1) * rows // size * columns * 2 / 100e3
+    assert timeline.time == pytest.approx(closed)
+    assert timeline.copies_alone == pytest.approx(closed)
+    assert timeline.bound == "copies"
+    assert timeline.critical["copies"] == pytest.approx(closed)
+    assert timeline.link_busy == pytest.approx(dict.fromkeys(plan.link_bytes(), closed / (size - 1)))
+
+
+def test_ring_reduction_without_compute() -> None:
+    """Partial sums take N - 1 hops one after another; both chunks of a rank share its engine."""
+    plan = make_plan(GemmProblem(64, 64, 64), RING, 4)
+    assert simulate(plan, ideal(1.0)).time == pytest.approx(3 * 16 * 64 * 2 / 1e3)
+
+
+def test_incast_shares_the_port() -> None:
+    """Three ranks send to the fourth at once: each gets a third of the port."""
+    plan = make_plan(GemmProblem(256, 256, 1024), GATHER, 4, sync="barrier")
+    for rank in range(4):
+        ops = plan.ops(rank)
+        first = [op for op in ops if isinstance(op, (Copy, Signal, Wait)) and not plan_credit(op)]
+        to_zero = [op for op in first if isinstance(op, Copy) and op.dst.rank == 0]
+        plan = plan.replace_ops(rank, [op for op in ops if isinstance(op, Barrier)] + to_zero)
+    timeline = simulate(plan, ideal(100.0))
+    assert timeline.time == pytest.approx(3 * 64 * 1024 * 2 / 100e3)
+    assert set(timeline.link_busy) == {(1, 0), (2, 0), (3, 0)}
+    assert min(timeline.link_busy.values()) == pytest.approx(timeline.time)
+
+
+def plan_credit(op: Op) -> bool:
+    return isinstance(op, (Signal, Wait)) and op.flag.credit
+
+
+@pytest.mark.parametrize("name", [GATHER, RING, PAIRWISE, "all_gather_1d_ring_a"])
+def test_faster_is_not_slower(name: str) -> None:
+    plan = make_plan(PROBLEM, name, 8, chunks=2)
+    times = [
+        simulate(plan, changed(nvlink=H200.nvlink._replace(bandwidth=bandwidth))).time
+        for bandwidth in (50.0, 100.0, 200.0, 388.0, 800.0, 3200.0)
+    ]
+    assert all(faster <= slower * 1.005 for slower, faster in itertools.pairwise(times)), times
+    assert times[0] > 2 * times[-1]
+    rates = [
+        simulate(plan, changed(rates={"bfloat16": Rate(peak, peak)})).time for peak in (100.0, 300.0, 750.0, 1500.0)
+    ]
+    assert all(faster <= slower * 1.005 for slower, faster in itertools.pairwise(rates)), rates
+
+
+def test_second_branch_fills_the_tail() -> None:
+    """8 GEMMs of 1.5 waves: one stream pays 16 waves, two branches 12 to 13."""
+    machine = ideal(peak=132.0)
+    plan = make_plan(GemmProblem(8 * 128, 198 * 128, 1000), GATHER, 1, chunks=8)
+    wave = 2 * 128 * 128 * 1000 / 1e6
+    assert simulate(plan, machine, branches=1).time == pytest.approx(16 * wave)
+    assert simulate(plan, machine, branches=2).time <= 13 * wave + 1e-6
+    assert simulate(plan, machine, branches=2).time >= 12 * wave - 1e-6
+
+
+def test_hook() -> None:
+    plan = make_plan(PROBLEM, GATHER, 1)
+    machine = ideal(peak=900.0)
+    once, twice = simulate(plan, machine), simulate(plan, machine, gemm_efficiency_hook=lambda op: 0.5)
+    assert twice.time == pytest.approx(2 * once.time)
+    with pytest.raises(ValueError, match="gemm_efficiency_hook gives 0"):
+        simulate(plan, machine, gemm_efficiency_hook=lambda op: 0)
+
+
+def test_critical_path_adds_up() -> None:
+    for name in ONE_D:
+        for size in (1, 4, 8):
+            timeline = simulate(make_plan(PROBLEM, name, size), H200)
+            assert sum(timeline.critical.values()) == pytest.approx(timeline.time)
+            assert min(timeline.critical.values()) >= 0
+            assert 0 <= timeline.hidden <= 1
+            assert timeline.head >= 0
+            assert timeline.tail >= 0
+            assert timeline.cold > 0
+
+
+def test_exposure() -> None:
+    """Links that take three times as long as the GEMMs: all but the last GEMM are hidden."""
+    timeline = simulate(make_plan(PROBLEM, GATHER, 4), H200)
+    assert timeline.head == pytest.approx(H200.gemm_launch)
+    slow = simulate(make_plan(PROBLEM, GATHER, 4), changed(nvlink=Link(50.0, 1.0, 14.0)))
+    assert slow.bound == "copies"
+    last = max((e for e in slow.events if isinstance(e.op, Gemm)), key=lambda e: e.end)
+    wait = H200.signal + H200.wait + H200.gemm_launch + 14.0
+    assert slow.tail == pytest.approx(last.end - last.start + wait)
+
+
+# --- plans that do not run ------------------------------------------------------------------------------
+
+
+def test_lost_signal_deadlocks() -> None:
+    plan = make_plan(PROBLEM, GATHER, 4)
+    ops = [op for op in plan.ops(1) if not (isinstance(op, Signal) and not op.flag.credit)]
+    with pytest.raises(PlanError, match=r"deadlock: rank \d iteration \d: Wait"):
+        simulate(plan.replace_ops(1, ops), H200)
+
+
+def test_missing_dep_is_named() -> None:
+    plan = make_plan(PROBLEM, GATHER, 2)
+    ops = [dataclasses.replace(op, deps=(99,)) if isinstance(op, Gemm) else op for op in plan.ops(0)]
+    with pytest.raises(PlanError, match="depends on op 99, which does not exist"):
+        simulate(plan.replace_ops(0, ops), H200)
+
+
+def test_double_signal_is_named() -> None:
+    plan = make_plan(PROBLEM, GATHER, 2)
+    signal = next(op for op in plan.ops(0) if isinstance(op, Signal) and not op.flag.credit)
+    again = dataclasses.replace(signal, id=100)
+    with pytest.raises(PlanError, match="would be lost"):
+        simulate(plan.replace_ops(0, [*plan.ops(0), again]), H200)
+
+
+def test_arguments() -> None:
+    plan = make_plan(PROBLEM, GATHER, 2)
+    with pytest.raises(ValueError, match="branches is an integer >= 1, got 0"):
+        simulate(plan, H200, branches=0)
+    with pytest.raises(ValueError, match="copy_streams is an integer >= 1, got True"):
+        simulate(plan, H200, copy_streams=True)
+    with pytest.raises(ValueError, match="kind is one of"):
+        predict_unfused(PROBLEM, H200, "gemm", 4)
+    with pytest.raises(ValueError, match="world_size is an integer >= 1, got 0"):
+        predict_unfused(PROBLEM, H200, "ag+gemm", 0)
+    with pytest.raises(ValueError, match="no GEMM rate of float16"):
+        simulate(make_plan(GemmProblem(8, 8, 8, dtype="float16"), GATHER, 2), ideal())
+
+
+# --- baselines and measurements -------------------------------------------------------------------------
+
+
+def test_unfused() -> None:
+    machine = ideal(100.0)
+    size = 8192 * 8192 * 2 * 3 / 4
+    assert predict_unfused(PROBLEM, machine, "ag+gemm", 4) == pytest.approx(size / 1e5)
+    assert predict_unfused(PROBLEM, machine, "gemm+rs", 4) == pytest.approx(8192 * 10240 * 2 * 3 / 4 / 1e5)
+    assert predict_unfused(PROBLEM, machine, "gemm+ar", 4) == pytest.approx(8192 * 10240 * 4 * 3 / 4 / 1e5)
+    for kind in ("ag+gemm", "gemm+rs", "gemm+ar"):
+        alone = simulate(make_plan(PROBLEM, GATHER, 1), H200).time
+        assert predict_unfused(PROBLEM, H200, kind, 1) == pytest.approx(alone)
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    pytest.importorskip("typer")
+    spec = importlib.util.spec_from_file_location("simulator_vs_measured", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_measured_order(benchmark: ModuleType) -> None:
+    """The order of the measured rows comes out, and each is near."""
+    rows = benchmark.predict(H200)
+    assert len(rows) == 51
+    found = benchmark.statistics(rows)
+    assert found["spearman"] >= 0.95
+    assert found["mean_abs_error"] < 0.06
+    assert found["max_abs_error"] < 0.16
+    # Sizes alone would give a high correlation: among ways to do the same op the order has to come out too.
+    right, pairs = benchmark.concordance(rows)
+    assert pairs == 29
+    assert right / pairs >= 0.95
+    roofs = benchmark.statistics(benchmark.floors(H200))
+    assert roofs["spearman"] >= 0.95
+    assert roofs["max_abs_error"] < 0.13
+
+
+def test_spearman(benchmark: ModuleType) -> None:
+    rows = [benchmark.Row(1, "", "", measured, predicted) for measured, predicted in ((1, 9), (2, 5), (3, 1))]
+    assert benchmark.spearman(rows) == pytest.approx(-1)
+    assert benchmark.spearman([dataclasses.replace(row, predicted=row.measured**3) for row in rows]) == pytest.approx(1)
+
+
+def test_larger_worlds_and_speed() -> None:
+    """72 ranks: the whole plan, no shortcut."""
+    plan = make_plan(GemmProblem(8192 * 9, 8192 * 9, 8192), GATHER, 72)
+    timeline = simulate(plan, H200)
+    assert len(timeline.events) == sum(map(len, plan.rank_ops))
+    assert timeline.efficiency > 0.8
+
+
+# --- Perfetto -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [GATHER, RING, PAIRWISE])
+def test_perfetto(name: str, tmp_path: Path) -> None:
+    plan = make_plan(PROBLEM, name, 4)
+    timeline = simulate(plan, H200)
+    path = tmp_path / "trace.json"
+    timeline.save_perfetto(str(path))
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert processes == {rank: f"rank {rank}" for rank in range(4)}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    worked = sum(isinstance(op, (Gemm, Copy, Reduce)) for ops in plan.rank_ops for op in ops)
+    assert len(spans) == worked
+    for span in spans:
+        assert span["ts"] >= 0
+        assert span["dur"] >= 0
+        assert (span["pid"], span["tid"]) in threads
+        assert span["name"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == sum(isinstance(op, Copy) for ops in plan.rank_ops for op in ops)
+    for number, start in starts.items():
+        end = ends[number]
+        assert start["ts"] <= end["ts"]
+        assert end["bp"] == "e"
+        # An arrow ties to the span that it touches on its thread.
+        for point in (start, end):
+            on = [s for s in spans if (s["pid"], s["tid"]) == (point["pid"], point["tid"])]
+            assert any(s["ts"] - 1e-6 <= point["ts"] <= s["ts"] + s["dur"] + 1e-6 for s in on)
+    assert trace["otherData"]["time_us"] == timeline.time
+
+
+def test_summary() -> None:
+    text = simulate(make_plan(PROBLEM, GATHER, 8), H200).summary()
+    for part in ("time ", "efficiency ", "bound by copies", "exposed head", "exposed tail", "hidden behind GEMMs"):
+        assert part in text
+
+
+def test_out_of_step_is_said() -> None:
+    plans = [make_plan(PROBLEM, "reduce_scatter_1d_pairwise_a", 72, sync=sync) for sync in ("credit", "barrier")]
+    loose, held = (simulate(plan, H200) for plan in plans)
+    assert loose.time > 1.1 * loose.cold
+    assert "out of step" in loose.summary()
+    assert held.time == pytest.approx(held.cold)
+    assert "out of step" not in held.summary()
+
+
+def test_equal_ranks_stay_equal() -> None:
+    """The last bit of a number decides nothing: ranks that do the same do it at the same time."""
+    for name in (GATHER, RING, PAIRWISE):
+        timeline = simulate(make_plan(GemmProblem(9216, 9216, 9216), name, 72), H200)
+        ends = [max(event.end for event in timeline.events if event.rank == rank) for rank in range(0, 72, 7)]
+        assert ends == pytest.approx([ends[0]] * len(ends), abs=1e-3)
+        assert timeline.time == pytest.approx(timeline.cold)
+
+
+def test_nothing_depends_on_the_name() -> None:
+    plan = make_plan(PROBLEM, RING, 4)
+    renamed = Plan(**{**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}, "schedule": "x"})
+    assert simulate(renamed, H200).time == simulate(plan, H200).time
