@@ -1,5 +1,7 @@
 """Tensor-parallel GEMMs over all GPUs of an NVLink domain: schedules, plans, proofs and runtimes."""
 
+from typing import TYPE_CHECKING, Any
+
 from distgemm.derive import make_plan
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import GemmProblem
@@ -11,6 +13,9 @@ from distgemm.schedulers import (
     list_schedules,
     register_schedule,
 )
+
+if TYPE_CHECKING:
+    from distgemm.runtime.collective import CollectiveExecutable, run_collective
 
 __all__ = [
     # schedules
@@ -25,5 +30,16 @@ __all__ = [
     "PlanError",
     "make_plan",
     # runtimes
+    "CollectiveExecutable",
+    "run_collective",
     "run_reference",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first used: planning does without."""
+    if name in ("CollectiveExecutable", "run_collective"):
+        from distgemm.runtime import collective
+
+        return getattr(collective, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -182,6 +182,7 @@ def _check_views(plan: Plan, op: Op) -> None:
         if _dtype(plan, op.src) != _dtype(plan, op.dst):
             raise _fail(op, f"copies {_dtype(plan, op.src)} to a place of {_dtype(plan, op.dst)}")
         return
+    assert isinstance(op, (Gemm, Reduce))
     wanted = write.box
     if isinstance(op, Gemm):
         if not all(0 <= index < extent for index, extent in zip(op.tile, plan.grid, strict=True)):
@@ -195,6 +196,9 @@ def _check_views(plan: Plan, op: Op) -> None:
             if _dtype(plan, view) != plan.problem.dtype:
                 raise _fail(op, f"reads {view} of {_dtype(plan, view)} where A and B are {plan.problem.dtype}")
         reads, wanted = reads[2:], (batch, rows, columns)
+    rests = plan.problem.partial_dtype if op.c is None else plan.problem.out_dtype
+    if _dtype(plan, write) != rests:
+        raise _fail(op, f"rounds to {_dtype(plan, write)} in {write} where this sum is {rests}")
     for view in (*reads, write):
         if view.box != wanted:
             raise _fail(op, f"adds {view} where its tile is {wanted}")

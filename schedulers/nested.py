@@ -101,7 +101,7 @@ def tensor_parallel_2d_nested(
     across: str = "all_gather_1d_ring_a",
     inside: str = "all_gather_1d_tiling_cd_rotating_a",
 ) -> DistributedTileScheduler:
-    """A 1D schedule inside each host and another across hosts, on a mesh of (hosts, ranks of a host)."""
+    """Two 1D schedules in one: across hosts, and inside each host; the mesh is (hosts, ranks of a host)."""
     hosts, ranks = mesh
     outer = get_schedule(across, hosts)
     return nest(outer, get_schedule(inside, ranks, chunks=chunks), "tensor_parallel_2d_nested")

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 import distgemm
-from distgemm.ops import Copy
-from distgemm.schedulers import TileCoord, nest
+from distgemm.ops import Copy, Reduce
+from distgemm.schedulers import TileCoord, nest, ring_of
 from tests.unit.reference_data import Data
 
 MESHES_2D = [(1, 1), (2, 2), (2, 3), (4, 2), (1, 3), (3, 1)]
@@ -136,6 +136,19 @@ def test_equals_numpy_on_every_route(name: str, mesh: tuple[int, ...], wanted, g
         data.assert_delivered(got, 1.0, beta)
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("tensor_parallel_2d_rs", (2, 3)), ("tensor_parallel_3d", (2, 2, 2)), ("tensor_parallel_3d", (1, 2, 3))],
+)
+def test_chains_add_in_the_epilogue_because_the_own_tile_comes_last(name: str, mesh: tuple[int, ...]):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=24, n=24, k=24), name, mesh=mesh, chunks=2)
+    assert not any(isinstance(op, Reduce) for rank in range(plan.world_size) for op in plan.ops(rank))
+    schedule = distgemm.get_schedule(name, mesh=mesh)
+    for rank in range(plan.world_size):
+        tile = schedule.work_tile(schedule.iterations - 1, rank)
+        assert tile is not None and schedule.owner("D", (tile.m, tile.n, 0)) == (rank,)
+
+
 @pytest.mark.parametrize("mesh", MESHES_2D)
 def test_unequal_rows_on_a_mesh(mesh: tuple[int, ...]):
     ranks = coordinates(mesh)
@@ -199,6 +212,16 @@ def test_bytes_equal_the_closed_formulas(gather: str, chunks: int):
 def test_bad_arguments_say_what_would_be_right(name: str, options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         distgemm.get_schedule(name, **options)
+
+
+def test_a_ring_runs_along_one_axis_of_the_mesh():
+    assert ring_of((2, 3), 4, [3, 5]) == [4, 5, 3]
+    assert ring_of((2, 3), 4, [1]) == [4, 1]
+    assert ring_of((2, 2, 2), 3, [7]) == [3, 7]
+    assert ring_of((5,), 3, [0]) == [3, 4, 0, 1, 2]
+    assert ring_of((2, 3), 4, [4]) == [4]
+    with pytest.raises(ValueError, match=r"along one axis of the mesh \(2, 3\); ranks \[4, 0\]"):
+        ring_of((2, 3), 4, [0])
 
 
 # --- all-reduce --------------------------------------------------------------------------------------------------
@@ -280,8 +303,10 @@ def test_any_1d_schedule_nests_in_any_other(across: str):
             data.assert_delivered(got, 1.0, 1.0)
 
 
-def test_nested_tiles_are_outer_tiles_of_inner_tiles():
-    outer, inner = distgemm.get_schedule("all_gather_1d_ring_a", 3), distgemm.get_schedule("gemm+rs", 4, chunks=2)
+@pytest.mark.parametrize("across", ["all_gather_1d_ring_a", "all_gather_1d_bidirectional_full_a"])
+@pytest.mark.parametrize("inside", ["reduce_scatter_1d_pairwise_a", "all_gather_1d_bidirectional_split_a"])
+def test_nested_tiles_are_outer_tiles_of_inner_tiles(across: str, inside: str):
+    outer, inner = distgemm.get_schedule(across, 3), distgemm.get_schedule(inside, 4, chunks=2)
     both = nest(outer, inner)
     assert (both.mesh, both.iterations) == ((3, 4), outer.iterations * inner.iterations)
     for rank, iteration in itertools.product(range(12), range(both.iterations)):

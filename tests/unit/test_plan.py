@@ -181,6 +181,23 @@ def test_beta_c_is_added_once_by_the_owner_in_its_last_iteration():
             assert all(len(ranks) == 1 for ranks in added.values())
 
 
+@pytest.mark.parametrize("partial", ["bfloat16", "float32"])
+def test_partial_sums_rest_in_their_own_type(partial: str):
+    """Only a finished tile is rounded to the type of D."""
+    problem = distgemm.GemmProblem(m=16, n=16, k=16, partial_dtype=partial)
+    for name in NAMES:
+        plan = distgemm.make_plan(problem, name, 4, chunks=2)
+        for op in (op for rank in range(4) for op in plan.ops(rank) if isinstance(op, (Gemm, Reduce))):
+            if op.c is None and partial != "bfloat16":
+                assert op.out.buffer == "slot"
+            if op.out.buffer == "slot":
+                assert plan.slots[op.rank][op.out.slot].dtype == partial
+    pairwise = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", 4)
+    slots = tuple(tuple(slot._replace(dtype="float16") for slot in slots) for slots in pairwise.slots)
+    with pytest.raises(distgemm.PlanError, match=f"rounds to float16 in .* where this sum is {partial}"):
+        dataclasses.replace(pairwise, slots=slots).verify()
+
+
 def test_chains_add_in_place_in_the_epilogue_and_pairwise_adds_once():
     problem = distgemm.GemmProblem(m=16, n=16, k=16)
     chain = distgemm.make_plan(problem, "reduce_scatter_1d_tiling_a_rotating_c", 4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import distgemm
-from distgemm.ops import Copy, Gemm, Op, Reduce
+from distgemm.ops import Copy, Gemm, Op, Reduce, Wait
 from distgemm.schedulers import schedule_mesh_rank
 from tests.unit.reference_data import Data
 
@@ -148,15 +148,45 @@ def test_only_the_plans_ops_are_executed(name: str, kind: type[Op]):
     assert isinstance(wanted, list)
     for rank in range(plan.world_size):
         ops = plan.ops(rank)
-        for dropped in (op for op in ops if isinstance(op, kind)):
-            rest = [op for op in ops if op is not dropped]
-            if any(dropped.id in op.deps for op in rest):
+        for op in (op for op in ops if isinstance(op, kind)):
+            rest = [other for other in ops if other is not op]
+            if any(op.id in other.deps for other in rest):
                 assert isinstance(outcome(plan.replace_ops(rank, rest), data), distgemm.PlanError)
-            # The same, with those that waited for it no longer waiting.
-            rest = [replace(op, deps=tuple(dep for dep in op.deps if dep != dropped.id)) for op in rest]
-            got = outcome(plan.replace_ops(rank, rest), data)
+            got = outcome(dropped(plan, op), data)
             same = isinstance(got, list) and all(np.array_equal(x, y) for x, y in zip(wanted, got, strict=True))
-            assert not same, dropped.describe()
+            assert not same, op.describe()
+
+
+def dropped(plan: distgemm.Plan, op: Op) -> distgemm.Plan:
+    """Without an op, and without waiting for it."""
+    rest = [other for other in plan.ops(op.rank) if other is not op]
+    rest = [replace(other, deps=tuple(dep for dep in other.deps if dep != op.id)) for other in rest]
+    return plan.replace_ops(op.rank, rest)
+
+
+def test_leftovers_of_an_earlier_replay_show_as_wrong_results():
+    """A GEMM that does not wait reads NaN in the first replay and, later, another replay's numbers."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=4, n=4, k=4), "ag+gemm", 2)
+    gemm = next(op for op in plan.ops(0) if isinstance(op, Gemm) and op.a.buffer == "slot")
+    # What follows it waits in its stead.
+    deps = {op.id: op.deps + gemm.deps if gemm.id in op.deps else op.deps for op in plan.ops(0)} | {gemm.id: ()}
+    broken = plan.replace_ops(0, [replace(op, deps=deps[op.id]) for op in plan.ops(0)])
+    data = Data.draw(plan, 0)
+    wanted = data.product(1.0, 0.0)[plan.shard("D", 0)]
+    seen = set()
+    for seed in range(50):
+        got = distgemm.run_reference(broken, data.shards("A"), data.shards("B"), seed=seed, replays=2)[0]
+        kind = "unwritten" if np.isnan(got).any() else "right" if np.array_equal(got, wanted) else "left over"
+        seen.add(kind)
+    assert seen == {"right", "left over"}
+
+
+def test_a_signal_that_nobody_has_seen_yet_is_not_given_again():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=4, n=4, k=4), "ag+gemm", 2)
+    credit = next(op for op in plan.ops(0) if isinstance(op, Wait) and op.flag.credit)
+    data = Data.draw(plan, 0)
+    with pytest.raises(distgemm.PlanError, match=r"rank 1 iteration 1: Signal .* a signal would be lost"):
+        distgemm.run_reference(dropped(plan, credit), data.shards("A"), data.shards("B"))
 
 
 def test_a_plan_that_blocks_says_which_ops_never_start():

@@ -217,6 +217,17 @@ def test_split_arrives_after_both_halves(size: int):
             assert arrivals[rank, (rank - distance) % size] == max(distance, size - distance)
 
 
+@pytest.mark.parametrize("name", [FULL, SPLIT])
+def test_both_directions_are_used_at_once(name: str):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=8, k=4), name, 8)
+    for rank in range(8):
+        rounds: dict[int, list[int]] = {}
+        for op in plan.ops(rank):
+            if isinstance(op, Copy):
+                rounds.setdefault((op.dst.rank - rank) % 8, []).append(op.round)
+        assert rounds[7] == rounds[1][: len(rounds[7])] == sorted(set(rounds[7]))
+
+
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("size", [size for size in WORLD_SIZES if size > 2])
 def test_bytes_per_direction(size: int, chunks: int):
