@@ -69,17 +69,17 @@ def demo(
     tokens, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
     nccl = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     backend, where = ("nccl", "CUDA devices over NCCL") if nccl else ("gloo", "the CPU over gloo")
-    console.print(
-        f"[bold]MLP of Llama 70B, extents / {scale}:[/] {tokens} tokens, hidden {hidden}, intermediate "
-        f"{intermediate}, {dtype}; {world_size} ranks on {where}"
-    )
     problems = (
         ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=tokens, n=2 * intermediate, k=hidden, dtype=dtype)),
         ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=tokens, n=hidden, k=intermediate, dtype=dtype)),
     )
     plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
     for plan in plans:
-        _Plain(plan)  # raises before processes start
+        _Plain(plan)  # raises before anything is printed or started
+    console.print(
+        f"[bold]MLP of Llama 70B, extents / {scale}:[/] {tokens} tokens, hidden {hidden}, intermediate "
+        f"{intermediate}, {dtype}; {world_size} ranks on {where}"
+    )
     by_rank = launch(_run_rank, world_size, plans, backend=backend)
     failed = []
     for index, ((title, _, _), plan) in enumerate(zip(problems, plans, strict=True)):

@@ -149,9 +149,8 @@ class Timeline:
             f"busiest link carries copies for {busiest:.0f} us",
         ]
         if self.time > 1.1 * self.cold:
-            lines.append(
-                'in a row of replays the ranks fall out of step and meet at the same ports; sync="barrier" holds them'
-            )
+            advice = '; try sync="barrier"' if self.plan.sync != "barrier" else ""
+            lines.append(f"in a row of replays the ranks fall out of step and meet at the same ports{advice}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

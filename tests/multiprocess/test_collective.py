@@ -11,7 +11,7 @@ from distgemm import list_schedules
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
 
-NUMBER = {1: 4, 2: 12, 3: 12, 4: 12}
+NUMBER = {1: 4, 2: 12, 3: 12, 4: 12, 6: 4}
 """Cases of each schedule, by world size."""
 
 CHECKS: dict[int, list[Any]] = {
@@ -22,6 +22,7 @@ CHECKS: dict[int, list[Any]] = {
         (worker.variants, ()),
         (worker.deleted_copies, ()),
     ],
+    6: [(worker.subgroups, (2,))],
 }
 
 
@@ -37,6 +38,10 @@ def test_every_schedule_equals_numpy(ranks: int) -> None:
         n for n in list_schedules() if ranks & (ranks - 1) == 0 or "xor" not in n
     }
     assert [failure for found in results(ranks) for failure in found["cases"]] == []
+
+
+def test_two_tensor_parallel_groups_of_three_run_at_once_on_unequal_tokens() -> None:
+    assert [found["subgroups"] for found in results(6)] == [[]] * 6
 
 
 def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:

@@ -21,7 +21,7 @@ from distgemm.runtime import collective
 from distgemm.runtime.collective import TORCH_DTYPES, CollectiveExecutable, run_collective
 
 SHAPES = ((10, 7, 9), (8, 12, 16), (1, 9, 6), (5, 1, 7), (13, 6, 1), (1, 1, 1))
-ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2)}
+ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +297,27 @@ def variants() -> list[str]:
         d = CollectiveExecutable(plan, group)(a, b)
         if not torch.equal(d.double().cpu(), _double(data.expected(1, 0, rank - 1))):
             wrong.append("subgroup")
+    return wrong
+
+
+def subgroups(dp: int) -> list[str]:
+    """A data-parallel x tensor-parallel mesh: each group multiplies its own, unequal tokens at the same time."""
+    device = device_of_rank()
+    tp = dist.get_world_size() // dp
+    row, rank = divmod(dist.get_rank(), tp)
+    # All ranks make all groups, as torch asks for.
+    group = [dist.new_group(list(range(first * tp, (first + 1) * tp))) for first in range(dp)][row]
+    tokens = [[5, 0, 2, 7], [1, 3, 0, 4]][row][:tp]
+    wrong = []
+    for name in ("ag+gemm", "gemm+rs"):
+        problem = distgemm.GemmProblem(m=sum(tokens), n=7, k=10, dtype="float32", m_per_rank=tuple(tokens))
+        plan = distgemm.make_plan(problem, name, tp)
+        data = Data(plan, 10 + row)
+        executable = CollectiveExecutable(plan, group)
+        for _ in range(3):
+            a, b, _ = data.shards(device, rank)
+            if not torch.equal(executable(a, b).double().cpu(), _double(data.expected(1, 0, rank))):
+                wrong.append(f"{name}: group {row}, rank {rank}")
     return wrong
 
 

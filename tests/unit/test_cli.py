@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +16,11 @@ from typer.testing import CliRunner, Result
 
 import distgemm
 from distgemm import Plan, cli
-from distgemm.ops import Gemm
+from distgemm.machine import Machine
+from distgemm.ops import Copy, Gemm
 from distgemm.schedulers import registry, schedule_aliases, schedule_doc
 from distgemm.show import show_plan, show_schedule
+from distgemm.simulate import predict_unfused, simulate
 from tests.unit.test_show import mesh_2d
 
 Arguments = tuple[str, ...]
@@ -105,6 +111,297 @@ def test_plan_json(arguments: str, problem: dict[str, Any], keywords: dict[str, 
     assert Plan.from_json(text) == plan
 
 
+# --- pictures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("show gemm+rs --world-size 3", "Each tile has the colour"),
+        ("plan gemm+rs --world-size 3 --json", "Plan for 3 ranks"),
+        ("simulate gemm+rs --world-size 3 --json", "Predicted on"),
+    ],
+)
+def test_pictures(command: str, says: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    svg, png = tmp_path / "a.SVG", tmp_path / "b.png"
+    done = invoke(*command.split(), "-o", str(svg), "--output", str(png))
+    assert (done.exit_code, done.stderr) == (0, f"wrote {svg}\nwrote {png}\n")
+    assert done.stdout == succeed(*command.split())
+    assert says in svg.read_text() and png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = invoke("simulate", "gemm+rs", "--world-size", "3", "-o", str(path))
+    assert (done.exit_code, done.stderr) == (0, f"wrote {path}\n")
+    names = {event["args"].get("name") for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert {"rank 0", "rank 2", "copy", "gemm 0"} <= names
+
+
+COMMANDS = ("show gemm+rs", "plan gemm+rs", "simulate gemm+rs")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_outputs_are_checked_first(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(*arguments: Any, **keywords: Any) -> Any:
+        raise AssertionError("computed before the arguments were checked")
+
+    def refused(path: Path) -> str:
+        done = invoke(*command.split(), "--world-size", "2", "-o", str(tmp_path / "good.svg"), "-o", str(path))
+        assert (done.exit_code, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        return line
+
+    monkeypatch.setattr(cli, "make_plan", never)
+    monkeypatch.setattr(cli, "get_schedule", never)
+    known = ".svg, .png or .json" if "simulate" in command else ".svg or .png"
+    for name in ("a.gif", "a", *([] if "simulate" in command else ["a.json"])):
+        assert refused(tmp_path / name) == f"error: -o takes a {known} file, got '{tmp_path / name}'"
+    assert refused(tmp_path / "none" / "a.svg") == (
+        f"error: -o {tmp_path / 'none' / 'a.svg'}: there is no folder {tmp_path / 'none'}"
+    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    wanted = "error: pictures need matplotlib: pip install 'distgemm[pictures]'"
+    assert refused(tmp_path / "a.png") == wanted
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_needs_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert invoke("simulate", "gemm+rs", "--world-size", "2", "-o", str(tmp_path / "a.json")).exit_code == 0
+    assert (tmp_path / "a.json").stat().st_size
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.json").mkdir()
+    done = invoke("simulate", "gemm+rs", "--world-size", "2", "-o", str(tmp_path / "a.json"))
+    assert (done.exit_code, done.stderr) == (2, f"error: -o {tmp_path / 'a.json'}: Is a directory\n")
+
+
+# --- simulate -------------------------------------------------------------------------------------------
+
+H200 = Machine.load("h200")
+FC1 = distgemm.GemmProblem(8192, 57344, 8192)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "keywords", "machine", "branches"),
+    [
+        ("gemm+rs --world-size 3", FC1, {"world_size": 3}, H200, None),
+        ("gemm+rs --mesh 3 --sync barrier", FC1, {"world_size": 3, "sync": "barrier"}, H200, None),
+        (
+            "gemm+rs --world-size 2 --m 100 --n 200 --k 300 --l 2 --dtype float16 --out-dtype float32 "
+            "--partial-dtype float64 --workspace bounded --option chunks=2",
+            distgemm.GemmProblem(100, 200, 300, 2, "float16", "float32", "float64"),
+            {"world_size": 2, "workspace": "bounded", "chunks": 2},
+            H200,
+            None,
+        ),
+        (
+            "ag+gemm --world-size 3 --m-per-rank 300,0,500",
+            distgemm.GemmProblem(800, 57344, 8192, m_per_rank=(300, 0, 500)),
+            {"world_size": 3},
+            H200,
+            None,
+        ),
+        (
+            "tensor_parallel_2d --mesh 2x4 --ranks-per-host 4 --branches 1",
+            FC1,
+            {"mesh": (2, 4)},
+            replace(H200, ranks_per_host=4),
+            1,
+        ),
+    ],
+)
+def test_simulate(
+    arguments: str,
+    problem: distgemm.GemmProblem,
+    keywords: dict[str, Any],
+    machine: Machine,
+    branches: int | None,
+) -> None:
+    plan = distgemm.make_plan(problem, arguments.split()[0], **keywords)
+    timeline = simulate(plan, machine, branches=branches)
+    assert json.loads(succeed("simulate", *arguments.split(), "--json")) == json.loads(json.dumps(timeline.to_dict()))
+    about, *summary, unfused, note = succeed("simulate", *arguments.split()).splitlines()
+    p = problem
+    assert about.startswith(f"m {p.m} x n {p.n} x k {p.k}" + " x l 2" * (p.l > 1) + f", {p.dtype}")
+    assert summary == timeline.summary().splitlines()
+    assert "unfused" in unfused
+    assert (
+        note == "predictions of a model, not measurements (docs/simulator.md): a few percent more or less mean nothing"
+    )
+
+
+def test_simulate_reads_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "slow.json"
+    slow = replace(H200, name="a slow one", nvlink=H200.nvlink._replace(bandwidth=10.0))
+    slow.save(path)
+    text = succeed("simulate", "ag+gemm", "--world-size", "4", "--machine", str(path))
+    timeline = simulate(distgemm.make_plan(FC1, "ag+gemm", 4), slow)
+    assert "4 ranks on a slow one" in text and f"time {timeline.time:.1f} us" in text and "bound by copies" in text
+
+
+TRANSPOSED = distgemm.GemmProblem(57344, 8192, 8192)
+GATHER_A, GATHER_B = (FC1, "ag+gemm", "all-gather of A, then"), (TRANSPOSED, "ag+gemm", "all-gather of B, then")
+SCATTER, REDUCE = (FC1, "gemm+rs", "then a library's reduce-scatter"), (FC1, "gemm+ar", "then a library's all-reduce")
+NESTED_SCATTER = " ".join(f"--option {where}=reduce_scatter_1d_pairwise_a" for where in ("inside", "across"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("all_gather_1d_tiling_cd_rotating_a --world-size 8", GATHER_A),
+        ("all_gather_1d_bidirectional_split_a --world-size 8 --option chunks=2", GATHER_A),
+        ("all_gather_1d_tiling_k_rotating_a --world-size 8", GATHER_A),
+        ("all_gather_1d_tiling_cd_rotating_b --world-size 8", GATHER_B),
+        ("reduce_scatter_1d_pairwise_a --world-size 8 --option chunks=2", SCATTER),
+        ("reduce_scatter_1d_tiling_b_rotating_c --world-size 8", SCATTER),
+        ("all_reduce_1d_pairwise_a --world-size 8", REDUCE),
+        ("all_reduce_1d_tiling_b_rotating_c --world-size 8 --option chunks=2", REDUCE),
+        ("tensor_parallel_2d_nested --mesh 2x4", GATHER_A),
+        (f"tensor_parallel_2d_nested --mesh 2x4 {NESTED_SCATTER}", SCATTER),
+        # Meshes with one long axis gather or reduce over all ranks after all; the name has no say.
+        ("tensor_parallel_2d --mesh 1x8", GATHER_A),
+        ("tensor_parallel_2d --mesh 8x1", GATHER_B),
+        ("tensor_parallel_2d_rs --mesh 1x8", SCATTER),
+        ("tensor_parallel_2d --mesh 2x4", "A and B move, and not by one collective over all ranks"),
+        ("tensor_parallel_2d_rs --mesh 2x4", "A and D move, and not by one collective over all ranks"),
+        ("tensor_parallel_3d --mesh 2x2x2", "A, B and D move, and not by one collective over all ranks"),
+        ("gemm+rs --world-size 1", "nothing moves between ranks"),
+    ],
+)
+def test_unfused_baseline(arguments: str, wanted: str | tuple[distgemm.GemmProblem, str, str]) -> None:
+    text = succeed("simulate", *arguments.split())
+    line = text.splitlines()[-2]
+    if isinstance(wanted, str):
+        assert line == f"no unfused program to compare with: {wanted}"
+        return
+    problem, kind, says = wanted
+    time = predict_unfused(problem, H200, kind, 8)
+    found = re.fullmatch(r"unfused ([\d.]+) us \((.*)\): ([\d.]+) times as long", line)
+    assert found and found[1] == f"{time:.1f}" and says in found[2]
+    own = re.search(r"^time ([\d.]+) us", text, re.MULTILINE)
+    assert own and float(found[3]) == pytest.approx(time / float(own[1]), abs=0.006)
+
+
+def test_a_gather_over_some_ranks_has_no_baseline() -> None:
+    """A 2D plan whose copies of B stay within a rank moves A alone, and not to all."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), "tensor_parallel_2d", mesh=(2, 2))
+    assert cli._moved(plan) == "AB"
+    for rank in range(4):
+        ops = [
+            replace(op, dst=op.dst._replace(rank=rank)) if isinstance(op, Copy) and op.operand == "B" else op
+            for op in plan.ops(rank)
+        ]
+        plan = plan.replace_ops(rank, ops)
+    assert cli._moved(plan) == "A"
+    assert cli._collective(plan) is None
+
+
+def test_a_gather_into_copies_has_no_baseline() -> None:
+    """Every rank gathers A, but all own the whole of D, or hold the whole of A from the start."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), "ag+gemm", 4)
+    assert cli._collective(plan) == "ag a"
+    a, b, d = plan.shards
+    whole = (((0, 1), (0, 64), (0, 64)),) * 4
+    assert cli._collective(replace(plan, shards=(a, b, whole))) is None
+    assert cli._collective(replace(plan, shards=(whole, b, d))) is None
+
+
+def compared(text: str) -> list[list[str]]:
+    """The rows of a comparison, cell by cell."""
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()[3:]]
+    return [row for row in rows if len(row) == 8]
+
+
+def test_simulate_all() -> None:
+    text = succeed("simulate", "all", "--world-size", "8", "--n", "10240")
+    rows = compared(text)
+    wanted = [
+        (name, mesh)
+        for name in distgemm.list_schedules()
+        for mesh in cli._meshes(8, distgemm.schedulers.schedule_mesh_rank(name))
+    ]
+    assert sorted((row[0], row[1]) for row in rows) == sorted((name, "x".join(map(str, mesh))) for name, mesh in wanted)
+    times = [float(row[3].rstrip("*")) for row in rows]
+    assert times == sorted(times) and times[0] < times[-1]
+    assert text.splitlines()[0] == f"m 8192 x n 10240 x k 8192, bfloat16: 8 ranks on {H200.name}"
+    assert "predictions of a model, not measurements" in text.splitlines()[-1]
+    problem = distgemm.GemmProblem(8192, 10240, 8192)
+    by_name = {(row[0], row[1]): row[2:] for row in rows}
+    for name, kind, shards in (("ag+gemm", "ag+gemm", "m n n"), ("gemm+rs", "gemm+rs", "k k m")):
+        timeline = simulate(distgemm.make_plan(problem, name, 8), H200)
+        assert by_name[timeline.plan.schedule, "8"] == [
+            shards,
+            f"{timeline.time:.0f}",
+            f"{100 * timeline.efficiency:.0f} %",
+            f"{100 * timeline.hidden:.0f} %",
+            f"{predict_unfused(problem, H200, kind, 8):.0f}",
+            timeline.bound,
+        ]
+    assert by_name["tensor_parallel_2d", "2x4"][0] == "m n mn" and by_name["tensor_parallel_2d", "2x4"][4] == "-"
+    assert by_name["tensor_parallel_3d", "2x2x2"][0] == "mk nk mn"
+    assert by_name["all_reduce_1d_pairwise_a", "8"][0] == "k k -"
+    found = json.loads(succeed("simulate", "all", "--world-size", "8", "--n", "10240", "--json"))
+    assert [(each["schedule"], "x".join(map(str, each["mesh"]))) for each in found] == [(r[0], r[1]) for r in rows]
+    assert [f"{each['time_us']:.0f}" for each in found] == [row[3].rstrip("*") for row in rows]
+
+
+def test_simulate_all_says_what_is_left_out() -> None:
+    small = ("--m", "512", "--n", "512", "--k", "512")
+    text = succeed("simulate", "all", "--world-size", "3", *small)
+    xor = "all_gather_1d_pairwise_xor_a"
+    names = {row[0] for row in compared(text)}
+    assert names == set(distgemm.list_schedules()) - {xor}
+    (line,) = [line for line in text.splitlines() if line.startswith("left out")]
+    assert line.startswith(f"left out: {xor} on 3: ") and line.endswith("a power of two, got 3")
+    done = invoke("simulate", "all", "--world-size", "3", *small, "--json")
+    assert done.stderr == line + "\n" and len(json.loads(done.stdout)) == len(compared(text))
+
+
+def test_simulate_all_on_a_mesh(schedule_2d: str) -> None:
+    rows = compared(succeed("simulate", "all", "--mesh", "2x2", "--m", "512", "--n", "512", "--k", "512"))
+    axes = {name: distgemm.schedulers.schedule_mesh_rank(name) for name in distgemm.list_schedules()}
+    assert {row[0] for row in rows} == {name for name, count in axes.items() if count == 2}
+    assert schedule_2d in axes and {row[1] for row in rows} == {"2x2"}
+
+
+def test_ranks_out_of_step_are_told() -> None:
+    """A barrier is not recommended to who has one."""
+    for name, sync, advice in (("all", "credit", True), ("all", "barrier", False)):
+        text = succeed("simulate", name, "--world-size", "4", "--sync", sync)
+        starred = [row[0] for row in compared(text) if row[3].endswith("*")]
+        assert "all_reduce_1d_pairwise_a" in starred and "all_gather_1d_tiling_cd_rotating_a" not in starred
+        (line,) = [line for line in text.splitlines() if line.startswith("*: ")]
+        assert line.endswith("; try --sync barrier") is advice
+        (line,) = [
+            line
+            for line in succeed("simulate", starred[0], "--world-size", "4", "--sync", sync).splitlines()
+            if "out of step" in line
+        ]
+        assert line.endswith('; try sync="barrier"') is advice
+
+
+def test_progress_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich import progress
+
+    disabled: list[bool] = []
+    original: Callable[..., None] = progress.Progress.__init__
+
+    def watched(self: progress.Progress, *arguments: Any, **keywords: Any) -> None:
+        disabled.append(keywords["disable"])
+        original(self, *arguments, **keywords)
+
+    monkeypatch.setattr(progress.Progress, "__init__", watched)
+    succeed("simulate", "all", "--mesh", "2", "--m", "64", "--n", "64", "--k", "64")
+    assert disabled == [True]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = invoke("simulate", "all", "--mesh", "2", "--m", "64", "--n", "64", "--k", "64")
+    assert disabled == [True, False] and "simulate" in done.stderr
+
+
 # --- verify ---------------------------------------------------------------------------------------------
 
 
@@ -132,6 +429,20 @@ def test_verify_all_skips_what_cannot_be() -> None:
     assert list(found) == distgemm.list_schedules()
     assert {name for name, result in found.items() if result == "skipped"} == {"all_gather_1d_pairwise_xor_a"}
     assert "a power of two, got 3" in re.sub(r"\s+", " ", text)
+
+
+def test_verify_all_proves_every_mesh() -> None:
+    text = succeed("verify", "all", "--world-size", "8,12", "--workspace", "full", "--sync", "credit")
+    found = {(name, mesh): result for name, mesh, result in results(text)}
+    for name, meshes in (
+        ("tensor_parallel_2d", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_2d_rs", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_2d_nested", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_3d", ("2x2x2", "2x2x3", "3x2x2")),
+        ("all_reduce_1d_pairwise_a", ("8", "12")),
+        ("all_reduce_1d_tiling_a_rotating_c", ("8", "12")),
+    ):
+        assert {mesh: result for (one, mesh), result in found.items() if one == name} == dict.fromkeys(meshes, "proved")
 
 
 def test_verify_default_is_one_to_eight() -> None:
@@ -188,6 +499,21 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[1] == {"world_size": 2, "schedule_ag": "all_gather_1d_ring_a", "schedule_rs": "x"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--world-size 0", "world_size is an integer >= 1, got 0"),
+        ("--schedule-ag nope", "unknown schedule 'nope'"),
+        ("--schedule-rs tensor_parallel_2d", "takes a mesh of 2 axes"),
+    ],
+)
+def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
+    done = invoke("demo", *arguments.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
 # --- mistakes -------------------------------------------------------------------------------------------
 
 
@@ -209,6 +535,19 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plan gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
         ("plan gemm+rs --world-size 2 --workspace huge", "workspace is one of full, bounded, got 'huge'"),
         ("plan gemm+rs --world-size 2 --rank 2", "rank 2 is not in 0..1"),
+        ("simulate nope --world-size 2", "unknown schedule 'nope'"),
+        ("simulate gemm+rs", "needs a world_size or a mesh"),
+        ("simulate gemm+rs --world-size 2 --machine h300", "machine 'h300' is none of h200, nor the path of a .json"),
+        ("simulate gemm+rs --world-size 2 --machine no/such.json", "machine no/such.json: "),
+        ("simulate gemm+rs --world-size 2 --ranks-per-host 0", "ranks_per_host is an integer >= 1, got 0"),
+        ("simulate gemm+rs --world-size 2 --branches 0", "branches is an integer >= 1, got 0"),
+        ("simulate gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
+        ("simulate all", "simulate all needs a world_size or a mesh"),
+        ("simulate all --world-size 0", "world_size is an integer >= 1, got 0"),
+        ("simulate all --world-size 2 --mesh 2x2", "mesh (2, 2) has 4 ranks, world_size says 2"),
+        ("simulate all --mesh 1x1x1x2", "no schedule takes a mesh of 4 axes, got (1, 1, 1, 2)"),
+        ("simulate all --world-size 2 --option chunks=0", "chunks is an integer >= 1, got 0"),
+        ("simulate all --world-size 2 -o a.svg", "-o draws the timeline of one schedule, not of all"),
         ("verify nope", "unknown schedule 'nope'"),
         ("verify gemm+rs --world-size 0", "world_size is an integer >= 1, got 0"),
         ("verify gemm+rs --world-size 5-2", "--world-size '5-2' is empty"),
