@@ -1,6 +1,7 @@
-"""How long planning and verifying take, by world size: ``python benchmarks/planning.py [--json FILE]``.
+"""How long planning and verifying take, by world size: ``python benchmarks/planning.py [--cubes] [--json FILE]``.
 
-Times are the best of three on a cold plan cache. A look-up is a second ``make_plan`` with equal arguments.
+Times are the best of three on a cold plan cache (one try from 100,000 ops on). A look-up is a second
+``make_plan`` with equal arguments.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import timeit
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -21,25 +23,27 @@ import distgemm
 from distgemm import derive
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 72)
+CUBES = (1, 2, 4, 6, 8)
 
 
-def measure(name: str, size: int, chunks: int) -> dict[str, object]:
+def measure(name: str, mesh: tuple[int, ...], chunks: int) -> dict[str, object]:
     """Milliseconds to plan and verify, microseconds of a look-up."""
     problem = distgemm.GemmProblem(m=8192, n=57344, k=8192)
-    planning, verifying = [], []
-    for _ in range(3):
+    planning, verifying, ops = [], [], 0
+    while len(planning) < (3 if ops < 100_000 else 1):
         derive._make_plan.cache_clear()
         start = perf_counter()
-        plan = distgemm.make_plan(problem, name, size, chunks=chunks)
+        plan = distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks)
         planned = perf_counter()
         plan.verify()
         planning.append(planned - start)
         verifying.append(perf_counter() - planned)
-    look_up = timeit.timeit(lambda: distgemm.make_plan(problem, name, size, chunks=chunks), number=2000) / 2000
-    ops = sum(len(plan.ops(rank)) for rank in range(size))
+        ops = sum(map(len, plan.rank_ops))
+    look_up = timeit.timeit(lambda: distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks), number=2000) / 2000
     return {
         "schedule": name,
-        "world_size": size,
+        "mesh": mesh,
+        "world_size": prod(mesh),
         "chunks": chunks,
         "ops": ops,
         "plan_ms": min(planning) * 1e3,
@@ -52,11 +56,16 @@ def measure(name: str, size: int, chunks: int) -> dict[str, object]:
 def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     chunks: int = 1,
+    cubes: Annotated[bool, typer.Option(help="The 3D schedule on cubes of up to 512 ranks, instead of 1D.")] = False,
 ) -> None:
-    """Print a table of all 1D schedules by world size."""
+    """Print a table of all 1D schedules, or of the 3D one, by world size."""
     names = [name for name in distgemm.list_schedules() if "_1d_" in name]
-    cases = [(name, size) for name in names for size in WORLD_SIZES if "xor" not in name or size & (size - 1) == 0]
-    rows = [measure(name, size, chunks) for name, size in track(cases, "planning", console=Console(stderr=True))]
+    cases: list[tuple[str, tuple[int, ...]]] = [
+        (name, (size,)) for name in names for size in WORLD_SIZES if "xor" not in name or size & (size - 1) == 0
+    ]
+    if cubes:
+        cases = [("tensor_parallel_3d", (side,) * 3) for side in CUBES]
+    rows = [measure(name, mesh, chunks) for name, mesh in track(cases, "planning", console=Console(stderr=True))]
     table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "us/op", "look-up us")
     for row in rows:
         figures = (f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "us_per_op", "look_up_us"))
