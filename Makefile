@@ -9,18 +9,21 @@ VENV ?= .venv
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
 STAMP :=
+DOCS_STAMP :=
 else
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 endif
 
 # The pinned torch goes first and alone, so that its CPU build is taken where the index has one.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: help demo test check venv clean
+.PHONY: help demo test check docs venv clean
 help:
 	@echo "make demo   a tensor-parallel layer on four processes"
 	@echo "make test   linters, types, tests"
+	@echo "make docs   the documentation, in site/"
 
 demo: $(STAMP)
 	$(RUN) -m distgemm demo
@@ -32,6 +35,9 @@ check: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy -p distgemm
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 venv: $(STAMP)
 
@@ -45,5 +51,9 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,355 @@
+"""What the site shows of the code itself: a hook of mkdocs. Nothing that it makes is committed.
+
+It adds a page with a picture for each registered schedule, and fills the places marked ``<!-- generated: name -->``
+in the pages: predictions of the simulator, measured rows, the output of the program in own_schedule.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import distgemm
+from distgemm.draw import draw_schedule, draw_timeline
+from distgemm.machine import Machine
+from distgemm.schedulers import (
+    list_families,
+    registry,
+    schedule_aliases,
+    schedule_doc,
+    schedule_mesh_rank,
+    schedule_options,
+)
+from distgemm.show import show_schedule
+from distgemm.simulate import predict_unfused, simulate
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
+MESHES = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}
+LARGE = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}
+KINDS = {
+    "all_gather": "All-gather + GEMM",
+    "reduce_scatter": "GEMM + reduce-scatter",
+    "all_reduce": "GEMM + all-reduce",
+    "tensor_parallel": "On a mesh",
+}
+
+
+def by_kind() -> dict[str, list[str]]:
+    """All schedules in groups, for the navigation."""
+    found: dict[str, list[str]] = {title: [] for title in KINDS.values()}
+    for name in distgemm.list_schedules():
+        title = next((title for prefix, title in KINDS.items() if name.startswith(prefix)), "Others")
+        found.setdefault(title, []).append(name)
+    return {title: names for title, names in found.items() if names}
+
+
+# --- a page for each schedule ---------------------------------------------------------------------------
+
+
+def _rows(title: str) -> dict[str, list[str]]:
+    """The rows of a table of formulas.md, by their first cell."""
+    section = (DOCS / "formulas.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def _moves(name: str) -> list[str]:
+    """What each rank sends, from the tables of formulas."""
+    routes = _rows("Routes")
+    options = schedule_options(name)
+    found = []
+    for move in _rows("Schedules")[name][0].split("; "):
+        match = re.fullmatch(r"(\S+) by `(\w+)` along (\w)", move)
+        assert match, move
+        share, route, axis = match.groups()
+        chosen = str(options.get(route, route))
+        if chosen in _rows("Schedules"):
+            chosen = _rows("Schedules")[chosen][0].split("`")[1]
+        where = ("to the next rank", "to the rank before", "to each other rank")
+        parts = [
+            f"**{_put(cell, share, axis)}** bytes {to}"
+            for cell, to in zip(routes[chosen], where, strict=True)
+            if cell != "0"
+        ]
+        note = f" (by the default, `{route}={options[route]!r}`)" if route in options else ""
+        along = f"along {axis}: " if schedule_mesh_rank(name) > 1 else ""
+        found.append(f"- {along}{', '.join(parts)}{note}")
+    return found
+
+
+def _put(formula: str, share: str, axis: str) -> str:
+    """A route's formula for this share and axis: X·T with A/N along N is N·A/N."""
+    return re.sub(r"\bT\b", share, re.sub(r"\bX\b", axis, formula))
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _example(name: str) -> str:
+    """What the plan of one product says."""
+    mesh = LARGE[schedule_mesh_rank(name)]
+    shape = (8192, 57344, 8192) if name.startswith("all_gather") else (8192, 8192, 28672)
+    problem = distgemm.GemmProblem(*shape)
+    plan = distgemm.make_plan(problem, distgemm.get_schedule(name, mesh=mesh))
+    links = plan.link_bytes()
+    sent = {rank: sum(size for (src, _), size in links.items() if src == rank) for rank in range(plan.world_size)}
+    ranks = f"{plan.world_size} ranks" + (f" as {'x'.join(map(str, mesh))}" if len(mesh) > 1 else "")
+    return (
+        f"For m, n, k = {', '.join(map(str, shape))} in bfloat16 on {ranks}: a rank sends {_size(max(sent.values()))}, "
+        f"the busiest link carries {_size(max(links.values()))}, the workspace is "
+        f"{_size(max(plan.workspace_bytes(rank) for rank in range(plan.world_size)))}."
+    )
+
+
+def _doc(name: str) -> str:
+    """The whole docstring."""
+    text = registry._entry(name).build.__doc__ or ""
+    return _prose("\n".join(line.strip() for line in text.strip().splitlines()))
+
+
+def _prose(text: str) -> str:
+    """Text in which a product is no emphasis."""
+    return re.sub(r"(?<=\w)\*(?=\w)", "·", text)
+
+
+def schedule_page(name: str) -> str:
+    """The page of a schedule."""
+    _, workspace, waiting = _rows("Schedules")[name]
+    axes = schedule_mesh_rank(name)
+    mesh = MESHES[axes]
+    scheduler = distgemm.get_schedule(name, mesh=mesh)
+    take = "world_size=8" if axes == 1 else f"mesh={LARGE[axes]}"
+    shown = f"{scheduler.world_size} ranks" + (f" in a mesh of {'x'.join(map(str, mesh))}" if axes > 1 else "")
+    families = [family for family, default in list_families().items() if default == name]
+    options = ", ".join(f"`{key}={value!r}`" for key, value in schedule_options(name).items())
+    facts = [
+        ("also called", ", ".join(f"`{alias}`" for alias in schedule_aliases(name))),
+        ("default of", ", ".join(f"`{family}`" for family in families)),
+        ("takes", "`world_size`" if axes == 1 else f"`mesh` of {axes} sides"),
+        ("options", options),
+    ]
+    return "\n".join(
+        [
+            "---\nhide: [toc]\n---\n",
+            f"# {name}\n",
+            f"{_doc(name)}\n",
+            *(f"- {key}: {value}" for key, value in facts if value),
+            "\n```python",
+            f'schedule = distgemm.get_schedule("{name}", {take})',
+            "```\n",
+            f"## Picture\n\nWith {shown}, one chunk. Colours and numbers are ranks, *it.* is the iteration.\n",
+            f"[![Tile grids and work of {name}]({name}.svg)]({name}.svg)\n",
+            "## Bytes and workspace\n\nEach rank sends\n",
+            *_moves(name),
+            f"\nand has a workspace of **{workspace}** bytes" + (f", W = {waiting}.\n" if waiting else ".\n"),
+            f"{_example(name)}\n",
+            "The symbols, other routes and the test of these formulas: [Bytes and workspace](../formulas.md).\n",
+            "## Grids\n\n```text",
+            show_schedule(scheduler),
+            "```",
+        ]
+    )
+
+
+def schedule_picture(name: str) -> bytes:
+    """The picture of a schedule, SVG."""
+    scheduler = distgemm.get_schedule(name, mesh=MESHES[schedule_mesh_rank(name)])
+    return _svg(lambda path: draw_schedule(scheduler, path))
+
+
+def _svg(draw: Callable[[Path], None]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.svg"
+        draw(path)
+        return path.read_bytes()
+
+
+def schedule_index() -> str:
+    """The page that lists all schedules."""
+    lines = ["# All schedules\n", "r: rank, i: iteration, all ranks modulo N. [How to choose](../which_schedule.md).\n"]
+    for title, names in by_kind().items():
+        lines += [f"## {title}\n", "| schedule | work and movement |", "| --- | --- |"]
+        lines += [f"| [{name}]({name}.md) | {_prose(schedule_doc(name))} |" for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+# --- predictions and measurements -----------------------------------------------------------------------
+
+RANKS = 8
+CHUNKS = (1, 2, 4)
+MODELS = {"70B": (8192, 28672), "8B": (4096, 14336)}
+
+
+def _layer(layer: str, model: str, tokens: int) -> tuple[distgemm.GemmProblem, str, list[str]]:
+    hidden, intermediate = MODELS[model]
+    if layer == "fc1":
+        names = [name for name in distgemm.list_schedules() if name.startswith("all_gather_1d")]
+        return distgemm.GemmProblem(tokens, 2 * intermediate, hidden), "ag+gemm", names
+    names = [name for name in distgemm.list_schedules() if name.startswith("reduce_scatter_1d")]
+    return distgemm.GemmProblem(tokens, hidden, intermediate), "gemm+rs", names
+
+
+def predictions(layer: str, model: str, tokens: int) -> str:
+    """A table of predicted times: all 1D schedules of a layer, by chunks."""
+    machine = Machine.load("h200")
+    problem, kind, names = _layer(layer, model, tokens)
+    rows: list[tuple[float, str]] = []
+    roof = 0.0
+    for name in names:
+        lines = [simulate(distgemm.make_plan(problem, name, RANKS, chunks=c), machine) for c in CHUNKS]
+        roof = lines[0].roof if name == list_families()[kind] else roof
+        sent = sum(size for (src, _), size in lines[0].plan.link_bytes().items() if src == 0)
+        best = min(line.time for line in lines)
+        times = " | ".join(f"**{t}**" if t == f"{best / 1e3:.3f}" else t for t in _ms(lines))
+        workspace = max(line.plan.workspace_bytes(0) for line in lines)
+        rows.append((best, f"| [{name}](schedules/{name}.md) | {times} | {sent >> 20} | {workspace >> 20} |"))
+    plain = predict_unfused(problem, machine, kind, RANKS) / 1e3
+    shape = f"m {problem.m}, n {problem.n}, k {problem.k}"
+    heads = " | ".join(f"chunks={c}, ms" for c in CHUNKS)
+    return "\n".join(
+        [
+            f"Predicted, {layer} of Llama {model}, {tokens} tokens ({shape}), bfloat16, 8 H200s, by the model:\n",
+            f"| schedule | {heads} | sent by a rank, MiB | workspace, MiB |",
+            f"|{' --- |' * (len(CHUNKS) + 3)}",
+            *(row for _, row in sorted(rows, key=lambda pair: pair[0])),
+            f"\nThe local GEMM alone, or the copies alone if they take longer: {roof / 1e3:.3f} ms. "
+            f"A library's collective and one GEMM, one after the other: {plain:.3f} ms.",
+        ]
+    )
+
+
+def _ms(lines: list[Any]) -> list[str]:
+    return [f"{line.time / 1e3:.3f}" for line in lines]
+
+
+def timeline_picture(layer: str) -> bytes:
+    """The predicted timeline of the schedule that the guide recommends, SVG."""
+    problem, kind, _ = _layer(layer, "70B", 8192)
+    plan = distgemm.make_plan(problem, kind, RANKS, chunks=1 if layer == "fc1" else 2)
+    return _svg(lambda path: draw_timeline(simulate(plan, Machine.load("h200")), path))
+
+
+def measured(operation: str) -> str:
+    """The measured rows of one kind of layer, as a table."""
+    rows = json.loads((RESULTS / "simulator_vs_measured.json").read_text())["rows"]
+    chosen = [row for row in rows if row["op"].startswith(operation) and row["how"] != "floor"]
+    chosen.sort(key=lambda row: (-row["ranks"], row["op"], row["measured"]))
+    lines = ["| ranks | operation | how | measured, ms |", "| --- | --- | --- | --- |"]
+    lines += [f"| {r['ranks']} | {r['op']} | {r['how']} | {r['measured']:.3f} |" for r in chosen]
+    return "\n".join(lines)
+
+
+# --- measurements.md ------------------------------------------------------------------------------------
+
+
+def planning(file: str, sizes: tuple[int, ...]) -> str:
+    """Times of planning and proving, for these world sizes."""
+    found = json.loads((RESULTS / file).read_text())
+    lines = ["| schedule | ranks | ops | plan, ms | verify, ms |", "| --- | --- | --- | --- | --- |"]
+    for row in (row for size in sizes for row in found["rows"] if row["world_size"] == size):
+        ranks = "x".join(map(str, row["mesh"]))
+        lines.append(
+            f"| `{row['schedule']}` | {ranks} | {row['ops']} | {row['plan_ms']:.1f} | {row['verify_ms']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def mutation_score() -> str:
+    """The totals of the mutation score."""
+    found = json.loads((RESULTS / "mutation_score.json").read_text())
+    total = {key: sum(kind[key] for kind in found["kinds"].values()) for key in next(iter(found["kinds"].values()))}
+    rest = ", ".join(f"{total[key]} {key}" for key in ("missed", "slack", "equivalent", "contradiction"))
+    return (
+        f"{found['plans']} plans, {total['generated']} mutations: {total['caught']} caught, {rest}. "
+        f"Score {found['score']:.0%}."
+    )
+
+
+def comparison() -> str:
+    """How far the simulator is from what was measured."""
+    found = json.loads((RESULTS / "simulator_vs_measured.json").read_text())
+    lines = ["| rows | number | Spearman | mean error % | mean abs. error % | largest % |", f"|{' --- |' * 6}"]
+    for name, each in found["statistics"].items():
+        errors = (f"{100 * each[key]:.1f}" for key in ("mean_error", "mean_abs_error", "max_abs_error"))
+        lines.append(f"| {name} | {each['rows']} | {each['spearman']:.3f} | {' | '.join(errors)} |")
+    return "\n".join(lines)
+
+
+# --- the reader's own schedule --------------------------------------------------------------------------
+
+
+def own_schedule_program() -> str:
+    """The program in own_schedule.md."""
+    (program,) = re.findall(r"```python\n(.*?)```", (DOCS / "own_schedule.md").read_text(), re.S)
+    return str(program)
+
+
+def own_schedule_output() -> str:
+    """What it prints. In a process of its own, since it registers a schedule."""
+    done = subprocess.run([sys.executable, "-c", own_schedule_program()], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the program in own_schedule.md fails:\n{done.stderr}")
+    return f"```text\n{done.stdout}```"
+
+
+MARKS: dict[str, Callable[[], str]] = {
+    "fc1 70B": lambda: predictions("fc1", "70B", 8192),
+    "fc2 70B": lambda: predictions("fc2", "70B", 8192),
+    "fc2 70B small": lambda: predictions("fc2", "70B", 2048),
+    "fc1 8B": lambda: predictions("fc1", "8B", 8192),
+    "fc2 8B": lambda: predictions("fc2", "8B", 8192),
+    "measured fc1": lambda: measured("AG 70B fc1"),
+    "measured fc2": lambda: measured("RS 70B fc2"),
+    "planning": lambda: planning("planning.json", (8, 72)),
+    "planning cubes": lambda: planning("planning_cubes.json", (8, 64, 216, 512)),
+    "mutation score": mutation_score,
+    "comparison": comparison,
+    "own schedule output": own_schedule_output,
+}
+
+
+def fill(markdown: str) -> str:
+    """A page with its marked places filled."""
+    return MARK.sub(lambda match: MARKS[match[1]](), markdown)
+
+
+# --- hooks ----------------------------------------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    (schedules,) = [entry["Schedules"] for entry in config.nav or [] if "Schedules" in entry]
+    del schedules[1:]
+    for title, names in by_kind().items():
+        schedules.append({title: [{re.sub(".*_1d_", "", name): f"schedules/{name}.md"} for name in names]})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    from mkdocs.structure.files import File
+
+    made: dict[str, str | bytes] = {"schedules/index.md": schedule_index()}
+    for name in distgemm.list_schedules():
+        made |= {f"schedules/{name}.md": schedule_page(name), f"schedules/{name}.svg": schedule_picture(name)}
+    made |= {f"{layer}.svg": timeline_picture(layer) for layer in ("fc1", "fc2")}
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return fill(markdown)
