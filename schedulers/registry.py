@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -117,26 +118,32 @@ def schedule_doc(name: str) -> str:
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _count(what: str, value: object) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{what} is an integer >= 1, got {value!r}")
+    return number
 
 
 def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
-    if world_size is not None and not _is_count(world_size):
-        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
+    size = None if world_size is None else _count("world_size", world_size)
     if mesh is not None:
-        if not isinstance(mesh, tuple) or not mesh or not all(map(_is_count, mesh)):
+        if not isinstance(mesh, (tuple, list)) or not mesh:
             raise ValueError(f"mesh is a tuple of integers >= 1, got {mesh!r}")
-        if world_size is not None and prod(mesh) != world_size:
-            raise ValueError(f"mesh {mesh} has {prod(mesh)} ranks, world_size says {world_size}")
-        if len(mesh) != entry.mesh_rank:
-            raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got {mesh}")
-        return mesh
-    if world_size is None:
+        sides = tuple(_count("each side of a mesh", side) for side in mesh)
+        if size not in (None, prod(sides)):
+            raise ValueError(f"mesh {sides} has {prod(sides)} ranks, world_size says {size}")
+        if len(sides) != entry.mesh_rank:
+            raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got {sides}")
+        return sides
+    if size is None:
         raise ValueError(f"{entry.name} needs a world_size or a mesh")
     if entry.mesh_rank > 1:
-        raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got world_size={world_size} alone")
-    return (world_size,)
+        raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got world_size={size} alone")
+    return (size,)
 
 
 def get_schedule(
@@ -152,13 +159,14 @@ def get_schedule(
     returns the same object.
     """
     entry = _entry(name)
+    chosen = dict(entry.options)
     for key, value in options.items():
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
-        if _is_count(entry.options[key]) and not _is_count(value):
-            raise ValueError(f"{entry.name}: {key} is an integer >= 1, got {value!r}")
-    return _build(entry, _mesh(entry, world_size, mesh), tuple((entry.options | options).items()))
+        counts = type(entry.options[key]) is int
+        chosen[key] = _count(f"{entry.name}: {key}", value) if counts else value
+    return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import distgemm
@@ -305,6 +306,12 @@ def test_families_resolve_to_a_schedule_of_their_kind():
     assert families["ag+gemm"].startswith("all_gather") and families["gemm+rs"].startswith("reduce_scatter")
 
 
+def test_numpy_integers_and_lists_are_as_good_as_integers_and_tuples():
+    wanted = distgemm.get_schedule("ag+gemm", 4, chunks=2)
+    assert distgemm.get_schedule("ag+gemm", np.int64(4), chunks=np.int32(2)) is wanted
+    assert distgemm.get_schedule("ag+gemm", mesh=[np.int64(4)], chunks=2) is wanted  # type: ignore[arg-type]
+
+
 def test_mesh_alone_fixes_the_world_size():
     name = "all_gather_1d_ring_a"
     assert distgemm.get_schedule(name, mesh=(5,)).world_size == 5
@@ -329,7 +336,8 @@ def test_mesh_alone_fixes_the_world_size():
         (("ag+gemm", 4), {"chunk": 2}, "no option 'chunk'; its options: chunks"),
         (("ag+gemm", 4), {"mesh": (2, 3)}, "6 ranks, world_size says 4"),
         (("ag+gemm", 4), {"mesh": (2, 2)}, "mesh of 1 axes"),
-        (("ag+gemm",), {"mesh": (0,)}, "tuple of integers >= 1"),
+        (("ag+gemm",), {"mesh": (0,)}, "each side of a mesh is an integer >= 1, got 0"),
+        (("ag+gemm",), {"mesh": ()}, "tuple of integers >= 1"),
         (("ag+gemm",), {"mesh": 4}, "tuple of integers >= 1, got 4"),
         ((XOR, 6), {}, "power of two, got 6"),
     ],
