@@ -344,8 +344,8 @@ def simulate_command(
 ) -> None:
     """Predict how long a plan takes on GPUs, and what bounds it; "all" compares the schedules.
 
-    A model's predictions, not measurements. The product is a Llama-70B fc1 unless told otherwise. Try --option
-    chunks=4 too: smaller chunks often hide more.
+    A model's predictions, not measurements. The product is a Llama-70B fc1 unless told otherwise. All
+    options have their defaults; with --option chunks=2 a reduce-scatter ring hides far more.
     """
     paths = _outputs(output, ".json")
     if name == "all" and paths:

@@ -60,7 +60,9 @@ def register_schedule(
     def register(build: Builder) -> Builder:
         chosen = name or build.__name__
         options = {}
-        for key, parameter in inspect.signature(build).parameters.items():
+        for position, (key, parameter) in enumerate(inspect.signature(build).parameters.items()):
+            if position and parameter.kind is not parameter.KEYWORD_ONLY:
+                raise ValueError(f"schedule {chosen!r}: option {key!r} is keyword-only: build(mesh, *, {key}=...)")
             if parameter.kind is parameter.KEYWORD_ONLY:
                 if parameter.default is parameter.empty:
                     raise ValueError(f"schedule {chosen!r}: option {key!r} needs a default")

@@ -96,6 +96,8 @@ class DistributedTileScheduler:
                 )
             if not layout.covers():
                 raise ValueError(f"{self.name}: the partition of {operand} leaves tiles of {wanted} without a holder")
+        if not isinstance(self.chunks, TileCoord):
+            raise ValueError(f"{self.name}: chunks is a TileCoord(m, n, k, l) of counts, got {self.chunks!r}")
         for mode, extent, chunks in zip(TileCoord._fields, self.grid, self.chunks, strict=True):
             if chunks < 1 or extent % chunks:
                 raise ValueError(f"{self.name}: {chunks} chunks do not divide the {extent} tiles of mode {mode}")

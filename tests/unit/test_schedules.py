@@ -380,6 +380,14 @@ def test_double_registration_is_an_error(arguments: dict):
     assert distgemm.list_schedules() == before
 
 
+def test_options_are_keyword_only_and_have_defaults():
+    with pytest.raises(ValueError, match=r"option 'chunks' is keyword-only: build\(mesh, \*, chunks="):
+        register_schedule("new")(lambda mesh, chunks=1: build(mesh, chunks=chunks))
+    with pytest.raises(ValueError, match="option 'chunks' needs a default"):
+        register_schedule("new")(lambda mesh, *, chunks: build(mesh, chunks=chunks))
+    assert "new" not in distgemm.list_schedules()
+
+
 def test_options_are_known_with_their_defaults():
     for name in ONE_D:
         assert schedule_options(name)["chunks"] == 1
@@ -394,6 +402,8 @@ def test_parts_that_do_not_fit_together_are_refused():
         DistributedTileScheduler("x", good.partition, distgemm.get_schedule("ag+gemm", 4, chunks=2).work)
     with pytest.raises(ValueError, match="chunks do not divide"):
         DistributedTileScheduler("x", good.partition, good.work, chunks=TileCoord(3, 1, 1, 1))
+    with pytest.raises(ValueError, match=r"chunks is a TileCoord\(m, n, k, l\) of counts, got 2"):
+        DistributedTileScheduler("x", good.partition, good.work, chunks=2)  # type: ignore[arg-type]
     only_first = TVLayout((4,), (1,), ((Axis(4),), WHOLE, WHOLE))
     with pytest.raises(ValueError, match="without a holder"):
         DistributedTileScheduler("x", Partition(only_first, good.partition.b, good.partition.d), good.work)
