@@ -585,7 +585,6 @@ class _Rank:
     replay: int = -1
     left: int = 0
     missing: list[int] = field(default_factory=list)
-    causes: list[_Job | None] = field(default_factory=list)
     heads: dict[str, int] = field(default_factory=dict)
     busy: dict[str, bool] = field(default_factory=dict)
 
@@ -652,7 +651,6 @@ class _Simulation:
         rank.replay += 1
         rank.left = len(work.ops[number])
         rank.missing = list(work.missing[number])
-        rank.causes = [cause] * rank.left
         rank.heads = dict.fromkeys(work.lanes[number], 0)
         rank.busy = dict.fromkeys(work.lanes[number], False)
         self.begins[number] = time
