@@ -1,7 +1,7 @@
 """Machine: what the cost model knows about GPUs and the links between them. Pure data, read from JSON.
 
-Times are microseconds, bandwidths GB/s (1e9 bytes), rates TFLOP/s. ``docs/simulator.md`` says where the shipped
-figures come from.
+Times are microseconds, bandwidths GB/s (1e9 bytes), rates TFLOP/s. ``sources`` in each file of ``machines/`` says
+where its figures come from.
 """
 
 from __future__ import annotations
