@@ -1,0 +1,157 @@
+"""GEMMs of one GPU: cuBLAS against CUTLASS, whole and in 8 chunks of rows on one stream and alternating on two.
+
+    python benchmarks/gemm.py --json benchmarks/results/gemm_h200.json
+
+Shapes are what one of 8 ranks multiplies in the layers of Llama 3. A table row shows TFLOP/s; all of it is measured
+in one run, methods interleaved round by round, each in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from distgemm.gemm import GemmTensors, bind
+from distgemm.gemm.tune import time_graphs, tune
+from distgemm.models import MODELS
+
+
+def on_streams(launches: list[Callable[..., None]], streams: list[torch.cuda.Stream]) -> None:
+    """Launches in turn on streams that begin and end with the current one."""
+    here = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(here)
+    for number, launch in enumerate(launches):
+        launch(streams[number % len(streams)].cuda_stream)
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+def chunked(t: GemmTensors, chunks: int, **how: str) -> list[Callable[..., None]]:
+    """One launch for each chunk of rows."""
+    return [bind(GemmTensors(a, t.b, d), **how) for a, d in zip(t.a.chunk(chunks), t.d.chunk(chunks), strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--m", type=int, nargs="+", default=[8192])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    shapes: dict[tuple[int, int, int], list[str]] = {}
+    for m in args.m:
+        for name in args.models:
+            for layer in MODELS[name].layers:
+                shapes.setdefault(layer.local(m, args.tp), []).append(f"{name.removeprefix('llama-3-')} {layer.name}")
+
+    rows = []
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for (m, n, k), names in track(shapes.items(), description="measuring", console=Console(stderr=True)):
+        a = torch.randn(m, k, device="cuda", dtype=dtype)
+        b = torch.randn(n, k, device="cuda", dtype=dtype)
+        tensors = GemmTensors(a, b, torch.empty(m, n, device="cuda", dtype=dtype))
+        whole = tune(tensors)
+        chunk = tune(GemmTensors(a[: m // args.chunks], b, tensors.d[: m // args.chunks]))
+        two = best_pair(tensors, args.chunks, whole, chunk, streams)
+        cutlass, cublas = bind(tensors), bind(tensors, provider="cublas")
+        parts = {
+            "cublas": chunked(tensors, args.chunks, provider="cublas"),
+            "cutlass": chunked(tensors, args.chunks),
+            "pair": chunked(tensors, args.chunks, config=two),
+        }
+        methods: dict[str, Callable[[], None]] = {
+            "cublas": cublas,
+            "cutlass": cutlass,
+            "cublas_chunks": lambda parts=parts: on_streams(parts["cublas"], streams[:1]),
+            "cutlass_chunks": lambda parts=parts: on_streams(parts["cutlass"], streams[:1]),
+            "cutlass_chunks_two_streams": lambda parts=parts: on_streams(parts["pair"], streams),
+        }
+        times = dict(zip(methods, time_graphs(list(methods.values()), rounds=args.rounds), strict=True))
+        flop = 2 * m * n * k
+        rows.append(
+            {
+                "m": m,
+                "n": n,
+                "k": k,
+                "layers": names,
+                "config": str(whole.config),
+                "chunk_config": str(chunk.config),
+                "two_streams_config": two,
+                "ms": {name: round(ms, 5) for name, ms in times.items()},
+                "tflops": {name: round(flop / ms / 1e9, 1) for name, ms in times.items()},
+            }
+        )
+    report(rows)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "benchmark": "gemm",
+            "dtype": args.dtype,
+            "chunks": args.chunks,
+        }
+        args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
+
+
+def best_pair(tensors: GemmTensors, chunks: int, whole, chunk, streams) -> str:  # type: ignore[no-untyped-def]
+    """The configuration that is fastest in chunks that alternate on two streams, of the best of both searches."""
+    names = sorted(whole.times, key=whole.times.__getitem__)[:4] + sorted(chunk.times, key=chunk.times.__getitem__)[:8]
+    names = list(dict.fromkeys(names))
+    parts = [chunked(tensors, chunks, config=name) for name in names]
+    times = time_graphs([lambda p=p: on_streams(p, streams) for p in parts], rounds=3)
+    return names[times.index(min(times))]
+
+
+def report(rows: list[dict]) -> None:  # type: ignore[type-arg]
+    table = Table(
+        "layers",
+        "m x n x k",
+        "cuBLAS",
+        "CUTLASS",
+        "ratio",
+        "8 chunks: cuBLAS",
+        "CUTLASS",
+        "two streams",
+        "of whole",
+        "config",
+    )
+    ratios, pairs = [], []
+    for row in rows:
+        rate = row["tflops"]
+        ratios.append(rate["cutlass"] / rate["cublas"])
+        pairs.append(rate["cutlass_chunks_two_streams"] / rate["cutlass"])
+        shape = f"{row['m']}x{row['n']}x{row['k']}"
+        figures = [
+            rate["cublas"],
+            rate["cutlass"],
+            ratios[-1],
+            rate["cublas_chunks"],
+            rate["cutlass_chunks"],
+            rate["cutlass_chunks_two_streams"],
+            pairs[-1],
+        ]
+        table.add_row(
+            ", ".join(row["layers"]), shape, *(f"{x:.3f}" if x < 2 else f"{x:.0f}" for x in figures), row["config"]
+        )
+    console = Console(width=200)
+    console.print(table)
+    console.print(f"CUTLASS / cuBLAS: geometric mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Which configuration a shape gets: the measured one if there is one, else the heuristic's.
+
+Measured choices are read from ``gemm_<device>.json`` in the cache folder, which ``distgemm tune-gemm`` writes, and
+from the file of that name that ships with the package. The heuristic estimates time as
+
+    waves * (k + overhead) * tile_m * tile_n / rate,    waves = ceil(tiles / thread blocks that run at once)
+
+with a rate and an overhead for each kind of tile. The rate says what share of the sustained peak such tiles reach
+on large problems; the overhead, in elements of k, what a tile costs besides its main loop. Both were set from
+measurements on one H200 (``docs/measurements.md``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from distgemm.gemm.compiler import cache_dir
+from distgemm.gemm.spec import GemmConfig, GemmSpec
+
+if TYPE_CHECKING:
+    from distgemm.gemm.cutlass import CutlassProvider
+
+__all__ = ["choose", "key_of", "measured", "order", "record"]
+
+SHIPPED = Path(__file__).parent / "tuned"
+SMS = 132
+RATES = {
+    ("cooperative", 128, 256): 1.0,
+    ("cooperative", 256, 128): 1.0,
+    ("cooperative", 128, 192): 0.98,
+    ("pingpong", 128, 128): 0.95,
+    ("pingpong", 64, 256): 0.85,
+    ("pingpong", 64, 128): 0.75,
+    ("plain", 128, 128): 0.3,
+}
+OVERHEADS = {"cooperative": 160, "pingpong": 60, "plain": 160}
+
+
+def estimate(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> float:
+    """The heuristic's time, in arbitrary units."""
+    tile_m, tile_n, _ = config.tile
+    cluster = config.cluster[0] * config.cluster[1]
+
+    def tiles_along(extent: int, tile: int, blocks: int) -> int:
+        return -(-extent // (tile * blocks)) * blocks
+
+    tiles = tiles_along(spec.m, tile_m, config.cluster[0]) * tiles_along(spec.n, tile_n, config.cluster[1]) * spec.l
+    at_once = sms // cluster * cluster
+    waves = -(-tiles // at_once)
+    rate = RATES.get((config.schedule, tile_m, tile_n), 0.7)
+    return waves * (spec.k + OVERHEADS[config.schedule]) * tile_m * tile_n / rate
+
+
+def order(spec: GemmSpec, configs: list[GemmConfig]) -> list[GemmConfig]:
+    """Configurations by the heuristic's time, the best first."""
+    return sorted(configs, key=lambda config: estimate(spec, config))
+
+
+def key_of(spec: GemmSpec) -> str:
+    """What a choice depends on, as text: extents, types, majors and terms."""
+    majors = "".join("r" if matrix.row_major else "c" for matrix in (spec.a, spec.b))
+    terms = [
+        f"{name}:{matrix.dtype}" for name, matrix in (("c", spec.c), ("partial", spec.partial)) if matrix is not None
+    ]
+    terms += [f"bias:{spec.bias}"] if spec.bias else []
+    terms += [f"{name}:{kind}" for name, kind in (("a", spec.scale_a), ("b", spec.scale_b)) if kind == "row"]
+    return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])
+
+
+def choose(provider: CutlassProvider, spec: GemmSpec) -> GemmConfig:
+    """The configuration for this shape. A measured one that does not fit these strides is passed over."""
+    found = measured(_device()).get(key_of(spec))
+    if found is not None:
+        config = GemmConfig.parse(found["config"])
+        if provider.supports(spec, config):
+            return config
+    return provider.configs(spec)[0]
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def _file(device: str) -> str:
+    return f"gemm_{device.replace(' ', '_')}.json"
+
+
+def _stamp(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def measured(device: str) -> dict[str, dict[str, Any]]:
+    """Choices by :func:`key_of`; the user's own stand before the shipped ones."""
+    own = cache_dir() / _file(device)
+    return _read(SHIPPED / _file(device), own, _stamp(own))
+
+
+@functools.lru_cache(maxsize=4)
+def _read(shipped: Path, own: Path, stamp: int) -> dict[str, dict[str, Any]]:
+    del stamp  # only makes a changed file be read again
+    found: dict[str, dict[str, Any]] = {}
+    for path in (shipped, own):
+        if path.exists():
+            try:
+                found |= json.loads(path.read_text())["choices"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} does not hold measured choices ({error}); delete it, or write it anew with: "
+                    "distgemm tune-gemm"
+                ) from error
+    return found
+
+
+def record(device: str, choices: dict[str, dict[str, Any]]) -> Path:
+    """Adds choices to the user's file, beside what other processes add. Returns its path."""
+    path = cache_dir() / _file(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        known = json.loads(path.read_text())["choices"] if path.exists() else {}
+        written = path.with_suffix(f".{os.getpid()}.new")
+        written.write_text(json.dumps({"device": device, "choices": known | choices}, indent=1) + "\n")
+        os.replace(written, path)
+    return path

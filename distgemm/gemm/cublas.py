@@ -1,0 +1,118 @@
+"""Provider "cublas": cuBLAS through torch. It chooses its own kernels, so there are no configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from distgemm.gemm.provider import GemmTensors
+from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
+from distgemm.gemm.tensors import spec_of
+
+__all__ = ["CublasKernel", "CublasProvider"]
+
+DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float64", "float8_e4m3fn")
+
+
+class CublasProvider:
+    """torch.mm, addmm, baddbmm and _scaled_mm, writing into D."""
+
+    name = "cublas"
+
+    def configs(self, spec: GemmSpec) -> list[GemmConfig]:
+        """Empty: cuBLAS chooses by itself."""
+        return []
+
+    def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
+        """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+        added = spec.partial or spec.c
+        if config is not None:
+            return Status(f"cuBLAS chooses its own kernels, configuration {config} cannot be asked for")
+        if spec.a.dtype not in DTYPES:
+            return Status(f"A and B are of {', '.join(DTYPES)}, not {spec.a.dtype}")
+        if spec.partial is not None and spec.c is not None:
+            return Status("torch adds one matrix to a product, not both C and a partial sum")
+        if spec.bias is not None and added is not None:
+            return Status("torch adds either a bias or a matrix to a product, not both")
+        if spec.a.dtype == "float8_e4m3fn":
+            return self._scaled(spec)
+        if spec.scale_a != "none" or spec.scale_b != "none":
+            return Status("torch scales fp8 operands only")
+        result = "float32" if spec.a.dtype == "tfloat32" else spec.a.dtype
+        for name, dtype in (("D", spec.d.dtype), ("C", added and added.dtype), ("bias", spec.bias)):
+            if dtype not in (None, result):
+                return Status(f"torch multiplies {spec.a.dtype} into {result}; {name} is of {dtype}")
+        return Status()
+
+    def _scaled(self, spec: GemmSpec) -> Status:
+        if spec.partial is not None or spec.c is not None:
+            return Status("torch adds no matrix to a product of fp8 operands")
+        if spec.l > 1 or not (spec.a.row_major and spec.b.row_major):
+            return Status("torch multiplies single matrices of fp8, both with contiguous rows")
+        if {spec.scale_a, spec.scale_b} not in ({"tensor"}, {"row"}):
+            return Status(f"torch wants both scales per tensor or both per row, got {spec.scale_a}, {spec.scale_b}")
+        if spec.k % 16 or spec.n % 16:
+            return Status(f"torch wants k and n in multiples of 16 in fp8, got {spec.k} and {spec.n}")
+        return Status()
+
+    def compile(self, spec: GemmSpec, config: GemmConfig | None = None) -> CublasKernel:
+        """The kernel. Raises ValueError where not supported."""
+        status = self.supports(spec, config)
+        if not status:
+            raise ValueError(f"provider cublas: {status.reason}")
+        return CublasKernel()
+
+
+class CublasKernel:
+    """torch's products; :class:`distgemm.gemm.Kernel` says what it offers."""
+
+    name = "cublas"
+
+    def bind(self, tensors: GemmTensors) -> CublasLaunch:
+        """Chooses torch's function. Raises ValueError for what it cannot compute."""
+        spec = spec_of(tensors)
+        status = CublasProvider().supports(spec)
+        if not status:
+            raise ValueError(f"provider cublas: {status.reason}")
+        return CublasLaunch(tensors, _function(tensors, spec))
+
+
+def _function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
+    if spec.a.dtype == "float8_e4m3fn":
+        scale_a, scale_b = t.scale_a, t.scale_b
+        assert scale_a is not None and scale_b is not None
+        if spec.scale_a == "row":
+            scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(1, -1)
+        scale_a = scale_a * t.alpha
+        return lambda: torch._scaled_mm(t.a, t.b.mT, scale_a, scale_b, bias=t.bias, out_dtype=t.d.dtype, out=t.d)
+    added = t.partial if spec.partial is not None else t.c if spec.c is not None else t.bias
+    factor = t.beta if spec.partial is None and spec.c is not None else 1.0
+    if added is None and t.alpha == 1.0:
+        return lambda: torch.matmul(t.a, t.b.mT, out=t.d)
+    if added is None:
+        added, factor = t.d, 0.0
+    if t.a.dim() == 3:
+        return lambda: torch.baddbmm(added, t.a, t.b.mT, beta=factor, alpha=t.alpha, out=t.d)
+    return lambda: torch.addmm(added, t.a, t.b.mT, beta=factor, alpha=t.alpha, out=t.d)
+
+
+class CublasLaunch:
+    """A product with its tensors; see :class:`distgemm.gemm.Launch`."""
+
+    def __init__(self, tensors: GemmTensors, function: Callable[[], object]) -> None:
+        self._tensors, self._function = tensors, function
+        self._tf32 = tensors.dtype == "tfloat32"
+
+    @torch.no_grad()
+    def __call__(self, stream: int | None = None) -> None:
+        device = self._tensors.d.device
+        on = torch.cuda.current_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
+        flags = torch.backends.cuda.matmul
+        before = flags.allow_tf32
+        flags.allow_tf32 = self._tf32
+        try:
+            with torch.cuda.stream(on):
+                self._function()
+        finally:
+            flags.allow_tf32 = before

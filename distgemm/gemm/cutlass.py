@@ -1,0 +1,331 @@
+"""Provider "cutlass": CUTLASS 3.x kernels, compiled at first use, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.provider import GemmTensors
+from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
+from distgemm.gemm.tensors import spec_of
+from distgemm.problem import DTYPE_BYTES
+
+__all__ = ["CutlassKernel", "CutlassProvider", "kernel_source"]
+
+ELEMENTS = {
+    "bfloat16": "cutlass::bfloat16_t",
+    "float16": "cutlass::half_t",
+    "float32": "float",
+    "tfloat32": "cutlass::tfloat32_t",
+    "float8_e4m3fn": "cutlass::float_e4m3_t",
+}
+RESULTS = ("bfloat16", "float16", "float32")
+SCHEDULES = {"cooperative": "DG_COOPERATIVE", "pingpong": "DG_PINGPONG", "plain": "DG_PLAIN"}
+EPILOGUES = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
+TMA_DEPTH_BYTES = 128
+PLAIN_DEPTH_BYTES = {"float32": 32}
+TMA_TILES = (
+    # tile m, n; cluster m, n; schedule
+    ((128, 256), (1, 2), "cooperative"),
+    ((128, 256), (2, 1), "cooperative"),
+    ((256, 128), (2, 1), "cooperative"),
+    ((256, 128), (1, 2), "cooperative"),
+    ((256, 160), (2, 1), "cooperative"),
+    ((128, 160), (2, 1), "cooperative"),
+    ((256, 192), (2, 1), "cooperative"),
+    ((128, 192), (2, 1), "cooperative"),
+    ((128, 192), (1, 2), "cooperative"),
+    ((128, 128), (2, 1), "pingpong"),
+    ((128, 128), (1, 2), "pingpong"),
+    ((64, 256), (1, 1), "pingpong"),
+    ((64, 128), (1, 1), "pingpong"),
+)
+
+
+def _depth(dtype: str, schedule: str) -> int:
+    size = PLAIN_DEPTH_BYTES.get(dtype, 64) if schedule == "plain" else TMA_DEPTH_BYTES
+    return size // DTYPE_BYTES[dtype]
+
+
+def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource:
+    """What the kernel for this spec and configuration is compiled from; extents do not matter, strides only where
+    they decide how much is loaded at once."""
+    source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
+    plain, direct = config.schedule == "plain", config.epilogue == "direct"
+    result = ELEMENTS[spec.d.dtype]
+
+    def element(matrix: MatrixSpec | None) -> str:
+        # A direct epilogue sees at run time what there is: one library serves all.
+        return ELEMENTS[matrix.dtype] if matrix else result if direct else "void"
+
+    def vector(matrix: MatrixSpec) -> int:
+        return matrix.vector if plain and matrix.row_major else 1
+
+    values: dict[str, Any] = {
+        "ELEMENT": ELEMENTS[spec.a.dtype],
+        "D": result,
+        "SOURCE": element(source),
+        "AUX": element(aux),
+        "BIAS": ELEMENTS[spec.bias] if spec.bias else result if direct else "void",
+        "A_ROW": int(spec.a.row_major),
+        "B_ROW": int(spec.b.row_major),
+        "ROW_SCALE_A": int(spec.scale_a == "row"),
+        "ROW_SCALE_B": int(spec.scale_b == "row"),
+        "TILE_M": config.tile[0],
+        "TILE_N": config.tile[1],
+        "TILE_K": config.tile[2],
+        "CLUSTER_M": config.cluster[0],
+        "CLUSTER_N": config.cluster[1],
+        "SCHEDULE": SCHEDULES[config.schedule],
+        "EPILOGUE": EPILOGUES[config.epilogue],
+        "VECTOR_A": vector(spec.a),
+        "VECTOR_B": vector(spec.b),
+    }
+    terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
+    name = f"{config} ({', '.join(terms)} -> {spec.d.dtype})"
+    return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("batch_stride", ctypes.c_int64))
+
+
+class _Arguments(ctypes.Structure):
+    """The struct Arguments of kernel.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in "mnkl"),
+        *((name, _Matrix) for name in ("a", "b", "source", "aux", "d")),
+        *((name, ctypes.c_void_p) for name in ("bias", "scale_a", "scale_b")),
+        *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
+        *((name, ctypes.c_int32) for name in ("sm_count", "raster", "swizzle")),
+    )
+
+
+@functools.cache
+def _load(source: KernelSource) -> ctypes.CDLL:
+    path = library(source)
+    found = ctypes.CDLL(str(path))
+    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
+        raise RuntimeError(f"{path} was compiled for other arguments than this version passes")
+    found.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.distgemm_encode.restype = None
+    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.distgemm_error_string.restype = ctypes.c_char_p
+    return found
+
+
+@functools.cache
+def _sm_count(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class CutlassKernel:
+    """A compiled kernel; :class:`distgemm.gemm.Kernel` says what it offers.
+
+    source: what it was compiled from
+    config: its configuration
+    """
+
+    def __init__(self, source: KernelSource, config: GemmConfig, raise_unsupported: Any) -> None:
+        self.source, self.config, self.name = source, config, source.name
+        self._check = raise_unsupported
+        self._library = _load(source)
+        self._size = self._library.distgemm_params_size()
+        self._alignment = self._library.distgemm_params_alignment()
+        self._devices: set[int] = set()
+        self._lock = threading.Lock()
+
+    def _load_on(self, device: int) -> None:
+        """Loads the kernel ahead of its first launch, which may be captured, or behind a kernel that waits."""
+        with self._lock:
+            if device not in self._devices:
+                with torch.cuda.device(device):
+                    torch.cuda.current_stream()  # makes the context current
+                    self.raise_on(self._library.distgemm_load(), "load")
+                self._devices.add(device)
+
+    def raise_on(self, error: int, what: str) -> None:
+        """Raises RuntimeError for a cudaError_t that is not success."""
+        if error:
+            said = self._library.distgemm_error_string(error).decode()
+            raise RuntimeError(f"CUDA could not {what} kernel {self.name}: {said} (error {error})")
+
+    def bind(self, tensors: GemmTensors) -> CutlassLaunch:
+        """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
+        spec = spec_of(tensors)
+        self._check(spec, self.config)
+        if kernel_source(spec, self.config, self.source.arch).macros != self.source.macros:
+            raise ValueError(
+                f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
+            )
+        device = tensors.d.device.index
+        if device not in self._devices:
+            self._load_on(device)
+        c = tensors.c if spec.c is not None else None
+        source, aux = (tensors.partial, c) if spec.partial else (c, None)
+        source_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
+        arguments = _Arguments(
+            spec.m,
+            spec.n,
+            spec.k,
+            spec.l,
+            _matrix(tensors.a, spec.a),
+            _matrix(tensors.b, spec.b),
+            _matrix(source, source_spec),
+            _matrix(aux, aux_spec),
+            _matrix(tensors.d, spec.d),
+            None if tensors.bias is None else tensors.bias.data_ptr(),
+            None if tensors.scale_a is None else tensors.scale_a.data_ptr(),
+            None if tensors.scale_b is None else tensors.scale_b.data_ptr(),
+            tensors.alpha,
+            1.0 if spec.partial else tensors.beta,
+            tensors.beta,
+            _sm_count(device),
+            RASTERS.index(self.config.raster),
+            self.config.swizzle,
+        )
+        if not (spec.m and spec.n and spec.l):
+            return CutlassLaunch(self, tensors, None, 0)
+        buffer = ctypes.create_string_buffer(self._size + self._alignment)
+        address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
+        self._library.distgemm_encode(ctypes.addressof(arguments), address)
+        return CutlassLaunch(self, tensors, buffer, address)
+
+
+def _matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> _Matrix:
+    if tensor is None or spec is None:
+        return _Matrix(None, 0, 0)
+    return _Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
+
+
+class CutlassLaunch:
+    """A kernel with its encoded arguments; see :class:`distgemm.gemm.Launch`. An empty D launches nothing."""
+
+    __slots__ = ("_address", "_buffer", "_function", "_kernel", "_tensors")
+
+    def __init__(self, kernel: CutlassKernel, tensors: GemmTensors, buffer: Any, address: int) -> None:
+        self._kernel, self._tensors, self._buffer, self._address = kernel, tensors, buffer, address
+        self._function = kernel._library.distgemm_launch
+
+    def __call__(self, stream: int | None = None) -> None:
+        if self._buffer is None:
+            return
+        if stream is None:
+            stream = torch.cuda.current_stream(self._tensors.d.device).cuda_stream
+        error = self._function(self._address, stream)
+        if error:
+            self._kernel.raise_on(error, "launch")
+
+
+class CutlassProvider:
+    """CUTLASS kernels for sm_90a with TMA and wgmma, and for sm_80 and newer without.
+
+    arch: the architecture to compile for, as nvcc names it; None: that of the current device
+    """
+
+    name = "cutlass"
+
+    def __init__(self, arch: str | None = None) -> None:
+        self._arch = arch
+
+    @property
+    def arch(self) -> str:
+        """The architecture that kernels are compiled for."""
+        if self._arch is None:
+            major, minor = torch.cuda.get_device_capability()
+            self._arch = f"{major}{minor}" + ("a" if major >= 9 else "")
+        return self._arch
+
+    def configs(self, spec: GemmSpec) -> list[GemmConfig]:
+        """Configurations worth trying for this spec, the one taken by default first."""
+        from distgemm.gemm.choose import order
+
+        dtype = spec.a.dtype
+        epilogue = "tma" if spec.results_aligned else "direct"
+        found = [
+            GemmConfig((*tile, _depth(dtype, schedule)), cluster, schedule, epilogue)
+            for tile, cluster, schedule in TMA_TILES
+        ]
+        found.append(GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct"))
+        return order(spec, [config for config in found if self.supports(spec, config)])
+
+    def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
+        """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+        if config is None:
+            return Status() if self.configs(spec) else self._unsupported(spec, None)
+        return self._unsupported(spec, config)
+
+    def _unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> Status:
+        dtype = spec.a.dtype
+        if dtype not in ELEMENTS:
+            return Status(f"A and B are of {', '.join(ELEMENTS)}, not {dtype}")
+        for name, matrix in (("D", spec.d), ("C", spec.c), ("the partial sum", spec.partial)):
+            if matrix is not None and matrix.dtype not in RESULTS:
+                return Status(f"{name} is of {', '.join(RESULTS)}, not {matrix.dtype}")
+        if spec.bias is not None and spec.bias not in RESULTS:
+            return Status(f"bias is of {', '.join(RESULTS)}, not {spec.bias}")
+        if spec.k == 0:
+            return Status("k is 0: there is nothing to multiply")
+        if dtype == "float8_e4m3fn" and not (spec.a.row_major and spec.b.row_major):
+            return Status("rows of A and B are contiguous in fp8: neither can be column-major")
+        if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
+            return Status("scales per row are for one batch")
+        return self._fits(spec, config) if config else Status("no configuration fits")
+
+    def _fits(self, spec: GemmSpec, config: GemmConfig) -> Status:
+        dtype, (m, n, k) = spec.a.dtype, config.tile
+        if config.schedule == "plain":
+            if (m, n, k) != (128, 128, _depth(dtype, "plain")) or config.cluster != (1, 1):
+                return Status(f"plain kernels for {dtype} have tiles of 128x128x{_depth(dtype, 'plain')}, no clusters")
+            if dtype == "float8_e4m3fn" and int(self.arch.rstrip("a")) < 89:
+                return Status(f"sm_{self.arch} does not multiply fp8")
+            return Status()
+        if self.arch != "90a":
+            return Status(f"{config.schedule} kernels are for sm_90a, this is sm_{self.arch}; plain ones are not")
+        if dtype == "float32":
+            return Status("tensor cores do not multiply IEEE float32: take a plain kernel, or dtype tfloat32")
+        if not spec.operands_aligned:
+            return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes: take a plain kernel")
+        if config.epilogue == "tma" and not spec.results_aligned:
+            return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
+        least = 128 if config.schedule == "cooperative" else 64
+        if m % least or n % 8 or not 8 <= n <= 256:
+            return Status(f"tiles of {config.schedule} kernels are multiples of {least} by 8..256, got {m}x{n}")
+        if k * DTYPE_BYTES[dtype] % 32:
+            return Status(f"depths of tiles are multiples of 32 bytes, got {k} elements")
+        return Status()
+
+    def compile(self, spec: GemmSpec, config: GemmConfig | None = None) -> CutlassKernel:
+        """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.choose` says.
+
+        Raises ValueError where not supported; CompilerNotFoundError and CompileError.
+        """
+        if config is None:
+            from distgemm.gemm.choose import choose
+
+            self._raise_unsupported(spec, None)
+            config = choose(self, spec)
+        self._raise_unsupported(spec, config)
+        return _kernel(kernel_source(spec, config, self.arch), config, self)
+
+    def _raise_unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> None:
+        status = self.supports(spec, config)
+        if not status:
+            raise ValueError(f"provider cutlass, {config or 'any configuration'}: {status.reason}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CutlassProvider) and self.arch == other.arch
+
+    def __hash__(self) -> int:
+        return hash(self.arch)
+
+
+@functools.cache
+def _kernel(source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> CutlassKernel:
+    return CutlassKernel(source, config, provider._raise_unsupported)

@@ -1,0 +1,209 @@
+"""What a GEMM asks of a kernel, and how a kernel does it: value objects, without torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distgemm.problem import DTYPE_BYTES
+
+__all__ = ["TMA_ALIGNMENT", "GemmConfig", "GemmSpec", "MatrixSpec", "Status"]
+
+TMA_ALIGNMENT = 16
+"""Bytes that pointers and strides of what TMA reads and writes are multiples of."""
+
+
+class Status(NamedTuple):
+    """Whether something can be done; falsy with the reason where it cannot."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """Batches of a matrix in memory, without the address.
+
+    dtype:        a key of ``DTYPE_BYTES``
+    rows, columns, batches: extents
+    row_major:    whether the elements of a row are contiguous; else those of a column
+    stride:       elements from row to row (column to column)
+    batch_stride: elements from batch to batch
+    alignment:    the largest power of two, at most 16 bytes, that divides address and strides
+    padded:       whether what lies between the end of a row and the next multiple of 16 bytes may be overwritten
+    """
+
+    dtype: str
+    rows: int
+    columns: int
+    batches: int = 1
+    row_major: bool = True
+    stride: int = field(default=-1)  # -1: dense
+    batch_stride: int = field(default=-1)
+    alignment: int = TMA_ALIGNMENT
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        contiguous, other = (self.columns, self.rows) if self.row_major else (self.rows, self.columns)
+        if self.stride == -1:
+            object.__setattr__(self, "stride", contiguous)
+        if self.batch_stride == -1:
+            object.__setattr__(self, "batch_stride", other * self.stride)
+
+    @property
+    def vector(self) -> int:
+        """How many contiguous elements can be loaded at once: those divide the contiguous extent too."""
+        contiguous = self.columns if self.row_major else self.rows
+        return common_power_of_two(self.alignment, contiguous * DTYPE_BYTES[self.dtype]) // DTYPE_BYTES[self.dtype]
+
+    @property
+    def readable(self) -> bool:
+        """Whether TMA can read it."""
+        return self.alignment == TMA_ALIGNMENT
+
+    @property
+    def writable(self) -> bool:
+        """Whether TMA can write it. TMA writes 16 bytes at a time, so that rows end at multiples or are padded."""
+        whole_rows = self.columns * DTYPE_BYTES[self.dtype] % TMA_ALIGNMENT == 0
+        return self.alignment == TMA_ALIGNMENT and (whole_rows or self.padded)
+
+
+def common_power_of_two(*values: int) -> int:
+    """The largest power of two, at most 16, that divides all values."""
+    power = TMA_ALIGNMENT
+    for value in values:
+        while value % power:
+            power //= 2
+    return power
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """D = alpha * scale_a * scale_b * A @ B.T + bias + partial + beta * C, without numbers and addresses.
+
+    a, b, d: A (m, k), B (n, k), D (m, n)
+    c, partial: further terms, as D; None: absent. C may be D itself, so may the partial sum
+    bias:    element type of a row of n; None: absent
+    scale_a, scale_b: "none", "tensor" (one float32) or "row" (one per row of A, of B)
+
+    Raises ValueError where extents do not fit together.
+    """
+
+    a: MatrixSpec
+    b: MatrixSpec
+    d: MatrixSpec
+    c: MatrixSpec | None = None
+    partial: MatrixSpec | None = None
+    bias: str | None = None
+    scale_a: str = "none"
+    scale_b: str = "none"
+
+    def __post_init__(self) -> None:
+        a, b, d = self.a, self.b, self.d
+        if a.columns != b.columns:
+            raise ValueError(f"A (m, k) and B (n, k) differ in k: {_shape(a)} and {_shape(b)}")
+        for name, matrix in (("D", d), ("C", self.c), ("the partial sum", self.partial)):
+            if matrix is not None and (matrix.rows, matrix.columns) != (a.rows, b.rows):
+                raise ValueError(f"{name} is (m, n) = ({a.rows}, {b.rows}), got {_shape(matrix)}")
+        for name, matrix in (("A", a), ("B", b), ("C", self.c), ("the partial sum", self.partial)):
+            if matrix is not None and matrix.batches != d.batches:
+                raise ValueError(f"D has {d.batches} batches, {name} has {matrix.batches}")
+        if a.dtype != b.dtype:
+            raise ValueError(f"A and B are of one type, got {a.dtype} and {b.dtype}")
+
+    @property
+    def m(self) -> int:
+        return self.a.rows
+
+    @property
+    def n(self) -> int:
+        return self.b.rows
+
+    @property
+    def k(self) -> int:
+        return self.a.columns
+
+    @property
+    def l(self) -> int:  # noqa: E743  (the mode's name in CUTLASS)
+        return self.d.batches
+
+    @property
+    def results_aligned(self) -> bool:
+        """Whether TMA can write D and read what is added to it. C beside a partial sum is read without TMA."""
+        added = self.partial or self.c
+        return self.d.writable and (added is None or added.readable)
+
+    @property
+    def operands_aligned(self) -> bool:
+        """Whether TMA can read A and B."""
+        return self.a.readable and self.b.readable
+
+
+def _shape(matrix: MatrixSpec) -> str:
+    return f"({matrix.rows}, {matrix.columns})"
+
+
+SCHEDULES = ("cooperative", "pingpong", "plain")
+EPILOGUES = ("tma", "direct")
+RASTERS = ("heuristic", "m", "n")
+_CONFIG = re.compile(
+    r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How a CUTLASS kernel works. Written as ``128x256x64_1x2_cooperative``, with ``_direct``, ``_raster_m`` (or n)
+    and ``_swizzle_4`` where they differ from the defaults.
+
+    tile:     m, n, k of what a thread block computes at a time, elements
+    cluster:  m, n of the thread blocks that share what TMA loads
+    schedule: "cooperative" (two warp groups share a tile), "pingpong" (they take turns: one multiplies while the
+              other writes), or "plain" (no TMA, no wgmma: any alignment)
+    epilogue: "tma", or "direct" (stores from registers: any alignment of D, C and the partial sum)
+    raster:   order of tiles: along "m", "n", or as CUTLASS's "heuristic" says
+    swizzle:  tiles are visited in stripes of up to so many, a power of two
+    """
+
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int] = (1, 1)
+    schedule: str = "cooperative"
+    epilogue: str = "tma"
+    raster: str = "heuristic"
+    swizzle: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("epilogue", self.epilogue, EPILOGUES),
+            ("raster", self.raster, RASTERS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+        if self.swizzle not in (1, 2, 4, 8):
+            raise ValueError(f"swizzle is 1, 2, 4 or 8, got {self.swizzle!r}")
+
+    def __str__(self) -> str:
+        text = "x".join(map(str, self.tile)) + f"_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"
+        text += "_direct" if self.epilogue == "direct" and self.schedule != "plain" else ""
+        text += "" if self.raster == "heuristic" else f"_raster_{self.raster}"
+        return text + ("" if self.swizzle == 1 else f"_swizzle_{self.swizzle}")
+
+    @classmethod
+    def parse(cls, text: str) -> GemmConfig:
+        """The configuration that ``str`` writes so. Raises ValueError for another text."""
+        found = _CONFIG.fullmatch(text)
+        if not found:
+            raise ValueError(f"a configuration is written like 128x256x64_1x2_cooperative_swizzle_4, got {text!r}")
+        m, n, k, cm, cn, schedule, direct, raster, swizzle = found.groups()
+        return cls(
+            tile=(int(m), int(n), int(k)),
+            cluster=(int(cm), int(cn)),
+            schedule=schedule,
+            epilogue="direct" if direct or schedule == "plain" else "tma",
+            raster=raster or "heuristic",
+            swizzle=int(swizzle or 1),
+        )

@@ -1,0 +1,115 @@
+"""From tensors to specs, and the checks that need tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from distgemm.gemm.provider import GemmTensors
+from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, common_power_of_two
+from distgemm.problem import DTYPE_BYTES
+
+__all__ = ["matrix_spec", "spec_of"]
+
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if name != "tfloat32"}
+
+
+def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> MatrixSpec:
+    """Metadata of a matrix (rows, columns) or of batches of one (l, rows, columns).
+
+    Raises ValueError for other ranks, unknown types, and tensors of which neither rows nor columns are contiguous.
+    """
+    if tensor.dim() not in (2, 3):
+        raise ValueError(f"{name} has 2 or 3 dimensions, got shape {tuple(tensor.shape)}")
+    known = DTYPE_NAMES.get(tensor.dtype)
+    if known is None:
+        raise ValueError(f"{name} is of {tensor.dtype}; known are {', '.join(map(str, DTYPE_NAMES))}")
+    batches = tensor.shape[0] if tensor.dim() == 3 else 1
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    batch_stride = tensor.stride(0) if batches > 1 else 0
+    # The stride of a mode of extent 1 is not used, and may be anything.
+    if (column_stride == 1 or columns == 1) and (row_stride >= columns or rows == 1):
+        row_major, stride, used = True, row_stride, rows > 1
+    elif (row_stride == 1 or rows == 1) and (column_stride >= rows or columns == 1):
+        row_major, stride, used = False, column_stride, columns > 1
+    else:
+        raise ValueError(
+            f"rows or columns of {name} are contiguous and do not overlap, got shape {tuple(tensor.shape)} "
+            f"and strides {tensor.stride()}"
+        )
+    size = tensor.element_size()
+    if not used:
+        stride = -(-(columns if row_major else rows) * size // TMA_ALIGNMENT) * TMA_ALIGNMENT // size
+    return MatrixSpec(
+        dtype=dtype or known,
+        rows=rows,
+        columns=columns,
+        batches=batches,
+        row_major=row_major,
+        stride=stride,
+        batch_stride=batch_stride,
+        alignment=common_power_of_two(tensor.data_ptr(), stride * size, batch_stride * size),
+    )
+
+
+def spec_of(tensors: GemmTensors) -> GemmSpec:
+    """The spec of these tensors. Raises ValueError where they do not fit together."""
+    a, b, d = tensors.a, tensors.b, tensors.d
+    present = {
+        "A": a,
+        "B": b,
+        "D": d,
+        "C": tensors.c,
+        "the partial sum": tensors.partial,
+        "bias": tensors.bias,
+        "scale_a": tensors.scale_a,
+        "scale_b": tensors.scale_b,
+    }
+    for name, tensor in present.items():
+        if tensor is not None and tensor.device != d.device:
+            raise ValueError(f"all tensors are on one device: D is on {d.device}, {name} on {tensor.device}")
+    if tensors.dtype not in (None, DTYPE_NAMES.get(a.dtype)) and (tensors.dtype, a.dtype) != (
+        "tfloat32",
+        torch.float32,
+    ):
+        raise ValueError(
+            f"dtype is {DTYPE_NAMES.get(a.dtype)!r} as A, or 'tfloat32' for float32, got {tensors.dtype!r}"
+        )
+    if tensors.beta and tensors.c is None:
+        raise ValueError(f"beta is {tensors.beta}, but there is no C")
+    multiplied = tensors.dtype if tensors.dtype == "tfloat32" else None
+    results = {name: _result(name, x) for name in ("D", "C", "the partial sum") if (x := present[name]) is not None}
+    spec = GemmSpec(
+        a=matrix_spec("A", a, multiplied),
+        b=matrix_spec("B", b, multiplied),
+        d=replace(results["D"], padded=tensors.padded),
+        c=results.get("C") if tensors.beta else None,
+        partial=results.get("the partial sum"),
+        bias=None if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        scale_a=_scale("scale_a", tensors.scale_a, a.shape[-2]),
+        scale_b=_scale("scale_b", tensors.scale_b, b.shape[-2]),
+    )
+    if tensors.bias is not None and (tensors.bias.shape != (spec.n,) or tensors.bias.stride() != (1,)):
+        raise ValueError(f"bias is a dense vector of n = {spec.n}, got shape {tuple(tensors.bias.shape)}")
+    return spec
+
+
+def _result(name: str, tensor: torch.Tensor) -> MatrixSpec:
+    spec = matrix_spec(name, tensor)
+    if not spec.row_major:
+        raise ValueError(f"rows of {name} are contiguous, got strides {tensor.stride()}")
+    return spec
+
+
+def _scale(name: str, scale: torch.Tensor | None, rows: int) -> str:
+    if scale is None:
+        return "none"
+    if scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise ValueError(f"{name} is dense and of float32, got {scale.dtype}")
+    if scale.numel() == 1:
+        return "tensor"
+    if scale.numel() == rows:
+        return "row"
+    raise ValueError(f"{name} has 1 element or one for each of {rows} rows, got shape {tuple(scale.shape)}")

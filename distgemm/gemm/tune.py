@@ -1,0 +1,107 @@
+"""Measuring configurations on the GPU at hand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors, get_provider
+from distgemm.gemm.choose import key_of, record
+from distgemm.gemm.compiler import build
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.tensors import spec_of
+
+__all__ = ["Measured", "time_graphs", "tune"]
+
+BURST_MS = 4.0
+ORDERS = tuple((raster, swizzle) for raster in ("m", "n") for swizzle in (1, 2, 4, 8))
+
+
+def time_graphs(launches: Sequence[Callable[[], object]], rounds: int = 5, burst_ms: float = BURST_MS) -> list[float]:
+    """Milliseconds of each launch (a whole operation), the median over rounds.
+
+    Each is captured into a graph as often as fills ``burst_ms``; the graphs are replayed in turn, round by round,
+    so that all see the same clocks.
+    """
+    graphs = []
+    for launch in launches:
+        launch()
+        torch.cuda.synchronize()
+        once = _replay_ms(_capture(launch, 3), 3)
+        graphs.append(_capture(launch, max(1, round(burst_ms / max(once, 1e-3)))))
+    times: list[list[float]] = [[] for _ in graphs]
+    for number in range(rounds + 1):
+        for (graph, count), found in zip(graphs, times, strict=True):
+            elapsed = _replay_ms((graph, count), count)
+            if number:  # the first round warms up
+                found.append(elapsed)
+    return [statistics.median(found) for found in times]
+
+
+def _capture(launch: Callable[[], object], count: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            launch()
+    return graph, count
+
+
+def _replay_ms(captured: tuple[torch.cuda.CUDAGraph, int], count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    captured[0].replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a search found.
+
+    config: the fastest; ms: its time; times: of all that were tried, by name; cublas_ms: of cuBLAS, None where it
+            does not compute this
+    """
+
+    config: GemmConfig
+    ms: float
+    times: dict[str, float]
+    cublas_ms: float | None
+
+
+def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measured:
+    """Searches the configurations for these tensors: all tiles in CUTLASS's own order, then the best few in all
+    orders. Seconds, once the kernels are compiled. Overwrites D.
+
+    finalists: tiles that are tried in all orders
+    write:     whether the choice is recorded for later
+    """
+    provider = CutlassProvider()
+    spec = spec_of(tensors)
+    configs = provider.configs(spec)
+    if len(configs) > 1:  # the one without TMA is for what the others cannot do
+        configs = [config for config in configs if config.schedule != "plain"]
+    build([kernel_source(spec, config, provider.arch) for config in configs])
+
+    cublas = get_provider("cublas")
+    alone = [cublas.compile(spec).bind(tensors)] if cublas.supports(spec) else []
+
+    def measure(tried: list[GemmConfig]) -> tuple[dict[GemmConfig, float], float | None]:
+        launches = [provider.compile(spec, config).bind(tensors) for config in tried]
+        times = time_graphs([*launches, *alone], rounds=3)
+        return dict(zip(tried, times, strict=False)), times[-1] if alone else None
+
+    found, _ = measure(configs)
+    best = sorted(found, key=lambda config: found[config])[:finalists]
+    ordered = [replace(config, raster=raster, swizzle=swizzle) for config in best for raster, swizzle in ORDERS]
+    again, cublas_ms = measure(best + ordered)
+    config = min(again, key=lambda config: again[config])
+    result = Measured(config, again[config], {str(key): ms for key, ms in (found | again).items()}, cublas_ms)
+    if write:
+        chosen: dict[str, Any] = {"config": str(config), "ms": round(result.ms, 5)}
+        record(torch.cuda.get_device_name(), {key_of(spec): chosen})
+    return result

@@ -1,0 +1,67 @@
+"""The layers of models whose products people run tensor parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["MODELS", "Layer", "Model", "get_model"]
+
+
+class Layer(NamedTuple):
+    """A linear layer, as global extents.
+
+    name: "qkv", "out", "fc1" (gate and up in one) or "fc2"
+    op:   the family of schedules that runs it with sequence parallelism: "ag+gemm" or "gemm+rs"
+    n, k: outputs and inputs
+    """
+
+    name: str
+    op: str
+    n: int
+    k: int
+
+    def local(self, m: int, world_size: int) -> tuple[int, int, int]:
+        """m, n, k that one rank multiplies."""
+        if self.op == "ag+gemm":
+            return m, -(-self.n // world_size), self.k
+        return m, self.n, -(-self.k // world_size)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Extents of a Llama-like model.
+
+    hidden, intermediate: of the residual stream and of the MLP
+    heads, kv_heads, head: query heads, key and value heads, elements of a head
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int = 128
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The four products of a block, in order."""
+        return (
+            Layer("qkv", "ag+gemm", (self.heads + 2 * self.kv_heads) * self.head, self.hidden),
+            Layer("out", "gemm+rs", self.hidden, self.heads * self.head),
+            Layer("fc1", "ag+gemm", 2 * self.intermediate, self.hidden),
+            Layer("fc2", "gemm+rs", self.hidden, self.intermediate),
+        )
+
+
+MODELS = {
+    "llama-3-8b": Model(hidden=4096, intermediate=14336, heads=32, kv_heads=8),
+    "llama-3-70b": Model(hidden=8192, intermediate=28672, heads=64, kv_heads=8),
+    "llama-3-405b": Model(hidden=16384, intermediate=53248, heads=128, kv_heads=8),
+}
+
+
+def get_model(name: str) -> Model:
+    """The model of that name. Raises ValueError for one that is not known."""
+    if name not in MODELS:
+        raise ValueError(f"model is one of {', '.join(MODELS)}, got {name!r}")
+    return MODELS[name]

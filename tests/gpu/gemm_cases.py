@@ -1,0 +1,216 @@
+"""GEMMs to try on a GPU: types, majors, terms, strides and configurations; and their float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors
+from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider, kernel_source
+from distgemm.gemm.tensors import spec_of
+
+TORCH = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "tfloat32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+OUT = {"float32": "float32", "tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
+# How finely tensor cores and FMA add: relative to the sum of magnitudes, for each instruction along k.
+ADDITION = {"float8_e4m3fn": 2.0**-13}
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""On the CPU, what the cases are compiled from can be found out."""
+GUARD = 7
+"""Rows and batches around D, and columns between rows, that must stay as they are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One GEMM.
+
+    terms:   of "alpha", "c", "in_place", "bias", "partial", "scales", "row_scales"
+    pad:     elements between the end of a row (column) and the next one, for A, B, D and C
+    offset:  elements from an aligned address to A, B and D
+    config:  "" for the default, or as :class:`GemmConfig` writes it
+    """
+
+    dtype: str = "bfloat16"
+    majors: str = "rr"
+    terms: tuple[str, ...] = ()
+    m: int = 200
+    n: int = 264
+    k: int = 136
+    l: int = 1  # noqa: E741
+    pad: int = 8
+    offset: int = 0
+    out: str = ""
+    partial: str = ""
+    config: str = ""
+
+    def __str__(self) -> str:
+        size = f"{self.m}x{self.n}x{self.k}" + (f"x{self.l}" if self.l > 1 else "")
+        words = [self.dtype, self.majors, size, f"pad{self.pad}", f"off{self.offset}", *self.terms]
+        return "-".join([*words, *(x for x in (self.out, self.partial, self.config) if x)])
+
+    @property
+    def out_dtype(self) -> str:
+        return self.out or OUT.get(self.dtype, self.dtype)
+
+
+@dataclass
+class Made:
+    """Tensors of a case with the buffers around them, and the magnitudes that rounding errors follow."""
+
+    tensors: GemmTensors
+    buffers: dict[str, torch.Tensor]
+    reference: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def _matrix(
+    rows: int, columns: int, case: Case, dtype: torch.dtype, column_major: bool, fill: float, aligned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A view of the given extents in a larger buffer filled with ``fill``; and the buffer."""
+    across, along = (columns, rows) if column_major else (rows, columns)
+    stride = along + case.pad
+    start = GUARD * stride // 8 * 8 + (0 if aligned else case.offset)
+    each = (across + GUARD) * stride
+    if case.offset == 0:
+        each = -(-each // 16) * 16
+    buffer = torch.full((start + case.l * each + GUARD * stride,), fill, device=DEVICE).to(dtype)
+    steps = (1, stride) if column_major else (stride, 1)
+    view = buffer.as_strided((case.l, rows, columns), (each, *steps), start)
+    return (view if case.l > 1 else view[0]), buffer
+
+
+def _draw(shape: torch.Size, integers: bool, generator: torch.Generator) -> torch.Tensor:
+    if integers:
+        return torch.randint(-1, 2, shape, generator=generator, device=DEVICE).double()
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float64)
+
+
+def make(case: Case, integers: bool, seed: int = 0) -> Made:
+    """The tensors of a case: drawn inputs, NaN in D and around the inputs."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    dtype, out = TORCH[case.dtype], TORCH[case.out_dtype]
+    nan = float("nan")
+    a, a_buffer = _matrix(case.m, case.k, case, dtype, case.majors[0] == "c", nan)
+    b, b_buffer = _matrix(case.n, case.k, case, dtype, case.majors[1] == "c", nan)
+    d, d_buffer = _matrix(case.m, case.n, case, out, False, nan)
+    found = {"a": a_buffer, "b": b_buffer, "d": d_buffer}
+    for matrix in (a, b):
+        matrix.copy_(_draw(matrix.shape, integers, generator).to(matrix.dtype))
+    alpha = 2.0 if "alpha" in case.terms else 1.0
+    product = a.double() @ b.double().mT
+    magnitude = a.double().abs() @ b.double().abs().mT
+    c = partial = bias = scale_a = scale_b = None
+    beta = 0.0
+    if "scales" in case.terms or "row_scales" in case.terms:
+        rows = "row_scales" in case.terms
+        drawn = [
+            torch.randint(-1, 2, (size if rows else 1,), generator=generator, device=DEVICE)
+            for size in (case.m, case.n)
+        ]
+        scale_a, scale_b = (torch.exp2(x.float()) for x in drawn)
+        factors = scale_a.double().view(-1, 1) * scale_b.double().view(1, -1)
+        product, magnitude = product * factors, magnitude * factors
+    reference, magnitude = alpha * product, alpha * magnitude
+    if "c" in case.terms or "in_place" in case.terms:
+        beta = -1.0 if integers else 0.75
+        c = d
+        if "c" in case.terms:
+            c, found["c"] = _matrix(case.m, case.n, replace(case, pad=case.pad + 8), out, False, nan)
+        c.copy_(_draw(c.shape, integers, generator).to(out))
+        reference, magnitude = reference + beta * c.double(), magnitude + abs(beta) * c.double().abs()
+    if "partial" in case.terms:
+        partial, found["partial"] = _matrix(case.m, case.n, case, TORCH[case.partial or case.out_dtype], False, nan)
+        partial.copy_(_draw(partial.shape, integers, generator).to(partial.dtype))
+        reference, magnitude = reference + partial.double(), magnitude + partial.double().abs()
+    if "bias" in case.terms:
+        bias = _draw(torch.Size((case.n,)), integers, generator).to(out)
+        reference, magnitude = reference + bias.double(), magnitude + bias.double().abs()
+    tensors = GemmTensors(
+        a, b, d, c, partial, bias, scale_a, scale_b, alpha, beta, "tfloat32" if case.dtype == "tfloat32" else None
+    )
+    return Made(tensors, found, reference, magnitude)
+
+
+def bound(case: Case, made: Made) -> torch.Tensor:
+    """What the types allow: one rounding of the result, and an error of each addition along k.
+
+    Tensor cores add the products of one instruction at once, k of at least 8 of them; four further terms are added
+    in float32. tf32 drops all but 10 bits of each factor.
+    """
+    addition = ADDITION.get(case.dtype, 2.0**-23)
+    steps = case.k if case.dtype == "float32" else -(-case.k // 8)
+    if case.dtype == "float8_e4m3fn":
+        steps = 4
+    factors = 2 * 2.0**-10 if case.dtype == "tfloat32" else 0.0
+    rounding = ROUNDING[case.out_dtype]
+    accumulated = (factors + (steps + 4) * addition) * made.magnitude
+    return rounding * (made.reference.abs() + accumulated) + accumulated
+
+
+TYPES = ("bfloat16", "float16", "float32", "tfloat32", "float8_e4m3fn")
+TERMS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("alpha", "c"),
+    ("in_place",),
+    ("bias",),
+    ("partial",),
+    ("alpha", "partial", "c", "bias"),
+)
+
+
+def cases() -> Iterator[Case]:
+    """Every type x majors x terms with aligned operands, and each kind of misalignment; every configuration."""
+    for dtype in TYPES:
+        for majors in ("rr", "rc", "cr", "cc") if dtype != "float8_e4m3fn" else ("rr",):
+            for terms in TERMS:
+                yield Case(dtype, majors, terms, m=264, n=328, k=144, pad=16)  # aligned, no multiple of any tile
+            yield Case(dtype, majors, TERMS[-1], m=137, n=75, k=61, pad=1)  # nothing aligned
+    for terms in TERMS:
+        yield Case("bfloat16", "rr", terms, m=137, n=77, k=61, pad=3)  # aligned strides, extents that are not
+        yield Case("tfloat32", "rr", terms, m=137, n=77, k=61, pad=3)
+        yield Case("bfloat16", "rr", terms, m=9, n=5, k=3, pad=3)
+        yield Case("bfloat16", "cc", terms, m=61, n=77, k=9, pad=3)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        for terms in TERMS:
+            yield Case(dtype, "rr", terms, m=137, n=75, k=144, pad=0)  # only results misaligned
+            yield Case(dtype, "rr", terms, m=137, n=72, k=61, pad=0)  # only operands misaligned
+        yield Case(dtype, "rr", ("partial",), l=3, m=72, n=136, k=80, pad=16)
+        yield Case(dtype, "rr", ("alpha", "c"), l=2, m=33, n=37, k=41, pad=3)
+    for dtype in ("bfloat16", "float16"):
+        yield Case(dtype, "rr", ("partial", "c"), out=dtype, partial="float32")
+        yield Case(dtype, "rr", ("partial",), out="float32", partial="float32")
+        yield Case(dtype, "rr", ("partial",), m=1, n=8, k=8)
+        yield Case(dtype, "rr", m=1, n=1, k=1, pad=0)
+        yield Case(dtype, "rr", m=130, n=130, k=130, pad=2)
+        yield Case(dtype, "rr", m=128, n=128, k=64, pad=0, offset=1)
+    for terms in (("scales",), ("row_scales",), ("row_scales", "partial"), ("alpha", "scales", "c")):
+        yield Case("float8_e4m3fn", "rr", terms, m=264, n=328, k=144, pad=16)
+    yield Case("float8_e4m3fn", "rr", ("row_scales", "bias"), m=137, n=75, k=61, pad=1)
+    yield Case("float8_e4m3fn", "rr", ("scales",), m=264, n=328, k=144, pad=16, out="float16")
+    for tile, cluster, schedule in TMA_TILES:
+        plain = GemmConfig((*tile, 64), cluster, schedule)
+        for raster, swizzle in (("heuristic", 1), ("m", 4), ("n", 2)):
+            config = str(replace(plain, raster=raster, swizzle=swizzle))
+            yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=config)
+        yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(plain))
+
+
+def kernels(found: Iterable[Case], arch: str | None = None) -> list[KernelSource]:
+    """What the cases are compiled from, each once."""
+    provider = CutlassProvider(arch)
+    sources = {}
+    for case in found:
+        spec = spec_of(make(case, True).tensors)
+        config = GemmConfig.parse(case.config) if case.config else provider.configs(spec)[0]
+        source = kernel_source(spec, config, provider.arch)
+        sources[source.macros] = source
+    return list(sources.values())

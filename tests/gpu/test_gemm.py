@@ -1,0 +1,176 @@
+"""Kernels of one GPU against float64: poisoned outputs, guarded surroundings, graphs, host time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors, bind, gemm
+from distgemm.gemm.compiler import build
+from distgemm.gemm.spec import GemmSpec
+from tests.gpu.gemm_cases import Case, Made, bound, cases, kernels, make
+
+pytestmark = pytest.mark.gpu(1)
+CASES = list(cases())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """The kernels of all selected cases at once, on all cores: one after the other would take an hour."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    chosen = {
+        item.callspec.params["case"] for item in items if hasattr(item, "callspec") and "case" in item.callspec.params
+    }
+    build(kernels(sorted(chosen, key=str)))
+
+
+def run(case: Case, made: Made) -> None:
+    before = {name: buffer.clone() for name, buffer in made.buffers.items()}
+    bind(made.tensors, config=case.config or None)()
+    torch.cuda.synchronize()
+    for name, buffer in made.buffers.items():
+        changed = _bits(buffer) != _bits(before[name])
+        if name == "d":
+            inside = torch.zeros_like(changed)
+            view = made.tensors.d
+            inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+            changed &= ~inside
+        assert not changed.any(), f"{int(changed.sum())} elements changed in or around {name}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_integers_are_exact(case: Case) -> None:
+    made = make(case, integers=True)
+    run(case, made)
+    assert torch.equal(made.tensors.d.double(), made.reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_stays_within_what_the_types_allow(case: Case) -> None:
+    made = make(case, integers=False, seed=1)
+    run(case, made)
+    excess = ((made.tensors.d.double() - made.reference).abs() / bound(case, made)).max().item()
+    assert excess <= 1
+
+
+def test_tf32_is_only_used_where_it_is_asked_for() -> None:
+    errors = {}
+    for dtype in ("float32", "tfloat32"):
+        made = make(Case(dtype, m=256, n=256, k=256, pad=0), integers=False)
+        gemm(made.tensors.a, made.tensors.b, made.tensors.d, dtype=made.tensors.dtype)
+        errors[dtype] = ((made.tensors.d.double() - made.reference).abs() / made.magnitude).max().item()
+    assert errors["float32"] < 1e-6 < 1e-5 < errors["tfloat32"]
+
+
+@pytest.mark.parametrize("provider", ["cutlass", "cublas"])
+@pytest.mark.parametrize("terms", [(), ("alpha", "c"), ("partial",), ("bias",)], ids=str)
+def test_replays_see_changed_inputs(provider: str, terms: tuple[str, ...]) -> None:
+    case = Case("bfloat16", "rr", terms, m=264, n=328, k=144, pad=16)
+    captured, eager = make(case, integers=False), make(case, integers=False)
+    launch = bind(captured.tensors, provider=provider)
+    launch()  # cuBLAS takes its workspace now
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for seed in range(5):
+        drawn = make(case, integers=False, seed=seed).tensors
+        for name in ("a", "b", "c", "partial", "bias"):
+            for made in (captured, eager):
+                target = getattr(made.tensors, name)
+                if target is not None:
+                    target.copy_(getattr(drawn, name))
+        captured.tensors.d.fill_(float("nan"))
+        graph.replay()
+        bind(eager.tensors, provider=provider)()
+        torch.cuda.synchronize()
+        assert torch.equal(captured.tensors.d, eager.tensors.d)
+
+
+def test_runs_on_the_stream_it_is_given() -> None:
+    made = make(Case(m=264, n=328, k=144, pad=16), integers=True)
+    launch = bind(made.tensors)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+    launch(stream.cuda_stream)
+    assert not stream.query()
+    torch.cuda.synchronize()
+    assert torch.equal(made.tensors.d.double(), made.reference)
+
+
+def test_empty_results_launch_nothing() -> None:
+    a = torch.empty(0, 64, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)
+    gemm(a, b, torch.empty(0, 32, device="cuda", dtype=torch.bfloat16))
+
+
+def test_a_kernel_refuses_other_tensors() -> None:
+    from distgemm.gemm.cutlass import CutlassProvider
+    from distgemm.gemm.tensors import spec_of
+
+    made = make(Case(m=264, n=328, k=144, pad=16), integers=True)
+    kernel = CutlassProvider().compile(spec_of(made.tensors))
+    with pytest.raises(ValueError, match="compiled for other"):
+        kernel.bind(make(Case("bfloat16", "rr", ("partial",), m=264, n=328, k=144, pad=16), True).tensors)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        kernel.bind(make(Case("bfloat16", "rr", m=137, n=75, k=61, pad=1), True).tensors)
+
+
+def test_host_time_per_launch() -> None:
+    made = make(Case(m=128, n=256, k=64, pad=0), integers=True)
+    launch = bind(made.tensors)
+    stream = torch.cuda.current_stream().cuda_stream
+    best = float("inf")
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            launch(stream)
+        best = min(best, (time.perf_counter() - start) / 200)
+    print(f"{best * 1e6:.2f} us per launch")
+    assert best < 8e-6
+
+
+def test_captured_launches_are_one_kernel_node_each() -> None:
+    made = make(Case("bfloat16", "rr", ("partial", "c"), m=264, n=328, k=144, pad=16), integers=True)
+    launch = bind(made.tensors)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(3):
+            launch()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    from cuda.bindings import runtime
+
+    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    error, _, count = runtime.cudaGraphGetNodes(handle)
+    assert error == 0
+    error, nodes, count = runtime.cudaGraphGetNodes(handle, count)
+    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes]
+    assert kinds == [runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel] * 3
+
+
+def test_config_is_part_of_the_launch() -> None:
+    tensors: GemmTensors = make(Case(m=264, n=328, k=144, pad=16), integers=True).tensors
+    config = GemmConfig((128, 128, 64), (2, 1), "pingpong")
+    assert str(config) in bind(tensors, config=config)._kernel.name  # type: ignore[attr-defined]
+
+
+def test_specs_that_do_not_fit_raise() -> None:
+    made = make(Case(m=264, n=328, k=144, pad=16), integers=True).tensors
+    with pytest.raises(ValueError, match=r"differ in k"):
+        gemm(made.a, made.b[:, :-8], made.d)
+    with pytest.raises(ValueError, match="no C"):
+        gemm(made.a, made.b, made.d, beta=1.0)
+    with pytest.raises(ValueError, match="one device"):
+        gemm(made.a.cpu(), made.b, made.d)
+    with pytest.raises(ValueError, match="contiguous"):
+        gemm(made.a[:, ::2], made.b[:, ::2], made.d)
+    assert isinstance(GemmSpec, type)
