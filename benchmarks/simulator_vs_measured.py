@@ -132,13 +132,17 @@ FLOOR_4 = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure and its prediction, ms."""
+    """One measured figure and its prediction, ms.
+
+    schedule: whose plans do what was measured; "" for a library's collective and one GEMM
+    """
 
     ranks: int
     op: str
     how: str
     measured: float
     predicted: float
+    schedule: str = ""
 
     @property
     def error(self) -> float:
@@ -159,10 +163,9 @@ def _best(op: str, ranks: int, machine: Machine, schedule: str, chunks: list[int
     return min(simulate(plan, machine, branches=count).time for plan in plans for count in branches) / 1e3
 
 
-def _naive(op: str, ranks: int, machine: Machine) -> float:
+def _naive(op: str, ranks: int, machine: Machine, schedule: str) -> float:
     """Pulled by the copy engine, one chunk per rank, one stream of GEMMs, a barrier per replay."""
     pull = machine.nvlink._replace(bandwidth=machine.pull_bandwidth)
-    schedule = GATHER if op.startswith("AG") else PAIRWISE
     plan = make_plan(problem(op, ranks), schedule, ranks, sync="barrier")
     return simulate(plan, dataclasses.replace(machine, nvlink=pull), branches=1).time / 1e3
 
@@ -170,14 +173,16 @@ def _naive(op: str, ranks: int, machine: Machine) -> float:
 def predict(machine: Machine) -> list[Row]:
     """All rows."""
     rows = []
-    for ranks, table in ((8, NAIVE_8),):
-        rows += [Row(ranks, op, "pull, one stream", time, _naive(op, ranks, machine)) for op, time in table.items()]
-    for op, time in PUSH_4.items():
-        rows.append(Row(4, op, "push, best of 4 or 8 chunks", time, _best(op, 4, machine, GATHER, [1, 2], [1, 2])))
-    for op, time in RING_4.items():
-        rows.append(Row(4, op, "ring, chunks=2", time, _best(op, 4, machine, RING, [2], [2])))
-    for op, time in SUM_4.items():
-        rows.append(Row(4, op, "push + sum", time, _best(op, 4, machine, PAIRWISE, [1, 2], [1, 2])))
+    for op, time in NAIVE_8.items():
+        schedule = GATHER if op.startswith("AG") else PAIRWISE
+        rows.append(Row(8, op, "pull, one stream", time, _naive(op, 8, machine, schedule), schedule))
+    for how, measured, schedule, chunks, branches in (
+        ("push, best of 4 or 8 chunks", PUSH_4, GATHER, [1, 2], [1, 2]),
+        ("ring, chunks=2", RING_4, RING, [2], [2]),
+        ("push + sum", SUM_4, PAIRWISE, [1, 2], [1, 2]),
+    ):
+        for op, time in measured.items():
+            rows.append(Row(4, op, how, time, _best(op, 4, machine, schedule, chunks, branches), schedule))
     for ranks, table in ((8, NCCL_8), (4, NCCL_4)):
         for op, time in table.items():
             kind = "ag+gemm" if op.startswith("AG") else "gemm+rs"
