@@ -7,15 +7,18 @@ in the pages: predictions of the simulator, measured rows, the output of the pro
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distgemm
+from distgemm.cli import CHUNKS, _fewest
 from distgemm.draw import draw_schedule, draw_timeline
 from distgemm.machine import Machine
 from distgemm.schedulers import (
@@ -27,7 +30,7 @@ from distgemm.schedulers import (
     schedule_options,
 )
 from distgemm.show import show_schedule
-from distgemm.simulate import predict_unfused, simulate
+from distgemm.simulate import Timeline, predict_unfused, simulate
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -191,7 +194,7 @@ def schedule_index() -> str:
 # --- predictions and measurements -----------------------------------------------------------------------
 
 RANKS = 8
-CHUNKS = (1, 2, 4)
+MACHINE = Machine.load("h200")
 MODELS = {"70B": (8192, 28672), "8B": (4096, 14336)}
 
 
@@ -204,21 +207,31 @@ def _layer(layer: str, model: str, tokens: int) -> tuple[distgemm.GemmProblem, s
     return distgemm.GemmProblem(tokens, hidden, intermediate), "gemm+rs", names
 
 
+@cache
+def _timeline(problem: distgemm.GemmProblem, schedule: str, chunks: int) -> Timeline:
+    return simulate(distgemm.make_plan(problem, schedule, RANKS, chunks=chunks), MACHINE)
+
+
+def _best(problem: distgemm.GemmProblem, schedule: str) -> tuple[int, Timeline]:
+    """The chunks that the command line would show, and their timeline."""
+    lines = [(chunks, _timeline(problem, schedule, chunks)) for chunks in CHUNKS]
+    return lines[_fewest((chunks, line.time) for chunks, line in lines)]
+
+
 def predictions(layer: str, model: str, tokens: int) -> str:
     """A table of predicted times: all 1D schedules of a layer, by chunks."""
-    machine = Machine.load("h200")
     problem, kind, names = _layer(layer, model, tokens)
     rows: list[tuple[float, str]] = []
     roof = 0.0
     for name in names:
-        lines = [simulate(distgemm.make_plan(problem, name, RANKS, chunks=c), machine) for c in CHUNKS]
+        lines = [_timeline(problem, name, chunks) for chunks in CHUNKS]
         roof = lines[0].roof if name == list_families()[kind] else roof
         sent = sum(size for (src, _), size in lines[0].plan.link_bytes().items() if src == 0)
         best = min(line.time for line in lines)
         times = " | ".join(f"**{t}**" if t == f"{best / 1e3:.3f}" else t for t in _ms(lines))
         workspace = max(line.plan.workspace_bytes(0) for line in lines)
         rows.append((best, f"| [{name}](schedules/{name}.md) | {times} | {sent >> 20} | {workspace >> 20} |"))
-    plain = predict_unfused(problem, machine, kind, RANKS) / 1e3
+    plain = predict_unfused(problem, MACHINE, kind, RANKS) / 1e3
     shape = f"m {problem.m}, n {problem.n}, k {problem.k}"
     heads = " | ".join(f"chunks={c}, ms" for c in CHUNKS)
     return "\n".join(
@@ -237,11 +250,47 @@ def _ms(lines: list[Any]) -> list[str]:
     return [f"{line.time / 1e3:.3f}" for line in lines]
 
 
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+RING = "reduce_scatter_1d_tiling_a_rotating_c"
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+COMPARED = {"fc1": [GATHER], "fc2": [RING, PAIRWISE]}
+"""What the guide recommends."""
+
+TOKENS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 16384)
+
+
+def by_tokens(layer: str, model: str) -> str:
+    """A table of predicted times for several numbers of tokens: the schedules that the guide recommends."""
+    names = COMPARED[layer]
+    links = " | ".join(f"[{name}](schedules/{name}.md), ms" for name in names)
+    lines = [
+        f"Predicted, {layer} of Llama {model}, bfloat16, 8 H200s, in brackets the chunks:\n",
+        f"| tokens | {links} | a library's collective and one GEMM, ms | the local GEMM alone, ms |",
+        f"|{' --- |' * (len(names) + 3)}",
+    ]
+    for tokens in TOKENS:
+        problem, kind, _ = _layer(layer, model, tokens)
+        best = [_best(problem, name) for name in names]
+        times = [line.time for _, line in best] + [predict_unfused(problem, MACHINE, kind, RANKS)]
+        cells = [f"**{time / 1e3:.3f}**" if time == min(times) else f"{time / 1e3:.3f}" for time in times]
+        cells = [f"{cell} ({chunks})" for cell, (chunks, _) in zip(cells, best, strict=False)] + cells[-1:]
+        lines.append(f"| {tokens} | {' | '.join(cells)} | {best[0][1].gemm_alone / 1e3:.3f} |")
+    return "\n".join(lines)
+
+
+def crossover(model: str) -> str:
+    """The first row of the table of fc2 in which the ring is faster than one sum at the end."""
+    for tokens in TOKENS:
+        ring, pairwise = (_best(_layer("fc2", model, tokens)[0], name)[1].time for name in COMPARED["fc2"])
+        if ring < pairwise:
+            return str(tokens)
+    raise RuntimeError(f"the ring is nowhere ahead in fc2 of {model}: the guide has to say otherwise")
+
+
 def timeline_picture(layer: str) -> bytes:
     """The predicted timeline of the schedule that the guide recommends, SVG."""
-    problem, kind, _ = _layer(layer, "70B", 8192)
-    plan = distgemm.make_plan(problem, kind, RANKS, chunks=1 if layer == "fc1" else 2)
-    return _svg(lambda path: draw_timeline(simulate(plan, Machine.load("h200")), path))
+    timeline = _timeline(_layer(layer, "70B", 8192)[0], COMPARED[layer][0], 1 if layer == "fc1" else 2)
+    return _svg(lambda path: draw_timeline(timeline, path))
 
 
 def measured(operation: str) -> str:
@@ -249,8 +298,21 @@ def measured(operation: str) -> str:
     rows = json.loads((RESULTS / "simulator_vs_measured.json").read_text())["rows"]
     chosen = [row for row in rows if row["op"].startswith(operation) and row["how"] != "floor"]
     chosen.sort(key=lambda row: (-row["ranks"], row["op"], row["measured"]))
-    lines = ["| ranks | operation | how | measured, ms |", "| --- | --- | --- | --- |"]
-    lines += [f"| {r['ranks']} | {r['op']} | {r['how']} | {r['measured']:.3f} |" for r in chosen]
+    lines = ["| ranks | operation | how | schedule that does the same | measured, ms |", f"|{' --- |' * 5}"]
+    for row in chosen:
+        name = row["schedule"]
+        link = f"[{name}](schedules/{name}.md)" if name else "none"
+        lines.append(f"| {row['ranks']} | {row['op']} | {row['how']} | {link} | {row['measured']:.3f} |")
+    return "\n".join(lines)
+
+
+def against_measurement() -> str:
+    """All rows of the comparison, as a table."""
+    rows = json.loads((RESULTS / "simulator_vs_measured.json").read_text())["rows"]
+    lines = ["| ranks | operation | how | measured, ms | predicted, ms | error, % |", f"|{' --- |' * 6}"]
+    for row in rows:
+        figures = f"{row['measured']:.3f} | {row['predicted']:.3f} | {100 * row['error']:+.1f}"
+        lines.append(f"| {row['ranks']} | {row['op']} | {row['how']} | {figures} |")
     return "\n".join(lines)
 
 
@@ -294,21 +356,55 @@ def comparison() -> str:
 
 
 def own_schedule_program() -> str:
-    """The program in own_schedule.md."""
-    (program,) = re.findall(r"```python\n(.*?)```", (DOCS / "own_schedule.md").read_text(), re.S)
+    """The program in own_schedule.md, its first."""
+    program, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "own_schedule.md").read_text(), re.S)
     return str(program)
 
 
-def own_schedule_output() -> str:
-    """What it prints. In a process of its own, since it registers a schedule."""
-    done = subprocess.run([sys.executable, "-c", own_schedule_program()], capture_output=True, text=True, check=False)
+OWN_FILE = "ring_b.py"
+"""What own_schedule.md says to save it as."""
+
+OWN_COMMANDS = (
+    "verify all_gather_1d_ring_b --world-size 2,3,8",
+    "simulate all_gather_1d_ring_b --world-size 8 --m 57344 --n 8192",
+)
+
+
+def own_schedule_run(*arguments: str) -> str:
+    """What Python prints, called beside a file with that program. In another process: it registers a schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / OWN_FILE).write_text(own_schedule_program())
+        environment = {**os.environ, "PYTHONPATH": str(DOCS.parent), "PYTHONIOENCODING": "utf-8"}
+        environment.pop("COLUMNS", None)
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
-        raise RuntimeError(f"the program in own_schedule.md fails:\n{done.stderr}")
-    return f"```text\n{done.stdout}```"
+        raise RuntimeError(f"the program in own_schedule.md fails, {arguments}:\n{done.stderr}")
+    return done.stdout
+
+
+def own_schedule_output() -> str:
+    """What it prints."""
+    return f"```text\n{own_schedule_run(OWN_FILE)}```"
+
+
+def own_schedule_commands() -> str:
+    """Some commands that know the schedule, and what they print."""
+    lines = []
+    for command in OWN_COMMANDS:
+        printed = own_schedule_run("-m", "distgemm", "--import", OWN_FILE, *command.split())
+        lines.append(f"$ distgemm --import {OWN_FILE} {command}\n{printed}")
+    return f"```console\n{''.join(lines)}```"
 
 
 MARKS: dict[str, Callable[[], str]] = {
     "fc1 70B": lambda: predictions("fc1", "70B", 8192),
+    "fc1 70B small": lambda: predictions("fc1", "70B", 2048),
+    "fc1 70B tokens": lambda: by_tokens("fc1", "70B"),
+    "fc2 70B tokens": lambda: by_tokens("fc2", "70B"),
+    "crossover 70B": lambda: crossover("70B"),
+    "fc2 8B tokens": lambda: by_tokens("fc2", "8B"),
+    "crossover 8B": lambda: crossover("8B"),
     "fc2 70B": lambda: predictions("fc2", "70B", 8192),
     "fc2 70B small": lambda: predictions("fc2", "70B", 2048),
     "fc1 8B": lambda: predictions("fc1", "8B", 8192),
@@ -319,7 +415,9 @@ MARKS: dict[str, Callable[[], str]] = {
     "planning cubes": lambda: planning("planning_cubes.json", (8, 64, 216, 512)),
     "mutation score": mutation_score,
     "comparison": comparison,
+    "against measurement": against_measurement,
     "own schedule output": own_schedule_output,
+    "own schedule commands": own_schedule_commands,
 }
 
 

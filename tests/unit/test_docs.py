@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -29,9 +30,16 @@ def generate() -> ModuleType:
     return module
 
 
-def run(program: str) -> str:
-    """What a program prints, in a process of its own."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+def run(program: str, *arguments: str, folder: Path | None = None) -> str:
+    """What a program prints, in a process of its own; as a file of this folder, with arguments of Python before it."""
+    command = [sys.executable, "-W", "error", "-c", program]
+    if folder is not None:
+        (folder / "program.py").write_text(program)
+        command = [sys.executable, *arguments, "program.py"]
+    environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -78,6 +86,47 @@ def test_your_own_schedule_plans_verifies_shows_and_runs(generate: ModuleType):
     assert printed in generate.fill((DOCS / "own_schedule.md").read_text())
 
 
+def test_your_own_schedule_is_known_to_the_commands(generate: ModuleType):
+    text = generate.own_schedule_commands()
+    # The command says what follows it: the imported program prints nothing of its own.
+    for command, start in zip(generate.OWN_COMMANDS, ("schedule ", "m 57344 "), strict=True):
+        assert f"$ distgemm --import {generate.OWN_FILE} {command}\n{start}" in text
+    assert "3 proved, 0 failed, 0 skipped" in text
+    assert "all_gather_1d_ring_b: 8 ranks on " in text
+    page = (DOCS / "own_schedule.md").read_text()
+    assert f"save it as `{generate.OWN_FILE}`" in page
+    assert f"`python {generate.OWN_FILE}` prints" in page
+    with pytest.raises(RuntimeError, match=r"own_schedule\.md fails"):
+        generate.own_schedule_run("-m", "distgemm", "--import", generate.OWN_FILE, "show", "none")
+
+
+def test_your_own_schedule_with_chunks(generate: ModuleType):
+    whole, chunked = programs("own_schedule.md")
+    imports = whole.split("\n\n\n")[0]
+    program = (
+        f"{imports}\nfrom distgemm.schedulers import TileCoord\n{chunked}\n"
+        "for chunks in (1, 3):\n"
+        "    schedule = distgemm.get_schedule('all_gather_1d_ring_b', 4, chunks=chunks)\n"
+        "    plan = distgemm.make_plan(distgemm.GemmProblem(m=64, n=50, k=32), schedule)\n"
+        "    plan.verify()\n"
+        "    print(schedule.iterations, [plan.shard_shape('B', rank)[0] for rank in range(4)])\n"
+        "    print([schedule.work_tile(i, 1)[1] for i in range(schedule.iterations)])\n"
+    )
+    shards = [13, 13, 13, 11]  # do not depend on the chunks
+    every = [3 * shard + chunk for shard in (1, 0, 3, 2) for chunk in range(3)]
+    assert run(program) == f"4 {shards}\n[1, 0, 3, 2]\n12 {shards}\n{every}\n"
+
+
+def test_the_program_for_several_processes_runs(tmp_path: Path):
+    """By itself, and under torchrun."""
+    (program,) = programs("collective.md")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    for arguments, ranks in (((), 4), (torchrun, 3)):
+        errors = [float(each) for each in re.findall(r"\d\.?\d*(?:e-\d+)?", run(program, *arguments, folder=tmp_path))]
+        assert len(errors) == ranks
+        assert max(errors) < 1e-3
+
+
 def test_as_said_there_any_order_is_right(generate: ModuleType):
     program = generate.own_schedule_program()
     assert "value=-1" in program
@@ -100,9 +149,33 @@ def test_marked_places_are_known(generate: ModuleType):
 
 
 def test_tables_of_measurements(generate: ModuleType):
-    for kind in ("planning", "planning cubes", "mutation score", "comparison", "measured fc1", "measured fc2"):
+    for kind in ("planning", "planning cubes", "mutation score", "comparison", "against measurement"):
         assert len(generate.MARKS[kind]()) > 100, kind
+    for kind, names in (("measured fc1", [generate.GATHER]), ("measured fc2", [generate.RING, generate.PAIRWISE])):
+        rows = [[cell.strip() for cell in line.split("|")] for line in generate.MARKS[kind]().splitlines()[2:]]
+        found = {how: link for _, _, _, how, link, _, _ in rows}
+        assert {link for how, link in found.items() if "NCCL" in how} == {"none"}
+        assert {link for how, link in found.items() if "NCCL" not in how} == {f"[{n}](schedules/{n}.md)" for n in names}
     # One prediction; the site makes all.
     table = generate.MARKS["fc2 70B small"]()
     assert table.startswith("Predicted, fc2 of Llama 70B, 2048 tokens (m 2048, n 8192, k 28672)")
     assert all(f"[{name}]" in table for name in distgemm.list_schedules() if name.startswith("reduce_scatter"))
+
+
+def test_the_crossover_is_where_the_table_turns(generate: ModuleType):
+    """From there on the ring is ahead, before it one sum at the end."""
+    table = generate.MARKS["fc2 70B tokens"]()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert [int(row[0]) for row in rows] == list(generate.TOKENS)
+    ahead = []
+    for row in rows:
+        times = [float(re.sub(r"\*|\(.*", "", cell)) for cell in row[1:4]]
+        assert [time for time, cell in zip(times, row[1:4], strict=True) if "**" in cell] == [min(times)]
+        ahead.append(times[0] < times[1])
+    crossover = generate.MARKS["crossover 70B"]()
+    assert ahead == [int(row[0]) >= int(crossover) for row in rows]
+    assert len(set(ahead)) == 2
+    # The guide has the number from there.
+    summary, _ = (DOCS / "which_schedule.md").read_text().split("```python")
+    assert "| fc2 (down), from about <!-- generated: crossover 70B --> tokens on |" in summary
+    assert f"| fc2 (down), from about {crossover} tokens on |" in generate.fill(summary)
