@@ -54,7 +54,8 @@ def register_schedule(
     default_of: the family whose default it is
 
     The options are the function's keyword-only arguments, each with a default. Raises ValueError when a
-    name, alias or family is taken already.
+    name, alias or family is taken already. The command line knows what a file registers after
+    ``distgemm --import FILE``.
     """
 
     def register(build: Builder) -> Builder:

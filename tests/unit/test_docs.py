@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
 import distgemm
+from distgemm.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="a source archive has no docs/")
@@ -141,6 +144,26 @@ def test_the_programs_of_the_guide_run():
         said = re.findall(r"print\(.*\)  # (\w+(?:\([^)]*\))?)", program)
         assert [line for line in printed if line in said] == said
     assert len(programs("index.md")[0].splitlines()) <= 25
+
+
+def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    commands = [
+        line.split()[1:]
+        for page in ("which_schedule.md", "simulator.md")
+        for block in re.findall(r"```sh\n(.*?)```", (DOCS / page).read_text(), re.S)
+        for line in block.splitlines()
+        if not line.startswith("#")
+    ]
+    assert len(commands) == 6
+    for command in commands:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, (command, done.stderr)
+        for file in (after for option, after in pairwise(command) if option == "-o"):
+            assert (tmp_path / file).stat().st_size
+        # What is recommended needs no other chunks.
+        assert "--chunks" not in done.stdout.replace("--every-chunks", "")
 
 
 def test_marked_places_are_known(generate: ModuleType):
