@@ -16,7 +16,7 @@ again, and is followed by the signal of its arrival.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -35,11 +35,12 @@ from distgemm.ops import (
     Tile,
     View,
     Wait,
+    box_extents,
     box_size,
     contains,
     overlaps,
 )
-from distgemm.plan import SLOT_ALIGNMENT, Plan
+from distgemm.plan import SLOT_ALIGNMENT, Plan, slot_pitch
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, TileCoord, get_schedule
 
@@ -71,6 +72,10 @@ class _Place:
     slot: int = -1
     last: _Place | None = None  # whose place in the slot it takes
     wraps: bool = False  # ``last`` held the slot in the replay before
+    pitch: int = field(init=False)  # of its rows, in a slot
+
+    def __post_init__(self) -> None:
+        self.pitch = slot_pitch(box_extents(self.frame)[2], self.dtype)
 
     def frontier(self, box: Box) -> list[_Event]:
         """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
@@ -104,13 +109,16 @@ class _Place:
                         break
         return found
 
-    @property
-    def start(self) -> int:
-        return min(access.event.step for access in self.accesses if access.writes)
+    def span(self) -> tuple[int, int]:
+        """The steps of its first write and of its last access."""
+        start = min(access.event.step for access in self.accesses if access.writes)
+        return start, max(access.event.step for access in self.accesses)
 
     @property
-    def end(self) -> int:
-        return max(access.event.step for access in self.accesses)
+    def elements(self) -> int:
+        """What it takes up in a slot."""
+        batches, rows, _ = box_extents(self.frame)
+        return batches * rows * self.pitch
 
     @property
     def remote(self) -> bool:
@@ -574,41 +582,34 @@ class _Derivation:
 
     def allocate(self, workspace: str) -> tuple[tuple[Slot, ...], ...]:
         """A slot for every place, in order of their lifetimes."""
-        bounded = workspace == "bounded"
+        return tuple(self._allocate(rank, workspace == "bounded") for rank in self.ranks)
+
+    def _allocate(self, rank: int, bounded: bool) -> tuple[Slot, ...]:
         group = prod(self.scheduler.chunks)
-        result = []
-        for rank in self.ranks:
-            tenants: list[list[_Place]] = []
-            free_at: list[int] = []
-            for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
-                sharable = bounded or not place.remote
-                for slot, last in enumerate(tenants):
-                    if (
-                        sharable
-                        and free_at[slot] < place.start
-                        and last[-1].dtype == place.dtype
-                        and (bounded or not last[-1].remote)
-                    ):
-                        place.slot, place.last = slot, last[-1]
-                        last.append(place)
+        tenants: list[list[_Place]] = []
+        shared: list[tuple[int, _Place, int]] = []  # (slot, its last tenant, that one's last step)
+        spans = {place: place.span() for place in self.places[rank]}
+        for place in sorted(self.places[rank], key=lambda place: (spans[place][0], place.iteration)):
+            start, end = spans[place]
+            place.slot = len(tenants)
+            if bounded or not place.remote:
+                for index, (slot, last, busy) in enumerate(shared):
+                    # Room is made by whole rounds of chunks, or for as many results as branches are in flight.
+                    free = (busy // group + 1) * group if place.remote or last.remote else busy + BRANCHES
+                    # Tiles of one operand are alike in size: none takes up a slot that is larger than it needs.
+                    if free <= start and (last.operand, last.dtype) == (place.operand, place.dtype):
+                        place.slot, place.last = slot, last
+                        shared[index] = slot, place, end
                         break
                 else:
-                    place.slot = len(tenants)
-                    tenants.append([place])
-                    free_at.append(0)
-                # Room is made by whole rounds of chunks, or for as many results as branches are in flight.
-                end = place.end
-                free_at[place.slot] = (end // group + 1) * group - 1 if bounded else end + BRANCHES - 1
-            for held in tenants:
-                held[0].last, held[0].wraps = held[-1], True
-            result.append(self._slots(tenants))
-        return tuple(result)
-
-    @staticmethod
-    def _slots(tenants: Iterable[list[_Place]]) -> tuple[Slot, ...]:
+                    shared.append((place.slot, place, end))
+            if place.last is None:
+                tenants.append([])
+            tenants[place.slot].append(place)
         slots, offset = [], 0
         for held in tenants:
-            elements = max(box_size(place.frame) for place in held)
+            held[0].last, held[0].wraps = held[-1], True
+            elements = max(place.elements for place in held)
             size = elements * DTYPE_BYTES[held[0].dtype]
             size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
             slots.append(Slot(offset, size, held[0].dtype, elements))
@@ -673,11 +674,13 @@ class _Emitter:
         return len(ops) - 1
 
     def _view(self, place: _Place | None, rank: int, operand: str, box: Box) -> View:
-        if place is None:
-            return View(rank, operand, -1, self.shards[operand][rank], box)
-        if place.shard:
-            return View(rank, "D", -1, self.shards["D"][rank], box)
-        return View(place.rank, "slot", place.slot, place.frame, box)
+        if place is None or place.shard:
+            return self._shard(rank, operand, box)
+        return View(place.rank, "slot", place.slot, place.frame, box, place.pitch)
+
+    def _shard(self, rank: int, operand: str, box: Box) -> View:
+        frame = self.shards["D" if operand == "C" else operand][rank]
+        return View(rank, operand, -1, frame, box, box_extents(frame)[2])
 
     def _deps(self, event: _Event, round_: int) -> list[int]:
         """Ids of what an event needs, with a Wait for each transfer that has not been waited for."""
@@ -720,7 +723,7 @@ class _Emitter:
             for place, operand, tile in zip(event.sources, "AB", ((m, k, batch), (n, k, batch)), strict=False):
                 operands.append(self._view(place, rank, operand, self.frame(operand, tile)))
         sources = tuple(self._view(place, rank, "D", into.frame) for place in event.sources[len(operands) :])
-        c = View(rank, "C", -1, self.shards["D"][rank], into.frame) if event.completes else None
+        c = self._shard(rank, "C", into.frame) if event.completes else None
         out = self._view(into, rank, "D", into.frame)
         event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, sources, c, out)
 

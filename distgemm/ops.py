@@ -23,6 +23,7 @@ __all__ = [
     "Slot",
     "View",
     "Wait",
+    "accesses",
     "box_extents",
     "box_size",
     "contains",
@@ -69,8 +70,9 @@ class View(NamedTuple):
     rank:   whose memory
     buffer: "A", "B", "C" or "D", the rank's shard; "slot", its workspace
     slot:   number of the slot; -1 for a shard
-    frame:  the box that the buffer holds, dense and row-major
+    frame:  the box that the buffer holds, row-major
     box:    the part of it that is meant
+    pitch:  elements from row to row; a batch follows the rows of the one before
     """
 
     rank: int
@@ -78,6 +80,13 @@ class View(NamedTuple):
     slot: int
     frame: Box
     box: Box
+    pitch: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of memory that the frame takes up."""
+        batches, rows, _ = box_extents(self.frame)
+        return batches * rows * self.pitch
 
     def slices(self) -> tuple[slice, slice, slice]:
         """Where the box lies in the frame, (l, rows, columns)."""
@@ -94,7 +103,7 @@ class View(NamedTuple):
 class Slot(NamedTuple):
     """A place in a rank's workspace.
 
-    elements: capacity, for the element type ``dtype``; offset and bytes are multiples of the alignment
+    elements: capacity, with padding, for the element type ``dtype``; offset and bytes are multiples of the alignment
     """
 
     offset: int
@@ -215,3 +224,14 @@ class Wait(Op):
 @dataclass(frozen=True, slots=True)
 class Barrier(Op):
     """wait until every rank has come to its Barrier of this round"""
+
+
+def accesses(op: Op) -> tuple[list[View], View | None]:
+    """What an op reads, and what it writes."""
+    if isinstance(op, Gemm):
+        return [op.a, op.b, *op.sources, *([op.c] if op.c else [])], op.out
+    if isinstance(op, Reduce):
+        return [*op.sources, *([op.c] if op.c else [])], op.out
+    if isinstance(op, Copy):
+        return [op.src], op.dst
+    return [], None

@@ -11,14 +11,23 @@ from functools import cached_property
 from typing import Any
 
 from distgemm import ops as _ops
-from distgemm.ops import Box, Copy, Flag, Op, Slot, View, box_extents, box_size
+from distgemm.ops import Box, Copy, Flag, Op, Slot, View, accesses, box_extents, box_size
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import TileCoord
 
-__all__ = ["SLOT_ALIGNMENT", "Plan", "PlanError"]
+__all__ = ["ROW_ALIGNMENT", "SLOT_ALIGNMENT", "Plan", "PlanError", "slot_pitch"]
 
 SLOT_ALIGNMENT = 256
 """Slots start at, and take up, multiples of this many bytes."""
+
+ROW_ALIGNMENT = 16
+"""Rows in slots start at multiples of this many bytes: TMA, by which kernels load and store, demands it."""
+
+
+def slot_pitch(columns: int, dtype: str) -> int:
+    """Elements from row to row of a tile that rests in a slot: its columns, rounded up to ROW_ALIGNMENT."""
+    size = DTYPE_BYTES[dtype]
+    return -(-columns * size // ROW_ALIGNMENT) * ROW_ALIGNMENT // size
 
 
 class PlanError(Exception):
@@ -119,6 +128,14 @@ class Plan:
     def workspace_bytes(self, rank: int) -> int:
         """Symmetric workspace of a rank with alignment, without signals and kernel scratch."""
         return sum(slot.bytes for slot in self.slots[self._rank(rank)])
+
+    @cached_property
+    def padded_rows(self) -> tuple[tuple[int, int], ...]:
+        """Tiles that rest in slots with padding between their rows: (columns, elements from row to row)."""
+        # What rests in a slot was written there.
+        written = (view for ops in self.rank_ops for op in ops if (view := accesses(op)[1]) and view.buffer == "slot")
+        found = {(box_extents(view.frame)[2], view.pitch) for view in written}
+        return tuple(sorted(rows for rows in found if rows[0] != rows[1]))
 
     def verify(self) -> None:
         """Prove the plan over all ranks and two consecutive replays; raises :class:`PlanError` where it fails."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from distgemm.ops import Gemm, Op, Reduce, box_extents, box_size
-from distgemm.plan import Plan
+from distgemm.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
@@ -279,7 +279,9 @@ def _slots(plan: Plan, limit: int) -> str:
     # The last column is text, which reads better left-aligned.
     width = max(len(row[-1]) for row in rows)
     lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
-    return "\n".join([*lines, *_more_ranks(plan, limit)])
+    padded = ", ".join(f"{columns} -> {pitch}" for columns, pitch in plan.padded_rows)
+    note = [f"rows padded to {ROW_ALIGNMENT} bytes: {padded} elements"] if padded else []
+    return "\n".join([*lines, *note, *_more_ranks(plan, limit)])
 
 
 def _op_counts(plan: Plan, limit: int) -> str:

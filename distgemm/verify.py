@@ -32,11 +32,13 @@ from distgemm.ops import (
     Signal,
     View,
     Wait,
+    accesses,
+    box_extents,
     box_size,
     contains,
     overlaps,
 )
-from distgemm.plan import Plan, PlanError
+from distgemm.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
 from distgemm.problem import DTYPE_BYTES
 
 __all__ = ["verify"]
@@ -59,12 +61,14 @@ def _fail(op: Op, message: str) -> PlanError:
 
 
 def _check_workspace(plan: Plan) -> None:
-    """Slots hold what they say and do not overlap; every tile of D has an owner."""
+    """Slots are aligned, hold what they say and do not overlap; every tile of D has an owner."""
     for rank, slots in enumerate(plan.slots):
         end = 0
         for slot in sorted(slots):
             if slot.offset < end or slot.bytes < slot.elements * DTYPE_BYTES[slot.dtype]:
                 raise PlanError(f"rank {rank}: {slot} overlaps another slot, or is too small for its elements")
+            if slot.offset % SLOT_ALIGNMENT:
+                raise PlanError(f"rank {rank}: {slot} does not start at a multiple of {SLOT_ALIGNMENT} bytes")
             end = slot.offset + slot.bytes
     tiles = [list(pairwise(plan.edges[mode])) for mode in (3, 0, 1)]
     owned: set[tuple[Range, ...]] = set()
@@ -77,17 +81,6 @@ def _check_workspace(plan: Plan) -> None:
     for tile in product(*tiles):
         if all(low < high for low, high in tile) and tile not in owned:
             raise PlanError(f"no rank owns the tile of D in {tile}")
-
-
-def _views(op: Op) -> tuple[list[View], View | None]:
-    """What an op reads, and what it writes."""
-    if isinstance(op, Gemm):
-        return [op.a, op.b, *op.sources, *([op.c] if op.c else [])], op.out
-    if isinstance(op, Reduce):
-        return [*op.sources, *([op.c] if op.c else [])], op.out
-    if isinstance(op, Copy):
-        return [op.src], op.dst
-    return [], None
 
 
 def _check_form(plan: Plan) -> None:
@@ -121,6 +114,7 @@ def _check_form(plan: Plan) -> None:
                     raise _fail(op, f"{op.flag} is waited for by {other} already")
             else:
                 _check_views(plan, op)
+                _check_pitches(plan, op)
     for key, signal in signals.items():
         if key not in waits:
             raise _fail(signal, "no op waits for this flag")
@@ -149,7 +143,7 @@ def _dtype(plan: Plan, view: View) -> str:
 
 
 def _check_views(plan: Plan, op: Op) -> None:
-    reads, write = _views(op)
+    reads, write = accesses(op)
     if write is None:
         return
     for view in (*reads, write):
@@ -161,7 +155,7 @@ def _check_views(plan: Plan, op: Op) -> None:
             slots = plan.slots[view.rank]
             if not 0 <= view.slot < len(slots):
                 raise _fail(op, f"{view} names a slot that does not exist")
-            if box_size(view.frame) > slots[view.slot].elements:
+            if view.elements > slots[view.slot].elements:
                 raise _fail(op, f"{view} does not fit into its slot of {slots[view.slot].elements} elements")
         elif view.buffer not in ("A", "B", "C", "D") or view.slot != -1:
             raise _fail(op, f"{view!r} is neither in a slot nor in a shard")
@@ -202,6 +196,16 @@ def _check_views(plan: Plan, op: Op) -> None:
     for view in (*reads, write):
         if view.box != wanted:
             raise _fail(op, f"adds {view} where its tile is {wanted}")
+
+
+def _check_pitches(plan: Plan, op: Op) -> None:
+    """Rows are dense in the caller's shards, and aligned in slots."""
+    reads, write = accesses(op)
+    for view in (*reads, write) if write else ():
+        columns = box_extents(view.frame)[2]
+        pitch = slot_pitch(columns, _dtype(plan, view)) if view.buffer == "slot" else columns
+        if view.pitch != pitch:
+            raise _fail(op, f"{view} has rows {view.pitch} elements apart, not {pitch}")
 
 
 # --- happens-before -----------------------------------------------------------------------------------

@@ -324,9 +324,10 @@ class _Memory:
             if view.frame != self.plan.box(buffer, self.rank):
                 raise PlanError(f"{view}: the shard is {self.plan.box(buffer, self.rank)}, not {view.frame}")
             return lambda call: call.shards[buffer][where]
-        if not 0 <= view.slot < len(self.slots) or box_size(view.frame) > self.slots[view.slot].numel():
+        if not 0 <= view.slot < len(self.slots) or view.elements > self.slots[view.slot].numel():
             raise PlanError(f"{view} does not fit into the slot")
-        fixed = self.slots[view.slot][: box_size(view.frame)].view(box_extents(view.frame))[where]
+        batches, rows, _ = box_extents(view.frame)
+        fixed = self.slots[view.slot][: view.elements].view(batches, rows, view.pitch)[where]
         return lambda call: fixed
 
     def temporary(self, name: str, shape: Sequence[int], dtype: torch.dtype, most: int) -> Tensor:

@@ -185,6 +185,5 @@ class _Machine:
     def _memory(self, view: View) -> Array:
         if view.buffer == "D":
             return self.d[view.rank]
-        extents = box_extents(view.frame)
-        elements = extents[0] * extents[1] * extents[2]
-        return self.slots[view.rank][view.slot][:elements].reshape(extents)
+        batches, rows, _ = box_extents(view.frame)
+        return self.slots[view.rank][view.slot][: view.elements].reshape(batches, rows, view.pitch)

@@ -6,8 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
-from distgemm import list_schedules
+from distgemm import GemmProblem, list_schedules, make_plan
+from distgemm.ops import Copy
+from distgemm.runtime.collective import _Call, _Memory, _Message
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
 
@@ -90,6 +93,23 @@ def test_wrong_arguments_send_nothing() -> None:
 
 def test_ways_to_call() -> None:
     assert [found["variants"] for found in results(3)] == [[], [], []]
+
+
+def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
+    """Where a tile rests with padding between its rows; without processes."""
+    plan = make_plan(GemmProblem(m=8, n=6, k=7, l=2), "all_gather_1d_tiling_cd_rotating_a", 2)
+    memory = _Memory(plan, 0, torch.device("cpu"))
+    (copy,) = [op for op in plan.ops(1) if isinstance(op, Copy)]
+    tile = memory.place(copy.dst)(_Call({}, 1.0, 0.0, []))
+    assert tile.shape == (2, 4, 7) and tile.stride() == (32, 8, 1) and tile.data_ptr() % 16 == 0
+    message = _Message(0, 0, copy, False, 1, memory.place(copy.dst), torch.bfloat16)
+    call = _Call({}, 1.0, 0.0, [None])
+    arrived = message.buffer(call)
+    assert arrived.numel() == plan.link_bytes()[1, 0] == 2 * 4 * 7 * 2
+    arrived.copy_(torch.ones(2 * 4 * 7, dtype=torch.bfloat16).view(torch.uint8))
+    message.unpack(call)
+    (slot,) = memory.slots
+    assert bool((tile == 1).all()) and int(slot.isnan().sum()) == 2 * 4, "the padding is as it was"
 
 
 def test_numerics() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES
 
@@ -115,13 +115,13 @@ class Machine:
             space = "workspace" if in_slot else view.buffer
             start = slots[view.slot].offset if in_slot else 0
             size = DTYPE_BYTES[self.dtype(view)]
-            (l0, _), (r0, r1), (c0, c1) = view.frame
+            (l0, _), (r0, r1), (c0, _) = view.frame
             (b0, b1), (s0, s1), (d0, d1) = view.box
             self.cells_of[view] = {
                 (x, y, z): (
                     view.rank,
                     space,
-                    start + size * (((x - l0) * (r1 - r0) + y - r0) * (c1 - c0) + z - c0),
+                    start + size * (((x - l0) * (r1 - r0) + y - r0) * view.pitch + z - c0),
                 )
                 for x in range(b0, b1)
                 for y in range(s0, s1)
@@ -131,7 +131,7 @@ class Machine:
 
     def shard(self, operand: str, rank: int) -> dict[tuple[int, int, int], Cell]:
         box = self.plan.box(operand, rank)
-        return self.cells(View(rank, operand, -1, box, box))
+        return self.cells(View(rank, operand, -1, box, box, box_extents(box)[2]))
 
     def dtype(self, view: View) -> str:
         if view.buffer == "slot":
@@ -140,7 +140,7 @@ class Machine:
 
     def _inputs(self, rank: int, replay: int, memory: dict[Cell, Value]) -> None:
         for operand in "ABC":
-            dtype = self.dtype(View(rank, operand, -1, *[self.plan.box(operand, rank)] * 2))
+            dtype = self.dtype(View(rank, operand, -1, *[self.plan.box(operand, rank)] * 2, 0))
             for at, cell in self.shard(operand, rank).items():
                 memory[cell] = (operand, replay, *at, dtype)
         for cell in self.shard("D", rank).values():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from distgemm.ops import Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait, box_extents, box_size
+from distgemm.ops import Box, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
 from tests.unit.interleavings import Cell, Fault, Machine, Task
 
@@ -24,6 +24,7 @@ KINDS = (
     "reuse a slot early",
     "move one view to another slot",
     "move a place to a new slot",
+    "move rows together",
     "double a tile",
     "double a transfer",
     "change a flag",
@@ -54,7 +55,7 @@ def _with(plan: Plan, *changed: Op) -> Plan:
 
 def mutations(plan: Plan) -> Iterator[Mutation]:
     """Every single mutation of a plan that changes it at all."""
-    for source in (_drops, _dependencies, _swaps, _order, _slots, _doubles, _flags, _sums, _cuts):
+    for source in (_drops, _dependencies, _swaps, _order, _slots, _pitches, _doubles, _flags, _sums, _cuts):
         for mutation in source(plan):
             if mutation.plan.rank_ops != plan.rank_ops or mutation.plan.slots != plan.slots:
                 yield mutation
@@ -188,6 +189,24 @@ def _slots(plan: Plan) -> Iterator[Mutation]:
                     yield Mutation("move one view to another slot", f"{op}: {view} to {to}", _with(base, one))
 
 
+def _pitches(plan: Plan) -> Iterator[Mutation]:
+    """The rows of a place one element nearer to each other: for all ops alike, and for one of them."""
+    kind = "move rows together"
+    ops = _all(plan)
+
+    def nearer(view: View, place: tuple[int, int, Box]) -> View:
+        here = view.buffer == "slot" and (view.rank, view.slot, view.frame) == place
+        return view._replace(pitch=view.pitch - 1) if here else view
+
+    places = dict.fromkeys((v.rank, v.slot, v.frame) for op in ops for v in _views(op) if v.buffer == "slot")
+    for place in places:
+        changed = [_map_views(op, lambda view, place=place: nearer(view, place)) for op in ops]  # type: ignore[misc]
+        yield Mutation(kind, f"slot {place[1]}@{place[0]}{place[2]}", _with(plan, *changed))
+        if box_extents(place[2])[1] > 1:
+            for before, after in zip(ops, changed, strict=True):
+                yield Mutation(kind, f"{before}: slot {place[1]}@{place[0]}{place[2]}", _with(plan, after))
+
+
 def _doubles(plan: Plan) -> Iterator[Mutation]:
     for op in _all(plan):
         if not isinstance(op, Gemm | Copy):
@@ -250,7 +269,8 @@ def _sums(plan: Plan) -> Iterator[Mutation]:
                 other = op.c._replace(buffer=buffer)
                 yield Mutation(kind, f"{op}: C from {buffer}", _with(plan, _replace(op, c=other)))
         else:
-            c = View(op.rank, "C", -1, plan.box("C", op.rank), op.out.box)
+            frame = plan.box("C", op.rank)
+            c = View(op.rank, "C", -1, frame, op.out.box, box_extents(frame)[2])
             yield Mutation(kind, f"{op}: with C", _with(plan, _replace(op, c=c)))
         yield Mutation(kind, f"{op}: adds what it replaces", _with(plan, _replace(op, sources=(*op.sources, op.out))))
 

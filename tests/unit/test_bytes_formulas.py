@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the formulas are in 
 
 MESHES = {
     1: [(size,) for size in range(1, 9)],
-    2: [(1, 1), (2, 2), (2, 3), (4, 2), (1, 3), (3, 1)],
-    3: [(1, 1, 1), (2, 2, 2), (2, 1, 3), (1, 2, 3), (3, 2, 1), (1, 1, 3)],
+    2: [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (4, 2), (1, 3), (3, 1)],
+    3: [(1, 1, 1), (2, 2, 2), (2, 1, 3), (1, 2, 3), (3, 2, 1), (1, 1, 3), (1, 1, 2), (1, 2, 2), (1, 3, 1)],
 }
 SIDES = {
     "tensor_parallel_2d": "PQ",
@@ -33,6 +33,11 @@ SIDES = {
 }
 GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
 OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise")}
+SHAPES = {
+    "aligned": (26, 40, 24),
+    "padded": (26, 34, 37),  # rows of 68 and 74 bytes in bfloat16
+}
+"""m, n, k of a tile. Halves of it may travel, by rows; its bytes are no multiples of 256."""
 
 
 @cache
@@ -87,58 +92,82 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], dict[str, object]]]:
                     yield name, mesh, options
 
 
-def problem_for(grid: distgemm.TileCoord, **more: object) -> distgemm.GemmProblem:
-    # Tiles have an even number of rows, as half a tile may travel; sizes of tiles are no multiples of 256.
-    return distgemm.GemmProblem(m=grid.m * 6, n=grid.n * 10, k=grid.k * 7, **more)  # type: ignore[arg-type]
+def problem_for(grid: distgemm.TileCoord, shape: str = "aligned", **more: object) -> distgemm.GemmProblem:
+    m, n, k = SHAPES[shape]
+    return distgemm.GemmProblem(m=grid.m * m, n=grid.n * n, k=grid.k * k, **more)  # type: ignore[arg-type]
 
 
-def sizes(problem: distgemm.GemmProblem) -> dict[str, int]:
-    m, n, k, batches = problem.m, problem.n, problem.k, problem.l
-    element, out, partial = (
-        DTYPE_BYTES[str(dtype)] for dtype in (problem.dtype, problem.out_dtype, problem.partial_dtype)
-    )
-    a, b, d = batches * m * k * element, batches * n * k * element, batches * m * n * out
-    return {"A": a, "B": b, "D": d, "E": d // out * partial}
+def sizes(problem: distgemm.GemmProblem, grid: distgemm.TileCoord, aligned_to: int = 1) -> dict[str, int]:
+    """Bytes of the matrices, with the rows of their tiles rounded up to a multiple of so many bytes."""
+
+    def matrix(rows: int, columns: int, tiles: int, dtype: str | None) -> int:
+        row = columns // tiles * DTYPE_BYTES[str(dtype)]
+        return problem.l * rows * tiles * -(-row // aligned_to) * aligned_to
+
+    m, n, k = problem.m, problem.n, problem.k
+    return {
+        "A": matrix(m, k, grid.k, problem.dtype),
+        "B": matrix(n, k, grid.k, problem.dtype),
+        "D": matrix(m, n, grid.n, problem.out_dtype),
+        "E": matrix(m, n, grid.n, problem.partial_dtype),
+    }
 
 
-def compare(name: str, mesh: tuple[int, ...], options: dict[str, object], **more: object) -> None:
-    rows = table("Schedules")
-    moves, workspace, waiting = rows[name]
-    scheduler = distgemm.get_schedule(name, mesh=mesh, **options)  # type: ignore[arg-type]
-    problem = problem_for(scheduler.grid, **more)
-    plan = distgemm.make_plan(problem, scheduler)
-    sides = SIDES.get(name, "N")
-    symbols = {**sizes(problem), **dict(zip(sides, mesh, strict=True)), "c": int(str(options["chunks"]))}
+def compare_links(
+    plan: distgemm.Plan, moves: str, sides: str, symbols: dict[str, int], by: dict[str, str], where: str
+) -> None:
+    """``by``: the route for each name in the formula that is not a route itself."""
     wanted: Counter[tuple[int, int]] = Counter()
     for move in moves.split("; "):
         match = re.fullmatch(r"(\S+) by `(\w+)` along (\w)", move)
         assert match, move
         share, route, axis = match.groups()
-        route = str(options.get(route, route))
-        if route in rows:  # a nested schedule's: the route of its first move
-            route = rows[route][0].split("`")[1]
-        wanted += links(mesh, sides.index(axis), route, value(share, **symbols))
-    where = f"{name} on {mesh} with {options}"
+        wanted += links(plan.mesh, sides.index(axis), by.get(route, route), value(share, **symbols))
     assert plan.link_bytes() == dict(sorted(wanted.items())), where
-    if problem.partial_dtype == problem.out_dtype:
-        if ": " in waiting:
-            by_route = dict(part.split(": ") for part in waiting.split("; "))
-            waiting = by_route[f"`{options['reduce']}`"]
-        w = value(waiting, **symbols) if waiting else 0
-        found = {plan.workspace_bytes(rank) for rank in range(plan.world_size)}
-        assert found == {value(workspace, W=w, **symbols)}, where
+
+
+def compare_workspace(plan: distgemm.Plan, formula: str, waiting: str, symbols: dict[str, int], where: str) -> None:
+    w = value(waiting, **symbols) if waiting else 0
+    found = {plan.workspace_bytes(rank) for rank in range(plan.world_size)}
+    assert found == {value(formula, W=w, **symbols)}, where
+
+
+def compare(
+    name: str, mesh: tuple[int, ...], options: dict[str, object], shape: str = "aligned", **more: object
+) -> None:
+    rows = table("Schedules")
+    moves, workspace, waiting = rows[name]
+    scheduler = distgemm.get_schedule(name, mesh=mesh, **options)  # type: ignore[arg-type]
+    problem = problem_for(scheduler.grid, shape, **more)
+    plan = distgemm.make_plan(problem, scheduler)
+    sides = SIDES.get(name, "N")
+    symbols = dict(zip(sides, mesh, strict=True)) | {
+        "c": int(str(options["chunks"])),
+        "F": int(problem.partial_dtype != problem.out_dtype),
+    }
+    # The route of a level of a nested schedule is that of its first move.
+    by = {key: str(option) for key, option in options.items()}
+    by |= {key: rows[option][0].split("`")[1] for key, option in by.items() if option in rows}
+    where = f"{name} on {mesh} with {options}, {problem}"
+    compare_links(plan, moves, sides, symbols | sizes(problem, scheduler.grid), by, where)
+    if ": " in waiting:
+        by_route = dict(part.split(": ") for part in waiting.split("; "))
+        waiting = by_route[f"`{options['reduce']}`"]
+    compare_workspace(plan, workspace, waiting, symbols | sizes(problem, scheduler.grid, 16), where)
 
 
 def test_every_schedule_has_a_formula_and_every_formula_a_schedule():
     assert sorted(table("Schedules")) == distgemm.list_schedules()
 
 
+@pytest.mark.parametrize("partial", [None, "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", distgemm.list_schedules())
-def test_plans_equal_the_formulas(name: str):
+def test_plans_equal_the_formulas(name: str, shape: str, partial: str | None):
     count = 0
     for case, mesh, options in cases():
         if case == name:
-            compare(name, mesh, options)
+            compare(name, mesh, options, shape, partial_dtype=partial)
             count += 1
     assert count >= 6
 
@@ -148,31 +177,90 @@ def test_element_types_and_batches(name: str):
     mesh = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}[schedule_mesh_rank(name)]
     options = {**schedule_options(name), "chunks": 2}
     compare(name, mesh, options, l=3, dtype="float16", out_dtype="float32", partial_dtype="float32")
-    compare(name, mesh, options, dtype="bfloat16", out_dtype="bfloat16", partial_dtype="float32")
+    compare(name, mesh, options, "padded", l=2, dtype="float8_e4m3fn", out_dtype="float16", partial_dtype="bfloat16")
+    compare(name, mesh, options, "padded", dtype="float64", partial_dtype="float32")
 
 
-def test_bounded_is_at_most_full():
+@pytest.mark.parametrize("partial", [None, "float32"])
+def test_bounded_is_at_most_full(partial: str | None):
     for name, mesh, options in cases():
         if name == "tensor_parallel_2d_nested":
             continue
         scheduler = distgemm.get_schedule(name, mesh=mesh, **options)  # type: ignore[arg-type]
-        problem = problem_for(scheduler.grid)
+        problem = problem_for(scheduler.grid, partial_dtype=partial)
         full, bounded = (distgemm.make_plan(problem, scheduler, workspace=kind) for kind in ("full", "bounded"))
         assert full.link_bytes() == bounded.link_bytes()
         for rank in range(full.world_size):
             assert bounded.workspace_bytes(rank) <= full.workspace_bytes(rank), f"{name} on {mesh} with {options}"
 
 
-def test_nested_reductions_move_by_the_same_rule():
-    ring, pairwise = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
-    routes = {ring: "chain", pairwise: "pairwise"}
-    for mesh, across, inside, chunks in itertools.product(MESHES[2], routes, routes, (1, 2)):
+LEVELS = {
+    "chain": ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"),
+    "pairwise": ("reduce_scatter_1d_pairwise_a",),
+    "gather of A": ("all_gather_1d_ring_a", "all_gather_1d_tiling_cd_rotating_a"),
+    "gather of B": ("all_gather_1d_tiling_cd_rotating_b",),
+}
+"""Schedules for what the table of nested reductions calls a level."""
+
+ONE_BOX = {"gather of A": "tiling_b", "gather of B": "_a"}
+"""Inside a gather, only these leave the rows or columns of D that a rank holds in one piece."""
+
+
+NESTED = [f"{across}, {inside}" for across in ("chain", "pairwise") for inside in ("chain", "pairwise")]
+NESTED += ["gather of A, chain", "gather of B, chain", "gather of B, pairwise"]
+
+
+def nested() -> list[tuple[str, str, str]]:
+    """The row, and the schedules across and inside."""
+    found = []
+    for row in NESTED:
+        levels = row.split(", ")
+        for across, inside in itertools.product(*(LEVELS[level] for level in levels)):
+            if ONE_BOX.get(levels[0], "") in inside:
+                found.append((row, across, inside))
+    return found
+
+
+def test_every_nested_reduction_has_a_formula():
+    assert list(table("Nested reductions")) == NESTED
+
+
+@pytest.mark.parametrize(("shape", "partial"), [("aligned", None), ("padded", "float32"), ("padded", None)])
+@pytest.mark.parametrize(("row", "across", "inside"), nested())
+def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str, shape: str, partial: str | None):
+    moves, workspace, waiting = table("Nested reductions")[row]
+    for mesh, chunks in itertools.product([*MESHES[2], (3, 2), (2, 4), (3, 3), (4, 4)], (1, 2, 3)):
         scheduler = distgemm.get_schedule(
             "tensor_parallel_2d_nested", mesh=mesh, across=across, inside=inside, chunks=chunks
         )
-        problem = problem_for(scheduler.grid)
-        hosts, ranks = mesh
-        wanted = links(mesh, 0, routes[across], sizes(problem)["E"] // (hosts * ranks))
-        wanted += links(mesh, 1, routes[inside], sizes(problem)["E"] // ranks)
+        problem = problem_for(scheduler.grid, shape, partial_dtype=partial)
         plan = distgemm.make_plan(problem, scheduler)
-        assert plan.link_bytes() == dict(sorted(wanted.items())), (mesh, across, inside)
+        symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "F": int(problem.partial_dtype != problem.out_dtype)}
+        route = {"gather": table("Schedules")[across][0].split("`")[1]}
+        where = f"{across} across {inside} on {mesh}, {chunks} chunks, {problem}"
+        compare_links(plan, moves, "HL", symbols | sizes(problem, scheduler.grid), route, where)
+        compare_workspace(plan, workspace, waiting, symbols | sizes(problem, scheduler.grid, 16), where)
+
+
+@pytest.mark.parametrize("partial", [None, "float32"])
+def test_nested_all_reduces_add_what_is_delivered(partial: str | None):
+    page = PAGE.read_text()
+    formula = re.search(r"All-reduce schedules add what is delivered: (\S+)", page)
+    assert formula
+    reductions = {row: rest for row, rest in table("Nested reductions").items() if "gather" not in row}
+    for row, (_, workspace, waiting) in reductions.items():
+        levels = [list(LEVELS[level]) for level in row.split(", ")]
+        options = [names + [name.replace("reduce_scatter", "all_reduce") for name in names] for names in levels]
+        for across, inside, mesh, chunks in itertools.product(*options, [(2, 2), (2, 3), (3, 2), (1, 2)], (1, 2)):
+            everywhere = [name.startswith("all_reduce") for name in (across, inside)]
+            if everywhere == [True, False] and ("tiling_b" in across) == ("tiling_b" in inside):
+                continue  # what a rank would hold of D is not one box
+            scheduler = distgemm.get_schedule(
+                "tensor_parallel_2d_nested", mesh=mesh, across=across, inside=inside, chunks=chunks
+            )
+            problem = problem_for(scheduler.grid, partial_dtype=partial)
+            plan = distgemm.make_plan(problem, scheduler)
+            owners = math.prod(side for side, all_of_it in zip(mesh, everywhere, strict=True) if all_of_it)
+            symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "o": owners} | sizes(problem, scheduler.grid, 16)
+            symbols["F"] = int(problem.partial_dtype != problem.out_dtype)
+            compare_workspace(plan, f"{workspace} + {formula[1]}", waiting, symbols, f"{across} {inside} {mesh}")

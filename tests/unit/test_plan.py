@@ -10,6 +10,7 @@ import distgemm
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.problem import DTYPE_BYTES
+from distgemm.show import show_plan
 
 NAMES = [name for name in distgemm.list_schedules() if "_1d_" in name and not name.startswith("all_reduce")]
 GATHERS = [name for name in NAMES if name.startswith("all_gather")]
@@ -148,6 +149,39 @@ def test_workspace_stays_within_one_gathered_operand_or_one_d():
     assert max(chain.workspace_bytes(0), pairwise.workspace_bytes(0)) <= 4096 * 4096 * 2
 
 
+@pytest.mark.parametrize(
+    ("k", "dtype", "pitch"),
+    [(8, "bfloat16", 8), (7, "bfloat16", 8), (9, "float16", 16), (16, "float8_e4m3fn", 16), (17, "float8_e4m3fn", 32)]
+    + [(1, "float32", 4), (5, "tfloat32", 8), (3, "float64", 4), (4, "float64", 4)],
+)
+def test_rows_in_slots_start_at_multiples_of_16_bytes(k: int, dtype: str, pitch: int):
+    """The rows of a tile are padded where they have to be, the caller's and the extents of GEMMs never."""
+    problem = distgemm.GemmProblem(m=12, n=8, k=k, l=2, dtype=dtype)
+    plan = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4)
+    plan.verify()
+    views = [view for rank in range(4) for op in plan.ops(rank) for view in vars_of(op)]
+    assert {view.pitch for view in views if view.buffer == "slot"} == {pitch}
+    assert {view.pitch for view in views if view.buffer == "A"} == {k}
+    assert {view.pitch for view in views if view.buffer == "D"} == {2}, "columns of a shard"
+    gemms = [op for rank in range(4) for op in plan.ops(rank) if isinstance(op, Gemm)]
+    assert {(op.a.box[2], op.b.box[2]) for op in gemms} == {((0, k), (0, k))}
+    assert {slot.elements for slots in plan.slots for slot in slots} == {2 * 3 * pitch}
+    assert {plan.workspace_bytes(rank) for rank in range(4)} == {3 * aligned(2 * 3 * pitch * DTYPE_BYTES[dtype])}
+    # Padding stays at home.
+    assert set(plan.link_bytes().values()) == {2 * 3 * k * DTYPE_BYTES[dtype]}
+    assert plan.padded_rows == (((k, pitch),) if k != pitch else ())
+
+
+def test_padding_is_shown():
+    def note(**extents: int) -> list[str]:
+        plan = distgemm.make_plan(distgemm.GemmProblem(**extents), "tensor_parallel_2d_rs", mesh=(2, 2))
+        return [line for line in show_plan(plan).splitlines() if "padded" in line]
+
+    assert note(m=32, n=32, k=32) == []
+    assert note(m=32, n=32, k=28) == ["rows padded to 16 bytes: 14 -> 16 elements"]
+    assert note(m=32, n=20, k=14) == ["rows padded to 16 bytes: 5 -> 8, 7 -> 8 elements"]
+
+
 def test_slots_do_not_overlap_and_start_aligned():
     for name in NAMES:
         plan = distgemm.make_plan(distgemm.GemmProblem(m=13, n=11, k=7), name, 4, chunks=2)
@@ -158,6 +192,11 @@ def test_slots_do_not_overlap_and_start_aligned():
                 assert slot.bytes >= slot.elements * DTYPE_BYTES[slot.dtype]
                 end += slot.bytes
             assert end == plan.workspace_bytes(rank)
+        views = [view for rank in range(4) for op in plan.ops(rank) for view in vars_of(op) if view.buffer == "slot"]
+        assert views
+        for view in views:
+            slot = plan.slots[view.rank][view.slot]
+            assert view.pitch * DTYPE_BYTES[slot.dtype] % 16 == 0 and view.elements <= slot.elements
 
 
 # --- ops -------------------------------------------------------------------------------------------------------

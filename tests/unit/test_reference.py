@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import distgemm
-from distgemm.ops import Copy, Gemm, Op, Reduce, Wait
+from distgemm.ops import Copy, Gemm, Op, Reduce, Wait, accesses, box_extents
+from distgemm.runtime.reference import _Machine
 from distgemm.schedulers import schedule_mesh_rank
 from tests.unit.reference_data import Data
 
@@ -116,6 +117,36 @@ def test_many_orders_give_bitwise_the_same_result():
         for seed in range(8):
             again = distgemm.run_reference(plan, a, b, seed=seed, replays=1 + seed % 2)
             assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True)), (name, seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_between_the_rows_of_a_slot_is_neither_read_nor_written(name: str):
+    scheduler = distgemm.get_schedule(name, mesh=four(name), chunks=2)
+    m, n, k, _ = scheduler.grid
+    problem = distgemm.GemmProblem(m=m * 3, n=n * 5, k=k * 7, l=2, dtype="bfloat16", partial_dtype="float32")
+    plan = distgemm.make_plan(problem, scheduler)
+    assert plan.padded_rows
+    data = Data.draw(plan, 2)
+    ranks = range(plan.world_size)
+    # As run_reference, which holds NaN wherever nothing is written.
+    inputs = {
+        operand: [
+            np.reshape(shard, box_extents(plan.box(operand, rank)))
+            for rank, shard in zip(ranks, data.shards(operand), strict=True)
+        ]
+        for operand in "ABC"
+    }
+    machine = _Machine(plan, inputs, alpha=2.0, beta=3.0, replays=1)
+    machine.run(random.Random(0))
+    data.assert_delivered([d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)], 2.0, 3.0)
+    views = [view for rank in ranks for op in plan.ops(rank) for view in (accesses(op)[1],) if view is not None]
+    padding = 0
+    for rank, slot, frame, pitch in {(v.rank, v.slot, v.frame, v.pitch) for v in views if v.buffer == "slot"}:
+        batches, rows, columns = box_extents(frame)
+        between = machine.slots[rank][slot][: batches * rows * pitch].reshape(batches, rows, pitch)[:, :, columns:]
+        assert np.isnan(between).all()
+        padding += between.size
+    assert padding
 
 
 def test_inputs_are_not_modified_and_c_is_not_read_without_beta():

@@ -27,6 +27,7 @@ CONTRADICTIONS = (
     "waits for Flag(",  # a flag's first value, at its Wait and at its Signal
     "names rank",  # a Wait's peer and the rank of the Signal
     "another place of the matrix",  # the boxes at both ends of a transfer, where the bytes are the same
+    "elements apart",  # rows of a slot where nothing but their distance is wrong
     "which does not hold that tile",  # the box of a view and what was put there, where the bytes are the same
 )
 

@@ -92,7 +92,7 @@ def test_operands_are_read_from_their_places() -> None:
 def test_an_op_does_not_write_what_it_multiplies() -> None:
     plan = _plan()
     gemm = next(op for op in plan.ops(0) if isinstance(op, Gemm) and op.a.buffer == "slot")
-    out = View(0, "slot", gemm.a.slot, gemm.out.box, gemm.out.box)
+    out = View(0, "slot", gemm.a.slot, gemm.out.box, gemm.out.box, gemm.a.pitch)
     with pytest.raises(PlanError, match="which it reads as"):
         _changed(plan, gemm, out=out).verify()
 
@@ -131,6 +131,32 @@ def test_slots_do_not_overlap() -> None:
     overlapping = tuple((*slots, Slot(slots[0].offset, 256, "bfloat16", 1)) for slots in plan.slots)
     with pytest.raises(PlanError, match="overlaps another slot"):
         dataclasses.replace(plan, slots=overlapping).verify()
+
+
+def test_slots_start_aligned() -> None:
+    plan = _plan()
+    moved = tuple(tuple(slot._replace(offset=slot.offset + 16) for slot in slots) for slots in plan.slots)
+    with pytest.raises(PlanError, match="does not start at a multiple of 256"):
+        dataclasses.replace(plan, slots=moved).verify()
+
+
+def test_rows_are_dense_in_shards_and_aligned_in_slots() -> None:
+    plan = _plan()  # A tile: two rows of two bfloat16
+    gemm = next(op for op in plan.ops(0) if isinstance(op, Gemm) and op.a.buffer == "slot")
+    assert (gemm.a.pitch, gemm.b.pitch) == (8, 2)
+    for fields, wrong, right in (
+        ({"a": gemm.a._replace(pitch=2)}, 2, 8),
+        ({"b": gemm.b._replace(pitch=8)}, 8, 2),
+        ({"out": gemm.out._replace(pitch=8)}, 8, 1),
+    ):
+        with pytest.raises(PlanError, match=f"has rows {wrong} elements apart, not {right}"):
+            _changed(plan, gemm, **fields).verify()
+    with pytest.raises(PlanError, match="does not fit into its slot"):
+        _changed(plan, gemm, a=gemm.a._replace(pitch=9)).verify()
+    # A frame that fits only without its padding: the padding belongs to it.
+    short = tuple(tuple(slot._replace(elements=slot.elements - 1) for slot in slots) for slots in plan.slots)
+    with pytest.raises(PlanError, match="does not fit into its slot"):
+        dataclasses.replace(plan, slots=short).verify()
 
 
 def test_every_tile_of_d_has_an_owner() -> None:
@@ -201,7 +227,7 @@ def test_a_signal_is_repeated_only_after_it_was_seen(ordered: bool) -> None:
 def _with_copies(*moves: tuple[View, View, tuple[int, ...]]) -> Plan:
     """One rank, one GEMM, and local transfers (from, to, deps by number) through two slots of a 2 x 2 tile."""
     plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 1)
-    slots = tuple(Slot(256 * place, 256, "bfloat16", 4) for place in range(2))
+    slots = tuple(Slot(256 * place, 256, "bfloat16", 16) for place in range(2))
     copies = [
         Copy(100 + place, 0, 0, 0, "A", (0, 0, 0), -1, tuple(100 + dep for dep in deps), src, dst)
         for place, (src, dst, deps) in enumerate(moves)
@@ -210,12 +236,13 @@ def _with_copies(*moves: tuple[View, View, tuple[int, ...]]) -> Plan:
 
 
 TILE = ((0, 1), (0, 2), (0, 2))
+SHARD, SLOT = View(0, "A", -1, TILE, TILE, 2), View(0, "slot", 0, TILE, TILE, 8)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_is_left_of_a_tile_may_still_be_read(ordered: bool) -> None:
     """A tile is read, then replaced half by half; the second half too must wait for the reader."""
-    shard, first, second = View(0, "A", -1, TILE, TILE), View(0, "slot", 0, TILE, TILE), View(0, "slot", 1, TILE, TILE)
+    shard, first, second = SHARD, SLOT, SLOT._replace(slot=1)
     top, bottom = ((0, 1), (0, 1), (0, 2)), ((0, 1), (1, 2), (0, 2))
     plan = _with_copies(
         (shard, first, ()),
@@ -229,7 +256,7 @@ def test_what_is_left_of_a_tile_may_still_be_read(ordered: bool) -> None:
 
 
 def test_a_transfer_has_something_to_move() -> None:
-    plan = _with_copies((View(0, "D", -1, TILE, TILE), View(0, "slot", 0, TILE, TILE), ()))
+    plan = _with_copies((SHARD._replace(buffer="D"), SLOT, ()))
     assert fault(plan, exhaustive=True) is not None
     with pytest.raises(PlanError, match="which holds nothing"):
         plan.verify()
