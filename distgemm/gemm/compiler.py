@@ -29,7 +29,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 __all__ = ["CompileError", "CompilerNotFoundError", "KernelSource", "build", "cache_dir", "find_nvcc", "library"]
 
-SOURCE = Path(__file__).with_name("kernel.cu")
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
 SERIALISED = "C7510"
@@ -45,16 +44,23 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelSource:
-    """What a library is compiled from: ``kernel.cu`` with these macros, for this architecture.
+    """What a library is compiled from: a file of this folder with these macros, for this architecture.
 
     name:    for people
     macros:  (name, value) pairs
     arch:    as nvcc names it: "90a", "80", ...
+    file:    the file's name
     """
 
     name: str
     macros: tuple[tuple[str, str], ...]
     arch: str
+    file: str = "kernel.cu"
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(__file__).with_name(self.file)
 
 
 def cache_dir() -> Path:
@@ -106,14 +112,14 @@ def cutlass_include() -> Path:
 def _stem(source: KernelSource) -> str:
     """The part of a library's name that does not depend on the compiler."""
     made_from = json.dumps(
-        [_source_text(), importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS]
+        [_text(source.path), importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS]
     )
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
 
 @functools.cache
-def _source_text() -> str:
-    return SOURCE.read_text()
+def _text(path: Path) -> str:
+    return path.read_text()
 
 
 def _whole(path: Path) -> bool:
@@ -206,7 +212,7 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
     macros = [f"-D{name}={value}" for name, value in source.macros]
     arch = f"-gencode=arch=compute_{source.arch},code=sm_{source.arch}"
     include = cutlass_include()
-    return [str(nvcc), *FLAGS, arch, f"-I{include}", *macros, "-o", str(out), str(SOURCE)]
+    return [str(nvcc), *FLAGS, arch, f"-I{include}", *macros, "-o", str(out), str(source.path)]
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:

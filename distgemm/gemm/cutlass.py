@@ -15,7 +15,7 @@ from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["CutlassKernel", "CutlassProvider", "kernel_source"]
+__all__ = ["CutlassKernel", "CutlassProvider", "Matrix", "as_matrix", "kernel_source", "sm_count"]
 
 ELEMENTS = {
     "bfloat16": "cutlass::bfloat16_t",
@@ -91,7 +91,9 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
     return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
+    """The struct Matrix of our kernels."""
+
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("batch_stride", ctypes.c_int64))
 
 
@@ -100,7 +102,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in "mnkl"),
-        *((name, _Matrix) for name in ("a", "b", "source", "aux", "d")),
+        *((name, Matrix) for name in ("a", "b", "source", "aux", "d")),
         *((name, ctypes.c_void_p) for name in ("bias", "scale_a", "scale_b")),
         *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
         *((name, ctypes.c_int32) for name in ("sm_count", "raster", "swizzle")),
@@ -121,7 +123,8 @@ def _load(source: KernelSource) -> ctypes.CDLL:
 
 
 @functools.cache
-def _sm_count(device: int) -> int:
+def sm_count(device: int) -> int:
+    """Streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -175,18 +178,18 @@ class CutlassKernel:
             spec.n,
             spec.k,
             spec.l,
-            _matrix(tensors.a, spec.a),
-            _matrix(tensors.b, spec.b),
-            _matrix(source, source_spec),
-            _matrix(aux, aux_spec),
-            _matrix(tensors.d, spec.d),
+            as_matrix(tensors.a, spec.a),
+            as_matrix(tensors.b, spec.b),
+            as_matrix(source, source_spec),
+            as_matrix(aux, aux_spec),
+            as_matrix(tensors.d, spec.d),
             None if tensors.bias is None else tensors.bias.data_ptr(),
             None if tensors.scale_a is None else tensors.scale_a.data_ptr(),
             None if tensors.scale_b is None else tensors.scale_b.data_ptr(),
             tensors.alpha,
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
-            _sm_count(device),
+            sm_count(device),
             RASTERS.index(self.config.raster),
             self.config.swizzle,
         )
@@ -198,10 +201,10 @@ class CutlassKernel:
         return CutlassLaunch(self, tensors, buffer, address)
 
 
-def _matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> _Matrix:
+def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
     if tensor is None or spec is None:
-        return _Matrix(None, 0, 0)
-    return _Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
+        return Matrix(None, 0, 0)
+    return Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
 
 
 class CutlassLaunch:

@@ -1,0 +1,103 @@
+// The sum of several matrices with a C interface: D = sum of sources, in their order, + beta * C + bias, in float32.
+// DG_SOURCE, DG_D and DG_VECTOR (elements that a thread takes at once) are macros.
+
+#include <cstdint>
+
+#include "cutlass/array.h"
+#include "cutlass/numeric_conversion.h"
+#include "cutlass/numeric_types.h"
+
+namespace distgemm {
+
+constexpr int kSources = 64;
+constexpr int kVector = DG_VECTOR;
+constexpr int kThreads = 256;
+
+using Source = DG_SOURCE;
+using Result = DG_D;
+template <class T>
+using Vector = cutlass::AlignedArray<T, kVector>;
+
+struct Matrix {
+  void const* data;
+  int64_t stride;        // elements between rows
+  int64_t batch_stride;  // elements between batches
+};
+
+struct Arguments {
+  int32_t m, n, l, count;
+  Matrix sources[kSources];
+  Matrix c, d;
+  void const* bias;  // n elements of Result
+  float beta;
+};
+
+template <class T>
+__device__ Vector<T> load(Matrix const& matrix, int64_t batch, int64_t row, int64_t column) {
+  T const* data = static_cast<T const*>(matrix.data) + batch * matrix.batch_stride + row * matrix.stride + column;
+  return *reinterpret_cast<Vector<T> const*>(data);
+}
+
+__global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments const args) {
+  int64_t const columns = args.n / kVector;
+  int64_t const total = columns * args.m * args.l;
+  for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < total; i += gridDim.x * int64_t(kThreads)) {
+    int64_t const column = i % columns * kVector, row = i / columns % args.m, batch = i / columns / args.m;
+    float value[kVector] = {};
+    // Several loads are under way before the first is added.
+#pragma unroll 1
+    for (int first = 0; first < args.count; first += 8) {
+      Vector<Source> found[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (first + j < args.count) found[j] = load<Source>(args.sources[first + j], batch, row, column);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (first + j < args.count) {
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) value[v] += float(found[j][v]);
+        }
+      }
+    }
+    if (args.c.data) {
+      Vector<Result> c = load<Result>(args.c, batch, row, column);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) value[v] += args.beta * float(c[v]);
+    }
+    if (args.bias) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) value[v] += float(static_cast<Result const*>(args.bias)[column + v]);
+    }
+    Vector<Result> out;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) out[v] = cutlass::NumericConverter<Result, float>::convert(value[v]);
+    Result* data = static_cast<Result*>(const_cast<void*>(args.d.data));
+    *reinterpret_cast<Vector<Result>*>(data + batch * args.d.batch_stride + row * args.d.stride + column) = out;
+  }
+}
+
+extern "C" {
+
+int distgemm_arguments_size() { return sizeof(Arguments); }
+
+// Loads the kernel on the current device. Returns a cudaError_t.
+int distgemm_load() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(sum));
+}
+
+// Returns a cudaError_t.
+int distgemm_launch(Arguments const* args, int sm_count, cudaStream_t stream) {
+  int64_t const total = int64_t(args->n / kVector) * args->m * args->l;
+  int64_t const blocks = (total + kThreads - 1) / kThreads;
+  int64_t const most = int64_t(sm_count) * 8;
+  sum<<<blocks < most ? blocks : most, kThreads, 0, stream>>>(*args);
+  return cudaGetLastError();
+}
+
+char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+}  // extern "C"
+
+}  // namespace distgemm

@@ -1,0 +1,115 @@
+"""Sums of matrices: what completes a tile whose partial sums have all arrived."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.cutlass import ELEMENTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.tensors import matrix_spec
+from distgemm.problem import DTYPE_BYTES
+
+__all__ = ["SumLaunch", "bind_sum", "sum_source"]
+
+SOURCES = 64
+
+
+class _Arguments(ctypes.Structure):
+    """The struct Arguments of sum.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("m", "n", "l", "count")),
+        ("sources", Matrix * SOURCES),
+        ("c", Matrix),
+        ("d", Matrix),
+        ("bias", ctypes.c_void_p),
+        ("beta", ctypes.c_float),
+    )
+
+
+def sum_source(source: str, result: str, vector: int, arch: str) -> KernelSource:
+    """What the kernel is compiled from."""
+    macros = (("DG_SOURCE", ELEMENTS[source]), ("DG_D", ELEMENTS[result]), ("DG_VECTOR", str(vector)))
+    return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu")
+
+
+@functools.cache
+def _load(source: KernelSource, device: int) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(library(source)))
+    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
+        raise RuntimeError(f"{source.name} was compiled for other arguments than this version passes")
+    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    found.distgemm_error_string.restype = ctypes.c_char_p
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        _raise_on(found, found.distgemm_load(), "load")
+    return found
+
+
+def _raise_on(found: ctypes.CDLL, error: int, what: str) -> None:
+    if error:
+        said = found.distgemm_error_string(error).decode()
+        raise RuntimeError(f"CUDA could not {what} the sum: {said} (error {error})")
+
+
+class SumLaunch:
+    """A sum with its arguments; called like :class:`distgemm.gemm.Launch`."""
+
+    def __init__(self, found: ctypes.CDLL, arguments: _Arguments, device: int, keep: object) -> None:
+        self._library, self._arguments, self._device, self._keep = found, arguments, device, keep
+        self._empty = not (arguments.m and arguments.n and arguments.l)
+
+    def __call__(self, stream: int | None = None) -> None:
+        if self._empty:
+            return
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        address = ctypes.addressof(self._arguments)
+        _raise_on(self._library, self._library.distgemm_launch(address, sm_count(self._device), stream), "launch")
+
+
+def bind_sum(
+    sources: Sequence[torch.Tensor],
+    d: torch.Tensor,
+    *,
+    c: torch.Tensor | None = None,
+    beta: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> SumLaunch:
+    """``d = sources[0] + sources[1] + ... + beta * c + bias``, added in float32 in this order, rounded once.
+
+    sources: (m, n) or (l, m, n) of one type, rows contiguous, at most 64; d, c: as they, of one type; each may be d
+    bias: (n,), of d's type
+    beta: with 0, c is not read
+    """
+    if not 1 <= len(sources) <= SOURCES:
+        raise ValueError(f"a sum has 1 to {SOURCES} sources, got {len(sources)}")
+    if not beta:
+        c = None
+    specs = [matrix_spec("a source", source) for source in sources]
+    d_spec = matrix_spec("D", d)
+    c_spec = None if c is None else matrix_spec("C", c)
+    every = [*specs, d_spec, *([c_spec] if c_spec else [])]
+    if len({(spec.rows, spec.columns, spec.batches) for spec in every}) > 1:
+        raise ValueError(f"all matrices of a sum are alike, got {[(x.rows, x.columns) for x in every]}")
+    if len({spec.dtype for spec in specs}) > 1 or (c_spec and c_spec.dtype != d_spec.dtype):
+        raise ValueError(f"sources are of one type, and so are C and D, got {[spec.dtype for spec in every]}")
+    if not all(spec.row_major for spec in every):
+        raise ValueError("rows of all matrices of a sum are contiguous")
+    if bias is not None and (bias.dtype != d.dtype or bias.shape != (d_spec.columns,) or bias.stride() != (1,)):
+        raise ValueError(f"bias is a dense vector of {d_spec.columns} elements of {d.dtype}")
+    # As many bytes at once as all of them allow; 16 at most.
+    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in every), *(spec.vector for spec in every))
+    device = d.device.index
+    found = _load(sum_source(specs[0].dtype, d_spec.dtype, vector, CutlassProvider().arch), device)
+    arguments = _Arguments(d_spec.rows, d_spec.columns, d_spec.batches, len(sources))
+    for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
+        arguments.sources[number] = as_matrix(source, spec)
+    arguments.c, arguments.d = as_matrix(c, c_spec), as_matrix(d, d_spec)
+    arguments.bias = None if bias is None else bias.data_ptr()
+    arguments.beta = beta
+    return SumLaunch(found, arguments, device, (tuple(sources), d, c, bias))
