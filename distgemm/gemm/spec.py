@@ -32,8 +32,11 @@ class MatrixSpec:
     row_major:    whether the elements of a row are contiguous; else those of a column
     stride:       elements from row to row (column to column)
     batch_stride: elements from batch to batch
-    alignment:    the largest power of two, at most 16 bytes, that divides address and strides
+    alignment:    the largest power of two, at most 16 bytes, that divides address and strides; what is given is
+                  reduced to what the strides allow
     padded:       whether what lies between the end of a row and the next multiple of 16 bytes may be overwritten
+
+    Raises ValueError for an unknown type.
     """
 
     dtype: str
@@ -47,11 +50,16 @@ class MatrixSpec:
     padded: bool = False
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         contiguous, other = (self.columns, self.rows) if self.row_major else (self.rows, self.columns)
         if self.stride == -1:
             object.__setattr__(self, "stride", contiguous)
         if self.batch_stride == -1:
-            object.__setattr__(self, "batch_stride", other * self.stride)
+            object.__setattr__(self, "batch_stride", other * self.stride if self.batches > 1 else 0)
+        size = DTYPE_BYTES[self.dtype]
+        alignment = common_power_of_two(self.alignment, self.stride * size, self.batch_stride * size)
+        object.__setattr__(self, "alignment", alignment)
 
     @property
     def vector(self) -> int:
@@ -160,12 +168,16 @@ class GemmConfig:
     and ``_swizzle_4`` where they differ from the defaults.
 
     tile:     m, n, k of what a thread block computes at a time, elements
-    cluster:  m, n of the thread blocks that share what TMA loads
+    cluster:  m, n of the thread blocks that share what TMA loads: powers of two, 8 blocks at most
     schedule: "cooperative" (two warp groups share a tile), "pingpong" (they take turns: one multiplies while the
               other writes), or "plain" (no TMA, no wgmma: any alignment)
     epilogue: "tma", or "direct" (stores from registers: any alignment of D, C and the partial sum)
     raster:   order of tiles: along "m", "n", or as CUTLASS's "heuristic" says
     swizzle:  tiles are visited in stripes of up to so many, a power of two
+
+    "plain" knows neither clusters nor orders of tiles, and its epilogue is "direct".
+
+    Raises ValueError for anything else.
     """
 
     tile: tuple[int, int, int]
@@ -176,6 +188,9 @@ class GemmConfig:
     swizzle: int = 1
 
     def __post_init__(self) -> None:
+        for name, extents, count in (("tile", self.tile, 3), ("cluster", self.cluster, 2)):
+            if len(extents) != count or not all(isinstance(x, int) and x > 0 for x in extents):
+                raise ValueError(f"{name} is a tuple of {count} integers > 0, got {extents!r}")
         for name, value, known in (
             ("schedule", self.schedule, SCHEDULES),
             ("epilogue", self.epilogue, EPILOGUES),
@@ -185,6 +200,15 @@ class GemmConfig:
                 raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
         if self.swizzle not in (1, 2, 4, 8):
             raise ValueError(f"swizzle is 1, 2, 4 or 8, got {self.swizzle!r}")
+        if any(x & (x - 1) for x in self.cluster) or self.cluster[0] * self.cluster[1] > 8:
+            raise ValueError(f"a cluster has 1, 2, 4 or 8 thread blocks along m and n, 8 at most, got {self.cluster}")
+        if self.schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle) != (
+            (1, 1),
+            "direct",
+            "heuristic",
+            1,
+        ):
+            raise ValueError("a plain kernel has cluster (1, 1), epilogue 'direct', raster 'heuristic' and swizzle 1")
 
     def __str__(self) -> str:
         text = "x".join(map(str, self.tile)) + f"_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"

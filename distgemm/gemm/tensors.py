@@ -10,7 +10,7 @@ from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, common_power_of_two
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["matrix_spec", "spec_of"]
+__all__ = ["check_device", "matrix_spec", "spec_of"]
 
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if name != "tfloat32"}
 
@@ -22,9 +22,7 @@ def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Ma
     """
     if tensor.dim() not in (2, 3):
         raise ValueError(f"{name} has 2 or 3 dimensions, got shape {tuple(tensor.shape)}")
-    known = DTYPE_NAMES.get(tensor.dtype)
-    if known is None:
-        raise ValueError(f"{name} is of {tensor.dtype}; known are {', '.join(map(str, DTYPE_NAMES))}")
+    known = _known(name, tensor)
     batches = tensor.shape[0] if tensor.dim() == 3 else 1
     rows, columns = tensor.shape[-2:]
     row_stride, column_stride = tensor.stride()[-2:]
@@ -39,8 +37,8 @@ def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Ma
             f"rows or columns of {name} are contiguous and do not overlap, got shape {tuple(tensor.shape)} "
             f"and strides {tensor.stride()}"
         )
-    size = tensor.element_size()
     if not used:
+        size = tensor.element_size()
         stride = -(-(columns if row_major else rows) * size // TMA_ALIGNMENT) * TMA_ALIGNMENT // size
     return MatrixSpec(
         dtype=dtype or known,
@@ -50,7 +48,7 @@ def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Ma
         row_major=row_major,
         stride=stride,
         batch_stride=batch_stride,
-        alignment=common_power_of_two(tensor.data_ptr(), stride * size, batch_stride * size),
+        alignment=common_power_of_two(tensor.data_ptr()),
     )
 
 
@@ -79,6 +77,8 @@ def spec_of(tensors: GemmTensors) -> GemmSpec:
         )
     if tensors.beta and tensors.c is None:
         raise ValueError(f"beta is {tensors.beta}, but there is no C")
+    if not _disjoint(d):
+        raise ValueError(f"elements of D overlap, got shape {tuple(d.shape)} and strides {d.stride()}")
     multiplied = tensors.dtype if tensors.dtype == "tfloat32" else None
     results = {name: _result(name, x) for name in ("D", "C", "the partial sum") if (x := present[name]) is not None}
     spec = GemmSpec(
@@ -87,13 +87,28 @@ def spec_of(tensors: GemmTensors) -> GemmSpec:
         d=replace(results["D"], padded=tensors.padded),
         c=results.get("C") if tensors.beta else None,
         partial=results.get("the partial sum"),
-        bias=None if tensors.bias is None else DTYPE_NAMES[tensors.bias.dtype],
+        bias=None if tensors.bias is None else _known("bias", tensors.bias),
         scale_a=_scale("scale_a", tensors.scale_a, a.shape[-2]),
         scale_b=_scale("scale_b", tensors.scale_b, b.shape[-2]),
     )
     if tensors.bias is not None and (tensors.bias.shape != (spec.n,) or tensors.bias.stride() != (1,)):
-        raise ValueError(f"bias is a dense vector of n = {spec.n}, got shape {tuple(tensors.bias.shape)}")
+        raise ValueError(
+            f"bias is a dense vector of n = {spec.n}, got shape {tuple(tensors.bias.shape)} "
+            f"and strides {tensors.bias.stride()}"
+        )
     return spec
+
+
+def check_device(tensors: GemmTensors) -> None:
+    """Raises ValueError where the tensors are not on a CUDA device."""
+    if tensors.d.device.type != "cuda":
+        raise ValueError(f"kernels run on CUDA devices, the tensors are on {tensors.d.device}")
+
+
+def _known(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{name} is of {tensor.dtype}; known are {', '.join(map(str, DTYPE_NAMES))}")
+    return DTYPE_NAMES[tensor.dtype]
 
 
 def _result(name: str, tensor: torch.Tensor) -> MatrixSpec:
@@ -101,6 +116,17 @@ def _result(name: str, tensor: torch.Tensor) -> MatrixSpec:
     if not spec.row_major:
         raise ValueError(f"rows of {name} are contiguous, got strides {tensor.stride()}")
     return spec
+
+
+def _disjoint(tensor: torch.Tensor) -> bool:
+    """Whether all elements lie apart, one mode outside of the other."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (extent - 1)
+    return True
 
 
 def _scale(name: str, scale: torch.Tensor | None, rows: int) -> str:
