@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from distgemm.gemm.compiler import KernelSource, library
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
-from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.problem import DTYPE_BYTES
 
 __all__ = ["CutlassKernel", "CutlassProvider", "Matrix", "as_matrix", "kernel_source", "sm_count"]
@@ -45,6 +46,10 @@ TMA_TILES = (
     ((64, 256), (1, 1), "pingpong"),
     ((64, 128), (1, 1), "pingpong"),
 )
+
+
+_ARCH = re.compile(r"(\d{2,3})[af]?")
+INT32_MAX = 2**31 - 1
 
 
 def _depth(dtype: str, schedule: str) -> int:
@@ -162,6 +167,7 @@ class CutlassKernel:
     def bind(self, tensors: GemmTensors) -> CutlassLaunch:
         """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
         spec = spec_of(tensors)
+        check_device(tensors)
         self._check(spec, self.config)
         if kernel_source(spec, self.config, self.source.arch).macros != self.source.macros:
             raise ValueError(
@@ -230,17 +236,23 @@ class CutlassProvider:
     """CUTLASS kernels for sm_90a with TMA and wgmma, and for sm_80 and newer without.
 
     arch: the architecture to compile for, as nvcc names it; None: that of the current device
+
+    Raises ValueError for another arch, and RuntimeError where it is left open and there is no device.
     """
 
     name = "cutlass"
 
     def __init__(self, arch: str | None = None) -> None:
+        if arch is not None and not _ARCH.fullmatch(arch):
+            raise ValueError(f"arch is written as nvcc does, such as 90a or 80, got {arch!r}")
         self._arch = arch
 
     @property
     def arch(self) -> str:
         """The architecture that kernels are compiled for."""
         if self._arch is None:
+            if not torch.cuda.is_available():
+                raise RuntimeError("there is no CUDA device; where nothing is to run, name one: CutlassProvider('90a')")
             major, minor = torch.cuda.get_device_capability()
             self._arch = f"{major}{minor}" + ("a" if major >= 9 else "")
         return self._arch
@@ -275,6 +287,8 @@ class CutlassProvider:
             return Status(f"bias is of {', '.join(RESULTS)}, not {spec.bias}")
         if spec.k == 0:
             return Status("k is 0: there is nothing to multiply")
+        if max(spec.m, spec.n, spec.k, spec.l) > INT32_MAX:
+            return Status(f"extents are below 2**31, got {spec.m}x{spec.n}x{spec.k}x{spec.l}")
         if dtype == "float8_e4m3fn" and not (spec.a.row_major and spec.b.row_major):
             return Status("rows of A and B are contiguous in fp8: neither can be column-major")
         if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
@@ -283,10 +297,13 @@ class CutlassProvider:
 
     def _fits(self, spec: GemmSpec, config: GemmConfig) -> Status:
         dtype, (m, n, k) = spec.a.dtype, config.tile
+        number = int(self.arch.rstrip("af"))
+        if number < 80:
+            return Status(f"kernels are for sm_80 and newer, this is sm_{self.arch}")
         if config.schedule == "plain":
-            if (m, n, k) != (128, 128, _depth(dtype, "plain")) or config.cluster != (1, 1):
-                return Status(f"plain kernels for {dtype} have tiles of 128x128x{_depth(dtype, 'plain')}, no clusters")
-            if dtype == "float8_e4m3fn" and int(self.arch.rstrip("a")) < 89:
+            if (m, n, k) != (128, 128, _depth(dtype, "plain")):
+                return Status(f"plain kernels for {dtype} have tiles of 128x128x{_depth(dtype, 'plain')}")
+            if dtype == "float8_e4m3fn" and number < 89:
                 return Status(f"sm_{self.arch} does not multiply fp8")
             return Status()
         if self.arch != "90a":
