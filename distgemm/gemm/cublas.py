@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
-from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.tensors import check_device, spec_of
 
 __all__ = ["CublasKernel", "CublasProvider"]
 
@@ -72,6 +73,7 @@ class CublasKernel:
     def bind(self, tensors: GemmTensors) -> CublasLaunch:
         """Chooses torch's function. Raises ValueError for what it cannot compute."""
         spec = spec_of(tensors)
+        check_device(tensors)
         status = CublasProvider().supports(spec)
         if not status:
             raise ValueError(f"provider cublas: {status.reason}")
@@ -79,22 +81,31 @@ class CublasKernel:
 
 
 def _function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
+    def batches(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[0] if tensor.dim() == 3 and spec.l == 1 else tensor
+
+    a, b, d = batches(t.a), batches(t.b).mT, batches(t.d)
     if spec.a.dtype == "float8_e4m3fn":
+        if t.alpha != 1.0:
+            raise ValueError(f"provider cublas: torch scales products of fp8 by tensors only, not by alpha = {t.alpha}")
         scale_a, scale_b = t.scale_a, t.scale_b
         assert scale_a is not None and scale_b is not None
         if spec.scale_a == "row":
             scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(1, -1)
-        scale_a = scale_a * t.alpha
-        return lambda: torch._scaled_mm(t.a, t.b.mT, scale_a, scale_b, bias=t.bias, out_dtype=t.d.dtype, out=t.d)
-    added = t.partial if spec.partial is not None else t.c if spec.c is not None else t.bias
-    factor = t.beta if spec.partial is None and spec.c is not None else 1.0
-    if added is None and t.alpha == 1.0:
-        return lambda: torch.matmul(t.a, t.b.mT, out=t.d)
-    if added is None:
-        added, factor = t.d, 0.0
-    if t.a.dim() == 3:
-        return lambda: torch.baddbmm(added, t.a, t.b.mT, beta=factor, alpha=t.alpha, out=t.d)
-    return lambda: torch.addmm(added, t.a, t.b.mT, beta=factor, alpha=t.alpha, out=t.d)
+        return lambda: torch._scaled_mm(a, b, scale_a, scale_b, bias=t.bias, out_dtype=d.dtype, out=d)
+    factor = 1.0
+    if t.partial is not None:
+        added = batches(t.partial)
+    elif t.c is not None and t.beta:
+        added, factor = batches(t.c), t.beta
+    elif t.bias is not None:
+        added = t.bias
+    elif t.alpha == 1.0:
+        return lambda: torch.matmul(a, b, out=d)
+    else:
+        added, factor = d, 0.0
+    add = torch.addmm if spec.l == 1 else torch.baddbmm
+    return lambda: add(added, a, b, beta=factor, alpha=t.alpha, out=d)
 
 
 class CublasLaunch:
@@ -102,17 +113,17 @@ class CublasLaunch:
 
     def __init__(self, tensors: GemmTensors, function: Callable[[], object]) -> None:
         self._tensors, self._function = tensors, function
-        self._tf32 = tensors.dtype == "tfloat32"
+        self._precision = "tf32" if tensors.dtype == "tfloat32" else "ieee"
 
     @torch.no_grad()
     def __call__(self, stream: int | None = None) -> None:
         device = self._tensors.d.device
         on = torch.cuda.current_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
-        flags = torch.backends.cuda.matmul
-        before = flags.allow_tf32
-        flags.allow_tf32 = self._tf32
+        setting: Any = torch.backends.cuda.matmul
+        before = setting.fp32_precision
+        setting.fp32_precision = self._precision
         try:
             with torch.cuda.stream(on):
                 self._function()
         finally:
-            flags.allow_tf32 = before
+            setting.fp32_precision = before
