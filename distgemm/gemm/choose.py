@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def _device() -> str:
 
 
 def _file(device: str) -> str:
-    return f"gemm_{device.replace(' ', '_')}.json"
+    return f"gemm_{re.sub('[^A-Za-z0-9.-]', '_', device)}.json"
 
 
 def _stamp(path: Path) -> int:
@@ -109,22 +110,32 @@ def _read(shipped: Path, own: Path, stamp: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in (shipped, own):
         if path.exists():
-            try:
-                found |= json.loads(path.read_text())["choices"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path} does not hold measured choices ({error}); delete it, or write it anew with: "
-                    "distgemm tune-gemm"
-                ) from error
+            found |= _choices(path)
     return found
 
 
+def _choices(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        choices: dict[str, dict[str, Any]] = json.loads(path.read_text())["choices"]
+        for choice in choices.values():
+            GemmConfig.parse(choice["config"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not hold measured choices ({type(error).__name__}: {error}); delete it, and measure anew "
+            "with: distgemm tune-gemm"
+        ) from error
+    return choices
+
+
 def record(device: str, choices: dict[str, dict[str, Any]]) -> Path:
-    """Adds choices to the user's file, beside what other processes add. Returns its path."""
+    """Adds choices to the user's file, beside what other processes add. Returns its path.
+
+    Raises ValueError where the file is broken, which stays as it is.
+    """
     path = cache_dir() / _file(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        known = json.loads(path.read_text())["choices"] if path.exists() else {}
+        known = _choices(path) if path.exists() else {}
         written = path.with_suffix(f".{os.getpid()}.new")
         written.write_text(json.dumps({"device": device, "choices": known | choices}, indent=1) + "\n")
         os.replace(written, path)
