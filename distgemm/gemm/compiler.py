@@ -22,12 +22,23 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["CompileError", "CompilerNotFoundError", "KernelSource", "build", "cache_dir", "find_nvcc", "library"]
+__all__ = [
+    "CompileError",
+    "CompilerNotFoundError",
+    "KernelSource",
+    "build",
+    "cache_dir",
+    "cached",
+    "find_nvcc",
+    "library",
+    "missing",
+]
 
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
@@ -93,9 +104,14 @@ def find_nvcc() -> Path | None:
 
 @functools.cache
 def _compiler_version(nvcc: Path) -> str:
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerNotFoundError(f"{nvcc} does not run as a compiler: {error}") from error
     found = re.search(r"release .*", said)
-    return found.group() if found else said
+    if not found:
+        raise CompilerNotFoundError(f"{nvcc} does not run as nvcc: asked for its version, it says {said[:200]!r}")
+    return found.group()
 
 
 @functools.cache
@@ -127,7 +143,7 @@ def _whole(path: Path) -> bool:
     try:
         manifest = json.loads(path.with_suffix(".json").read_text())
         return bool(hashlib.sha256(path.read_bytes()).hexdigest() == manifest["sha256"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -164,22 +180,37 @@ def library(source: KernelSource) -> Path:
 
 
 def build(sources: Sequence[KernelSource], jobs: int | None = None) -> list[Path]:
-    """The compiled libraries of all sources, several compiled at a time, with a progress bar.
+    """The compiled libraries of all sources. Missing ones are compiled, several at a time, with a progress bar.
 
     jobs: compilers at a time; None: one for each core
     """
+    lacking = missing(sources)
+    if lacking:
+        _build(lacking, jobs)
+    return [_cached(source)[0] for source in sources]
+
+
+def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
+    """Those of the sources that are not compiled yet, each once."""
+    return [source for source in dict.fromkeys(sources) if not _whole(_cached(source)[0])]
+
+
+def _build(sources: Sequence[KernelSource], jobs: int | None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_console()) as progress, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         task = progress.add_task("compiling kernels", total=len(sources))
 
-        def one(source: KernelSource) -> Path:
-            path, _ = _cached(source)
-            if not _whole(path):
-                path = _compile_once(source)
+        def one(source: KernelSource) -> None:
+            _compile_once(source)
             progress.advance(task)
-            return path
 
-        return list(pool.map(one, sources))
+        list(pool.map(one, sources))
+
+
+def cached() -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """The libraries in the cache, each with its manifest; None where that is missing or is of another library."""
+    for path in sorted((cache_dir() / "kernels").glob("*.so")):
+        yield path, json.loads(path.with_suffix(".json").read_text()) if _whole(path) else None
 
 
 def _console() -> Console:
@@ -211,8 +242,13 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
     """The command that compiles a source."""
     macros = [f"-D{name}={value}" for name, value in source.macros]
     arch = f"-gencode=arch=compute_{source.arch},code=sm_{source.arch}"
-    include = cutlass_include()
-    return [str(nvcc), *FLAGS, arch, f"-I{include}", *macros, "-o", str(out), str(source.path)]
+    # Of the PyPI packages, nvcc looks for its runtime in lib64, but it lies in lib.
+    packaged = nvcc.parent.parent / "lib"
+    libraries = [f"-L{packaged}"] if (packaged / "libcudart_static.a").is_file() else []
+    return [
+        *(str(nvcc), *FLAGS, arch, f"-I{cutlass_include()}", *libraries, *macros),
+        *("-o", str(out), str(source.path)),
+    ]
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
