@@ -1,0 +1,105 @@
+"""What every runtime with a process per rank checks: the group, the plans of all ranks, the shards."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from distgemm.plan import Plan
+
+__all__ = ["TORCH_DTYPES", "agree", "check_shards", "resolve_group", "share_memory"]
+
+Tensor = torch.Tensor
+
+TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "tfloat32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks. Raises ValueError where there is none, or this rank is not in it."""
+    found: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("torch.distributed has no process group: call init_process_group, or init_from_env")
+    if dist.get_rank(found) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group")
+    return found
+
+
+def agree(plan: Plan, further: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare the plans of all ranks, and ``further`` arguments. Raises ValueError on all ranks where they differ."""
+    size = dist.get_world_size(group)
+    if plan.world_size != size:
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {size}")
+    digest = hashlib.sha256(f"{plan.digest} {further}".encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    every = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(every, mine, group)
+    digests = [bytes(row.tolist()) for row in every]
+    usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
+    if others := [rank for rank, found in enumerate(digests) if found != usual]:
+        raise ValueError(
+            f"the ranks of the group differ in their plans or arguments: ranks {others} differ from the others; "
+            f"here {plan.schedule} for {size} ranks, {plan.problem}, {further}"
+        )
+
+
+def check_shards(
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    a_shard: Tensor,
+    b_shard: Tensor,
+    c_shard: Tensor | None,
+    beta: float,
+    out: Tensor | None,
+) -> dict[str, Tensor]:
+    """The shards by name, with D allocated where ``out`` is None. Raises ValueError where they do not fit."""
+    if beta and c_shard is None:
+        raise ValueError(f"beta is {beta}, which needs c_shard")
+    given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
+    found: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        dtype = TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)]
+        shape = plan.shard_shape(name, rank)
+        if tensor is None:
+            if name == "D":
+                found["D"] = torch.empty(shape, dtype=dtype, device=device)
+            continue
+        what = "out" if name == "D" else f"{name}'s shard"
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{what} on rank {rank} is a torch.Tensor, got {type(tensor).__name__}")
+        for kind, is_, wanted in (
+            ("shape", tuple(tensor.shape), shape),
+            ("dtype", tensor.dtype, dtype),
+            ("device", tensor.device, device),
+        ):
+            if is_ != wanted:
+                raise ValueError(f"{what} on rank {rank} has {kind} {wanted}, got {is_}")
+        found[name] = tensor
+    if out is not None:
+        for name in "ABC":
+            if name in found and share_memory(found[name], out):
+                raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
+    return found
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether the ranges of memory that two tensors span overlap."""
+    if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    (x0, x1), (y0, y1) = _bytes_spanned(x), _bytes_spanned(y)
+    return max(x0, y0) < min(x1, y1)
+
+
+def _bytes_spanned(tensor: Tensor) -> tuple[int, int]:
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

@@ -1,0 +1,349 @@
+"""A plan on this rank's GPU: GEMMs and copy-engine copies, issued on streams or replayed as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distgemm.derive import make_plan
+from distgemm.gemm import GemmTensors, Launch, get_provider
+from distgemm.gemm import bind as bind_gemm
+from distgemm.gemm.sums import bind_sum
+from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents
+from distgemm.plan import Plan
+from distgemm.problem import GemmProblem
+from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
+from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.workspace import Workspace, workspace_for
+
+__all__ = ["CudaExecutable", "Replay", "compile"]
+
+Tensor = torch.Tensor
+
+GRAPHS = 32
+"""Graphs that an executable keeps for eager calls, each for one set of tensors."""
+
+
+class CudaExecutable:
+    """This rank's part of a plan; made by :func:`distgemm.compile`.
+
+    plan, group, device: what it executes, and where
+    provider: of its GEMMs
+    workspace: the memory that it shares with the group's other executables
+    graphs:  how many graphs it has recorded for eager calls, replays not counted
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        provider: str = "cutlass",
+        config: str | None = None,
+        branches: int = 2,
+    ) -> None:
+        self.plan, self.group, self.device = plan, group, device
+        self.rank = dist.get_rank(group)
+        self.provider, self.config, self.branches = provider, config, branches
+        self.graphs = 0
+        self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
+        self._actions = lower(plan, self.rank, branches)
+        flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
+        self.workspace: Workspace = workspace_for(
+            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
+        )
+        self._reset = [
+            write(self.workspace.flag(self.rank, op.flag.number), 0)
+            for action in self._actions
+            for op in action.ops
+            if isinstance(op, Wait)
+        ]
+        with torch.cuda.device(device):
+            self._side = [torch.cuda.Stream(device) for _ in range(branches)]  # type: ignore[no-untyped-call]
+        self._recorded: OrderedDict[tuple[Any, ...], Replay | None] = OrderedDict()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the plan needs of the workspace on this rank, as ``plan.workspace_bytes(rank)`` says."""
+        return self.plan.workspace_bytes(self.rank)
+
+    def __call__(
+        self,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        c_shard: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it alike.
+
+        a_shard, b_shard: of the shapes ``plan.shard_shape("A", rank)`` and ``("B", rank)``, of ``problem.dtype``
+        c_shard: as D, of ``problem.out_dtype``; read only where beta is not 0
+        bias:    a row of D's shard, of ``problem.out_dtype``
+        scale_a, scale_b: float32: factors of the whole of A and B, or of every row of the *global* A and B
+        out:     where D goes, instead of a new tensor; shares no memory with the shards
+
+        The unfused program is that of :class:`distgemm.CollectiveExecutable`. Sums accumulate in float32; partial
+        sums are rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
+
+        Nothing here waits for the GPU. Tensors that come again are served by a graph: recorded at the second call,
+        replayed from then on. While the current stream is captured, the ops become part of that graph.
+
+        Raises ValueError for tensors of another shape, type or device, before anything is sent.
+        """
+        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
+        call = _Call(given, alpha, beta, bias, scale_a, scale_b)
+        if torch.cuda.is_current_stream_capturing():
+            self._issue(call)
+            return call.out
+        key = call.key()
+        if key not in self._recorded:
+            self._recorded[key] = None
+            while len(self._recorded) > GRAPHS:
+                self._recorded.popitem(last=False)
+            self._issue(call)
+            return call.out
+        replay = self._recorded[key]
+        if replay is None:
+            replay = self._recorded[key] = self._record(call)
+            self.graphs += 1
+        self._recorded.move_to_end(key)
+        replay()
+        return call.out
+
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **how: Any) -> Replay:
+        """A graph of one call on these tensors, to be replayed any number of times.
+
+        Takes what a call takes. Allocates D where ``out`` is None: ``replay.out``.
+        """
+        given = check_shards(
+            self.plan, self.rank, self.device, a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None)
+        )
+        numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
+        return self._record(_Call(given, **numbers))
+
+    def _record(self, call: _Call) -> Replay:
+        launches = self._bind(call)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+            # Another thread (of NCCL, say) may speak to CUDA meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._put(launches)
+            finally:
+                graph.capture_end()
+        graph.instantiate()
+        return Replay(self, graph, call)
+
+    def _issue(self, call: _Call) -> None:
+        self._put(self._bind(call))
+
+    # --- binding: ops to launches ---------------------------------------------------------------------
+
+    def _bind(self, call: _Call) -> list[Callable[[int], None]]:
+        """What each action does to a stream."""
+        return [self._action(action, call) for action in self._actions]
+
+    def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
+        if not action.ops:
+            entry = self.workspace.entry()
+            return lambda stream: mem_ops(entry, stream)
+        first = action.ops[0]
+        if isinstance(first, Gemm):
+            launches = self._gemm(first, call)
+        elif isinstance(first, Reduce):
+            launches = [self._reduce(first, call)]
+        elif isinstance(first, Copy):
+            target, source = self._tensor(first.dst, call), self._tensor(first.src, call)
+            return lambda stream: copy_box(target, source, stream)
+        else:
+            ops = [self._memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
+            return lambda stream: mem_ops(ops, stream)
+
+        def launch(stream: int) -> None:
+            for each in launches:
+                each(stream)
+
+        return launch
+
+    def _memop(self, op: Wait | Signal) -> MemOp:
+        address = self.workspace.flag(op.flag.rank, op.flag.number)
+        return wait_for(address) if isinstance(op, Wait) else write(address)
+
+    def _tensor(self, view: View, call: _Call) -> Tensor:
+        """A view as a tensor (l, rows, columns)."""
+        if view.buffer != "slot":
+            return call.shards[view.buffer][view.slices()]
+        slot = self.plan.slots[view.rank][view.slot]
+        memory = self.workspace.slot(view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
+        batches, rows, columns = box_extents(view.frame)
+        frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
+        return frame[view.slices()]
+
+    def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
+        d = self._tensor(op.out, call)
+        sources = [self._tensor(view, call) for view in op.sources]
+        c = self._tensor(op.c, call) if op.c is not None and call.beta else None
+        beta = call.beta if c is not None else 0.0
+        further = None
+        if len(sources) == 2:
+            # The second sum takes C's place; C, if there is one, is added to the result.
+            further, c, beta = c, sources.pop(), 1.0
+        (_, rows, _), (_, columns, _) = op.a.box, op.b.box
+        tensors = GemmTensors(
+            a=_matrix(self._tensor(op.a, call)),
+            b=_matrix(self._tensor(op.b, call)),
+            d=_matrix(d),
+            c=None if c is None else _matrix(c),
+            partial=_matrix(sources[0]) if sources else None,
+            bias=call.bias_of(op.out) if op.c is not None else None,
+            scale_a=_rows(call.scale_a, rows),
+            scale_b=_rows(call.scale_b, columns),
+            alpha=call.alpha,
+            beta=beta,
+            dtype=self._multiplied,
+            padded=op.out.buffer == "slot",
+        )
+        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config)]
+        if further is not None:
+            launches.append(bind_sum([d], d, c=further, beta=call.beta))
+        return launches
+
+    def _reduce(self, op: Reduce, call: _Call) -> Launch:
+        c = self._tensor(op.c, call) if op.c is not None and call.beta else None
+        sources = [self._tensor(view, call) for view in op.sources]
+        bias = call.bias_of(op.out) if op.c is not None else None
+        return bind_sum(sources, self._tensor(op.out, call), c=c, beta=call.beta, bias=bias)
+
+    # --- issuing: launches to streams -----------------------------------------------------------------
+
+    def _put(self, launches: list[Callable[[int], None]]) -> None:
+        """Put all actions on streams that begin and end with the current one."""
+        main = torch.cuda.current_stream(self.device)
+        streams = [self._side[COMM], main, *self._side[BRANCH:]]
+        for stream in streams:
+            if stream != main:
+                stream.wait_stream(main)
+        events: dict[int, torch.cuda.Event] = {}
+        for number, (action, launch) in enumerate(zip(self._actions, launches, strict=True)):
+            stream = streams[action.stream]
+            for before in action.after:
+                stream.wait_event(events[before])
+            launch(stream.cuda_stream)
+            if action.awaited:
+                events[number] = stream.record_event()
+        for stream in streams:
+            if stream != main:
+                main.wait_stream(stream)
+        mem_ops(self._reset + self.workspace.exit(), main.cuda_stream)
+
+
+class _Call:
+    """The tensors and numbers of one call, shards as (l, rows, columns)."""
+
+    def __init__(
+        self,
+        given: dict[str, Tensor],
+        alpha: float,
+        beta: float,
+        bias: Tensor | None,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+    ) -> None:
+        self.out = given["D"]
+        self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
+        self.alpha, self.beta = float(alpha), float(beta)
+        self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
+
+    def key(self) -> tuple[Any, ...]:
+        """The same for calls that one graph serves."""
+        tensors = (*self.shards.values(), self.bias, self.scale_a, self.scale_b)
+        where = tuple(None if x is None else (x.data_ptr(), x.stride()) for x in tensors)
+        return (tuple(self.shards), where, self.alpha, self.beta)
+
+    def bias_of(self, view: View) -> Tensor | None:
+        """The part of the bias that belongs to a view of D."""
+        if self.bias is None:
+            return None
+        _, _, columns = view.slices()
+        return self.bias[columns]
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor[0] if tensor.shape[0] == 1 else tensor
+
+
+def _rows(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
+    if scale is None or scale.numel() == 1:
+        return scale
+    return scale[rows[0] : rows[1]]
+
+
+class Replay:
+    """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes."""
+
+    def __init__(self, executable: CudaExecutable, graph: torch.cuda.CUDAGraph, call: _Call) -> None:
+        self._executable, self._graph, self._call = executable, graph, call
+        self.out = call.out
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph:
+        """The graph, to be looked at."""
+        return self._graph
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self.out
+
+
+def compile(
+    plan: Plan | GemmProblem,
+    schedule: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | int | None = None,
+    provider: str = "cutlass",
+    config: str | None = None,
+    branches: int = 2,
+    **options: Any,
+) -> CudaExecutable:
+    """This rank's executable for a plan, or for a problem under a schedule.
+
+    plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...)
+    group:    the ranks that take part, with NCCL; None: all
+    device:   this rank's GPU; None: the current one
+    provider: of the GEMMs
+    config:   a configuration of the provider for all GEMMs; None: chosen by shape
+    branches: streams on which GEMMs alternate, 1 or 2
+
+    A collective call: all ranks of the group make it, in the same order as they make and call other executables.
+
+    Raises ValueError on all ranks where their plans or these arguments differ.
+    """
+    whole = resolve_group(group)
+    if isinstance(plan, GemmProblem):
+        if schedule is None:
+            raise ValueError("a problem needs the name of a schedule: distgemm.list_schedules() has them")
+        ranks = None if "mesh" in options else dist.get_world_size(whole)
+        plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
+    elif schedule is not None or options:
+        raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
+    if branches not in (1, 2):
+        raise ValueError(f"branches is 1 or 2, got {branches!r}")
+    get_provider(provider)
+    at = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    if at.index is None:
+        at = torch.device("cuda", torch.cuda.current_device())
+    agree(plan, f"{provider} {config} {branches}", whole, at)
+    return CudaExecutable(plan, whole, at, provider=provider, config=config, branches=branches)

@@ -1,0 +1,149 @@
+"""From a rank's ops to actions on streams: who waits for whom, and on which stream. Nothing is bound yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
+from distgemm.plan import Plan, PlanError
+
+__all__ = ["BRANCH", "COMM", "Action", "lower"]
+
+COMM = 0
+"""The one stream on which copies to peers leave: two at once would halve the bandwidth of all."""
+BRANCH = 1
+"""The first stream of GEMMs, the caller's own; further branches follow."""
+
+
+@dataclass(eq=False)
+class Action:
+    """Something put on a stream at once.
+
+    stream: COMM, or BRANCH and up
+    ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: the entry into a replay
+    after:  actions on other streams that come before, by number
+    awaited: whether another stream waits for it
+    """
+
+    stream: int
+    ops: tuple[Op, ...]
+    after: tuple[int, ...] = ()
+    awaited: bool = field(default=False)
+
+
+def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
+    """The actions of a rank, in an order in which they can be issued.
+
+    Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
+    one: whatever streams the hardware serialises, the ranks come to an end.
+
+    Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
+    waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
+
+    Raises PlanError for a Barrier that is not at the start, and for a flag that is waited for twice in a replay.
+    """
+    ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
+    entered = {op.id for op in plan.ops(rank) if _is_entry(op)}
+    _check(plan, rank)
+    streams = _streams([op for op in ops if not _is_entry(op)], branches)
+    actions = [Action(COMM, ())]
+    of: dict[int, int] = dict.fromkeys(entered, 0)
+    for run in _runs([op for op in ops if op.id not in entered], streams):
+        needed = {of[dep] for op in run for dep in op.deps}
+        for op in run:
+            of[op.id] = len(actions)
+        actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
+    _prune(actions)
+    return actions
+
+
+def _is_entry(op: Op) -> bool:
+    return isinstance(op, Barrier) or (isinstance(op, Wait) and bool(op.flag.initial))
+
+
+def _passes_replays(op: Op) -> bool:
+    return isinstance(op, Signal) and bool(op.flag.initial)
+
+
+def _check(plan: Plan, rank: int) -> None:
+    waited = set()
+    for op in plan.ops(rank):
+        if isinstance(op, Barrier) and op.deps:
+            raise PlanError(f"{op}: the CUDA runtime takes a Barrier at the start of a replay only")
+        if isinstance(op, Wait):
+            if op.flag in waited:
+                raise PlanError(f"{op}: the CUDA runtime waits for a flag once in a replay")
+            waited.add(op.flag)
+
+
+def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
+    """The stream of each op."""
+    found: dict[int, int] = {}
+    computed = 0
+    for op in ops:
+        if isinstance(op, Copy) and op.dst.rank != op.rank:
+            found[op.id] = COMM
+        elif isinstance(op, (Gemm, Reduce, Copy)):
+            found[op.id] = BRANCH + computed % branches
+            computed += 1
+    waits = {op.id for op in ops if isinstance(op, Wait)}
+    for op in ops:
+        # A Wait goes where its first user is, so that nobody else is held up.
+        for dep in op.deps:
+            if dep in waits and dep not in found and op.id in found:
+                found[dep] = found[op.id]
+    for op in ops:
+        if isinstance(op, Signal):
+            found[op.id] = found[op.deps[-1]] if op.deps and op.deps[-1] in found else COMM
+        found.setdefault(op.id, COMM)
+    return found
+
+
+def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
+    """Ops, with what one batch of memory operations can do put together: Signals of one op, and Waits of one op.
+
+    Waits are not put together for different users: the first would be held up by what only the second needs.
+    """
+    users: dict[int, set[int]] = {}
+    for op in ops:
+        for dep in op.deps:
+            users.setdefault(dep, set()).add(op.id)
+    runs: list[list[Op]] = []
+    for op in ops:
+        last = runs[-1] if runs else []
+        joins = (
+            last
+            and type(last[0]) is type(op)
+            and streams[last[0].id] == streams[op.id]
+            and (
+                (isinstance(op, Signal) and op.deps == last[0].deps)
+                or (isinstance(op, Wait) and not op.deps and users.get(op.id) == users.get(last[0].id))
+            )
+        )
+        if joins:
+            last.append(op)
+        else:
+            runs.append([op])
+    return [tuple(run) for run in runs]
+
+
+def _prune(actions: list[Action]) -> None:
+    """Leave out what streams' own order, or an earlier wait of the same stream, says already."""
+    streams = max(action.stream for action in actions) + 1
+    # The last action of each stream that is known to come before the next one of this stream.
+    known = [[-1] * streams for _ in range(streams)]
+    after_each: list[list[int]] = []
+    for number, action in enumerate(actions):
+        mine = known[action.stream]
+        needed = []
+        for before in sorted(action.after, reverse=True):
+            there = actions[before].stream
+            if there != action.stream and mine[there] < before:
+                needed.append(before)
+                actions[before].awaited = True
+                for stream, last in enumerate(after_each[before]):
+                    mine[stream] = max(mine[stream], last)
+        action.after = tuple(sorted(needed))
+        mine[action.stream] = number
+        after_each.append(list(mine))

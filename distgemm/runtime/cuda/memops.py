@@ -1,0 +1,92 @@
+"""What the driver puts on streams besides kernels: waits for words, writes of words, copies of boxes.
+
+All of it is captured into CUDA graphs as it stands: memory operations and memcpy nodes, which occupy no SM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import driver, runtime
+
+__all__ = ["MemOp", "copy_box", "mem_ops", "raise_on", "wait_for", "write"]
+
+BATCH = 255
+"""Memory operations that CUDA takes in one call."""
+
+
+class MemOp(NamedTuple):
+    """A wait until the word at an address equals a value, or a write of it."""
+
+    wait: bool
+    address: int
+    value: int
+
+
+def wait_for(address: int, value: int = 1) -> MemOp:
+    """Wait until the word equals the value."""
+    return MemOp(True, address, value)
+
+
+def write(address: int, value: int = 1) -> MemOp:
+    """Write the value once everything before it on the stream is visible to all."""
+    return MemOp(False, address, value)
+
+
+def raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call of cuda.bindings returned besides the error; RuntimeError if there is one."""
+    error = result[0]
+    if error:
+        raise RuntimeError(f"CUDA: {error.name} ({int(error)})")
+    return result[1:]
+
+
+def mem_ops(ops: Sequence[MemOp], stream: int) -> None:
+    """Put memory operations on a stream, in this order."""
+    for start in range(0, len(ops), BATCH):
+        part = ops[start : start + BATCH]
+        raise_on(driver.cuStreamBatchMemOp(stream, len(part), [_parameters(op) for op in part], 0))
+
+
+def _parameters(op: MemOp) -> driver.CUstreamBatchMemOpParams:
+    kinds = driver.CUstreamBatchMemOpType
+    found = driver.CUstreamBatchMemOpParams()
+    kind = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if op.wait else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    found.operation = kind
+    fields = found.waitValue if op.wait else found.writeValue
+    fields.operation = kind
+    fields.address = driver.CUdeviceptr(op.address)
+    fields.value = driver.cuuint32_t(op.value)
+    flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    fields.flags = int(flags) if op.wait else int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+    return found
+
+
+def copy_box(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    """target = source, both (l, rows, columns) of one type with contiguous rows, through the copy engine."""
+    if target.numel() == 0:
+        return
+    for to, of in zip(_joined(target), _joined(source), strict=True):
+        _copy_rows(to, of, stream)
+
+
+def _joined(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Its batches, each (rows, columns); as one where they follow each other like rows."""
+    batches, rows, columns = tensor.shape
+    if batches > 1 and tensor.stride(0) == rows * tensor.stride(1):
+        return [tensor.as_strided((batches * rows, columns), (tensor.stride(1), 1))]
+    return tensor.unbind(0)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    rows, columns = target.shape
+    size = target.element_size()
+    width = columns * size
+    to, of = (max(x.stride(0) * size, width) for x in (target, source))
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+    if rows == 1 or (to == width and of == width):
+        raise_on(runtime.cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), rows * width, kind, stream))
+    else:
+        raise_on(runtime.cudaMemcpy2DAsync(target.data_ptr(), to, source.data_ptr(), of, width, rows, kind, stream))
