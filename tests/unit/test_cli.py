@@ -486,7 +486,7 @@ def test_simulate_all_tries_chunks(schedule_2d: str) -> None:
     for way in (("--chunks", "3"), ("--option", "chunks=3")):
         assert tried("--mesh", "2x2", *way, of=schedule_2d) == ["-"]
     assert "--every-chunks" not in succeed("simulate", "all", *SMALL, "--world-size", "2", "--every-chunks")
-    assert "--every-chunks shows all" in succeed("simulate", "all", *SMALL, "--world-size", "2")
+    assert "--every-chunks tries and shows all" in succeed("simulate", "all", *SMALL, "--world-size", "2")
 
 
 def test_no_more_chunks_are_tried_than_can_bring_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,14 +497,19 @@ def test_no_more_chunks_are_tried_than_can_bring_anything(monkeypatch: pytest.Mo
         return simulate(plan, *arguments, **keywords)
 
     monkeypatch.setattr(cli, "simulate", watched)
-    rows = schedules_of(compared(succeed("simulate", "all", "--world-size", "4")))
+    arguments = ("simulate", "all", "--world-size", "4", "--n", "10240")
+    rows = schedules_of(compared(succeed(*arguments)))
     gather, pairwise = "all_gather_1d_ring_a", "reduce_scatter_1d_pairwise_a"
     assert next(row for row in rows if row[0] == gather)[4] == "100 %"
     assert [grid for name, grid in tried if name == gather] == [4]
     assert [grid for name, grid in tried if name == pairwise] == [4, 8, 16]
+    problem, tiling_k = distgemm.GemmProblem(8192, 10240, 8192), "all_gather_1d_tiling_k_rotating_a"
+    one, two = (simulate(distgemm.make_plan(problem, tiling_k, 4, chunks=c), H200) for c in (1, 2))
+    assert one.efficiency < 0.98 and two.time > 1.02 * one.time
+    assert [grid for name, grid in tried if name == tiling_k] == [4, 8]
     tried.clear()
-    succeed("simulate", "all", "--world-size", "4", "--every-chunks")
-    assert [grid for name, grid in tried if name == gather] == [4, 8, 16]
+    succeed(*arguments, "--every-chunks")
+    assert [grid for name, grid in tried if name in (gather, tiling_k)] == [4, 8, 16] * 2
 
 
 def test_one_schedule_with_several_chunks() -> None:
