@@ -1,4 +1,4 @@
-"""The ``distgemm`` command: schedules listed and drawn, plans printed, proved and simulated. Needs no GPU."""
+"""The ``distgemm`` command: schedules listed and drawn, plans printed, proved and simulated, kernels built."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from distgemm import GemmProblem, Plan, PlanError, get_schedule, list_schedules, make_plan
 from distgemm.derive import SYNCS, WORKSPACES
+from distgemm.gemm.commands import build_command, tune_gemm_command
 from distgemm.machine import Machine, list_machines
 from distgemm.ops import Copy, Gemm, box_size
 from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
@@ -71,7 +72,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="distgemm",
     cls=_Commands,
-    help="Tensor-parallel GEMMs: schedules, plans, their proofs and predictions. Nothing here needs a GPU.",
+    help="Tensor-parallel GEMMs: schedules, plans, their proofs and predictions, kernels. Only tune-gemm needs a GPU.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -838,3 +839,7 @@ def demo_command(
     from distgemm.demo import demo
 
     demo(world_size=world_size, schedule_ag=schedule_ag, schedule_rs=schedule_rs, console=_console())
+
+
+app.command("build")(build_command)
+app.command("tune-gemm")(tune_gemm_command)

@@ -27,7 +27,7 @@ from distgemm.gemm.spec import GemmConfig, GemmSpec
 if TYPE_CHECKING:
     from distgemm.gemm.cutlass import CutlassProvider
 
-__all__ = ["choose", "key_of", "measured", "order", "record"]
+__all__ = ["choices_file", "choose", "key_of", "measured", "order", "record"]
 
 SHIPPED = Path(__file__).parent / "tuned"
 SMS = 132
@@ -94,13 +94,18 @@ def _file(device: str) -> str:
     return f"gemm_{re.sub('[^A-Za-z0-9.-]', '_', device)}.json"
 
 
+def choices_file(device: str) -> Path:
+    """Where the user's own choices for this device are."""
+    return cache_dir() / _file(device)
+
+
 def _stamp(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def measured(device: str) -> dict[str, dict[str, Any]]:
     """Choices by :func:`key_of`; the user's own stand before the shipped ones."""
-    own = cache_dir() / _file(device)
+    own = choices_file(device)
     return _read(SHIPPED / _file(device), own, _stamp(own))
 
 
@@ -132,7 +137,7 @@ def record(device: str, choices: dict[str, dict[str, Any]]) -> Path:
 
     Raises ValueError where the file is broken, which stays as it is.
     """
-    path = cache_dir() / _file(device)
+    path = choices_file(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         known = _choices(path) if path.exists() else {}

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm import GemmConfig, GemmTensors, get_provider
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, _kernel, get_provider
 from distgemm.gemm.choose import key_of, record
 from distgemm.gemm.compiler import build
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.tensors import check_device, spec_of
 
-__all__ = ["Measured", "time_graphs", "tune"]
+__all__ = ["Measured", "candidates", "time_graphs", "tune"]
 
 BURST_MS = 4.0
 ORDERS = tuple((raster, swizzle) for raster in ("m", "n") for swizzle in (1, 2, 4, 8))
@@ -73,18 +73,28 @@ class Measured:
     cublas_ms: float | None
 
 
+def candidates(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
+    """Configurations that are worth measuring, without orders of tiles. Raises ValueError where there are none."""
+    configs = provider.configs(spec)
+    if not configs:
+        raise ValueError(f"provider cutlass: {provider.supports(spec).reason}")
+    # The one without TMA is for what the others cannot do.
+    return [config for config in configs if config.schedule != "plain"] or configs
+
+
 def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measured:
     """Searches the configurations for these tensors: all tiles in CUTLASS's own order, then the best few in all
     orders. Seconds, once the kernels are compiled. Overwrites D.
 
     finalists: tiles that are tried in all orders
     write:     whether the choice is recorded for later
+
+    Raises ValueError for tensors that no kernel multiplies or that are on no GPU.
     """
+    check_device(tensors)
     provider = CutlassProvider()
     spec = spec_of(tensors)
-    configs = provider.configs(spec)
-    if len(configs) > 1:  # the one without TMA is for what the others cannot do
-        configs = [config for config in configs if config.schedule != "plain"]
+    configs = candidates(provider, spec)
     build([kernel_source(spec, config, provider.arch) for config in configs])
 
     cublas = get_provider("cublas")
@@ -104,4 +114,5 @@ def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measur
     if write:
         chosen: dict[str, Any] = {"config": str(config), "ms": round(result.ms, 5)}
         record(torch.cuda.get_device_name(), {key_of(spec): chosen})
+        _kernel.cache_clear()  # so that this process takes the choice too
     return result
