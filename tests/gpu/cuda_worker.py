@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import signal
+import time
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 
 import distgemm
 from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.cuda import CudaExecutable
+from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
 from distgemm.runtime.cuda import compile as compile_plan
 
 CONFIG = "128x128x64_2x1_pingpong"
@@ -118,6 +121,141 @@ def exact(cases: list[Case], calls: int = 4, late: bool = True) -> list[str]:
                 failures.append(f"rank {dist.get_rank()} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
                 break
     return failures
+
+
+def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
+    """Several executables on one workspace in random order, eager and within outer graphs, one rank late at random,
+    NCCL traffic on another stream; every result is compared on the GPU.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    rank = dist.get_rank()
+    common, own = random.Random(seed), random.Random(seed * 1000 + rank)
+    made = [compiled(case) for case in cases]
+    wanted = [[data.draw(seed * 100 + index * 10 + draw) for draw in range(3)] for index, (_, data) in enumerate(made)]
+    inputs = []
+    for index, (_, data) in enumerate(made):
+        inputs.append([])
+        for draw in range(3):
+            data.draw(seed * 100 + index * 10 + draw)
+            inputs[index].append({name: data.shards[name].clone() for name in "ABC"})
+    outer = []
+    for exe, data in made:
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(3):  # an odd number of replays in one graph
+                data.call(exe)
+            graph.capture_end()
+        outer.append(graph)
+    traffic = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
+    noise = torch.zeros(1 << 20, device=device)
+    other = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    done = 0
+    while done < replays:
+        index, draw = common.randrange(len(made)), common.randrange(3)
+        exe, data = made[index]
+        for name in "ABC":
+            data.shards[name].copy_(inputs[index][draw][name])
+        data.shards["D"].fill_(float("nan"))
+        if own.random() < 0.3:
+            torch.cuda._sleep(own.randrange(1, 20_000_000))  # up to 10 ms
+        if common.random() < 0.3:
+            with torch.cuda.stream(other):
+                dist.all_reduce(noise, group=traffic)
+        if common.random() < 0.4:
+            outer[index].replay()
+            done += 3
+        else:
+            data.call(exe)
+            done += 1
+        wrong += (data.shards["D"].double() != wanted[index][draw]).sum()
+    torch.cuda.synchronize()
+    graphs = sum(exe.graphs for exe, _ in made)
+    return [f"rank {rank}: {int(wrong)} wrong elements"] * bool(wrong.item()) + [f"few graphs: {graphs}"] * (graphs < 1)
+
+
+def repeated(cases: list[Case]) -> list[str]:
+    """Two runs on the same inputs are equal, bit by bit."""
+    failures = []
+    for number, case in enumerate(cases):
+        exe, data = compiled(case)
+        data.integers = False
+        data.draw(number)
+        first = data.call(exe).clone()
+        for _ in range(3):
+            torch.cuda._sleep(random.randrange(1, 2_000_000))
+            if not torch.equal(first, data.call(exe)):
+                failures.append(f"rank {dist.get_rank()}: {case}")
+                break
+    return failures
+
+
+def late_rank(case: Case, late: int, seconds: float) -> str:
+    """One rank raises for a wrong shape and does not take part: the others are told whom they wait for."""
+    plan = case.plan()
+    exe = compile_plan(plan, config=case.config, timeout=seconds)
+    data = Data(case, plan, exe.device)
+    data.draw(0)
+    data.call(exe)
+    torch.cuda.synchronize()
+    rank = dist.get_rank()
+    try:
+        if rank == late:
+            try:
+                exe(data.shards["A"][:-1], data.shards["B"])
+            except ValueError as error:
+                message = f"ValueError: {error}"
+            deadline = time.monotonic() + 20 * seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                exe.raise_if_dead()
+            return "never told"
+        data.call(exe)
+        deadline = time.monotonic() + 20 * seconds
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+    except ReplayTimeoutError as error:
+        torch.cuda.synchronize()  # the GPU is free
+        poisoned = bool(data.shards["D"].isnan().all()) if rank != late else True
+        try:
+            data.call(exe)
+        except ReplayTimeoutError:
+            return f"{error} | poisoned {poisoned} | " + (message if rank == late else "raised")
+        return "a dead executable was called"
+    return "nothing was raised"
+
+
+def killed_rank(case: Case, victim: int, seconds: float) -> None:
+    """One rank dies by a signal in a loop of replays; the others raise."""
+    exe = compile_plan(case.plan(), config=case.config, timeout=seconds)
+    data = Data(case, exe.plan, exe.device)
+    data.draw(0)
+    for number in range(1_000_000):
+        if number == 50 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        data.call(exe)
+        if number % 10 == 0:
+            torch.cuda.synchronize()
+
+
+def graph_nodes(case: Case) -> dict[str, Any]:
+    """Nodes of the recorded graph by type, and its copies' kinds."""
+    from cuda.bindings import driver, runtime
+
+    exe, data = compiled(case)
+    data.draw(0)
+    replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+    handle = runtime.cudaGraph_t(replay.graph.raw_cuda_graph())
+    _, _, count = runtime.cudaGraphGetNodes(handle)
+    _, nodes, count = runtime.cudaGraphGetNodes(handle, count)
+    names = []
+    for node in nodes[:count]:
+        _, kind = driver.cuGraphNodeGetType(driver.CUgraphNode(int(node)))
+        names.append(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_"))
+    edges = runtime.cudaGraphGetEdges(handle)
+    return {"nodes": names, "edges": int(edges[-1]), "ops": [op.kind for op in exe.plan.ops(exe.rank)]}
 
 
 def run_all(checks: list[tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:

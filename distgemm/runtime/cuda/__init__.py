@@ -1,6 +1,7 @@
 """The CUDA runtime: symmetric memory, CUTLASS, copy engines, one CUDA graph per rank."""
 
 from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
 from distgemm.runtime.cuda.workspace import Workspace
 
-__all__ = ["CudaExecutable", "Replay", "Workspace", "compile"]
+__all__ = ["CudaExecutable", "Replay", "ReplayTimeoutError", "Workspace", "compile"]

@@ -19,6 +19,7 @@ from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
 
 __all__ = ["CudaExecutable", "Replay", "compile"]
@@ -47,7 +48,10 @@ class CudaExecutable:
         provider: str = "cutlass",
         config: str | None = None,
         branches: int = 2,
+        timeout: float = 60.0,
+        on_timeout: str = "raise",
     ) -> None:
+        self.timeout, self.on_timeout = timeout, on_timeout
         self.plan, self.group, self.device = plan, group, device
         self.rank = dist.get_rank(group)
         self.provider, self.config, self.branches = provider, config, branches
@@ -58,12 +62,11 @@ class CudaExecutable:
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
         )
-        self._reset = [
-            write(self.workspace.flag(self.rank, op.flag.number), 0)
-            for action in self._actions
-            for op in action.ops
-            if isinstance(op, Wait)
-        ]
+        self.number = self.workspace.register(self)
+        watchdog().add(self.workspace)
+        waits = [op for action in self._actions for op in action.ops if isinstance(op, Wait)]
+        self._entry = self.workspace.entry(self.number)
+        self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
         with torch.cuda.device(device):
             self._side = [torch.cuda.Stream(device) for _ in range(branches)]  # type: ignore[no-untyped-call]
         self._recorded: OrderedDict[tuple[Any, ...], Replay | None] = OrderedDict()
@@ -100,27 +103,39 @@ class CudaExecutable:
         Nothing here waits for the GPU. Tensors that come again are served by a graph: recorded at the second call,
         replayed from then on. While the current stream is captured, the ops become part of that graph.
 
-        Raises ValueError for tensors of another shape, type or device, before anything is sent.
+        Raises ValueError for tensors of another shape, type or device, before anything is sent; ReplayTimeoutError
+        once a replay on this workspace has not ended in time on any rank.
         """
+        self.raise_if_dead()
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         call = _Call(given, alpha, beta, bias, scale_a, scale_b)
         if torch.cuda.is_current_stream_capturing():
             self._issue(call)
             return call.out
+        with watchdog().call(self, call.out):
+            self._run(call)
+        return call.out
+
+    def _run(self, call: _Call) -> None:
+        """Eagerly the first time, recorded the second, replayed from then on."""
         key = call.key()
         if key not in self._recorded:
             self._recorded[key] = None
             while len(self._recorded) > GRAPHS:
                 self._recorded.popitem(last=False)
             self._issue(call)
-            return call.out
+            return
         replay = self._recorded[key]
         if replay is None:
             replay = self._recorded[key] = self._record(call)
             self.graphs += 1
         self._recorded.move_to_end(key)
-        replay()
-        return call.out
+        replay._graph.replay()
+
+    def raise_if_dead(self) -> None:
+        """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank."""
+        if self.workspace.dead is not None:
+            raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
 
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **how: Any) -> Replay:
         """A graph of one call on these tensors, to be replayed any number of times.
@@ -157,8 +172,7 @@ class CudaExecutable:
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
         if not action.ops:
-            entry = self.workspace.entry()
-            return lambda stream: mem_ops(entry, stream)
+            return lambda stream: mem_ops(self._entry, stream)
         first = action.ops[0]
         if isinstance(first, Gemm):
             launches = self._gemm(first, call)
@@ -246,7 +260,7 @@ class CudaExecutable:
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
-        mem_ops(self._reset + self.workspace.exit(), main.cuda_stream)
+        mem_ops(self._exit, main.cuda_stream)
 
 
 class _Call:
@@ -303,7 +317,9 @@ class Replay:
         return self._graph
 
     def __call__(self) -> Tensor:
-        self._graph.replay()
+        self._executable.raise_if_dead()
+        with watchdog().call(self._executable, self.out):
+            self._graph.replay()
         return self.out
 
 
@@ -316,6 +332,8 @@ def compile(
     provider: str = "cutlass",
     config: str | None = None,
     branches: int = 2,
+    timeout: float = 60.0,
+    on_timeout: str = "raise",
     **options: Any,
 ) -> CudaExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
@@ -326,6 +344,8 @@ def compile(
     provider: of the GEMMs
     config:   a configuration of the provider for all GEMMs; None: chosen by shape
     branches: streams on which GEMMs alternate, 1 or 2
+    timeout:  seconds from the beginning of a replay to its end, after which it counts as stuck
+    on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
     A collective call: all ranks of the group make it, in the same order as they make and call other executables.
 
@@ -341,9 +361,13 @@ def compile(
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
     if branches not in (1, 2):
         raise ValueError(f"branches is 1 or 2, got {branches!r}")
+    if on_timeout not in ("raise", "abort") or not timeout > 0:
+        raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)
     at = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     if at.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
     agree(plan, f"{provider} {config} {branches}", whole, at)
-    return CudaExecutable(plan, whole, at, provider=provider, config=config, branches=branches)
+    return CudaExecutable(
+        plan, whole, at, provider=provider, config=config, branches=branches, timeout=timeout, on_timeout=on_timeout
+    )

@@ -3,13 +3,13 @@
     word                    in the memory of   written by   says
     left[peer]              rank               peer         the peer has left its last replay: write to it
     entered[peer]           rank               peer         the peer has seen that word, and reset it
+    stage                   rank               itself       how far the replay is, for the watchdog
     flag[number]            rank               one peer     what the plan's flag says, within one replay
 
 Every replay of every executable begins and ends alike:
 
-    entry   wait for left[peer] of every peer and reset it; write entered at every peer
-    exit    (all else is done) reset the flags; wait for entered[peer] of every peer and reset it; write left at
-            every peer
+    entry   wait for left of every peer; reset them; write entered at every peer
+    exit    (all else is done) wait for entered of every peer; reset them and all flags; write left at every peer
 
 So a rank writes another's memory only after that one has left its last replay, whichever executable that was: they
 can share slots and flags. Between replays, ``left`` is 1 or on its way, all other words are 0. ``entered`` keeps a
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,22 @@ from distgemm.runtime.cuda.memops import MemOp, wait_for, write
 __all__ = ["Workspace", "workspace_for"]
 
 WORD = 4
-FLAGS = 4096
+FLAGS = 1024
 """Flags of a workspace, unless a plan has more."""
+
+ENTRY, BODY, EXIT = 1, 2, 3
+"""Stages of a replay; 0 between replays."""
+STAGES = 4
+
+
+class Words(NamedTuple):
+    """A rank's words: which executable is at which stage, and the words by peer and by number of the flag."""
+
+    executable: int
+    stage: int
+    left: list[int]
+    entered: list[int]
+    flags: list[int]
 
 
 class Workspace:
@@ -50,18 +65,26 @@ class Workspace:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.slot_bytes, self.flags = slot_bytes, flags
-        words = (2 * self.world_size + flags) * WORD
+        self._first_flag = 2 * self.world_size + 1
+        words = (self._first_flag + flags) * WORD
         self._slots_at = -(-words // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         size = self._slots_at + max(slot_bytes, SLOT_ALIGNMENT)
         self.memory: torch.Tensor | None = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         self.bases: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self.dead: str | None = None
+        self.executables: list[weakref.ref[Any]] = []
         self.memory.fill_(0xFF)  # slots begin as NaN
         self.memory[: self._slots_at].zero_()
         self.memory[: self.world_size * WORD].view(torch.int32).fill_(1)
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
+
+    def register(self, executable: Any) -> int:
+        """The number by which an executable is known here, from 1."""
+        self.executables.append(weakref.ref(executable))
+        return len(self.executables)
 
     def _left(self, at: int, by: int) -> int:
         return self.bases[at] + by * WORD
@@ -71,21 +94,39 @@ class Workspace:
 
     def flag(self, rank: int, number: int) -> int:
         """Address of a flag."""
-        return self.bases[rank] + (2 * self.world_size + number) * WORD
+        return self.bases[rank] + (self._first_flag + number) * WORD
 
-    def entry(self) -> list[MemOp]:
-        """What is done before a peer's memory is written."""
-        waits = [op for peer in self.peers for op in self._take(self._left(self.rank, peer))]
-        return waits + [write(self._entered(peer, self.rank)) for peer in self.peers]
+    def entry(self, executable: int) -> list[MemOp]:
+        """What is done before a peer's memory is written, by the executable of that number."""
+        left = [self._left(self.rank, peer) for peer in self.peers]
+        return [
+            self._stage(executable, ENTRY),
+            *map(wait_for, left),
+            *(write(address, 0) for address in left),
+            *(write(self._entered(peer, self.rank)) for peer in self.peers),
+            self._stage(executable, BODY),
+        ]
 
-    def exit(self) -> list[MemOp]:
-        """What is done after all else, besides resetting flags."""
-        waits = [op for peer in self.peers for op in self._take(self._entered(self.rank, peer))]
-        return waits + [write(self._left(peer, self.rank)) for peer in self.peers]
+    def exit(self, executable: int, flags: Iterable[int]) -> list[MemOp]:
+        """What is done after all else, with the numbers of the flags that were waited for."""
+        entered = [self._entered(self.rank, peer) for peer in self.peers]
+        return [
+            self._stage(executable, EXIT),
+            *map(wait_for, entered),
+            *(write(address, 0) for address in entered),
+            *(write(self.flag(self.rank, number), 0) for number in flags),
+            write(self.bases[self.rank] + 2 * self.world_size * WORD, 0),
+            *(write(self._left(peer, self.rank)) for peer in self.peers),
+        ]
 
-    @staticmethod
-    def _take(address: int) -> list[MemOp]:
-        return [wait_for(address), write(address, 0)]
+    def _stage(self, executable: int, stage: int) -> MemOp:
+        return write(self.bases[self.rank] + 2 * self.world_size * WORD, executable * STAGES + stage)
+
+    def read(self, words: torch.Tensor) -> Words:
+        """What a copy of the words says."""
+        values, size = words.tolist(), self.world_size
+        executable, stage = divmod(values[2 * size], STAGES)
+        return Words(executable, stage, values[:size], values[size : 2 * size], values[self._first_flag :])
 
     def slot(self, rank: int, offset: int, size: int) -> torch.Tensor:
         """Bytes of a rank's workspace, as a tensor on this device."""
@@ -95,10 +136,10 @@ class Workspace:
         return found
 
     def words(self) -> torch.Tensor:
-        """This rank's words: left, entered, flags."""
+        """This rank's words, as :meth:`read` takes them."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        return self.memory[: (2 * self.world_size + self.flags) * WORD].view(torch.int32)
+        return self.memory[: (self._first_flag + self.flags) * WORD].view(torch.int32)
 
     def close(self) -> None:
         """Give the memory back. No executable on it may be called any more; a collective call."""

@@ -1,0 +1,260 @@
+"""A thread that notices replays which do not end, says what they wait for, and frees the GPU.
+
+It watches from the side: events around calls, and a copy of the workspace's words now and then. A replay is stuck
+when it has begun and has not ended in the time that its executable allows. What follows, in this order:
+
+1. the words are read: which peers have not entered or left, which flags have not come. From there the message;
+2. the workspace is dead on this rank, and through the group's store on every rank that answers;
+3. the thread that made the calls has a :class:`ReplayTimeoutError` raised in it, at the next Python instruction;
+4. only then are waits satisfied, so that the GPU comes free, and D of every unfinished call is filled with NaN.
+
+So no result of a stuck replay reaches a caller as if it were one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distgemm.ops import Wait
+from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Words, Workspace
+
+if TYPE_CHECKING:
+    from distgemm.runtime.cuda.executable import CudaExecutable
+
+__all__ = ["ReplayTimeoutError", "Watchdog", "watchdog"]
+
+INTERVAL = 0.2
+"""Seconds between two looks."""
+GRACE = 5.0
+"""Seconds that other ranks have to answer that they know, before waits are satisfied here."""
+FREEING = 30.0
+"""Seconds that a freed GPU has to come to an end."""
+
+LOG = logging.getLogger("distgemm")
+
+
+class ReplayTimeoutError(RuntimeError):
+    """A replay did not end in time; the message names schedule, rank, iteration, op, tile and peer."""
+
+
+class _Pending(NamedTuple):
+    """A call that has not been seen to end."""
+
+    executable: CudaExecutable
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    out: torch.Tensor
+    thread: int
+
+
+class _Watched:
+    """What is known of a workspace."""
+
+    def __init__(self, workspace: Workspace, store: Any) -> None:
+        self.workspace, self.store = workspace, store
+        self.pending: deque[_Pending] = deque()
+        self.begun: float | None = None  # when the first pending call was seen to have begun
+        self.last: tuple[list[int], float] | None = None  # words, and since when they have not changed
+        with torch.cuda.device(workspace.device):
+            self.stream = torch.cuda.Stream(workspace.device)  # type: ignore[no-untyped-call]
+        self.copy = torch.empty(workspace.words().numel(), dtype=torch.int32, pin_memory=True)
+
+    def words(self) -> list[int] | None:
+        """The words now; None where even a copy does not end."""
+        with torch.cuda.stream(self.stream):
+            self.copy.copy_(self.workspace.words(), non_blocking=True)
+            done = self.stream.record_event()
+        deadline = time.monotonic() + 2.0
+        while not done.query():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(1e-3)
+        return list(self.copy.tolist())
+
+
+class Watchdog:
+    """The thread of this process; see :func:`watchdog`."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[Workspace, _Watched] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, workspace: Workspace) -> None:
+        """Watch a workspace. A collective call: all ranks make it in the same order."""
+        with self._lock:
+            if workspace in self._watched:
+                return
+            self._watched[workspace] = _Watched(workspace, _store(workspace))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="distgemm-watchdog", daemon=True)
+                self._thread.start()
+
+    @contextlib.contextmanager
+    def call(self, executable: CudaExecutable, out: torch.Tensor) -> Iterator[None]:
+        """Around a call that is issued on the current stream."""
+        watched = self._watched[executable.workspace]
+        stream = torch.cuda.current_stream(executable.device)
+        start = stream.record_event()
+        yield
+        watched.pending.append(_Pending(executable, start, stream.record_event(), out, threading.get_ident()))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(INTERVAL)
+            with self._lock:
+                every = list(self._watched.values())
+            for watched in every:
+                try:
+                    if watched.workspace.dead is None and watched.workspace.memory is not None:
+                        self._look(watched)
+                except Exception:
+                    LOG.exception("distgemm's watchdog failed; hangs will not be noticed")
+                    return
+
+    def _look(self, watched: _Watched) -> None:
+        now = time.monotonic()
+        workspace = watched.workspace
+        told = _told(watched.store)
+        if told is not None:
+            self._die(watched, f"another rank has given up: {told}", first=False)
+            return
+        while watched.pending and watched.pending[0].end.query():  # type: ignore[no-untyped-call]
+            watched.pending.popleft()
+            watched.begun = None
+        if watched.pending:
+            head = watched.pending[0]
+            if watched.begun is None:
+                watched.begun = now if head.start.query() else None  # type: ignore[no-untyped-call]
+            elif now - watched.begun > head.executable.timeout:
+                words = watched.words()
+                read = None if words is None else workspace.read(torch.tensor(words))
+                self._die(watched, _explain(head.executable, read, head.executable.timeout), first=True)
+            return
+        self._look_at_words(watched, now)
+
+    def _look_at_words(self, watched: _Watched, now: float) -> None:
+        """Graphs that the caller captured cannot be seen to begin and end: only their words."""
+        words = watched.words()
+        if words is None:
+            return
+        read = watched.workspace.read(torch.tensor(words))
+        if watched.last is None or watched.last[0] != words or not read.stage:
+            watched.last = (words, now)
+            return
+        executable = watched.workspace.executables[read.executable - 1]()
+        if executable is not None and now - watched.last[1] > executable.timeout:
+            self._die(watched, _explain(executable, read, executable.timeout), first=True)
+
+    def _die(self, watched: _Watched, message: str, first: bool) -> None:
+        workspace = watched.workspace
+        if first:
+            with contextlib.suppress(RuntimeError):  # the store dies with the rank that keeps it
+                watched.store.compare_set("dead", "", message)
+        workspace.dead = message
+        LOG.error("%s", message)
+        self._await_others(watched)
+        executables = [found for ref in workspace.executables if (found := ref()) is not None]
+        if any(executable.on_timeout == "abort" for executable in executables):
+            LOG.critical("distgemm ends this process: on_timeout is 'abort'")
+            os._exit(1)
+        pending = list(watched.pending)
+        for thread in {call.thread for call in pending}:
+            _raise_in(thread, message)
+        self._free(watched, pending)
+
+    def _await_others(self, watched: _Watched) -> None:
+        """Until all other ranks know, or some do not answer."""
+        deadline = time.monotonic() + GRACE
+        with contextlib.suppress(RuntimeError):
+            watched.store.set(f"knows/{watched.workspace.rank}", "")
+            keys = [f"knows/{peer}" for peer in watched.workspace.peers]
+            while keys and not watched.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _free(self, watched: _Watched, pending: list[_Pending]) -> None:
+        """Satisfy all waits until the calls have ended, then see to it that their results are none."""
+        words = watched.workspace.words()
+        deadline = time.monotonic() + FREEING
+        while time.monotonic() < deadline:
+            with torch.cuda.stream(watched.stream):
+                words.fill_(1)
+            if pending and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
+                break
+            if not pending and watched.words() == [1] * words.numel():
+                break
+            time.sleep(0.05)
+        else:
+            LOG.critical("the GPU of rank %d did not come free", watched.workspace.rank)
+            return
+        with torch.cuda.stream(watched.stream):
+            for call in pending:
+                call.out.fill_(float("nan"))
+
+
+def _explain(executable: CudaExecutable, words: Words | None, seconds: float) -> str:
+    plan, rank = executable.plan, executable.rank
+    head = f"{plan.schedule} on rank {rank} of {plan.world_size} has not ended within {seconds:g} s"
+    if words is None:
+        return f"{head}; its words cannot be read, the GPU answers nothing"
+    if words.stage == ENTRY:
+        late = [peer for peer in executable.workspace.peers if not words.left[peer]]
+        return f"{head}: at its start it waits for ranks {late} to leave their last replay"
+    waits = [op for op in plan.ops(rank) if isinstance(op, Wait) and not op.flag.initial]
+    missing = [op for op in waits if not words.flags[op.flag.number]]
+    if words.stage == EXIT:
+        late = [peer for peer in executable.workspace.peers if not words.entered[peer]]
+        return f"{head}: at its end it waits for ranks {late} to begin this replay"
+    if words.stage == BODY and missing:
+        first = missing[0]
+        more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
+        return f"{head}: it waits for rank {first.peer} at {first.describe()}{more}"
+    return f"{head}: all that it waits for has come, but a kernel or a copy has not ended"
+
+
+def _told(store: Any) -> str | None:
+    """What the first rank that gave up said."""
+    try:
+        return bytes(store.get("dead")).decode() if store.check(["dead"]) else None
+    except RuntimeError:
+        return None  # its keeper is gone: what comes of it is noticed by the time it takes
+
+
+def _store(workspace: Workspace) -> Any:
+    """A part of the group's store, the same on all ranks."""
+    base = dist.distributed_c10d._get_default_store()
+    number = len(_KNOWN.setdefault(workspace.group, []))
+    _KNOWN[workspace.group].append(None)
+    store = base.clone() if hasattr(base, "clone") else base
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"distgemm/{workspace.group.group_name}/{number}", store
+    )
+
+
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[None]] = weakref.WeakKeyDictionary()
+
+
+def _raise_in(thread: int, message: str) -> None:
+    """Raise in a thread, at its next Python instruction; a message travels as the class's own."""
+    error = type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+_WATCHDOG = Watchdog()
+
+
+def watchdog() -> Watchdog:
+    """The watchdog of this process."""
+    return _WATCHDOG
