@@ -37,11 +37,13 @@ def bind(tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig 
 
     Raises ValueError where the provider cannot compute it; nothing else is tried in its place.
     """
-    from distgemm.gemm.tensors import spec_of
+    from distgemm.gemm.tensors import check_device, spec_of
 
     if isinstance(config, str):
         config = GemmConfig.parse(config)
-    return _kernel(spec_of(tensors), provider, config).bind(tensors)
+    spec = spec_of(tensors)
+    check_device(tensors)
+    return _kernel(spec, provider, config).bind(tensors)
 
 
 @lru_cache(maxsize=4096)

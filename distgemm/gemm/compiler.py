@@ -43,6 +43,7 @@ __all__ = [
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
 SERIALISED = "C7510"
+TOOLKIT = "/usr/local/cuda"
 
 
 class CompilerNotFoundError(RuntimeError):
@@ -92,7 +93,7 @@ def find_nvcc() -> Path | None:
         return Path(chosen)
     if found := shutil.which("nvcc"):
         return Path(found)
-    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT):
         if home and (Path(home) / "bin" / "nvcc").is_file():
             return Path(home) / "bin" / "nvcc"
     packages = importlib.util.find_spec("nvidia")

@@ -1,0 +1,237 @@
+"""Which configuration a shape gets: the heuristic, measured choices, and the files that keep them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, choose
+from distgemm.gemm.choose import OVERHEADS, RATES, choices_file, estimate, key_of, measured, order, record
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.models import MODELS
+
+HOPPER = CutlassProvider("90a")
+DEVICE = "NVIDIA H200"
+
+
+def spec(m: int, n: int, k: int, dtype: str = "bfloat16") -> GemmSpec:
+    d = MatrixSpec(dtype, m, n)
+    return GemmSpec(MatrixSpec(dtype, m, k), MatrixSpec(dtype, n, k), d)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no choices that ship with the package, and one device."""
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(choose, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(choose, "_device", lambda: DEVICE)
+    return tmp_path / "cache"
+
+
+def ship(choices: dict[str, dict[str, Any]]) -> None:
+    choose.SHIPPED.mkdir()
+    (choose.SHIPPED / "gemm_NVIDIA_H200.json").write_text(json.dumps({"device": DEVICE, "choices": choices}))
+
+
+# --- the heuristic --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "waves"),
+    [
+        ((8192, 7168, 8192), "128x256x64_1x2_cooperative", 14),  # 64 x 28 tiles on 132
+        ((128, 256, 8192), "128x256x64_1x2_cooperative", 1),  # one tile, and an idle one of its cluster
+        ((132 * 64, 128, 64), "64x128x64_1x1_pingpong", 1),
+        ((132 * 64 + 1, 128, 64), "64x128x64_1x1_pingpong", 2),
+        ((2048, 2048, 64), "128x128x64_2x1_pingpong", 2),
+    ],
+)
+def test_the_estimate_is_the_formula(shape: tuple[int, int, int], name: str, waves: int) -> None:
+    config = GemmConfig.parse(name)
+    m, n, _ = config.tile
+    rate = RATES[config.schedule, m, n]
+    wanted = waves * (shape[2] + OVERHEADS[config.schedule]) * m * n / rate
+    assert estimate(spec(*shape), config) == pytest.approx(wanted)
+
+
+def test_clusters_occupy_whole_places() -> None:
+    alone, pair = (GemmConfig((128, 256, 64), cluster) for cluster in ((1, 1), (2, 1)))
+    tall = spec(3 * 128, 44 * 256, 64)  # 132 tiles, but 176 with four in each column
+    assert estimate(tall, pair) == 2 * estimate(tall, alone)
+    six = spec(6 * 128, 256, 64)
+    assert estimate(six, pair, sms=6) == estimate(six, alone, sms=6) == estimate(six, pair, sms=7)
+    assert estimate(six, pair, sms=5) == 2 * estimate(six, pair, sms=6)
+    assert estimate(spec(5 * 128, 256, 64), alone, sms=5) == estimate(six, pair, sms=6)
+
+
+def test_large_tiles_for_large_shapes() -> None:
+    large, small = (HOPPER.configs(spec(*shape))[0].tile for shape in ((8192, 7168, 8192), (64, 256, 4096)))
+    assert large[0] * large[1] == 128 * 256
+    assert small[:2] == (64, 128)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
+    for layer in MODELS[model].layers:
+        product = spec(*layer.local(8192, 8))
+        configs = HOPPER.configs(product)
+        times = [estimate(product, config) for config in configs]
+        assert times == sorted(times)
+        assert [estimate(product, config) for config in order(product, configs[::-1])] == times
+        assert choose.choose(HOPPER, product) == configs[0]
+        assert configs[0].schedule != "plain"
+
+
+# --- measured choices -----------------------------------------------------------------------------------
+
+SHAPE = spec(8192, 7168, 8192)
+OTHER = "64x128x64_1x1_pingpong_raster_m_swizzle_4"
+
+
+def test_a_measured_choice_wins() -> None:
+    assert str(choose.choose(HOPPER, SHAPE)) != OTHER
+    record(DEVICE, {key_of(SHAPE): {"config": OTHER, "ms": 1.0}})
+    assert str(choose.choose(HOPPER, SHAPE)) == OTHER
+    assert str(choose.choose(HOPPER, spec(8192, 7168, 8200))) != OTHER
+
+
+def test_choices_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    monkeypatch.setattr(choose, "_device", lambda: "NVIDIA H100")
+    assert str(choose.choose(HOPPER, SHAPE)) != OTHER
+
+
+def test_ones_own_choice_stands_before_the_shipped_one() -> None:
+    shipped = "128x128x64_2x1_pingpong"
+    ship({key_of(SHAPE): {"config": shipped}, "elsewhere": {"config": shipped}})
+    assert str(choose.choose(HOPPER, SHAPE)) == shipped
+    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    assert str(choose.choose(HOPPER, SHAPE)) == OTHER
+    assert measured(DEVICE)["elsewhere"] == {"config": shipped}
+    assert "elsewhere" not in choices_file(DEVICE).read_text()
+
+
+def test_a_choice_that_does_not_fit_these_strides_is_passed_over() -> None:
+    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    odd = replace(SHAPE, a=replace(SHAPE.a, stride=8193))
+    assert key_of(odd) == key_of(SHAPE)
+    assert choose.choose(HOPPER, odd).schedule == "plain"
+    assert choose.choose(CutlassProvider("80"), SHAPE).schedule == "plain"
+
+
+def test_a_later_choice_replaces_and_is_seen_at_once() -> None:
+    for name in (OTHER, "128x256x64_1x2_cooperative_raster_n", OTHER):
+        record(DEVICE, {key_of(SHAPE): {"config": name}})
+        assert str(choose.choose(HOPPER, SHAPE)) == name
+
+
+def test_the_device_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert choose._device() == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+
+
+# --- keys -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_choice_depends_on() -> None:
+    d, f32 = SHAPE.d, replace(SHAPE.d, dtype="float32")
+    columns = replace(SHAPE.a, row_major=False, stride=8192)
+    specs = [
+        SHAPE,
+        spec(8192, 7168, 8200),
+        spec(8192, 7168, 8192, "float16"),
+        replace(SHAPE, a=columns),
+        replace(SHAPE, b=replace(SHAPE.b, row_major=False, stride=7168)),
+        replace(SHAPE, d=f32),
+        replace(SHAPE, c=d),
+        replace(SHAPE, partial=d),
+        replace(SHAPE, partial=f32),
+        replace(SHAPE, partial=f32, c=d),
+        replace(SHAPE, bias="bfloat16"),
+        replace(SHAPE, scale_a="row"),
+        replace(SHAPE, scale_b="row"),
+        GemmSpec(*(replace(x, batches=2, batch_stride=-1) for x in (SHAPE.a, SHAPE.b, d))),
+    ]
+    keys = [key_of(one) for one in specs]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "8192x7168x8192x1 bfloat16_rr bfloat16"
+    alike = replace(SHAPE, a=replace(SHAPE.a, stride=8200), scale_a="tensor", scale_b="tensor")
+    assert key_of(alike) == keys[0]
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+GOOD = {"config": OTHER, "ms": 0.5}
+
+
+def test_the_file_names_the_device(cache: Path) -> None:
+    assert record(DEVICE, {"one": GOOD}) == choices_file(DEVICE) == cache / "gemm_NVIDIA_H200.json"
+    assert json.loads(choices_file(DEVICE).read_text()) == {"device": DEVICE, "choices": {"one": GOOD}}
+    assert choices_file("Quadro RTX 6000/8000").parent == cache
+    assert sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") == ["gemm_NVIDIA_H200.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"choices": {"one": {"config": "128x',
+        "[]",
+        "{}",
+        '{"choices": []}',
+        '{"choices": {"one": "fast"}}',
+        '{"choices": {"one": {"ms": 1.0}}}',
+        '{"choices": {"one": {"config": "fast"}}}',
+        '{"choices": {"one": {"config": 5}}}',
+    ],
+)
+@pytest.mark.parametrize("where", ["own", "shipped"])
+def test_a_broken_file_is_named(text: str, where: str) -> None:
+    ship({})
+    path = choices_file(DEVICE) if where == "own" else choose.SHIPPED / "gemm_NVIDIA_H200.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    calls = [lambda: choose.choose(HOPPER, SHAPE)]
+    if where == "own":
+        calls.append(lambda: record(DEVICE, {"two": GOOD}))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"does not hold measured choices .*delete it, and measure") as raised:
+            call()
+        assert str(raised.value).startswith(f"{path} ")
+    assert path.read_text() == text
+
+
+ADDING = """
+import sys, time
+from pathlib import Path
+from distgemm.gemm.choose import record
+number, go = sys.argv[1], Path(sys.argv[2])
+print("ready", flush=True)
+while not go.exists():
+    time.sleep(0.001)
+for count in range(20):
+    record("NVIDIA H200", {f"{number} {count}": {"config": "64x128x64_1x1_pingpong"}})
+"""
+
+
+def test_eight_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ADDING, str(number), str(go)], stdout=subprocess.PIPE)
+        for number in range(8)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    go.touch()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert set(measured(DEVICE)) == {f"{number} {count}" for number in range(8) for count in range(20)}

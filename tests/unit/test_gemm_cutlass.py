@@ -1,0 +1,313 @@
+"""Provider cutlass without a GPU: what it computes and why not, its configurations, what kernels are compiled from."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
+from distgemm.gemm.cutlass import ELEMENTS, TMA_TILES, CutlassProvider, kernel_source
+from distgemm.gemm.cutlass import _Arguments as Arguments
+from distgemm.problem import DTYPE_BYTES
+
+HOPPER = CutlassProvider("90a")
+BYTES = {"float32": 4, "tfloat32": 4, "float8_e4m3fn": 1}
+RESULT = {"tfloat32": "float32", "float8_e4m3fn": "bfloat16", "float64": "bfloat16"}
+MAJORS = ("rr", "rc", "cr", "cc")
+
+
+def spec(
+    dtype: str = "bfloat16", m: int = 256, n: int = 512, k: int = 128, majors: str = "rr", **changes: Any
+) -> GemmSpec:
+    """A product of dense, aligned matrices."""
+    matrices = (
+        MatrixSpec(dtype, m, k, row_major=majors[0] == "r"),
+        MatrixSpec(dtype, n, k, row_major=majors[1] == "r"),
+        MatrixSpec(RESULT.get(dtype, dtype), m, n),
+    )
+    return replace(GemmSpec(*matrices), **changes)
+
+
+def config(text: str) -> GemmConfig:
+    return GemmConfig.parse(text)
+
+
+COOPERATIVE = config("128x256x64_1x2_cooperative")
+DIRECT = replace(COOPERATIVE, epilogue="direct")
+PLAIN = config("128x128x32_1x1_plain")
+D = spec().d
+ODD_A = replace(spec().a, stride=130, alignment=4)
+ODD_D = replace(D, stride=514)
+
+# --- what is computed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("majors", MAJORS)
+def test_aligned_products_take_tma(dtype: str, majors: str) -> None:
+    found = HOPPER.configs(spec(dtype, majors=majors))
+    if dtype == "float8_e4m3fn" and majors != "rr":
+        assert not found
+        return
+    schedules = {one.schedule for one in found}
+    if dtype == "float32":
+        assert schedules == {"plain"}
+        return
+    assert schedules == {"cooperative", "pingpong", "plain"}
+    assert len(found) == len(TMA_TILES) + 1
+    assert found[0].schedule != "plain"
+    for one in found:
+        wide = 64 if one.schedule == "plain" else 128
+        assert one.tile[2] * DTYPE_BYTES[dtype] == wide
+        assert one.epilogue == ("direct" if one.schedule == "plain" else "tma")
+        assert HOPPER.supports(spec(dtype, majors=majors), one)
+
+
+def test_the_plain_kernel_of_float32_is_shallower() -> None:
+    assert list(map(str, HOPPER.configs(spec("float32")))) == ["128x128x8_1x1_plain"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tfloat32", "float8_e4m3fn"])
+@pytest.mark.parametrize("what", ["a", "b"])
+def test_misaligned_operands_take_the_plain_kernel(dtype: str, what: str) -> None:
+    aligned = spec(dtype)
+    for change in ({"alignment": 8}, {"stride": 130 if dtype != "tfloat32" else 129}):
+        odd = replace(aligned, **{what: replace(getattr(aligned, what), **change)})
+        assert {one.schedule for one in HOPPER.configs(odd)} == {"plain"}
+        assert HOPPER.supports(odd)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"d": ODD_D},
+        {"d": replace(D, alignment=8)},
+        {"c": ODD_D},
+        {"partial": ODD_D},
+        {"partial": replace(D, dtype="float32", alignment=4), "c": D},
+    ],
+)
+def test_misaligned_results_are_stored_directly(change: dict[str, Any]) -> None:
+    found = HOPPER.configs(spec(**change))
+    assert len(found) == len(TMA_TILES) + 1
+    assert {one.epilogue for one in found} == {"direct"}
+
+
+def test_rows_of_d_that_end_unevenly() -> None:
+    uneven = spec(n=500)
+    assert {one.epilogue for one in HOPPER.configs(uneven)} == {"direct"}
+    padded = spec(n=500, d=MatrixSpec("bfloat16", 256, 500, stride=512, padded=True))
+    assert HOPPER.configs(padded)[0].epilogue == "tma"
+    assert HOPPER.configs(replace(padded, d=replace(padded.d, padded=False)))[0].epilogue == "direct"
+
+
+@pytest.mark.parametrize("arch", ["80", "86", "90", "100a", "120"])
+def test_other_architectures_take_the_plain_kernel(arch: str) -> None:
+    assert list(map(str, CutlassProvider(arch).configs(spec()))) == [str(PLAIN)]
+
+
+# --- what is not, and why -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (spec("float64"), "A and B are of bfloat16, float16, float32, tfloat32, float8_e4m3fn, not float64"),
+        (spec(d=replace(D, dtype="float64")), "D is of bfloat16, float16, float32, not float64"),
+        (spec(d=replace(D, dtype="float8_e4m3fn")), "D is of bfloat16, float16, float32, not float8_e4m3fn"),
+        (spec(c=replace(D, dtype="float64")), "C is of bfloat16, float16, float32, not float64"),
+        (spec(partial=replace(D, dtype="float64")), "the partial sum is of bfloat16, float16, float32, not float64"),
+        (spec(bias="float64"), "bias is of bfloat16, float16, float32, not float64"),
+        (spec(k=0), "k is 0: there is nothing to multiply"),
+        (spec(m=2**31), "extents are below 2**31, got 2147483648x512x128x1"),
+        (spec("float8_e4m3fn", majors="cr"), "rows of A and B are contiguous in fp8: neither can be column-major"),
+        (spec("float8_e4m3fn", majors="rc"), "rows of A and B are contiguous in fp8: neither can be column-major"),
+        (
+            GemmSpec(*(replace(x, batches=2, batch_stride=-1) for x in (spec().a, spec().b, D)), scale_a="row"),
+            "scales per row are for one batch",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_products_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
+    assert HOPPER.configs(product) == []
+    assert HOPPER.supports(product).reason == reason
+    for one in (COOPERATIVE, PLAIN):
+        assert HOPPER.supports(product, one).reason == reason
+    with pytest.raises(ValueError, match=re.escape(f"provider cutlass, any configuration: {reason}")):
+        HOPPER.compile(product)
+
+
+@pytest.mark.parametrize(
+    ("arch", "product", "one", "reason"),
+    [
+        ("90a", spec(), config("128x128x64_1x1_plain"), "plain kernels for bfloat16 have tiles of 128x128x32"),
+        ("90a", spec("float32"), PLAIN, "plain kernels for float32 have tiles of 128x128x8"),
+        ("80", spec("float8_e4m3fn"), config("128x128x64_1x1_plain"), "sm_80 does not multiply fp8"),
+        ("86", spec("float8_e4m3fn"), config("128x128x64_1x1_plain"), "sm_86 does not multiply fp8"),
+        ("75", spec(), PLAIN, "kernels are for sm_80 and newer, this is sm_75"),
+        ("80", spec(), COOPERATIVE, "cooperative kernels are for sm_90a, this is sm_80; plain ones are not"),
+        ("90", spec(), config("64x128x64_1x1_pingpong"), "pingpong kernels are for sm_90a, this is sm_90; plain ones"),
+        ("90a", spec("float32"), COOPERATIVE, "tensor cores do not multiply IEEE float32: take a plain kernel, or"),
+        ("90a", spec(a=ODD_A), COOPERATIVE, "TMA wants addresses and strides of A and B in multiples of 16 bytes"),
+        ("90a", spec(a=ODD_A), DIRECT, "TMA wants addresses and strides of A and B in multiples of 16 bytes"),
+        ("90a", spec(d=ODD_D), COOPERATIVE, "TMA wants addresses, strides and rows of D, C and the partial sum in"),
+        ("90a", spec(), config("64x256x64_1x1_cooperative"), "tiles of cooperative kernels are multiples of 128 by"),
+        ("90a", spec(), config("32x256x64_1x1_pingpong"), "tiles of pingpong kernels are multiples of 64 by 8..256"),
+        ("90a", spec(), config("128x100x64_1x1_cooperative"), "multiples of 128 by 8..256, got 128x100"),
+        ("90a", spec(), config("128x264x64_1x1_cooperative"), "multiples of 128 by 8..256, got 128x264"),
+        ("90a", spec(), config("128x128x24_1x1_cooperative"), "depths of tiles are multiples of 32 bytes, got 24"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_configurations_that_do_not_fit(arch: str, product: GemmSpec, one: GemmConfig, reason: str) -> None:
+    provider = CutlassProvider(arch)
+    assert reason in provider.supports(product, one).reason
+    with pytest.raises(ValueError, match=re.escape(f"provider cutlass, {one}: ")):
+        provider.compile(product, one)
+
+
+def test_what_else_is_done_where_tma_is_not() -> None:
+    for product in (spec(a=ODD_A), spec(d=ODD_D), spec("float32")):
+        plain = replace(PLAIN, tile=(128, 128, 8)) if product.a.dtype == "float32" else PLAIN
+        assert HOPPER.supports(product, plain)
+    assert HOPPER.supports(spec(d=ODD_D), DIRECT)
+    assert HOPPER.supports(spec(), DIRECT)
+    assert HOPPER.supports(spec(c=ODD_D, partial=D), COOPERATIVE)
+    assert CutlassProvider("89").supports(spec("float8_e4m3fn"), config("128x128x64_1x1_plain"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "90aa", "", "9", "hopper", "9.0"])
+def test_unknown_architectures(arch: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"such as 90a or 80, got {arch!r}")):
+        CutlassProvider(arch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_architecture_is_to_be_named() -> None:
+    with pytest.raises(RuntimeError, match=r"there is no CUDA device; .* name one: CutlassProvider\('90a'\)"):
+        CutlassProvider().supports(spec())
+
+
+# --- what kernels are compiled from ---------------------------------------------------------------------
+
+
+def macros(product: GemmSpec, one: GemmConfig = COOPERATIVE, arch: str = "90a") -> dict[str, str]:
+    return dict(kernel_source(product, one, arch).macros)
+
+
+def test_every_macro_is_read_by_the_kernel() -> None:
+    source = kernel_source(spec(), COOPERATIVE, "90a")
+    used = set(re.findall(r"\bDG_[A-Z_]+\b", source.path.read_text()))
+    assert set(dict(source.macros)) <= used
+    listed = re.search(r'#error "([^#]*?) are needed"', source.path.read_text())
+    assert listed
+    assert set(re.findall(r"DG_\w+", listed.group(1))) == set(dict(source.macros))
+
+
+@pytest.mark.parametrize("one", [COOPERATIVE, DIRECT, PLAIN], ids=str)
+def test_extents_and_strides_share_a_kernel(one: GemmConfig) -> None:
+    product = spec(m=8, n=16, k=8)
+    strided = {x: replace(getattr(product, x), stride=264) for x in ("a", "b", "d")}
+    batches = {x: replace(getattr(product, x), batches=3, batch_stride=512) for x in ("a", "b", "d")}
+    sources = [
+        kernel_source(other, one, "90a")
+        for other in (product, spec(m=4096, n=4096, k=4096), replace(product, **strided), replace(product, **batches))
+    ]
+    assert len(set(sources)) == 1
+
+
+def test_orders_of_tiles_share_a_kernel() -> None:
+    ordered = [replace(COOPERATIVE, raster=raster, swizzle=swizzle) for raster in ("m", "n") for swizzle in (1, 8)]
+    assert len({kernel_source(spec(), one, "90a").macros for one in (COOPERATIVE, *ordered)}) == 1
+
+
+def test_numbers_for_whole_tensors_share_a_kernel() -> None:
+    assert macros(spec(scale_a="tensor", scale_b="tensor")) == macros(spec())
+
+
+def test_all_else_is_another_kernel() -> None:
+    f32 = replace(D, dtype="float32")
+    products = [
+        *(spec(majors=majors) for majors in MAJORS),
+        spec("float16"),
+        spec("tfloat32"),
+        spec("float8_e4m3fn"),
+        spec(d=f32),
+        spec(c=D),
+        spec(c=f32),
+        spec(partial=f32, c=D),
+        spec(partial=D, c=D),
+        spec(partial=D, c=f32),
+        spec(bias="bfloat16"),
+        spec(bias="float32"),
+        spec(c=D, bias="bfloat16"),
+        spec(scale_a="row"),
+        spec(scale_b="row"),
+        spec(scale_a="row", scale_b="row"),
+    ]
+    configs = [
+        *(config(f"{m}x{n}x64_{cm}x{cn}_{schedule}") for (m, n), (cm, cn), schedule in TMA_TILES),
+        config("128x256x32_1x2_cooperative"),
+        DIRECT,
+    ]
+    found = [kernel_source(product, COOPERATIVE, "90a") for product in products]
+    found += [kernel_source(spec(), one, "90a") for one in configs if one != COOPERATIVE]
+    found += [kernel_source(spec(), PLAIN, "90a"), kernel_source(spec(), PLAIN, "80")]
+    assert len({(source.macros, source.arch) for source in found}) == len(found)
+
+
+def test_one_source_is_c_or_the_partial_sum() -> None:
+    assert macros(spec(c=D)) == macros(spec(partial=D))
+    both = macros(spec(partial=replace(D, dtype="float32"), c=D))
+    assert (both["DG_SOURCE"], both["DG_AUX"]) == ("float", "cutlass::bfloat16_t")
+    none = macros(spec())
+    assert {none["DG_SOURCE"], none["DG_AUX"], none["DG_BIAS"]} == {"void"}
+
+
+@pytest.mark.parametrize("one", [DIRECT, PLAIN], ids=str)
+def test_a_direct_kernel_serves_all_terms(one: GemmConfig) -> None:
+    products = [spec(), spec(c=D), spec(partial=D), spec(partial=D, c=D), spec(bias="bfloat16")]
+    assert len({kernel_source(product, one, "90a").macros for product in products}) == 1
+    other = spec(partial=replace(D, dtype="float32"))
+    assert macros(other, one)["DG_SOURCE"] == "float"
+
+
+@pytest.mark.parametrize(
+    ("change", "majors", "vectors"),
+    [
+        ({}, "rr", ("8", "8")),
+        ({"k": 60}, "rr", ("4", "4")),
+        ({"k": 61}, "rr", ("1", "1")),
+        ({}, "cr", ("1", "8")),
+        ({}, "rc", ("8", "1")),
+        ({"a": replace(spec().a, alignment=4)}, "rr", ("2", "8")),
+    ],
+)
+def test_plain_kernels_load_as_much_at_once_as_they_may(
+    change: dict[str, Any], majors: str, vectors: tuple[str, str]
+) -> None:
+    product = spec(majors=majors, **change)
+    found = macros(product, PLAIN)
+    assert (found["DG_VECTOR_A"], found["DG_VECTOR_B"]) == vectors
+    with_tma = macros(product)
+    assert (with_tma["DG_VECTOR_A"], with_tma["DG_VECTOR_B"]) == ("1", "1")
+
+
+def test_names_are_for_people() -> None:
+    name = kernel_source(spec("float8_e4m3fn"), config("128x256x128_1x2_cooperative"), "90a").name
+    assert name == "128x256x128_1x2_cooperative (float8_e4m3fn, row, row -> bfloat16)"
+
+
+def test_arguments_lie_as_in_c() -> None:
+    """struct Arguments: four int32, five Matrix of 24 bytes, three pointers, three floats, three int32."""
+    assert ctypes.sizeof(Arguments) == 16 + 5 * 24 + 3 * 8 + 3 * 4 + 3 * 4
+    names = re.search(r"struct Arguments \{(.*?)\};", kernel_source(spec(), COOPERATIVE, "90a").path.read_text(), re.S)
+    assert names
+    declared = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", names.group(1)))
+    assert [field[0] for field in Arguments._fields_] == declared
