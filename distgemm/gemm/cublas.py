@@ -41,7 +41,8 @@ class CublasProvider:
         if spec.scale_a != "none" or spec.scale_b != "none":
             return Status("torch scales fp8 operands only")
         result = "float32" if spec.a.dtype == "tfloat32" else spec.a.dtype
-        for name, dtype in (("D", spec.d.dtype), ("C", added and added.dtype), ("bias", spec.bias)):
+        other = "C" if spec.partial is None else "the partial sum"
+        for name, dtype in (("D", spec.d.dtype), (other, added and added.dtype), ("bias", spec.bias)):
             if dtype not in (None, result):
                 return Status(f"torch multiplies {spec.a.dtype} into {result}; {name} is of {dtype}")
         return Status()

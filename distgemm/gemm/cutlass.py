@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,9 +58,13 @@ def _depth(dtype: str, schedule: str) -> int:
     return size // DTYPE_BYTES[dtype]
 
 
+def _plain(dtype: str) -> GemmConfig:
+    return GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct")
+
+
 def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource:
-    """What the kernel for this spec and configuration is compiled from; extents do not matter, strides only where
-    they decide how much is loaded at once."""
+    """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
+    strides only where they decide how much is loaded at once."""
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.schedule == "plain", config.epilogue == "direct"
     result = ELEMENTS[spec.d.dtype]
@@ -92,7 +97,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
         "VECTOR_B": vector(spec.b),
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
-    name = f"{config} ({', '.join(terms)} -> {spec.d.dtype})"
+    name = f"{replace(config, raster='heuristic', swizzle=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
 
 
@@ -267,16 +272,11 @@ class CutlassProvider:
             GemmConfig((*tile, _depth(dtype, schedule)), cluster, schedule, epilogue)
             for tile, cluster, schedule in TMA_TILES
         ]
-        found.append(GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct"))
+        found.append(_plain(dtype))
         return order(spec, [config for config in found if self.supports(spec, config)])
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would give a kernel; falsy with the reason if not."""
-        if config is None:
-            return Status() if self.configs(spec) else self._unsupported(spec, None)
-        return self._unsupported(spec, config)
-
-    def _unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> Status:
         dtype = spec.a.dtype
         if dtype not in ELEMENTS:
             return Status(f"A and B are of {', '.join(ELEMENTS)}, not {dtype}")
@@ -293,7 +293,7 @@ class CutlassProvider:
             return Status("rows of A and B are contiguous in fp8: neither can be column-major")
         if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
             return Status("scales per row are for one batch")
-        return self._fits(spec, config) if config else Status("no configuration fits")
+        return self._fits(spec, config or _plain(dtype))  # what a plain kernel does not compute, none does
 
     def _fits(self, spec: GemmSpec, config: GemmConfig) -> Status:
         dtype, (m, n, k) = spec.a.dtype, config.tile
