@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,22 +21,11 @@ from rich.progress import track
 from rich.table import Table
 
 from distgemm.gemm import GemmTensors, bind
-from distgemm.gemm.tune import time_graphs, tune
+from distgemm.gemm.tune import alternate, time_graphs, tune
 from distgemm.models import MODELS
 
 
-def on_streams(launches: list[Callable[..., None]], streams: list[torch.cuda.Stream]) -> None:
-    """Launches in turn on streams that begin and end with the current one."""
-    here = torch.cuda.current_stream()
-    for stream in streams:
-        stream.wait_stream(here)
-    for number, launch in enumerate(launches):
-        launch(streams[number % len(streams)].cuda_stream)
-    for stream in streams:
-        here.wait_stream(stream)
-
-
-def chunked(t: GemmTensors, chunks: int, **how: str) -> list[Callable[..., None]]:
+def chunked(t: GemmTensors, chunks: int, **how: Any) -> list[Callable[..., None]]:
     """One launch for each chunk of rows."""
     return [bind(GemmTensors(a, t.b, d), **how) for a, d in zip(t.a.chunk(chunks), t.d.chunk(chunks), strict=True)]
 
@@ -65,19 +55,19 @@ def main() -> None:
         tensors = GemmTensors(a, b, torch.empty(m, n, device="cuda", dtype=dtype))
         whole = tune(tensors)
         chunk = tune(GemmTensors(a[: m // args.chunks], b, tensors.d[: m // args.chunks]))
-        two = best_pair(tensors, args.chunks, whole, chunk, streams)
+        two = tune(GemmTensors(a[: m // args.chunks], b, tensors.d[: m // args.chunks]), streams=2)
         cutlass, cublas = bind(tensors), bind(tensors, provider="cublas")
         parts = {
             "cublas": chunked(tensors, args.chunks, provider="cublas"),
             "cutlass": chunked(tensors, args.chunks),
-            "pair": chunked(tensors, args.chunks, config=two),
+            "pair": chunked(tensors, args.chunks, streams=2),
         }
         methods: dict[str, Callable[[], None]] = {
             "cublas": cublas,
             "cutlass": cutlass,
-            "cublas_chunks": lambda parts=parts: on_streams(parts["cublas"], streams[:1]),
-            "cutlass_chunks": lambda parts=parts: on_streams(parts["cutlass"], streams[:1]),
-            "cutlass_chunks_two_streams": lambda parts=parts: on_streams(parts["pair"], streams),
+            "cublas_chunks": lambda parts=parts: alternate(parts["cublas"], streams[:1]),
+            "cutlass_chunks": lambda parts=parts: alternate(parts["cutlass"], streams[:1]),
+            "cutlass_chunks_two_streams": lambda parts=parts: alternate(parts["pair"], streams),
         }
         times = dict(zip(methods, time_graphs(list(methods.values()), rounds=args.rounds), strict=True))
         flop = 2 * m * n * k
@@ -89,7 +79,7 @@ def main() -> None:
                 "layers": names,
                 "config": str(whole.config),
                 "chunk_config": str(chunk.config),
-                "two_streams_config": two,
+                "two_streams_config": str(two.config),
                 "ms": {name: round(ms, 5) for name, ms in times.items()},
                 "tflops": {name: round(flop / ms / 1e9, 1) for name, ms in times.items()},
             }
@@ -106,15 +96,6 @@ def main() -> None:
             "chunks": args.chunks,
         }
         args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
-
-
-def best_pair(tensors: GemmTensors, chunks: int, whole, chunk, streams) -> str:  # type: ignore[no-untyped-def]
-    """The configuration that is fastest in chunks that alternate on two streams, of the best of both searches."""
-    names = sorted(whole.times, key=whole.times.__getitem__)[:4] + sorted(chunk.times, key=chunk.times.__getitem__)[:8]
-    names = list(dict.fromkeys(names))
-    parts = [chunked(tensors, chunks, config=name) for name in names]
-    times = time_graphs([lambda p=p: on_streams(p, streams) for p in parts], rounds=3)
-    return names[times.index(min(times))]
 
 
 def report(rows: list[dict]) -> None:  # type: ignore[type-arg]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from distgemm.bench import Method, Operation, measure, schedule_method, torch_methods
+from distgemm.bench import Method, Operation, measure, schedule_method, timeline, torch_methods
 from distgemm.gemm import GemmTensors
 from distgemm.gemm.tune import tune
 from distgemm.models import MODELS
@@ -39,7 +39,7 @@ SCHEDULES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-def rank_main(cases: list[tuple[str, str, GemmProblem]]) -> list[dict[str, Any]]:
+def rank_main(cases: list[tuple[str, str, GemmProblem]], traced: bool = False) -> list[dict[str, Any]]:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -49,6 +49,8 @@ def rank_main(cases: list[tuple[str, str, GemmProblem]]) -> list[dict[str, Any]]
         methods: list[Method] = [schedule_method(operation, name, **options) for name, options in SCHEDULES[op]]
         times = measure(operation, methods + torch_methods(operation))
         rows.append({"layer": label, "op": op, "m": problem.m, "n": problem.n, "k": problem.k, "ms": times})
+        if traced:
+            rows[-1]["timelines"] = {method.name: timeline(operation, method) for method in methods}
         if dist.get_rank() == 0:
             print(label, {name: round(ms, 4) for name, ms in times.items()}, flush=True)
     return rows
@@ -62,9 +64,9 @@ def tune_chunks(cases: list[tuple[str, str, GemmProblem]], ranks: int) -> None:
             m = p.m // ranks // chunks
             a, b = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
             d = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            tune(GemmTensors(a, b, d))
+            tune(GemmTensors(a, b, d), streams=2)
             if op == "gemm+rs":
-                tune(GemmTensors(a, b, d, partial=torch.randn_like(d)))
+                tune(GemmTensors(a, b, d, partial=torch.randn_like(d)), streams=2)
 
 
 def main() -> None:
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3-70b"])
     parser.add_argument("--m", type=int, nargs="+", default=[8192])
     parser.add_argument("--tune", action="store_true", help="measure configurations first")
+    parser.add_argument("--timelines", action="store_true", help="with kernels and copies of rank 0")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = []
@@ -88,7 +91,7 @@ def main() -> None:
     if args.tune:
         tune_chunks(cases, args.ranks)
         torch.cuda.empty_cache()
-    rows = launch(rank_main, args.ranks, cases, backend="nccl", timeout=500)[0]
+    rows = launch(rank_main, args.ranks, cases, args.timelines, backend="nccl", timeout=500)[0]
     console = Console(width=160)
     for row in rows:
         table = Table("method", "ms", "of NCCL + cuBLAS", title=f"{row['layer']}, {row['m']} x {row['n']} x {row['k']}")

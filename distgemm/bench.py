@@ -179,6 +179,34 @@ def measure(
     return {method.name: ms for method, ms in zip(methods, medians.tolist(), strict=True)}
 
 
+def timeline(operation: Operation, method: Method, replays: int = 7) -> list[dict[str, Any]]:
+    """Kernels and copies of the middle one of several replays on this rank: name, stream, start and duration in us."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        method.run()
+    dist.barrier(operation.group, device_ids=[operation.device.index])
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize(operation.device)
+    events = [
+        {
+            "name": event.name(),
+            "stream": event.device_resource_id(),
+            "start": event.start_ns() / 1e3,
+            "us": event.duration_ns() / 1e3,
+        }
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
+    events.sort(key=lambda event: event["start"])
+    each = len(events) // replays
+    middle = events[replays // 2 * each :][:each]
+    return [event | {"start": round(event["start"] - middle[0]["start"], 2)} for event in middle]
+
+
 def _time(run: Callable[[], object], count: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()

@@ -30,10 +30,13 @@ __all__ = [
 ]
 
 
-def bind(tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig | str | None = None) -> Launch:
+def bind(
+    tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig | str | None = None, streams: int = 1
+) -> Launch:
     """A kernel for these tensors, compiled if need be, with its arguments encoded.
 
-    config: the configuration, or its name; None: chosen for the shape
+    config:  the configuration, or its name; None: chosen for the shape
+    streams: on how many streams such GEMMs alternate: what fits best depends on it
 
     Raises ValueError where the provider cannot compute it; nothing else is tried in its place.
     """
@@ -43,12 +46,12 @@ def bind(tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig 
         config = GemmConfig.parse(config)
     spec = spec_of(tensors)
     check_device(tensors)
-    return _kernel(spec, provider, config).bind(tensors)
+    return _kernel(spec, provider, config, streams).bind(tensors)
 
 
 @lru_cache(maxsize=4096)
-def _kernel(spec: GemmSpec, provider: str, config: GemmConfig | None) -> Kernel:
-    return get_provider(provider).compile(spec, config)
+def _kernel(spec: GemmSpec, provider: str, config: GemmConfig | None, streams: int) -> Kernel:
+    return get_provider(provider).compile(spec, config, streams)
 
 
 def gemm(

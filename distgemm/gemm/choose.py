@@ -5,8 +5,9 @@ from the file of that name that ships with the package. The heuristic estimates 
 
     waves * (k + overhead) * tile_m * tile_n / rate,    waves = ceil(tiles / thread blocks that run at once)
 
-with a rate and an overhead for each kind of tile. The rate says what share of the sustained peak such tiles reach
-on large problems; the overhead, in elements of k, what a tile costs besides its main loop. Both were set from
+with a rate and an overhead for each kind of tile, and with waves not rounded up where the GEMM shares the GPU with
+another one, on a second stream, that fills its last wave. The rate says what share of the sustained peak such tiles
+reach on large problems; the overhead, in elements of k, what a tile costs besides its main loop. Both were set from
 measurements on one H200 (``docs/measurements.md``).
 """
 
@@ -43,7 +44,7 @@ RATES = {
 OVERHEADS = {"cooperative": 160, "pingpong": 60, "plain": 160}
 
 
-def estimate(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> float:
+def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
     """The heuristic's time, in arbitrary units."""
     tile_m, tile_n, _ = config.tile
     cluster = config.cluster[0] * config.cluster[1]
@@ -53,35 +54,36 @@ def estimate(spec: GemmSpec, config: GemmConfig, sms: int = SMS) -> float:
 
     tiles = tiles_along(spec.m, tile_m, config.cluster[0]) * tiles_along(spec.n, tile_n, config.cluster[1]) * spec.l
     at_once = sms // cluster * cluster
-    waves = -(-tiles // at_once)
+    waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
     rate = RATES.get((config.schedule, tile_m, tile_n), 0.7)
     return waves * (spec.k + OVERHEADS[config.schedule]) * tile_m * tile_n / rate
 
 
-def order(spec: GemmSpec, configs: list[GemmConfig]) -> list[GemmConfig]:
+def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:
     """Configurations by the heuristic's time, the best first."""
-    return sorted(configs, key=lambda config: estimate(spec, config))
+    return sorted(configs, key=lambda config: estimate(spec, config, streams))
 
 
-def key_of(spec: GemmSpec) -> str:
-    """What a choice depends on, as text: extents, types, majors and terms."""
+def key_of(spec: GemmSpec, streams: int = 1) -> str:
+    """What a choice depends on, as text: extents, types, majors and terms; how many streams such GEMMs alternate on."""
     majors = "".join("r" if matrix.row_major else "c" for matrix in (spec.a, spec.b))
     terms = [
         f"{name}:{matrix.dtype}" for name, matrix in (("c", spec.c), ("partial", spec.partial)) if matrix is not None
     ]
     terms += [f"bias:{spec.bias}"] if spec.bias else []
     terms += [f"{name}:{kind}" for name, kind in (("a", spec.scale_a), ("b", spec.scale_b)) if kind == "row"]
+    terms += [f"streams:{streams}"] if streams > 1 else []
     return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])
 
 
-def choose(provider: CutlassProvider, spec: GemmSpec) -> GemmConfig:
+def choose(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> GemmConfig:
     """The configuration for this shape. A measured one that does not fit these strides is passed over."""
-    found = measured(_device()).get(key_of(spec))
+    found = measured(_device()).get(key_of(spec, streams))
     if found is not None:
         config = GemmConfig.parse(found["config"])
         if provider.supports(spec, config):
             return config
-    return provider.configs(spec)[0]
+    return provider.configs(spec, streams)[0]
 
 
 def _device() -> str:

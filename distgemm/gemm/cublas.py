@@ -21,7 +21,7 @@ class CublasProvider:
 
     name = "cublas"
 
-    def configs(self, spec: GemmSpec) -> list[GemmConfig]:
+    def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
         """Empty: cuBLAS chooses by itself."""
         return []
 
@@ -58,7 +58,7 @@ class CublasProvider:
             return Status(f"torch wants k and n in multiples of 16 in fp8, got {spec.k} and {spec.n}")
         return Status()
 
-    def compile(self, spec: GemmSpec, config: GemmConfig | None = None) -> CublasKernel:
+    def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CublasKernel:
         """The kernel. Raises ValueError where not supported."""
         status = self.supports(spec, config)
         if not status:

@@ -262,7 +262,7 @@ class CutlassProvider:
             self._arch = f"{major}{minor}" + ("a" if major >= 9 else "")
         return self._arch
 
-    def configs(self, spec: GemmSpec) -> list[GemmConfig]:
+    def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
         """Configurations worth trying for this spec, the one taken by default first."""
         from distgemm.gemm.choose import order
 
@@ -273,7 +273,7 @@ class CutlassProvider:
             for tile, cluster, schedule in TMA_TILES
         ]
         found.append(_plain(dtype))
-        return order(spec, [config for config in found if self.supports(spec, config)])
+        return order(spec, [config for config in found if self.supports(spec, config)], streams)
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would give a kernel; falsy with the reason if not."""
@@ -321,7 +321,7 @@ class CutlassProvider:
             return Status(f"depths of tiles are multiples of 32 bytes, got {k} elements")
         return Status()
 
-    def compile(self, spec: GemmSpec, config: GemmConfig | None = None) -> CutlassKernel:
+    def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
         """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.choose` says.
 
         Raises ValueError where not supported; CompilerNotFoundError and CompileError.
@@ -330,7 +330,7 @@ class CutlassProvider:
             from distgemm.gemm.choose import choose
 
             self._raise_unsupported(spec, None)
-            config = choose(self, spec)
+            config = choose(self, spec, streams)
         self._raise_unsupported(spec, config)
         return _kernel(kernel_source(spec, config, self.arch), config, self)
 

@@ -59,13 +59,16 @@ class GemmProvider(Protocol):
 
     name: str
 
-    def configs(self, spec: GemmSpec) -> list[GemmConfig]:
-        """Configurations worth trying for this spec, the one taken by default first; empty if it has none to choose."""
+    def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
+        """Configurations worth trying for this spec, the one taken by default first; empty if it has none to choose.
+
+        streams: on how many streams such GEMMs alternate
+        """
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would give a kernel; falsy with the reason if not."""
 
-    def compile(self, spec: GemmSpec, config: GemmConfig | None = None) -> Kernel:
+    def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> Kernel:
         """The kernel; None: the configuration is chosen for the shape. Raises ValueError where not supported."""
 
 

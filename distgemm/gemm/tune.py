@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, _kernel, get_provider
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, _kernel, get_provider
 from distgemm.gemm.choose import key_of, record
 from distgemm.gemm.compiler import build
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.streams import new_stream
 from distgemm.gemm.tensors import check_device, spec_of
 
-__all__ = ["Measured", "candidates", "time_graphs", "tune"]
+__all__ = ["Measured", "alternate", "candidates", "time_graphs", "tune"]
 
 BURST_MS = 4.0
+PAIRS = 3
+"""GEMMs on each stream, where they alternate."""
 ORDERS = tuple((raster, swizzle) for raster in ("m", "n") for swizzle in (1, 2, 4, 8))
 
 
@@ -59,6 +62,17 @@ def _replay_ms(captured: tuple[torch.cuda.CUDAGraph, int], count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
+def alternate(launches: Sequence[Callable[[int], object]], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Launches in turn on streams that begin and end with the current one."""
+    here = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(here)
+    for number, launch in enumerate(launches):
+        launch(streams[number % len(streams)].cuda_stream)
+    for stream in streams:
+        here.wait_stream(stream)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a search found.
@@ -73,19 +87,20 @@ class Measured:
     cublas_ms: float | None
 
 
-def candidates(provider: CutlassProvider, spec: GemmSpec) -> list[GemmConfig]:
+def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
     """Configurations that are worth measuring, without orders of tiles. Raises ValueError where there are none."""
-    configs = provider.configs(spec)
+    configs = provider.configs(spec, streams)
     if not configs:
         raise ValueError(f"provider cutlass: {provider.supports(spec).reason}")
     # The one without TMA is for what the others cannot do.
     return [config for config in configs if config.schedule != "plain"] or configs
 
 
-def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measured:
+def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool = True) -> Measured:
     """Searches the configurations for these tensors: all tiles in CUTLASS's own order, then the best few in all
     orders. Seconds, once the kernels are compiled. Overwrites D.
 
+    streams:   2 to measure several such GEMMs that alternate on two streams, as the chunks of an operation do
     finalists: tiles that are tried in all orders
     write:     whether the choice is recorded for later
 
@@ -94,16 +109,24 @@ def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measur
     check_device(tensors)
     provider = CutlassProvider()
     spec = spec_of(tensors)
-    configs = candidates(provider, spec)
+    configs = candidates(provider, spec, streams)
     build([kernel_source(spec, config, provider.arch) for config in configs])
 
     cublas = get_provider("cublas")
-    alone = [cublas.compile(spec).bind(tensors)] if cublas.supports(spec) else []
+    kernels: list[Kernel] = [cublas.compile(spec)] if cublas.supports(spec) else []
+    others = [replace(tensors, d=torch.empty_like(tensors.d)) for _ in range(1, streams)]
+    used = [new_stream(tensors.d.device) for _ in range(streams)]
+
+    def run(kernel: Kernel) -> Callable[[], None]:
+        if streams == 1:
+            return kernel.bind(tensors)
+        launches = [kernel.bind(each) for each in (tensors, *others)] * PAIRS
+        return lambda: alternate(launches, used)
 
     def measure(tried: list[GemmConfig]) -> tuple[dict[GemmConfig, float], float | None]:
-        launches = [provider.compile(spec, config).bind(tensors) for config in tried]
-        times = time_graphs([*launches, *alone], rounds=3)
-        return dict(zip(tried, times, strict=False)), times[-1] if alone else None
+        every = [*(provider.compile(spec, config) for config in tried), *kernels]
+        times = [ms / (1 if streams == 1 else streams * PAIRS) for ms in time_graphs([*map(run, every)], rounds=3)]
+        return dict(zip(tried, times, strict=False)), times[-1] if kernels else None
 
     found, _ = measure(configs)
     best = sorted(found, key=lambda config: found[config])[:finalists]
@@ -113,6 +136,6 @@ def tune(tensors: GemmTensors, finalists: int = 3, write: bool = True) -> Measur
     result = Measured(config, again[config], {str(key): ms for key, ms in (found | again).items()}, cublas_ms)
     if write:
         chosen: dict[str, Any] = {"config": str(config), "ms": round(result.ms, 5)}
-        record(torch.cuda.get_device_name(), {key_of(spec): chosen})
+        record(torch.cuda.get_device_name(), {key_of(spec, streams): chosen})
         _kernel.cache_clear()  # so that this process takes the choice too
     return result

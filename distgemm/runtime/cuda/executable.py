@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
+from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
@@ -67,9 +68,8 @@ class CudaExecutable:
         waits = [op for action in self._actions for op in action.ops if isinstance(op, Wait)]
         self._entry = self.workspace.entry(self.number)
         self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
-        with torch.cuda.device(device):
-            self._side = [torch.cuda.Stream(device) for _ in range(branches)]  # type: ignore[no-untyped-call]
-        self._recorded: OrderedDict[tuple[Any, ...], Replay | None] = OrderedDict()
+        # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
+        self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
 
     @property
     def workspace_bytes(self) -> int:
@@ -125,12 +125,12 @@ class CudaExecutable:
                 self._recorded.popitem(last=False)
             self._issue(call)
             return
-        replay = self._recorded[key]
-        if replay is None:
-            replay = self._recorded[key] = self._record(call)
+        graph = self._recorded[key]
+        if graph is None:
+            graph = self._recorded[key] = self._record(call)
             self.graphs += 1
         self._recorded.move_to_end(key)
-        replay._graph.replay()
+        graph.replay()
 
     def raise_if_dead(self) -> None:
         """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank."""
@@ -146,20 +146,28 @@ class CudaExecutable:
             self.plan, self.rank, self.device, a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None)
         )
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
-        return self._record(_Call(given, **numbers))
+        call = _Call(given, **numbers)
+        return Replay(self, self._record(call), call)
 
-    def _record(self, call: _Call) -> Replay:
+    def _record(self, call: _Call) -> torch.cuda.CUDAGraph:
         launches = self._bind(call)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
-            # Another thread (of NCCL, say) may speak to CUDA meanwhile.
-            graph.capture_begin(capture_error_mode="thread_local")
+        with torch.cuda.stream(self.workspace.capturing):
+            # Another thread (of NCCL, say) may speak to CUDA meanwhile; but a graph that is garbage, collected here
+            # and now, would spoil the capture.
+            collecting = gc.isenabled()
+            gc.disable()
             try:
-                self._put(launches)
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._put(launches)
+                finally:
+                    graph.capture_end()
             finally:
-                graph.capture_end()
+                if collecting:
+                    gc.enable()
         graph.instantiate()
-        return Replay(self, graph, call)
+        return graph
 
     def _issue(self, call: _Call) -> None:
         self._put(self._bind(call))
@@ -229,7 +237,7 @@ class CudaExecutable:
             dtype=self._multiplied,
             padded=op.out.buffer == "slot",
         )
-        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config)]
+        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
         if further is not None:
             launches.append(bind_sum([d], d, c=further, beta=call.beta))
         return launches
@@ -245,7 +253,8 @@ class CudaExecutable:
     def _put(self, launches: list[Callable[[int], None]]) -> None:
         """Put all actions on streams that begin and end with the current one."""
         main = torch.cuda.current_stream(self.device)
-        streams = [self._side[COMM], main, *self._side[BRANCH:]]
+        side = self.workspace.streams
+        streams = [*side[:BRANCH], main, *side[BRANCH:]][: BRANCH + self.branches]
         for stream in streams:
             if stream != main:
                 stream.wait_stream(main)

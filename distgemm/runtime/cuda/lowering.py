@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
 from distgemm.plan import Plan, PlanError
 
-__all__ = ["BRANCH", "COMM", "Action", "lower"]
+__all__ = ["BRANCH", "COMM", "SIGNAL", "Action", "lower"]
 
 COMM = 0
 """The one stream on which copies to peers leave: two at once would halve the bandwidth of all."""
-BRANCH = 1
+SIGNAL = 1
+"""Where arrivals are signalled, so that the next copy does not wait for it."""
+BRANCH = 2
 """The first stream of GEMMs, the caller's own; further branches follow."""
 
 
@@ -20,7 +22,7 @@ BRANCH = 1
 class Action:
     """Something put on a stream at once.
 
-    stream: COMM, or BRANCH and up
+    stream: COMM, SIGNAL, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: the entry into a replay
     after:  actions on other streams that come before, by number
     awaited: whether another stream waits for it
@@ -95,7 +97,8 @@ def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
                 found[dep] = found[op.id]
     for op in ops:
         if isinstance(op, Signal):
-            found[op.id] = found[op.deps[-1]] if op.deps and op.deps[-1] in found else COMM
+            before = found.get(op.deps[-1], COMM) if op.deps else COMM
+            found[op.id] = SIGNAL if before == COMM else before
         found.setdefault(op.id, COMM)
     return found
 

@@ -26,8 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cuda.bindings import runtime
 
+from distgemm.gemm.streams import new_stream
 from distgemm.ops import Wait
+from distgemm.runtime.cuda.memops import raise_on
 from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Words, Workspace
 
 if TYPE_CHECKING:
@@ -67,8 +70,7 @@ class _Watched:
         self.pending: deque[_Pending] = deque()
         self.begun: float | None = None  # when the first pending call was seen to have begun
         self.last: tuple[list[int], float] | None = None  # words, and since when they have not changed
-        with torch.cuda.device(workspace.device):
-            self.stream = torch.cuda.Stream(workspace.device)  # type: ignore[no-untyped-call]
+        self.stream = new_stream(workspace.device)
         self.copy = torch.empty(workspace.words().numel(), dtype=torch.int32, pin_memory=True)
 
     def words(self) -> list[int] | None:
@@ -112,6 +114,10 @@ class Watchdog:
         watched.pending.append(_Pending(executable, start, stream.record_event(), out, threading.get_ident()))
 
     def _run(self) -> None:
+        # Otherwise what this thread asks of CUDA would spoil a capture in another one.
+        raise_on(
+            runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+        )
         while True:
             time.sleep(INTERVAL)
             with self._lock:

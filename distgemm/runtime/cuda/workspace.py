@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from distgemm.gemm.streams import new_stream
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.runtime.cuda.memops import MemOp, wait_for, write
 
@@ -73,6 +74,9 @@ class Workspace:
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         self.bases: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        # For copies, signals and a second branch of GEMMs; executables here run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(3)]
+        self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
         self.memory.fill_(0xFF)  # slots begin as NaN

@@ -1,0 +1,19 @@
+"""Streams of one's own."""
+
+from __future__ import annotations
+
+import torch
+from cuda.bindings import runtime
+
+__all__ = ["new_stream"]
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for good: those of torch come from a pool, and somebody else may capture on them."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the context current
+        error, stream = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+    if error:
+        raise RuntimeError(f"CUDA could not create a stream: {error.name}")
+    found: torch.cuda.Stream = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
+    return found
