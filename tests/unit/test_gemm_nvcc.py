@@ -1,0 +1,69 @@
+"""Kernels really compile for Hopper, without a GPU, and are what they should be: wgmma, not serialised."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
+from distgemm.gemm.compiler import SERIALISED, command, find_nvcc
+from distgemm.gemm.cutlass import kernel_source
+
+MATRIX = MatrixSpec("bfloat16", 256, 256)
+PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
+WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
+KERNELS = {
+    "128x256x64_1x2_cooperative": PRODUCT,
+    "128x128x64_2x1_pingpong": WITH_PARTIAL,
+    "128x128x32_1x1_plain": PRODUCT,
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """By configuration: what the compiler said, and the PTX."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc was not found: pip install 'distgemm[nvcc]'")
+
+    folders: dict[str, Path] = {name: tmp_path_factory.mktemp("kernel") for name in KERNELS}
+
+    def one(name: str) -> tuple[str, str]:
+        folder = folders[name]
+        source = kernel_source(KERNELS[name], GemmConfig.parse(name), "90a")
+        keeping = ["--keep", "--keep-dir", str(folder)]
+        done = subprocess.run(
+            [*command(source, nvcc, folder / "kernel.so"), *keeping], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr, (folder / "kernel.ptx").read_text()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(KERNELS, pool.map(one, KERNELS), strict=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_wgmma_is_not_serialised(compiled: dict[str, tuple[str, str]], name: str) -> None:
+    said, _ = compiled[name]
+    assert SERIALISED not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("128x256x64_1x2_cooperative", "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"),
+        ("128x128x64_2x1_pingpong", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
+        ("128x128x32_1x1_plain", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
+    ],
+)
+def test_tensor_cores_multiply(compiled: dict[str, tuple[str, str]], name: str, instruction: str) -> None:
+    _, ptx = compiled[name]
+    assert instruction in ptx
+    with_tma = "plain" not in name
+    assert ("wgmma" in ptx) is with_tma
+    # TMA loads A and B, and stores D.
+    assert ("cp.async.bulk.tensor.3d.shared::cluster.global" in ptx) is with_tma
+    assert ("cp.async.bulk.tensor.3d.global.shared::cta" in ptx) is with_tma
