@@ -310,6 +310,8 @@ class CutlassProvider:
             return Status(f"{config.schedule} kernels are for sm_90a, this is sm_{self.arch}; plain ones are not")
         if dtype == "float32":
             return Status("tensor cores do not multiply IEEE float32: take a plain kernel, or dtype tfloat32")
+        if dtype == "tfloat32" and spec.a.row_major and not spec.b.row_major:
+            return Status("with TMA, tfloat32 wants rows of B contiguous where those of A are: take a plain kernel")
         if not spec.operands_aligned:
             return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes: take a plain kernel")
         if config.epilogue == "tma" and not spec.results_aligned:

@@ -96,6 +96,10 @@ def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> l
     return [config for config in configs if config.schedule != "plain"] or configs
 
 
+def _elsewhere(tensors: GemmTensors) -> GemmTensors:
+    return replace(tensors, a=tensors.a.clone(), d=torch.empty_like(tensors.d))
+
+
 def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool = True) -> Measured:
     """Searches the configurations for these tensors: all tiles in CUTLASS's own order, then the best few in all
     orders. Seconds, once the kernels are compiled. Overwrites D.
@@ -114,13 +118,14 @@ def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool
 
     cublas = get_provider("cublas")
     kernels: list[Kernel] = [cublas.compile(spec)] if cublas.supports(spec) else []
-    others = [replace(tensors, d=torch.empty_like(tensors.d)) for _ in range(1, streams)]
+    # As chunks of one operation: B is the same, A and D are not.
+    each = [tensors, *(_elsewhere(tensors) for _ in range(1, PAIRS * streams if streams > 1 else 1))]
     used = [new_stream(tensors.d.device) for _ in range(streams)]
 
     def run(kernel: Kernel) -> Callable[[], None]:
         if streams == 1:
             return kernel.bind(tensors)
-        launches = [kernel.bind(each) for each in (tensors, *others)] * PAIRS
+        launches = [kernel.bind(one) for one in each]
         return lambda: alternate(launches, used)
 
     def measure(tried: list[GemmConfig]) -> tuple[dict[GemmConfig, float], float | None]:
