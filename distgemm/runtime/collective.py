@@ -101,6 +101,7 @@ class CollectiveExecutable:
         self._shapes = {name: plan.shard_shape(name, self.rank) for name in "ABCD"}
         memory = _Memory(plan, self.rank, device)
         barrier = _barrier(self.group, device if backend == "nccl" else None)
+        self._gathers = _gathers(plan, self.rank)
         self._steps, self._messages = _Compiler(plan, self.rank, memory, self.group, barrier).compile()
 
     @torch.no_grad()
@@ -113,12 +114,14 @@ class CollectiveExecutable:
         alpha: float = 1.0,
         beta: float = 0.0,
         out: Tensor | None = None,
+        gathered: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard of D = alpha * A @ B.T + beta * C; all ranks of the group call it alike.
 
         a_shard, b_shard: of the shapes ``plan.shard_shape("A", rank)`` and ``("B", rank)``, of ``problem.dtype``
         c_shard: as D, of ``problem.out_dtype``; read only where beta is not 0
         out:     where D goes, instead of a new tensor; shares no memory with the shards
+        gathered: where all of A goes, (m, k), on ranks that multiply all of it; shares no memory with the others
 
         For a schedule that gathers A this is the program ::
 
@@ -133,8 +136,8 @@ class CollectiveExecutable:
         Products, and what is added to them, accumulate in float32 (float64 for float64); partial sums are rounded
         to ``problem.partial_dtype`` and D to ``problem.out_dtype``. On CUDA nothing but a Barrier blocks the host.
 
-        Raises ValueError for shards of another shape, type or device, and for beta without C. A rank that raises
-        leaves the others waiting for its messages.
+        Raises ValueError for shards of another shape, type or device, for beta without C, and for ``gathered`` where
+        this rank does not multiply all of A. A rank that raises leaves the others waiting for its messages.
         """
         if beta != 0 and c_shard is None:
             raise ValueError(f"beta is {beta}, which needs c_shard")
@@ -149,9 +152,12 @@ class CollectiveExecutable:
                 shard = given[name]
                 if shard is not None and _share_memory(shard, out):
                     raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
+        if gathered is not None:
+            self._check_gathered(gathered, given)
         batched = self.plan.problem.l > 1
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items() if t is not None}
-        call = _Call(shards, float(alpha), float(beta), [None] * self._messages)
+        whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
+        call = _Call(shards, float(alpha), float(beta), [None] * self._messages, whole)
         for step in self._steps:
             step(call)
         return out
@@ -167,6 +173,18 @@ class CollectiveExecutable:
         ):
             if is_ != wanted:
                 raise ValueError(f"{what} on rank {self.rank} has {kind} {wanted}, got {is_}")
+
+    def _check_gathered(self, gathered: Tensor, others: dict[str, Tensor | None]) -> None:
+        p = self.plan.problem
+        if not self._gathers:
+            raise ValueError(f"gathered is for ranks that multiply all of A; rank {self.rank} does not")
+        wanted = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
+        found = (tuple(gathered.shape), gathered.dtype, gathered.device)
+        if found != (wanted, self._dtypes["A"], self.device):
+            raise ValueError(f"gathered is {wanted} of {self._dtypes['A']} on {self.device}, got {found}")
+        for name, other in others.items():
+            if other is not None and _share_memory(other, gathered):
+                raise ValueError(f"gathered shares memory with {name} or its shard")
 
 
 def run_collective(
@@ -276,12 +294,13 @@ def _bytes_spanned(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What one call binds: the shards (l, rows, columns), the scalars, and the messages under way."""
+    """What one call binds: the shards (l, rows, columns), the scalars, the messages under way, where A is gathered."""
 
     shards: dict[str, Tensor]
     alpha: float
     beta: float
     works: list[Any]
+    gathered: Tensor | None = None
 
 
 Step = Callable[[_Call], None]
@@ -486,6 +505,18 @@ class _Add:
 
 
 @dataclass(slots=True, eq=False)
+class _Keep:
+    """A tile of A goes where the caller wants all of A. It follows the tile's first Gemm: later the slot may be reused."""
+
+    tile: Place
+    where: tuple[slice, ...]
+
+    def __call__(self, call: _Call) -> None:
+        if call.gathered is not None:
+            call.gathered[self.where].copy_(self.tile(call))
+
+
+@dataclass(slots=True, eq=False)
 class _Move:
     """A Copy within the rank."""
 
@@ -546,6 +577,7 @@ class _Compiler:
         self.finished: set[int] = set()
         self.posted: set[int] = set()  # numbers of messages
         self.joined: set[int] = set()
+        self.multiplied: set[Box] = set()  # boxes of A
         self.barriers_passed = 0
         self.barriers = self._barrier_rounds()
         self.sends: dict[int, _Message] = {}  # by the id of the Copy
@@ -697,6 +729,9 @@ class _Compiler:
             self._join([self.sends[op_id] for op_id in sorted(sent)], unpack=False)
         if isinstance(op, Gemm):
             self.steps.append(self._multiply(op))
+            if op.a.box not in self.multiplied:
+                self.multiplied.add(op.a.box)
+                self.steps.append(_Keep(self.memory.place(op.a), tuple(slice(*edges) for edges in op.a.box)))
         elif isinstance(op, Reduce):
             self.steps.append(_Add(self._sum(op)))
         elif isinstance(op, Barrier):
@@ -784,6 +819,13 @@ class _Compiler:
         }
         if not _covers(boxes, shard):
             raise PlanError(f"rank {self.rank}: no op writes some of its shard of D, {shard}")
+
+
+def _gathers(plan: Plan, rank: int) -> bool:
+    """Whether a rank multiplies all of A."""
+    p = plan.problem
+    boxes = {op.a.box for op in plan.ops(rank) if isinstance(op, Gemm)}
+    return _covers(boxes, ((0, p.l), (0, p.m), (0, p.k)))
 
 
 def _accumulation(plan: Plan) -> torch.dtype:

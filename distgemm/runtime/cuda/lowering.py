@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
 from distgemm.plan import Plan, PlanError
 
-__all__ = ["BRANCH", "COMM", "SIGNAL", "Action", "lower"]
+__all__ = ["BRANCH", "COMM", "Action", "lower"]
 
 COMM = 0
-"""The one stream on which copies to peers leave: two at once would halve the bandwidth of all."""
-SIGNAL = 1
-"""Where arrivals are signalled, so that the next copy does not wait for it."""
-BRANCH = 2
+"""The one stream on which copies to peers leave, and their arrivals are signalled. With two copies under way the
+bandwidth of both together would be half of one's; signals elsewhere make a graph's copies leave on two.
+"""
+BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow."""
 
 
@@ -22,7 +22,7 @@ BRANCH = 2
 class Action:
     """Something put on a stream at once.
 
-    stream: COMM, SIGNAL, or BRANCH and up
+    stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: the entry into a replay
     after:  actions on other streams that come before, by number
     awaited: whether another stream waits for it
@@ -97,8 +97,7 @@ def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
                 found[dep] = found[op.id]
     for op in ops:
         if isinstance(op, Signal):
-            before = found.get(op.deps[-1], COMM) if op.deps else COMM
-            found[op.id] = SIGNAL if before == COMM else before
+            found[op.id] = found.get(op.deps[-1], COMM) if op.deps else COMM
         found.setdefault(op.id, COMM)
     return found
 

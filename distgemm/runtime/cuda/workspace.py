@@ -74,8 +74,8 @@ class Workspace:
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         self.bases: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        # For copies, signals and a second branch of GEMMs; executables here run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(3)]
+        # For copies and a second branch of GEMMs; executables here run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(2)]
         self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
