@@ -265,6 +265,9 @@ def tune_gemm_command(
     partial_dtype: PartialDtype = None,
     majors: Majors = None,
     terms: Terms = "none",
+    streams: Annotated[
+        int, typer.Option(min=1, max=2, help="2 to measure GEMMs that alternate on two streams, as chunks do.")
+    ] = 1,
     record: Annotated[bool, typer.Option(help="Whether the choices are kept for later.")] = True,
 ) -> None:
     """Measure configurations on this GPU, and keep the fastest for each shape."""
@@ -279,7 +282,7 @@ def tune_gemm_command(
     products = _products(problems, majors, terms)
     if not torch.cuda.is_available():
         raise ValueError("tune-gemm measures on a GPU, and torch finds none; distgemm build needs none")
-    found = _measure(products, record)
+    found = _measure(products, streams, record)
     _report(products, found, shapes)
     if record:
         from distgemm.gemm.choose import choices_file
@@ -316,7 +319,7 @@ def _shapes(
     return found
 
 
-def _measure(products: list[Product], record: bool) -> list[Measured]:
+def _measure(products: list[Product], streams: int, record: bool) -> list[Measured]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from distgemm.cli import _console
@@ -334,7 +337,7 @@ def _measure(products: list[Product], record: bool) -> list[Measured]:
             found = []
             for product in products:
                 progress.update(task, description=f"measuring {product.shape}")
-                found.append(tune(product.tensors(), write=record))
+                found.append(tune(product.tensors(), streams, write=record))
                 progress.advance(task)
     return found
 

@@ -313,7 +313,9 @@ class CutlassProvider:
         if dtype == "tfloat32" and spec.a.row_major and not spec.b.row_major:
             return Status("with TMA, tfloat32 wants rows of B contiguous where those of A are: take a plain kernel")
         if not spec.operands_aligned:
-            return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes: take a plain kernel")
+            return Status(
+                "TMA wants addresses and strides of A and B in multiples of 16 bytes, and not 0: take a plain kernel"
+            )
         if config.epilogue == "tma" and not spec.results_aligned:
             return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
         least = 128 if config.schedule == "cooperative" else 64

@@ -69,8 +69,8 @@ class MatrixSpec:
 
     @property
     def readable(self) -> bool:
-        """Whether TMA can read it."""
-        return self.alignment == TMA_ALIGNMENT
+        """Whether TMA can read it: one matrix that stands for all batches, with stride 0, is not."""
+        return self.alignment == TMA_ALIGNMENT and (self.batches == 1 or self.batch_stride > 0)
 
     @property
     def writable(self) -> bool:

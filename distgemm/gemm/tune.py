@@ -97,7 +97,9 @@ def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> l
 
 
 def _elsewhere(tensors: GemmTensors) -> GemmTensors:
-    return replace(tensors, a=tensors.a.clone(), d=torch.empty_like(tensors.d))
+    """Other A and D with the same strides: a kernel may depend on them."""
+    a, d = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in (tensors.a, tensors.d))
+    return replace(tensors, a=a.copy_(tensors.a), d=d)
 
 
 def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool = True) -> Measured:

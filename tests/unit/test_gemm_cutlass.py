@@ -55,7 +55,7 @@ def test_aligned_products_take_tma(dtype: str, majors: str) -> None:
         assert not found
         return
     schedules = {one.schedule for one in found}
-    if dtype == "float32":
+    if dtype == "float32" or (dtype, majors) == ("tfloat32", "rc"):
         assert schedules == {"plain"}
         return
     assert schedules == {"cooperative", "pingpong", "plain"}
@@ -80,6 +80,16 @@ def test_misaligned_operands_take_the_plain_kernel(dtype: str, what: str) -> Non
         odd = replace(aligned, **{what: replace(getattr(aligned, what), **change)})
         assert {one.schedule for one in HOPPER.configs(odd)} == {"plain"}
         assert HOPPER.supports(odd)
+
+
+def test_one_matrix_for_all_batches_is_read_without_tma() -> None:
+    batches = GemmSpec(*(replace(x, batches=3, batch_stride=-1) for x in (spec().a, spec().b, D)))
+    assert HOPPER.configs(batches)[0].schedule != "plain"
+    for name in ("a", "b"):
+        same = replace(batches, **{name: replace(getattr(batches, name), batch_stride=0)})
+        assert {one.schedule for one in HOPPER.configs(same)} == {"plain"}
+    added = replace(batches, partial=replace(batches.d, batch_stride=0))
+    assert HOPPER.configs(added)[0].epilogue == "direct"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,12 @@ def test_products_that_no_kernel_computes(product: GemmSpec, reason: str) -> Non
         ("80", spec(), COOPERATIVE, "cooperative kernels are for sm_90a, this is sm_80; plain ones are not"),
         ("90", spec(), config("64x128x64_1x1_pingpong"), "pingpong kernels are for sm_90a, this is sm_90; plain ones"),
         ("90a", spec("float32"), COOPERATIVE, "tensor cores do not multiply IEEE float32: take a plain kernel, or"),
+        (
+            "90a",
+            spec("tfloat32", majors="rc"),
+            COOPERATIVE,
+            "with TMA, tfloat32 wants rows of B contiguous where those",
+        ),
         ("90a", spec(a=ODD_A), COOPERATIVE, "TMA wants addresses and strides of A and B in multiples of 16 bytes"),
         ("90a", spec(a=ODD_A), DIRECT, "TMA wants addresses and strides of A and B in multiples of 16 bytes"),
         ("90a", spec(d=ODD_D), COOPERATIVE, "TMA wants addresses, strides and rows of D, C and the partial sum in"),

@@ -1,0 +1,49 @@
+"""The parts of the search that need no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmTensors, MatrixSpec
+from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider
+from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.gemm.tune import _elsewhere, candidates, tune
+
+HOPPER = CutlassProvider("90a")
+
+
+def strided(rows: int, columns: int, stride: int) -> torch.Tensor:
+    return torch.zeros(rows, stride, dtype=torch.bfloat16)[:, :columns]
+
+
+def test_kernels_without_tma_are_tried_where_no_other_fits() -> None:
+    aligned = GemmTensors(strided(24, 16, 16), strided(32, 16, 16), strided(24, 32, 32))
+    assert len(candidates(HOPPER, spec_of(aligned))) == len(TMA_TILES)
+    odd = GemmTensors(strided(24, 16, 17), strided(32, 16, 16), strided(24, 32, 32))
+    assert [one.schedule for one in candidates(HOPPER, spec_of(odd))] == ["plain"]
+    for_streams = candidates(HOPPER, spec_of(aligned), streams=2)
+    assert set(for_streams) == set(candidates(HOPPER, spec_of(aligned)))
+
+
+def test_products_that_no_kernel_computes() -> None:
+    tensors = GemmTensors(torch.zeros(8, 8).double(), torch.zeros(8, 8).double(), torch.zeros(8, 8))
+    with pytest.raises(ValueError, match=r"provider cutlass: A and B are of bfloat16, .* not float64"):
+        candidates(HOPPER, spec_of(tensors))
+
+
+@pytest.mark.parametrize("a", [strided(24, 13, 16), strided(16, 24, 24)[:13].mT], ids=["rows", "columns"])
+def test_other_tensors_have_the_same_strides(a: torch.Tensor) -> None:
+    a.copy_(torch.arange(a.numel()).view(a.shape))
+    tensors = GemmTensors(a, strided(32, 13, 16), strided(24, 32, 40))
+    other = _elsewhere(tensors)
+    assert spec_of(other) == spec_of(tensors)
+    assert torch.equal(other.a, a)
+    assert other.b is tensors.b
+    assert matrix_spec("D", other.d) == MatrixSpec("bfloat16", 24, 32, stride=40)
+    assert len({x.untyped_storage().data_ptr() for x in (a, tensors.d, other.a, other.d)}) == 4
+
+
+def test_tuning_wants_tensors_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="kernels run on CUDA devices, the tensors are on cpu"):
+        tune(GemmTensors(strided(24, 16, 16), strided(32, 16, 16), strided(24, 32, 32)))
