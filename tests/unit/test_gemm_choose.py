@@ -57,8 +57,16 @@ def test_the_estimate_is_the_formula(shape: tuple[int, int, int], name: str, wav
     config = GemmConfig.parse(name)
     m, n, _ = config.tile
     rate = RATES[config.schedule, m, n]
-    wanted = waves * (shape[2] + OVERHEADS[config.schedule]) * m * n / rate
-    assert estimate(spec(*shape), config) == pytest.approx(wanted)
+    each = (shape[2] + OVERHEADS[config.schedule]) * m * n / rate
+    assert estimate(spec(*shape), config) == pytest.approx(waves * each)
+
+
+def test_on_two_streams_waves_are_not_rounded_up() -> None:
+    config = GemmConfig((128, 256, 64), (1, 1))
+    one, half = spec(132 * 128, 256, 64), spec(198 * 128, 256, 64)
+    assert estimate(one, config, streams=2) == estimate(one, config)
+    assert estimate(half, config) == 2 * estimate(one, config)
+    assert estimate(half, config, streams=2) == 1.5 * estimate(one, config)
 
 
 def test_clusters_occupy_whole_places() -> None:
@@ -137,6 +145,12 @@ def test_the_device_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose._device() == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
 
 
+def test_choices_for_gemms_on_two_streams_are_others() -> None:
+    record(DEVICE, {key_of(SHAPE, streams=2): {"config": OTHER}})
+    assert str(choose.choose(HOPPER, SHAPE, streams=2)) == OTHER
+    assert choose.choose(HOPPER, SHAPE) == HOPPER.configs(SHAPE)[0]
+
+
 # --- keys -----------------------------------------------------------------------------------------------
 
 
@@ -162,6 +176,7 @@ def test_what_a_choice_depends_on() -> None:
     keys = [key_of(one) for one in specs]
     assert len(set(keys)) == len(keys)
     assert keys[0] == "8192x7168x8192x1 bfloat16_rr bfloat16"
+    assert key_of(SHAPE, streams=2) == f"{keys[0]} streams:2"
     alike = replace(SHAPE, a=replace(SHAPE.a, stride=8200), scale_a="tensor", scale_b="tensor")
     assert key_of(alike) == keys[0]
 
