@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
 from distgemm.gemm.tensors import check_device, spec_of
@@ -57,6 +58,12 @@ class CublasProvider:
         if spec.k % 16 or spec.n % 16:
             return Status(f"torch wants k and n in multiples of 16 in fp8, got {spec.k} and {spec.n}")
         return Status()
+
+    def sources(
+        self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
+    ) -> list[KernelSource]:
+        """Empty: cuBLAS comes compiled."""
+        return []
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CublasKernel:
         """The kernel. Raises ValueError where not supported."""

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -325,18 +326,33 @@ class CutlassProvider:
             return Status(f"depths of tiles are multiples of 32 bytes, got {k} elements")
         return Status()
 
+    def sources(
+        self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
+    ) -> list[KernelSource]:
+        """What is to be compiled for these specs, each once. Raises ValueError where one is not supported."""
+        found = {}
+        for spec in specs:
+            taken = self._configuration(spec, config, streams)
+            source = kernel_source(spec, taken, self.arch)
+            found[source.macros] = source
+        return list(found.values())
+
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
         """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.choose` says.
 
         Raises ValueError where not supported; CompilerNotFoundError and CompileError.
         """
+        taken = self._configuration(spec, config, streams)
+        return _kernel(kernel_source(spec, taken, self.arch), taken, self)
+
+    def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
             from distgemm.gemm.choose import choose
 
             self._raise_unsupported(spec, None)
             config = choose(self, spec, streams)
         self._raise_unsupported(spec, config)
-        return _kernel(kernel_source(spec, config, self.arch), config, self)
+        return config
 
     def _raise_unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> None:
         status = self.supports(spec, config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
 
 if TYPE_CHECKING:
@@ -67,6 +69,11 @@ class GemmProvider(Protocol):
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+
+    def sources(
+        self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
+    ) -> list[KernelSource]:
+        """What is to be compiled for these specs, each once; empty where nothing is."""
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> Kernel:
         """The kernel; None: the configuration is chosen for the shape. Raises ValueError where not supported."""

@@ -10,10 +10,11 @@ import torch
 
 from distgemm.gemm.compiler import KernelSource, library
 from distgemm.gemm.cutlass import ELEMENTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.spec import MatrixSpec
 from distgemm.gemm.tensors import matrix_spec
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["SumLaunch", "bind_sum", "sum_source"]
+__all__ = ["SumLaunch", "bind_sum", "sum_source", "sum_source_of"]
 
 SOURCES = 64
 
@@ -35,6 +36,14 @@ def sum_source(source: str, result: str, vector: int, arch: str) -> KernelSource
     """What the kernel is compiled from."""
     macros = (("DG_SOURCE", ELEMENTS[source]), ("DG_D", ELEMENTS[result]), ("DG_VECTOR", str(vector)))
     return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu")
+
+
+def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource:
+    """What the sum of matrices of these specs, the sources first, is compiled from: as many bytes at once as all of
+    them allow, 16 at most."""
+    every = [*matrices, d]
+    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in every), *(spec.vector for spec in every))
+    return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
 
 
 @functools.cache
@@ -102,10 +111,8 @@ def bind_sum(
         raise ValueError("rows of all matrices of a sum are contiguous")
     if bias is not None and (bias.dtype != d.dtype or bias.shape != (d_spec.columns,) or bias.stride() != (1,)):
         raise ValueError(f"bias is a dense vector of {d_spec.columns} elements of {d.dtype}")
-    # As many bytes at once as all of them allow; 16 at most.
-    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in every), *(spec.vector for spec in every))
     device = d.device.index
-    found = _load(sum_source(specs[0].dtype, d_spec.dtype, vector, CutlassProvider().arch), device)
+    found = _load(sum_source_of(every, d_spec), device)
     arguments = _Arguments(d_spec.rows, d_spec.columns, d_spec.batches, len(sources))
     for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
         arguments.sources[number] = as_matrix(source, spec)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distgemm.plan import Plan
 
-__all__ = ["TORCH_DTYPES", "agree", "check_shards", "resolve_group", "share_memory"]
+__all__ = ["TORCH_DTYPES", "agree", "check_shards", "resolve_group", "shard_dtype", "share_memory"]
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ def check_shards(
     given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
     found: dict[str, Tensor] = {}
     for name, tensor in given.items():
-        dtype = TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)]
+        dtype = shard_dtype(plan, name)
         shape = plan.shard_shape(name, rank)
         if tensor is None:
             if name == "D":
@@ -89,6 +89,11 @@ def check_shards(
             if name in found and share_memory(found[name], out):
                 raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
     return found
+
+
+def shard_dtype(plan: Plan, name: str) -> torch.dtype:
+    """The type of a rank's shard of "A", "B", "C" or "D"."""
+    return TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)]
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:

@@ -6,16 +6,24 @@ import dataclasses
 import os
 import random
 import signal
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cuda.bindings import driver, runtime
+from torch.autograd import DeviceType
 
 import distgemm
+from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
 from distgemm.runtime.cuda import compile as compile_plan
+from distgemm.runtime.cuda.lowering import Action
+from distgemm.schedulers import schedule_options
 
 CONFIG = "128x128x64_2x1_pingpong"
 
@@ -85,6 +93,7 @@ class Data:
         b = whole["B"][..., self.plan.shard("D", self.rank)[-1], :].double()
         c = whole["C"][self.plan.shard("D", self.rank)].double()
         self.shards["D"].fill_(float("nan"))
+        self.magnitude = abs(case.alpha) * a.abs() @ b.abs().mT + abs(case.beta) * c.abs()
         return case.alpha * a @ b.mT + case.beta * c
 
     def call(self, exe: CudaExecutable) -> torch.Tensor:
@@ -192,39 +201,42 @@ def repeated(cases: list[Case]) -> list[str]:
     return failures
 
 
-def late_rank(case: Case, late: int, seconds: float) -> str:
-    """One rank raises for a wrong shape and does not take part: the others are told whom they wait for."""
-    plan = case.plan()
-    exe = compile_plan(plan, config=case.config, timeout=seconds)
-    data = Data(case, plan, exe.device)
+def late_rank(case: Case, late: int, seconds: float) -> dict[str, Any]:
+    """One rank raises for a wrong shape and does not take part: all are told, and nobody gets a result."""
+    exe = compile_plan(case.plan(), config=case.config, timeout=seconds)
+    data = Data(case, exe.plan, exe.device)
     data.draw(0)
     data.call(exe)
     torch.cuda.synchronize()
-    rank = dist.get_rank()
+    found: dict[str, Any] = {"poisoned": True, "error": "nothing was raised"}
     try:
-        if rank == late:
+        if dist.get_rank() == late:
             try:
                 exe(data.shards["A"][:-1], data.shards["B"])
             except ValueError as error:
-                message = f"ValueError: {error}"
-            deadline = time.monotonic() + 20 * seconds
-            while time.monotonic() < deadline:
-                time.sleep(0.05)
-                exe.raise_if_dead()
-            return "never told"
-        data.call(exe)
-        deadline = time.monotonic() + 20 * seconds
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
+                found["own"] = f"ValueError: {error}"
+            _until(lambda: exe.raise_if_dead(), 20 * seconds)
+        else:
+            data.call(exe)
+            _until(lambda: None, 20 * seconds)
     except ReplayTimeoutError as error:
-        torch.cuda.synchronize()  # the GPU is free
-        poisoned = bool(data.shards["D"].isnan().all()) if rank != late else True
+        found["error"] = str(error)
+        torch.cuda.synchronize()  # the GPU comes free
+        if dist.get_rank() != late:
+            time.sleep(1.0)
+            found["poisoned"] = bool(data.shards["D"].isnan().all())
         try:
             data.call(exe)
-        except ReplayTimeoutError:
-            return f"{error} | poisoned {poisoned} | " + (message if rank == late else "raised")
-        return "a dead executable was called"
-    return "nothing was raised"
+        except ReplayTimeoutError as again:
+            found["called_again"] = type(again).__name__
+    return found
+
+
+def _until(look: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        look()
 
 
 def killed_rank(case: Case, victim: int, seconds: float) -> None:
@@ -240,22 +252,181 @@ def killed_rank(case: Case, victim: int, seconds: float) -> None:
             torch.cuda.synchronize()
 
 
-def graph_nodes(case: Case) -> dict[str, Any]:
-    """Nodes of the recorded graph by type, and its copies' kinds."""
-    from cuda.bindings import driver, runtime
+def survivor_of_a_kill(case: Case, seconds: float) -> str:
+    """What rank 0 raises when rank 1 is killed; two processes of our own, for a launcher would stop rank 0 first."""
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_survive, args=(rank, case, seconds, f"{folder}/store", f"{folder}/said"))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            if process.is_alive():
+                process.kill()
+        said = Path(folder, "said")
+        return said.read_text() if said.exists() else "rank 0 said nothing"
+
+
+def _survive(rank: int, case: Case, seconds: float, store: str, said: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
+    )
+    try:
+        killed_rank(case, 1, seconds)
+    except ReplayTimeoutError as error:
+        Path(said).write_text(str(error))
+    os._exit(0)
+
+
+def graph_nodes(cases: list[Case]) -> list[str]:
+    """What a recorded graph holds, against the plan and the lowering."""
+    failures = []
+    for case in cases:
+        exe, data = compiled(case)
+        data.draw(0)
+        replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
+        kinds, edges = _nodes_and_edges(replay.graph)
+        ops = exe.plan.ops(exe.rank)
+        computed = [op for op in ops if isinstance(op, (Gemm, Reduce))]
+        copies = [op for op in ops if isinstance(op, Copy)]
+        memops = [action for action in exe.actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
+        wanted = {"KERNEL": len(computed), "MEMCPY": len(copies), "BATCH_MEM_OP": len(memops) + 1}
+        counted = {kind: kinds.count(kind) for kind in set(kinds) - {"EMPTY"}}
+        if counted != wanted:
+            failures.append(f"rank {exe.rank} {case.schedule}: nodes {counted}, wanted {wanted}")
+        if edges != _edges_of(exe.actions):
+            failures.append(f"rank {exe.rank} {case.schedule}: {edges} edges, wanted {_edges_of(exe.actions)}")
+    return failures
+
+
+def _nodes_and_edges(graph: torch.cuda.CUDAGraph) -> tuple[list[str], int]:
+    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    _, _, count = runtime.cudaGraphGetNodes(handle)
+    _, nodes, count = runtime.cudaGraphGetNodes(handle, count)
+    kinds = [driver.cuGraphNodeGetType(driver.CUgraphNode(int(node)))[1].name for node in nodes[:count]]
+    return [kind.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds], int(runtime.cudaGraphGetEdges(handle)[-1])
+
+
+def _edges_of(actions: list[Action]) -> int:
+    """Edges of actions in streams that fork from nothing and join in the exit."""
+    edges, last = 0, {}
+    for action in actions:
+        edges += len(action.after) + (action.stream in last)
+        last[action.stream] = action
+    return edges + len(last)
+
+
+def engines(case: Case) -> list[str]:
+    """One profiler trace: every copy to a peer is a memcpy, on no SM, and some run under GEMMs."""
+    from torch.profiler import ProfilerActivity, profile
 
     exe, data = compiled(case)
     data.draw(0)
     replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
-    handle = runtime.cudaGraph_t(replay.graph.raw_cuda_graph())
-    _, _, count = runtime.cudaGraphGetNodes(handle)
-    _, nodes, count = runtime.cudaGraphGetNodes(handle, count)
-    names = []
-    for node in nodes[:count]:
-        _, kind = driver.cuGraphNodeGetType(driver.CUgraphNode(int(node)))
-        names.append(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_"))
-    edges = runtime.cudaGraphGetEdges(handle)
-    return {"nodes": names, "edges": int(edges[-1]), "ops": [op.kind for op in exe.plan.ops(exe.rank)]}
+    replay()
+    torch.cuda.synchronize()
+    dist.barrier(device_ids=[exe.device.index])
+    replays = 5
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(replays):
+            replay()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
+    copies = [e for e in events if e.name().startswith("Memcpy PtoP")]
+    kernels = [e for e in events if not e.name().startswith("Memcpy")]
+    ops = exe.plan.ops(exe.rank)
+    failures = []
+    wanted = replays * sum(isinstance(op, Copy) and op.dst.rank != exe.rank for op in ops)
+    if len(copies) != wanted:
+        failures.append(f"rank {exe.rank}: {len(copies)} copies to peers, wanted {wanted}")
+    if len(kernels) != replays * sum(isinstance(op, (Gemm, Reduce)) for op in ops):
+        failures.append(f"rank {exe.rank}: kernels {sorted({e.name()[:60] for e in kernels})}")
+    overlapped = sum(
+        any(
+            k.start_ns() < c.start_ns() + c.duration_ns() and c.start_ns() < k.start_ns() + k.duration_ns()
+            for k in kernels
+        )
+        for c in copies
+    )
+    if 2 * overlapped < len(copies):
+        failures.append(f"rank {exe.rank}: {overlapped} of {len(copies)} copies ran under a GEMM")
+    return failures
+
+
+def different_plans(case: Case) -> str:
+    """Rank 1 has another plan; what each rank is told."""
+    mine = dataclasses.replace(case, m=2 * case.m) if dist.get_rank() == 1 else case
+    try:
+        compile_plan(mine.plan(), config=case.config)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def on(case: Case, ranks: int) -> Case:
+    """The case on a mesh of one side."""
+    return dataclasses.replace(case, mesh=(ranks,))
+
+
+def meshes(schedule: str, ranks: int) -> tuple[int, ...]:
+    """A mesh that a schedule takes."""
+    sides = 3 if "3d" in schedule else 2 if "2d" in schedule else 1
+    return {1: (ranks,), 2: (2, ranks // 2), 3: (2, 1, ranks // 2) if ranks < 8 else (2, 2, 2)}[sides]
+
+
+def cases(ranks: int) -> list[Case]:
+    """Every schedule; the other axes spread over them, each pair of neighbours in some case."""
+    found = []
+    chance = random.Random(ranks)
+    unequal = tuple(chance.randrange(0, 200) * 8 // 8 for _ in range(ranks - 1)) + (0,)
+    axes: list[dict[str, Any]] = [
+        {},
+        {"chunks": 2, "beta": 1.0},
+        {"dtype": "float16", "workspace": "bounded"},
+        {"m": 389, "n": 328, "k": 456, "alpha": 2.0},  # rows are aligned, extents are ragged
+        {"m": 130, "n": 75, "k": 61, "beta": -1.0},  # nothing is aligned
+        {"dtype": "float8_e4m3fn", "chunks": 2},
+        {"dtype": "float32", "m": 200, "n": 136, "k": 72},
+        {"dtype": "tfloat32", "m": 256, "n": 256, "k": 128},
+        {"partial_dtype": "float32", "chunks": 2},
+        {"sync": "credit", "chunks": 2, "workspace": "bounded"},
+        {"branches": 1},
+        {"l": 2, "m": 256, "n": 128, "k": 128},
+    ]
+    for number, schedule in enumerate(distgemm.list_schedules()):
+        for turn in (0, 1, 2 + number % 3, 5 + number % 3, 8 + number % 4):
+            options = dict(axes[turn])
+            if "chunks" in options and "chunks" not in schedule_options(schedule):
+                options.pop("chunks")
+            found.append(Case(schedule, meshes(schedule, ranks), config=None, **options))
+    for schedule in ("all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_tiling_a_rotating_c"):
+        rows = unequal if sum(unequal) else (8,) * ranks
+        found.append(Case(schedule, (ranks,), m=sum(rows), rows=rows, config=None))
+    return found
+
+
+def bounded_error(cases: list[Case]) -> list[str]:
+    """Failures of cases on random numbers: a rounding of D, one of each partial sum on its way, and additions."""
+    failures = []
+    for number, case in enumerate(cases):
+        exe, data = compiled(case)
+        data.integers = False
+        wanted, magnitude = data.draw(7000 + number), data.magnitude
+        found = data.call(exe).double()
+        problem = exe.plan.problem
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+        addition = {"float8_e4m3fn": 2.0**-11, "tfloat32": 2.0**-9}.get(problem.dtype, problem.k * 2.0**-23)
+        allowed = rounding[problem.out_dtype] * wanted.abs() + addition * magnitude
+        # Each rank's contribution is rounded at most once on its way.
+        allowed += exe.plan.world_size * rounding[problem.partial_dtype] * magnitude
+        excess = ((found - wanted).abs() / (allowed + 1e-30)).max().item() if wanted.numel() else 0.0
+        if not excess <= 1:
+            failures.append(f"rank {exe.rank}: {excess:.2f} times what is allowed: {case}")
+    return failures
 
 
 def run_all(checks: list[tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 from distgemm.derive import make_plan
-from distgemm.gemm import GemmTensors, Launch, get_provider
+from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.sums import bind_sum
+from distgemm.gemm.compiler import KernelSource, build
+from distgemm.gemm.sums import bind_sum, sum_source_of
+from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group
+from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
 from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
@@ -37,6 +40,7 @@ class CudaExecutable:
     plan, group, device: what it executes, and where
     provider: of its GEMMs
     workspace: the memory that it shares with the group's other executables
+    actions: what it puts on streams, in order
     graphs:  how many graphs it has recorded for eager calls, replays not counted
     """
 
@@ -58,16 +62,17 @@ class CudaExecutable:
         self.provider, self.config, self.branches = provider, config, branches
         self.graphs = 0
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
-        self._actions = lower(plan, self.rank, branches)
+        self.actions = lower(plan, self.rank, branches)
         flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
         )
         self.number = self.workspace.register(self)
         watchdog().add(self.workspace)
-        waits = [op for action in self._actions for op in action.ops if isinstance(op, Wait)]
+        waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
         self._entry = self.workspace.entry(self.number)
         self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
+        self._compile()
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
 
@@ -172,11 +177,37 @@ class CudaExecutable:
     def _issue(self, call: _Call) -> None:
         self._put(self._bind(call))
 
+    def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
+        """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
+        shards = {
+            name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
+            for name in "ABCD"
+        }
+        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
+        call = _Call(shards, 1.0, float(c), row, None, None)
+        ops = [op for op in self.plan.ops(self.rank) if isinstance(op, Gemm)]
+        specs = dict.fromkeys(spec_of(self._gemm_tensors(op, call)[0]) for op in ops)
+        provider = get_provider(self.provider)
+        config = None if self.config is None else GemmConfig.parse(self.config)
+        sources = provider.sources(list(specs), config, self.branches)
+        for op in self.plan.ops(self.rank):
+            if isinstance(op, Reduce):
+                summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
+                sources.append(sum_source_of(summed, matrix_spec("D", self._tensor(op.out, call))))
+        return list(dict.fromkeys(sources))
+
+    def _compile(self) -> None:
+        """Compiles ahead what calls without C and bias need, the rest when it comes. Ranks begin at different kernels,
+        and what one compiles the others wait for."""
+        sources = self.sources()
+        turn = self.rank * len(sources) // self.plan.world_size
+        build(sources[turn:] + sources[:turn], jobs=max(1, (os.cpu_count() or 1) // self.plan.world_size))
+
     # --- binding: ops to launches ---------------------------------------------------------------------
 
     def _bind(self, call: _Call) -> list[Callable[[int], None]]:
         """What each action does to a stream."""
-        return [self._action(action, call) for action in self._actions]
+        return [self._action(action, call) for action in self.actions]
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
         if not action.ops:
@@ -208,12 +239,23 @@ class CudaExecutable:
         if view.buffer != "slot":
             return call.shards[view.buffer][view.slices()]
         slot = self.plan.slots[view.rank][view.slot]
-        memory = self.workspace.slot(view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
+        if call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
+            memory = torch.empty(slot.bytes, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
+        else:
+            memory = self.workspace.slot(view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
         batches, rows, columns = box_extents(view.frame)
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
+        tensors, further = self._gemm_tensors(op, call)
+        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
+        if further is not None:
+            launches.append(bind_sum([tensors.d], tensors.d, c=further, beta=call.beta))
+        return launches
+
+    def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, Tensor | None]:
+        """The tensors of a GEMM, and what is to be added to its result because an epilogue adds two matrices only."""
         d = self._tensor(op.out, call)
         sources = [self._tensor(view, call) for view in op.sources]
         c = self._tensor(op.c, call) if op.c is not None and call.beta else None
@@ -237,10 +279,7 @@ class CudaExecutable:
             dtype=self._multiplied,
             padded=op.out.buffer == "slot",
         )
-        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
-        if further is not None:
-            launches.append(bind_sum([d], d, c=further, beta=call.beta))
-        return launches
+        return tensors, None if further is None else _matrix(further)
 
     def _reduce(self, op: Reduce, call: _Call) -> Launch:
         c = self._tensor(op.c, call) if op.c is not None and call.beta else None
@@ -259,7 +298,7 @@ class CudaExecutable:
             if stream != main:
                 stream.wait_stream(main)
         events: dict[int, torch.cuda.Event] = {}
-        for number, (action, launch) in enumerate(zip(self._actions, launches, strict=True)):
+        for number, (action, launch) in enumerate(zip(self.actions, launches, strict=True)):
             stream = streams[action.stream]
             for before in action.after:
                 stream.wait_event(events[before])

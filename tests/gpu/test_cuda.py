@@ -1,0 +1,105 @@
+"""The CUDA runtime on 2, 4 and 8 GPUs, against float64: values, replays under skew, graphs, hangs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.gpu import cuda_worker as worker
+from tests.gpu.cuda_worker import Case
+
+RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)]
+CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
+GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
+ALL_REDUCE = "all_reduce_1d_tiling_a_rotating_c"
+
+
+@lru_cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    """One group of processes for all checks that end well; each rank's results by the check's name."""
+    mixed = [
+        Case(GATHER, (ranks,)),
+        Case(CHAIN, (ranks,), chunks=2),
+        Case(PAIRWISE, (ranks,), beta=1.0),
+        Case(ALL_REDUCE, (ranks,), chunks=2, workspace="bounded"),
+        Case(RING, (ranks,), chunks=2, m=1024),
+    ]
+    checks: list[Any] = [
+        (worker.exact, (worker.cases(ranks),)),
+        (worker.bounded_error, (worker.cases(ranks),)),
+        (worker.stress, (mixed, 1000, ranks)),
+        (worker.repeated, (mixed,)),
+        (worker.graph_nodes, ([Case(GATHER, (ranks,)), Case(CHAIN, (ranks,), chunks=2), Case(PAIRWISE, (ranks,))],)),
+        (worker.engines, (Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),)),
+        (worker.different_plans, (Case(GATHER, (ranks,)),)),
+    ]
+    return launch(worker.run_all, ranks, checks, backend="nccl", timeout=500)
+
+
+def failures(ranks: int, name: str) -> list[str]:
+    return [failure for found in results(ranks) for failure in found[name]]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_schedule_is_exact_on_integers(ranks: int) -> None:
+    assert failures(ranks, "exact") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_errors_stay_within_what_the_roundings_allow(ranks: int) -> None:
+    assert failures(ranks, "bounded_error") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_thousand_replays_under_skew(ranks: int) -> None:
+    assert failures(ranks, "stress") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_reruns_are_bitwise_equal(ranks: int) -> None:
+    assert failures(ranks, "repeated") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_graphs_hold_what_the_plan_says(ranks: int) -> None:
+    """GEMM and sum kernels, copies of memory, memory operations; each edge that the lowering asks for, none more."""
+    assert failures(ranks, "graph_nodes") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_copies_run_on_copy_engines_under_gemms(ranks: int) -> None:
+    assert failures(ranks, "engines") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_different_plans_raise_on_all_ranks(ranks: int) -> None:
+    for found in results(ranks):
+        assert "ranks [1] differ" in found["different_plans"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", [Case(GATHER, (0,)), Case(CHAIN, (0,), chunks=2)], ids=lambda case: case.schedule)
+def test_a_rank_that_raises_makes_all_raise(ranks: int, case: Case) -> None:
+    case = worker.on(case, ranks)
+    for rank, found in enumerate(launch(worker.late_rank, ranks, case, 1, 2.0, backend="nccl", timeout=120)):
+        assert "has not ended within 2 s" in found["error"], found
+        assert case.schedule in found["error"]
+        assert found["called_again"] == "ReplayTimeoutError"
+        assert found["poisoned"]
+        if rank == 1:
+            assert found["own"].startswith("ValueError: A's shard on rank 1 has shape")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_killed_rank_makes_the_others_raise(ranks: int) -> None:
+    case = Case(CHAIN, (ranks,), chunks=2)
+    with pytest.raises(RuntimeError, match="rank 1 was killed by signal SIGKILL"):
+        launch(worker.killed_rank, ranks, case, 1, 2.0, backend="nccl", timeout=60)
+
+
+@pytest.mark.gpu(2)
+def test_survivors_of_a_killed_rank_say_whom_they_wait_for() -> None:
+    assert "waits for rank" in worker.survivor_of_a_kill(Case(CHAIN, (2,), chunks=2), 2.0)
