@@ -16,6 +16,7 @@ from distgemm.schedulers import (
 
 if TYPE_CHECKING:
     from distgemm.runtime.collective import CollectiveExecutable, run_collective
+    from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError, compile
 
 __all__ = [
     # schedules
@@ -31,6 +32,9 @@ __all__ = [
     "make_plan",
     # runtimes
     "CollectiveExecutable",
+    "CudaExecutable",
+    "ReplayTimeoutError",
+    "compile",
     "run_collective",
     "run_reference",
 ]
@@ -42,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from distgemm.runtime import collective
 
         return getattr(collective, name)
+    if name in ("CudaExecutable", "ReplayTimeoutError", "compile"):
+        from distgemm.runtime import cuda
+
+        return getattr(cuda, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
