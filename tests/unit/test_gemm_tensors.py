@@ -108,8 +108,8 @@ def test_specs_of_tensors(tensor: torch.Tensor, spec: MatrixSpec) -> None:
     [
         empty(8).expand(5, 8),
         empty(5, 1).expand(5, 8),
-        empty(20).as_strided((5, 8), (3, 1)),
-        empty(20).as_strided((8, 5), (1, 3)),
+        empty(40).as_strided((5, 8), (7, 1)),
+        empty(40).as_strided((8, 5), (1, 7)),
         empty(5, 16)[:, ::2],
         empty(3, 5, 16)[..., ::2],
         empty(5, 4, 3).permute(1, 0, 2)[..., 0],
