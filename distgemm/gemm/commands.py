@@ -200,8 +200,8 @@ def build_command(
         paths = build(list(sources.values()), jobs)
     size = sum(path.stat().st_size for path in paths)
     typer.echo(
-        f"sm_{provider.arch}: {len(lacking)} compiled, {len(paths) - len(lacking)} there already; "
-        f"{len(paths)} libraries of {size / 2**20:.1f} MiB in {paths[0].parent}"
+        f"sm_{provider.arch}: {len(lacking)} compiled, {len(paths) - len(lacking)} there already, "
+        f"{size / 2**20:.1f} MiB in {paths[0].parent}"
     )
 
 
@@ -234,7 +234,7 @@ def _list() -> None:
         table.add_row(Text(manifest["kernel"]), _terms(manifest["macros"]), *facts)
     if sizes:
         _console().print(table)
-    typer.echo(f"{len(sizes)} libraries of {sum(sizes) / 2**20:.1f} MiB in {cache_dir() / 'kernels'}")
+    typer.echo(f"total {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB in {cache_dir() / 'kernels'}")
 
 
 def _terms(macros: dict[str, str]) -> str:

@@ -47,14 +47,11 @@ def kernels() -> list[str]:
 def test_all_tma_configurations_by_default(nvcc: Nvcc) -> None:
     text = build("--jobs", "8")
     count = 2 * len(TMA_TILES)
-    assert (
-        text
-        == f"sm_90a: {count} compiled, 0 there already; {count} libraries of {count}.0 MiB in {cache_dir()}/kernels\n"
-    )
+    assert text == f"sm_90a: {count} compiled, 0 there already, {count}.0 MiB in {cache_dir()}/kernels\n"
     assert len(nvcc.calls) == count
     assert {manifest["macros"]["DG_SOURCE"] for _, manifest in cached() if manifest} == {"void", "cutlass::bfloat16_t"}
     assert not any("plain" in name for name in kernels())
-    assert build().startswith(f"sm_90a: 0 compiled, {count} there already; {count} libraries")
+    assert build().startswith(f"sm_90a: 0 compiled, {count} there already, {count}.0 MiB")
     assert len(nvcc.calls) == count
 
 
@@ -76,7 +73,7 @@ def test_all_tma_configurations_by_default(nvcc: Nvcc) -> None:
 )
 def test_what_is_compiled(nvcc: Nvcc, arguments: str, found: list[str]) -> None:
     text = build(*arguments.split())
-    assert f": {len(found)} compiled, 0 there already; {len(found)} libraries of" in text
+    assert f": {len(found)} compiled, 0 there already, {len(found)}.0 MiB" in text
     assert kernels() == found
 
 
@@ -107,7 +104,7 @@ def test_without_a_gpu_it_says_what_it_compiles_for(nvcc: Nvcc) -> None:
 
 
 def test_list(nvcc: Nvcc) -> None:
-    assert invoke("build", "--list").stdout == f"0 libraries of 0.0 MiB in {cache_dir()}/kernels\n"
+    assert invoke("build", "--list").stdout == f"total 0, 0.0 MiB in {cache_dir()}/kernels\n"
     build("--config", ONE, "--terms", "none,partial+c+bias")
     build("--config", f"{ONE}_direct", "--terms", "row_scales")
     broken = cache_dir() / "kernels" / "broken.so"
@@ -128,7 +125,7 @@ def test_list(nvcc: Nvcc) -> None:
     for pattern in patterns:
         assert sum(bool(re.fullmatch(pattern, row.rstrip())) for row in rows) == 1, (pattern, text)
     assert len(rows) == len(patterns)
-    assert total == f"4 libraries of 3.0 MiB in {cache_dir()}/kernels"
+    assert total == f"total 4, 3.0 MiB in {cache_dir()}/kernels"
 
 
 @pytest.mark.parametrize(
