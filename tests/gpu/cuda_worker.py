@@ -431,4 +431,10 @@ def bounded_error(cases: list[Case]) -> list[str]:
 
 def run_all(checks: list[tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
     """The result of each function by its name; one group of processes serves many tests."""
-    return {function.__name__: function(*arguments) for function, arguments in checks}
+    found = {}
+    for function, arguments in checks:
+        start = time.monotonic()
+        found[function.__name__] = function(*arguments)
+        if dist.get_rank() == 0:
+            print(f"{function.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+    return found

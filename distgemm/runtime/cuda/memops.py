@@ -5,13 +5,13 @@ All of it is captured into CUDA graphs as it stands: memory operations and memcp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver, runtime
 
-__all__ = ["MemOp", "copy_box", "mem_ops", "raise_on", "wait_for", "write"]
+__all__ = ["MemOp", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
 
 BATCH = 255
 """Memory operations that CUDA takes in one call."""
@@ -66,18 +66,27 @@ def _parameters(op: MemOp) -> driver.CUstreamBatchMemOpParams:
 
 def copy_box(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
     """target = source, both (l, rows, columns) of one type with contiguous rows, through the copy engine."""
-    if target.numel() == 0:
-        return
-    for to, of in zip(_joined(target), _joined(source), strict=True):
+    for to, of in rows_of(target, source):
         _copy_rows(to, of, stream)
 
 
-def _joined(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Its batches, each (rows, columns); as one where they follow each other like rows."""
+def rows_of(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of matrices (rows, columns) to be copied: batches, as one where in both their rows follow each other."""
+    if target.numel() == 0:
+        return []
+    joined = [_joined(target), _joined(source)]
+    if joined[0] is not None and joined[1] is not None:
+        return [(joined[0], joined[1])]
+    return list(zip(target.unbind(0), source.unbind(0), strict=True))
+
+
+def _joined(tensor: torch.Tensor) -> torch.Tensor | None:
     batches, rows, columns = tensor.shape
-    if batches > 1 and tensor.stride(0) == rows * tensor.stride(1):
-        return [tensor.as_strided((batches * rows, columns), (tensor.stride(1), 1))]
-    return tensor.unbind(0)
+    if batches == 1:
+        return tensor[0]
+    if tensor.stride(0) == rows * tensor.stride(1):
+        return tensor.as_strided((batches * rows, columns), (tensor.stride(1), 1))
+    return None
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:

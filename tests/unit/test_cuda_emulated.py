@@ -1,0 +1,290 @@
+"""The CUDA runtime without a GPU: what it would put on streams, executed on CPU tensors in every order that streams,
+events and words allow. Values, deadlocks, and the protocol by which executables share a workspace.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm.gemm import GemmTensors
+from distgemm.ops import Wait
+from distgemm.plan import PlanError
+from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.runtime.cuda import executable, memops
+from distgemm.runtime.cuda.executable import CudaExecutable, _Call
+from distgemm.runtime.cuda.lowering import COMM, lower
+from distgemm.runtime.cuda.memops import MemOp
+from distgemm.runtime.cuda.workspace import Workspace
+from distgemm.schedulers import schedule_options
+
+Task = MemOp | Callable[[], None]
+
+
+class Machine:
+    """All ranks: their memories and their words."""
+
+    def __init__(self, ranks: int, slot_bytes: int) -> None:
+        self.slots = [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
+        self.words: dict[int, int] = {}
+        self.workspaces = [FakeWorkspace(self, rank, ranks) for rank in range(ranks)]
+        for workspace in self.workspaces:
+            for peer in workspace.peers:
+                self.words[workspace._left(workspace.rank, peer)] = 1
+
+    def done(self, task: Task) -> bool:
+        """Does a task, if it is no wait that has to go on."""
+        if not isinstance(task, MemOp):
+            task()
+        elif task.wait:
+            return self.words.get(task.address, 0) == task.value
+        else:
+            self.words[task.address] = task.value
+        return True
+
+
+class FakeWorkspace(Workspace):
+    def __init__(self, machine: Machine, rank: int, ranks: int) -> None:
+        self.machine, self.rank, self.world_size = machine, rank, ranks
+        self.bases = tuple(peer << 32 for peer in range(ranks))
+        self.peers = [peer for peer in range(ranks) if peer != rank]
+        self._first_flag = 2 * ranks + 1
+        self.dead = None
+        self.executables: list[Any] = []
+
+    def slot(self, rank: int, offset: int, size: int) -> torch.Tensor:
+        return self.machine.slots[rank][offset : offset + size]
+
+
+class Emulated:
+    """A rank's executable, and the tasks of each of its actions."""
+
+    def __init__(self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, branches: int) -> None:
+        exe = CudaExecutable.__new__(CudaExecutable)
+        exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
+        exe.provider, exe.config, exe._multiplied = "emulated", None, None
+        exe.actions = lower(plan, rank, branches)
+        exe.number = workspace.register(exe)
+        flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
+        exe._entry, exe._exit = workspace.entry(exe.number), workspace.exit(exe.number, flags)
+        self.exe = exe
+
+    def tasks(self, call: _Call, recorded: list[Task]) -> list[list[Task]]:
+        found = []
+        for launch in self.exe._bind(call):
+            recorded.clear()
+            launch(0)
+            found.append(list(recorded))
+        return [*found, list(self.exe._exit)]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """Where launches go instead of streams."""
+    tasks: list[Task] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        pairs = memops.rows_of(target, source)
+        tasks.append(lambda: [to.copy_(of) for to, of in pairs] and None)
+
+    def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
+        def gemm() -> None:
+            found = t.alpha * t.a.double() @ t.b.double().mT
+            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias)):
+                if added is not None:
+                    found = found + factor * added.double()
+            t.d.copy_(found)
+
+        return lambda stream: tasks.append(gemm)
+
+    def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
+        def add() -> None:
+            found = sum(source.double() for source in sources)
+            found = found + (0 if c is None else beta * c.double()) + (0 if bias is None else bias.double())
+            d.copy_(found)
+
+        return lambda stream: tasks.append(add)
+
+    monkeypatch.setattr(executable, "mem_ops", lambda ops, stream: tasks.extend(ops))
+    monkeypatch.setattr(executable, "copy_box", copy)
+    monkeypatch.setattr(executable, "bind_gemm", bind)
+    monkeypatch.setattr(executable, "bind_sum", bind_sum)
+    return tasks
+
+
+def run(
+    machine: Machine, ranks: list[list[tuple[Emulated, list[list[Task]]]]], order: random.Random, queues: bool
+) -> None:
+    """Replays of each rank one after the other, their actions as streams and events allow.
+
+    queues: each rank has one queue for all streams: actions run one by one as they were issued
+    """
+    states: list[list[Any]] = [[0, set()] for _ in ranks]  # replay, actions done
+    speed = list(range(len(ranks)))
+    progress: list[dict[int, int]] = [{} for _ in ranks]
+
+    def candidates(rank: int) -> list[int]:
+        replay, done = states[rank]
+        if replay == len(ranks[rank]):
+            return []
+        emulated, _ = ranks[rank][replay]
+        actions = emulated.exe.actions
+        if len(done) == len(actions):
+            return [len(actions)]
+        heads: dict[int, int] = {}
+        for number, action in enumerate(actions):
+            if number not in done:
+                heads.setdefault(0 if queues else action.stream, number)
+        return [number for number in heads.values() if all(before in done for before in actions[number].after)]
+
+    while any(states[rank][0] < len(ranks[rank]) for rank in range(len(ranks))):
+        choices = [(rank, number) for rank in range(len(ranks)) for number in candidates(rank)]
+        order.shuffle(choices)
+        if order.random() < 0.02:
+            order.shuffle(speed)
+        choices.sort(key=lambda choice: speed[choice[0]])  # some ranks run ahead as far as they can
+        for rank, number in choices:
+            emulated, tasks = ranks[rank][states[rank][0]]
+            at = progress[rank].get(number, 0)
+            moved = False
+            while at < len(tasks[number]) and machine.done(tasks[number][at]):
+                at, moved = at + 1, True
+            progress[rank][number] = at
+            if at == len(tasks[number]):
+                moved = True
+                if number == len(emulated.exe.actions):
+                    states[rank][0] += 1
+                    states[rank][1] = set()
+                    progress[rank] = {}
+                else:
+                    states[rank][1].add(number)
+            if moved:
+                break
+        else:
+            pytest.fail(f"nothing moves: {[(rank, state[0], sorted(state[1])) for rank, state in enumerate(states)]}")
+
+
+class Data:
+    """Global arrays of small integers, and the shards."""
+
+    def __init__(self, plan: distgemm.Plan, seed: int, alpha: float, beta: float, bias: bool) -> None:
+        p, generator = plan.problem, torch.Generator().manual_seed(seed)
+        lead = (p.l,) if p.l > 1 else ()
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randint(-2, 3, shape, generator=generator).double()
+
+        whole = {"A": draw(*lead, p.m, p.k), "B": draw(*lead, p.n, p.k), "C": draw(*lead, p.m, p.n)}
+        row = draw(p.n) if bias else None
+        dtypes = {name: TORCH_DTYPES[str(p.dtype if name in "AB" else p.out_dtype)] for name in "ABCD"}
+        self.wanted, self.calls = [], []
+        product = alpha * whole["A"] @ whole["B"].mT + beta * whole["C"] + (0 if row is None else row)
+        for rank in range(plan.world_size):
+            shards = {name: x[plan.shard(name, rank)].to(dtypes[name]).contiguous() for name, x in whole.items()}
+            shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
+            part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
+            self.wanted.append(product[plan.shard("D", rank)])
+            self.calls.append(_Call(shards, alpha, beta, part, None, None))
+
+
+def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
+    sides = 3 if "3d" in schedule else 2 if "2d" in schedule else 1
+    mesh = {1: (ranks,), 2: (2, ranks // 2), 3: (2, 1, ranks // 2)}[sides]
+    chunked = {"chunks": 2} if "chunks" in schedule_options(schedule) else {}
+    shapes: list[dict[str, Any]] = [{"m": 22, "n": 21, "k": 19}, {"m": 13, "n": 16, "k": 12, "l": 2}]
+    found = []
+    for shape in shapes:
+        for how in ({"sync": "barrier"}, {"sync": "credit", "workspace": "bounded"}, {"workspace": "bounded"}):
+            problem = distgemm.GemmProblem(**shape, dtype="float32")
+            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, **how, **chunked))
+    return found
+
+
+@pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize("schedule", distgemm.list_schedules())
+def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
+    """Each plan replayed three times, other executables of the same workspace in between."""
+    ranks = 4
+    every = plans(schedule, ranks)
+    machine = Machine(ranks, max(plan.workspace_bytes(rank) for plan in every for rank in range(ranks)))
+    order = random.Random(schedule)
+    emulated = [
+        [Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2) for rank in range(ranks)]
+        for number, plan in enumerate(every)
+    ]
+    script = [order.randrange(len(every)) for _ in range(3 * len(every))]
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for turn, which in enumerate(script):
+        data.append(Data(every[which], turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
+        for rank in range(ranks):
+            one = emulated[which][rank]
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded)))
+    run(machine, todo, order, queues)
+    for which, drawn in zip(script, data, strict=True):
+        for rank in range(ranks):
+            assert torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank]), (every[which].schedule, rank)
+    for workspace in machine.workspaces:
+        words = {address: value for address, value in machine.words.items() if address >> 32 == workspace.rank}
+        left = [words.pop(workspace._left(workspace.rank, peer)) for peer in workspace.peers]
+        assert set(left) <= {1} and set(words.values()) <= {0}
+
+
+@pytest.mark.parametrize("forgotten", ["entered", "left", "arrival"])
+def test_without_a_word_the_emulation_fails(forgotten: str, recorded: list[Task]) -> None:
+    """What these tests are good for: leave out a wait, and garbage or a hang is found."""
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32"), "tensor_parallel_2d", mesh=(2, 2), sync="barrier"
+    )
+    found = 0
+    for seed in range(40):
+        machine = Machine(4, plan.workspace_bytes(0))
+        todo: list[list[Any]] = [[] for _ in range(4)]
+        data = [Data(plan, seed * 10 + turn, 1.0, 0.0, False) for turn in range(4)]
+        for rank in range(4):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2)
+            size = machine.workspaces[rank].world_size * 4
+            for drawn in data:
+                tasks = one.tasks(drawn.calls[rank], recorded)
+                base = machine.workspaces[rank].bases[rank]
+                spans = {"left": (0, size), "entered": (size, 2 * size), "arrival": (2 * size + 4, 1 << 31)}
+                low, high = spans[forgotten]
+                kept = [
+                    [t for t in part if not (isinstance(t, MemOp) and t.wait and low <= t.address - base < high)]
+                    for part in tasks
+                ]
+                todo[rank].append((one, kept))
+        try:
+            run(machine, todo, random.Random(seed), queues=False)
+        except pytest.fail.Exception:
+            found += 1
+            continue
+        found += any(
+            not torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank]) for drawn in data for rank in range(4)
+        )
+    assert found
+
+
+def test_copies_leave_on_one_stream() -> None:
+    for schedule in distgemm.list_schedules():
+        for plan in plans(schedule, 4):
+            for action in lower(plan, 1, 2):
+                crosses = [op for op in action.ops if getattr(op, "dst", None) is not None and op.dst.rank != op.rank]
+                assert not crosses or action.stream == COMM
+
+
+def test_a_barrier_in_the_middle_is_refused() -> None:
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_tiling_cd_rotating_a", 2, sync="barrier"
+    )
+    barrier, *others = plan.ops(0)
+    import dataclasses
+
+    moved = dataclasses.replace(barrier, id=99, deps=(others[0].id,))
+    with pytest.raises(PlanError, match="at the start"):
+        lower(plan.replace_ops(0, [*others, moved]), 0, 2)
