@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from distgemm.form import check_form
 from distgemm.ops import (
     Barrier,
     Box,
@@ -325,26 +326,15 @@ class _Memory:
             slot.fill_(float("nan"))
         self.scratch: dict[str, Tensor] = {}
 
-    def dtype(self, view: View) -> str:
+    def dtype(self, view: View) -> torch.dtype:
         """The element type of the memory of a view, on any rank."""
-        if view.buffer == "slot":
-            return self.plan.slots[view.rank][view.slot].dtype
-        problem = self.plan.problem
-        return str(problem.dtype if view.buffer in ("A", "B") else problem.out_dtype)
+        return TORCH_DTYPES[self.plan.dtype(view)]
 
     def place(self, view: View) -> Place:
-        """Where a view of this rank lies; raises PlanError where it lies outside."""
-        if view.rank != self.rank:
-            raise PlanError(f"{view} is not in the memory of rank {self.rank}, which would use it")
-        if not contains(view.frame, view.box):
-            raise PlanError(f"{view} reaches out of its frame {view.frame}")
+        """Where a view of this rank lies."""
         where, buffer = view.slices(), view.buffer
         if buffer != "slot":
-            if view.frame != self.plan.box(buffer, self.rank):
-                raise PlanError(f"{view}: the shard is {self.plan.box(buffer, self.rank)}, not {view.frame}")
             return lambda call: call.shards[buffer][where]
-        if not 0 <= view.slot < len(self.slots) or view.elements > self.slots[view.slot].numel():
-            raise PlanError(f"{view} does not fit into the slot")
         batches, rows, _ = box_extents(view.frame)
         fixed = self.slots[view.slot][: view.elements].view(batches, rows, view.pitch)[where]
         return lambda call: fixed
@@ -506,7 +496,7 @@ class _Add:
 
 @dataclass(slots=True, eq=False)
 class _Keep:
-    """A tile of A goes where the caller wants all of A. It follows the tile's first Gemm: later the slot may be reused."""
+    """A tile of A goes where the caller wants all of A, after its first Gemm: later the slot may be reused."""
 
     tile: Place
     where: tuple[slice, ...]
@@ -571,15 +561,15 @@ class _Compiler:
 
     def __init__(self, plan: Plan, rank: int, memory: _Memory, group: dist.ProcessGroup, barrier: Step) -> None:
         self.plan, self.rank, self.memory, self.group, self.barrier = plan, rank, memory, group, barrier
-        self.ops: list[dict[int, Op]] = [_by_id(plan, r) for r in range(plan.world_size)]
-        self.signals = self._signals()
+        form = check_form(plan)
+        self.ops, self.signals = form.ops, form.signals
         self.steps: list[Step] = []
         self.finished: set[int] = set()
         self.posted: set[int] = set()  # numbers of messages
         self.joined: set[int] = set()
         self.multiplied: set[Box] = set()  # boxes of A
         self.barriers_passed = 0
-        self.barriers = self._barrier_rounds()
+        self.barriers = sorted(form.barriers)
         self.sends: dict[int, _Message] = {}  # by the id of the Copy
         self.receives: dict[tuple[int, int], _Message] = {}  # by the rank and id of the Copy
         self.groups = self._groups()
@@ -605,27 +595,6 @@ class _Compiler:
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def _signals(self) -> dict[tuple[int, int], Signal]:
-        found: dict[tuple[int, int], Signal] = {}
-        waits: set[tuple[int, int]] = set()
-        for ops in self.ops:
-            for op in ops.values():
-                if isinstance(op, Signal):
-                    if found.setdefault(op.flag[:2], op) is not op:
-                        raise PlanError(f"{op.describe()}: the flag has a second Signal in one replay")
-                elif isinstance(op, Wait):
-                    if op.flag[:2] in waits:
-                        raise PlanError(f"{op.describe()}: the flag has a second Wait in one replay")
-                    waits.add(op.flag[:2])
-        return found
-
-    def _barrier_rounds(self) -> list[int]:
-        rounds = [[op.round for op in ops.values() if isinstance(op, Barrier)] for ops in self.ops]
-        for rank, of_rank in enumerate(rounds):
-            if of_rank != rounds[0]:
-                raise PlanError(f"rank {rank} has Barriers in rounds {of_rank}, rank 0 in rounds {rounds[0]}")
-        return rounds[0]
-
     def _groups(self) -> dict[int, _Group]:
         groups: dict[int, _Group] = defaultdict(_Group)
         copies = [op for ops in self.ops for op in ops.values() if _crosses(op) and box_size(op.src.box)]
@@ -642,12 +611,9 @@ class _Compiler:
         return groups
 
     def _message(self, op: Copy, number: int, sends: bool) -> _Message:
-        name, there = self.memory.dtype(op.src), self.memory.dtype(op.dst)
-        if TORCH_DTYPES[name] != TORCH_DTYPES[there] or box_extents(op.src.box) != box_extents(op.dst.box):
-            raise PlanError(f"{op.describe()}: a {name} box cannot be sent into that {there} box")
         view, peer = (op.src, op.dst.rank) if sends else (op.dst, op.src.rank)
         work = len(self.sends) + len(self.receives)
-        return _Message(number, work, op, sends, peer, self.memory.place(view), TORCH_DTYPES[name])
+        return _Message(number, work, op, sends, peer, self.memory.place(view), self.memory.dtype(view))
 
     def _credits(self, copy: Copy) -> set[int]:
         """Ids of this rank's ops that happen before a Copy into its memory, in the same replay: the last of them."""
@@ -665,7 +631,7 @@ class _Compiler:
             op = self.ops[rank][op_id]
             stack += [(rank, dep) for dep in op.deps]
             # A flag that is set at the start stands for what the replay before did.
-            if isinstance(op, Wait) and not op.flag.initial and op.flag[:2] in self.signals:
+            if isinstance(op, Wait) and not op.flag.initial:
                 signal = self.signals[op.flag[:2]]
                 stack.append((signal.rank, signal.id))
         return found
@@ -744,9 +710,7 @@ class _Compiler:
         self.finished.add(op.id)
 
     def _wait(self, op: Wait) -> None:
-        signal = self.signals.get(op.flag[:2])
-        if signal is None:
-            raise PlanError(f"{op.describe()}: nobody signals it")
+        signal = self.signals[op.flag[:2]]
         if op.flag.credit:
             for other in self.ops[self.rank].values():
                 if op.id in other.deps and not (_crosses(other) and other.dst.rank == signal.rank):
@@ -781,7 +745,7 @@ class _Compiler:
     def _sum(self, op: Gemm | Reduce) -> _Sum:
         accumulation = _accumulation(self.plan)
         total = self.memory.temporary("total", box_extents(op.out.box), accumulation, self.largest_out)
-        in_place = not op.sources and TORCH_DTYPES[self.memory.dtype(op.out)] == accumulation
+        in_place = not op.sources and self.memory.dtype(op.out) == accumulation
         sources = [self.memory.place(source) for source in op.sources]
         c = None if op.c is None else self.memory.place(op.c)
         return _Sum(sources, c, self.memory.place(op.out), total, in_place)
@@ -838,25 +802,6 @@ def _crosses(op: Op) -> TypeGuard[Copy]:
 
 def _is_credit(op: Op) -> bool:
     return isinstance(op, Wait) and op.flag.credit
-
-
-def _by_id(plan: Plan, rank: int) -> dict[int, Op]:
-    """The ops of a rank in their order; raises PlanError where they cannot be issued in it."""
-    found: dict[int, Op] = {}
-    last = 0
-    for op in plan.ops(rank):
-        if op.id in found:
-            raise PlanError(f"{op.describe()}: there are two ops with this id")
-        if op.rank != rank or (isinstance(op, Copy) and op.src.rank != rank):
-            raise PlanError(f"{op.describe()}: stands among the ops of rank {rank}")
-        if op.round < last:
-            raise PlanError(f"{op.describe()}: its round {op.round} comes after round {last}")
-        for dep in op.deps:
-            if dep not in found:
-                raise PlanError(f"{op.describe()}: depends on op {dep}, which does not come before it")
-        last = op.round
-        found[op.id] = op
-    return found
 
 
 def _covers(boxes: Iterable[Box], whole: Box) -> bool:
