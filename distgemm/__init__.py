@@ -17,6 +17,13 @@ from distgemm.schedulers import (
 if TYPE_CHECKING:
     from distgemm.runtime.collective import CollectiveExecutable, run_collective
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError, compile
+    from distgemm.torch_ops import (
+        all_gather_matmul,
+        last_call,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        record_calls,
+    )
 
 __all__ = [
     # schedules
@@ -37,6 +44,12 @@ __all__ = [
     "compile",
     "run_collective",
     "run_reference",
+    # torch
+    "all_gather_matmul",
+    "last_call",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "record_calls",
 ]
 
 
@@ -50,4 +63,8 @@ def __getattr__(name: str) -> Any:
         from distgemm.runtime import cuda
 
         return getattr(cuda, name)
+    if name in ("all_gather_matmul", "last_call", "matmul_all_reduce", "matmul_reduce_scatter", "record_calls"):
+        from distgemm import torch_ops
+
+        return getattr(torch_ops, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,238 @@
+"""From metadata to executables, and the record of what ran."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from distgemm.derive import make_plan
+from distgemm.plan import Plan
+from distgemm.problem import GemmProblem
+from distgemm.runtime.collective import CollectiveExecutable
+from distgemm.schedulers import get_schedule, list_schedules
+from distgemm.torch_ops.auto import choose_schedule
+
+__all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
+
+Tensor = torch.Tensor
+
+CACHED = 64
+"""Executables that are kept for each group. The least recently used one goes first."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product that ran on this rank.
+
+    op:      who asked for it: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or "gather", which
+             brings the input of all_gather_matmul a second time, for the gradient of its weights
+    plan:    what was executed; ``plan.schedule`` and ``plan.link_bytes()`` say how, and how much moved
+    options: of the schedule
+    runtime: that executed it
+    provider: of its GEMMs
+    """
+
+    op: str
+    plan: Plan
+    options: tuple[tuple[str, Any], ...]
+    runtime: str
+    provider: str
+
+    @property
+    def not_overlapped(self) -> str | None:
+        """Why nothing travels while something else is multiplied; None where it does."""
+        if self.plan.world_size == 1:
+            return "one rank: nothing moves"
+        if self.op == "gather":
+            return "the gather alone: its product is a single column"
+        if "rotating_c" in self.plan.schedule and dict(self.options).get("chunks") == 1:
+            return "a chain with one chunk: each GEMM waits for the sum that has just been sent"
+        return None
+
+    def __str__(self) -> str:
+        p = self.plan.problem
+        options = "".join(f", {name}={value}" for name, value in self.options)
+        overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
+        return (
+            f"{self.op}: {self.plan.schedule}{options} on {self.plan.world_size} ranks, "
+            f"m {p.m} x n {p.n} x k {p.k}, {p.dtype}; {self.runtime}, GEMMs by {self.provider}; {overlap}"
+        )
+
+
+class _Last:
+    """What ran, for whoever asks."""
+
+    call: Call | None = None
+    recorders: list[list[Call]] = []  # noqa: RUF012
+
+
+def last_call() -> Call:
+    """What the last product of this process ran as: ``print(distgemm.last_call())``.
+
+    A backward pass makes calls too: :func:`record_calls` has all of them. Raises ValueError before the first one.
+    """
+    if _Last.call is None:
+        raise ValueError("nothing has run yet: call all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce")
+    return _Last.call
+
+
+@contextlib.contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """The list of calls that are made inside, forward and backward, of all threads of this process."""
+    calls: list[Call] = []
+    _Last.recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        _Last.recorders = [each for each in _Last.recorders if each is not calls]
+
+
+def executable(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str, str]:
+    """A plan made ready for tensors on a device, the runtime's name and that of its GEMMs' provider.
+
+    A collective call. What comes back is called as ``exe(a, b, c=None, alpha=, beta=, out=, gathered=)``.
+    """
+    if device.type == "cuda":
+        from distgemm.runtime.cuda import compile as compile_plan
+
+        made = compile_plan(plan, group=group, device=device)
+        return made, "CUDA runtime", made.provider
+    return CollectiveExecutable(plan, group, device), f"collective runtime over {dist.get_backend(group)}", "torch"
+
+
+@dataclass(frozen=True)
+class Product:
+    """An executable and what it is called."""
+
+    plan: Plan
+    rank: int
+    run: Any
+    runtime: str
+    provider: str
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(
+        self, op: str, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
+    ) -> Tensor:
+        """This rank's shard of A @ B.T + bias; all of A goes into ``gathered``."""
+        more: dict[str, Any] = {} if gathered is None else {"gathered": gathered}
+        if bias is not None and a.is_cuda:
+            more["bias"] = bias
+        elif bias is not None:
+            # Added before the result is rounded, once: by the op that completes a tile.
+            more |= {"c_shard": bias.expand(self.plan.shard_shape("D", self.rank)), "beta": 1.0}
+        d: Tensor = self.run(_rows(a), _rows_or_columns(b), **more)
+        call = Call(op, self.plan, self.options, self.runtime, self.provider)
+        _Last.call = call
+        for calls in _Last.recorders:
+            calls.append(call)
+        return d
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """A matrix with contiguous rows: copies between ranks move rows."""
+    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] <= 1 else matrix.contiguous()
+
+
+def _rows_or_columns(matrix: Tensor) -> Tensor:
+    """A matrix whose rows or columns are contiguous, as GEMMs take it."""
+    return matrix if 1 in matrix.stride() or 1 in matrix.shape else matrix.contiguous()
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The group of this name: ops take names, which graphs can hold."""
+    by_name: Any = distributed_c10d
+    group: dist.ProcessGroup = by_name._resolve_process_group(group_name)
+    return group
+
+
+_products: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, Product]]] = {}
+
+
+def product(
+    kind: str, problem: GemmProblem, group_name: str, device: torch.device, schedule: str, chunks: int | None
+) -> Product:
+    """The executable for a product of a kind: "ag+gemm", "gemm+rs" or "gemm+ar".
+
+    Kept by what all ranks of the group have in common, in a list of its own for each group: so all ranks make, and
+    drop, an executable in the same call. Making one is a collective call.
+    """
+    group = resolve(group_name)
+    kept_for, products = _products.get(group_name, (None, OrderedDict()))
+    if kept_for is not group:  # another group took the name of one that is gone
+        _products[group_name] = (group, products := OrderedDict())
+    key = (kind, problem, schedule, chunks, device)
+    found = products.get(key)
+    if found is None:
+        found = products[key] = _make(kind, problem, group, device, schedule, chunks)
+        while len(products) > CACHED:
+            products.popitem(last=False)
+    products.move_to_end(key)
+    return found
+
+
+def _make(
+    kind: str,
+    problem: GemmProblem,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    schedule: str,
+    chunks: int | None,
+) -> Product:
+    size = group.size()
+    options: dict[str, Any] = {}
+    if schedule == "auto":
+        schedule, options = choose_schedule(kind, problem, size)
+    if chunks is not None:
+        options["chunks"] = chunks
+    # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
+    sync = "barrier" if device.type == "cuda" else "credit"
+    plan = make_plan(problem, schedule, size, sync=sync, **options)
+    if not _does(plan, kind):
+        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
+        raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
+    run, runtime, provider = executable(plan, group, device)
+    shown = tuple(sorted(options.items()))
+    return Product(plan, dist.get_rank(group), run, runtime, provider, shown)
+
+
+def _does(plan: Plan, kind: str) -> bool:
+    """Whether a plan begins and ends with the shards of its kind, ranks in order."""
+    p, ranks = plan.problem, range(plan.world_size)
+    m, n, k = ((0, extent) for extent in (p.m, p.n, p.k))
+    held = {name: [plan.box(name, rank)[1:] for rank in ranks] for name in "ABD"}
+    rows = _in_order([box[0] for box in held["A" if kind == "ag+gemm" else "D"]], p.m)
+    if kind == "ag+gemm":
+        wanted = {"A": (None, k), "B": (None, k), "D": (m, None)}
+        split = _in_order([box[0] for box in held["B"]], p.n) and _in_order([box[1] for box in held["D"]], p.n)
+    else:
+        wanted = {"A": (m, None), "B": (n, None), "D": (None, n) if kind == "gemm+rs" else (m, n)}
+        split = _in_order([box[1] for box in held["A"]], p.k) and _in_order([box[1] for box in held["B"]], p.k)
+        rows = rows or kind == "gemm+ar"
+    whole = all(
+        edges is None or box[mode] == edges
+        for name, modes in wanted.items()
+        for box in held[name]
+        for mode, edges in enumerate(modes)
+    )
+    return rows and split and whole
+
+
+def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
+    edges = [0, *(stop for _, stop in ranges)]
+    return edges[-1] == extent and all(start == before for (start, _), before in zip(ranges, edges, strict=False))
+
+
+def _schedule_does(name: str, kind: str) -> bool:
+    try:
+        plan = make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2))
+    except ValueError:  # needs a mesh
+        return False
+    return _does(plan, kind)

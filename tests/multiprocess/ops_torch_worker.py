@@ -1,0 +1,445 @@
+"""What each rank of the tests of the torch ops does. The whole product is at hand on every rank, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, product
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import distgemm
+from distgemm.torch_ops import calls, ops
+
+Tensor = torch.Tensor
+BOUND = 1e-10
+K = 6
+BETWEEN = 2
+"""Extent of the dimension between tokens and features."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an op. ``ns``: out_features over all ranks; ``k``: in_features over all ranks."""
+
+    op: str
+    rows: tuple[int, ...] | None = None
+    ns: tuple[int, ...] = ()
+    even: bool = True
+    k: int = 0
+    bias: bool = False
+    keep: bool = False
+    schedule: str = "auto"
+    chunks: int | None = None
+    frozen: str = ""
+
+
+def cases(ranks: int) -> list[Case]:
+    unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}[ranks]
+    found = []
+    for rows, bias, keep in product((None, unequal), (False, True), (False, True)):
+        found += [
+            Case("gather", rows, (2 * ranks,), bias=bias, keep=keep),
+            Case("gather", rows, (3 * ranks, ranks, 2 * ranks), bias=bias, keep=keep),
+            # Rank 3 of 4 has one row less.
+            Case("gather", rows, (3 * ranks - 1,), even=False, bias=bias, keep=keep),
+            Case("gather", rows, (ranks, 3 * ranks - 1, 2 * ranks - 1), even=False, bias=bias, keep=keep),
+        ]
+    for rows, bias in product((None, unequal), (False, True)):
+        found += [
+            Case("scatter", rows, (5,), k=2 * ranks, bias=bias),
+            Case("scatter", rows, (4,), even=False, k=3 * ranks - 1, bias=bias),
+            Case("scatter", rows, (4,), k=ranks, bias=bias, schedule="gemm+rs", chunks=2),
+            Case("reduce", None, (5,), k=2 * ranks, bias=bias),
+            Case("reduce", None, (4,), even=False, k=3 * ranks - 1, bias=bias, schedule="gemm+ar", chunks=2),
+        ]
+    found += [Case("gather", None, (2 * ranks, ranks), bias=True, frozen=each) for each in ("a", "b", "bias")]
+    found += [Case(op, None, (4,), k=2 * ranks, bias=True, frozen=f) for op in ("scatter", "reduce") for f in "ab"]
+    found.append(Case("gather", unequal, (2 * ranks,), schedule="all_gather_1d_ring_a", chunks=2))
+    if ranks == 4:  # 5 as 2, 2, 1, 0: the last rank multiplies nothing
+        found += [Case("gather", rows, (5,), even=False, bias=True) for rows in (None, unequal)]
+        found += [Case("scatter", rows, (4,), even=False, k=5) for rows in (None, unequal)]
+        found.append(Case("reduce", None, (4,), even=False, k=5))
+    return found
+
+
+def split(x: Tensor, sizes: Sequence[int], rank: int, dim: int = 0) -> Tensor:
+    stops = list(accumulate(sizes))
+    return x.narrow(dim, stops[rank] - sizes[rank], sizes[rank])
+
+
+def run_case(case: Case, seed: int, group: Any = None) -> str | None:
+    """What is wrong with a case, or None."""
+    group = dist.group.WORLD if group is None else group
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    torch.manual_seed(seed)
+    tokens = case.rows or (3,) * ranks
+    m = sum(tokens)
+    gathers = case.op == "gather"
+    k = K if gathers else case.k
+    a = torch.randn(m, BETWEEN, k, dtype=torch.float64, requires_grad=case.frozen != "a")
+    bs = [torch.randn(n, k, dtype=torch.float64, requires_grad=case.frozen != "b") for n in case.ns]
+    biases = [torch.randn(n, dtype=torch.float64, requires_grad=case.frozen != "bias") for n in case.ns]
+    ys = [torch.nn.functional.linear(a, b, bias if case.bias else None) for b, bias in zip(bs, biases, strict=True)]
+    weights = [torch.randn_like(y) for y in ys]
+    sum((y * w).sum() for y, w in zip(ys, weights, strict=True)).backward()  # type: ignore[union-attr]
+
+    def rows_of(x: Tensor) -> Tensor:
+        return split(x, tokens, rank)
+
+    def part(x: Tensor, dim: int) -> Tensor:
+        return split(x, ops._split(x.shape[dim], ranks), rank, dim)
+
+    take_a = rows_of if gathers else lambda x: part(x, 2)
+    take_b: Callable[[Tensor], Tensor] = (lambda x: part(x, 0)) if gathers else lambda x: part(x, 1)
+    take_bias: Callable[[Tensor], Tensor] = (lambda x: part(x, 0)) if gathers else lambda x: x
+    take_y: Callable[[Tensor], Tensor] = (lambda x: part(x, 2)) if gathers else rows_of
+    if case.op == "reduce":
+        take_y = lambda x: x  # noqa: E731
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    mine = leaf(take_a(a)), [leaf(take_b(b)) for b in bs], [leaf(take_bias(bias)) for bias in biases]
+    how: dict[str, Any] = {"group": group, "schedule": case.schedule, "chunks": case.chunks}
+    if case.op != "reduce":
+        how["m_per_rank"] = case.rows
+    bias: Any = mine[2] if case.bias else None
+    if gathers:
+        several = len(bs) > 1
+        if not case.even:
+            how["out_features"] = list(case.ns) if several else case.ns[0]
+        bias = bias if several or bias is None else bias[0]
+        got: Any = distgemm.all_gather_matmul(
+            mine[0], mine[1] if several else mine[1][0], bias=bias, keep_gathered=case.keep, **how
+        )
+        got = got if several else [got]
+    else:
+        if not case.even:
+            how["in_features"] = case.k
+        op = distgemm.matmul_reduce_scatter if case.op == "scatter" else distgemm.matmul_all_reduce
+        got = [op(mine[0], mine[1][0], bias=bias[0] if case.bias else None, **how)]
+    sum((y * take_y(w)).sum() for y, w in zip(got, weights, strict=True)).backward()
+
+    def right(x: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if x.grad is None else take(x.grad)
+
+    wanted = {"a.grad": (mine[0].grad, right(a, take_a))}
+    wanted |= {f"y[{i}]": (y, take_y(w)) for i, (y, w) in enumerate(zip(got, ys, strict=True))}
+    for name, leaves, wholes, take in (("b", mine[1], bs, take_b), ("bias", mine[2], biases, take_bias)):
+        for i, (x, w) in enumerate(zip(leaves, wholes, strict=True)):
+            wanted[f"{name}[{i}].grad"] = x.grad, right(w, take)
+    for name, (found, true) in wanted.items():
+        if (found is None) != (true is None):
+            return f"{name} of {case}: {found} instead of {true}"
+        if found is not None and true is not None:
+            if found.shape != true.shape:
+                return f"{name} of {case}: shape {tuple(found.shape)} instead of {tuple(true.shape)}"
+            if found.numel() and not float((found - true).detach().abs().max()) < BOUND:
+                return f"{name} of {case} on rank {rank}: {found} instead of {true}"
+    return None
+
+
+def equal_to_the_whole(todo: Sequence[Case]) -> list[str]:
+    return [found for seed, case in enumerate(todo) if (found := run_case(case, seed)) is not None]
+
+
+def gathered() -> list[str]:
+    """return_gathered: A of all ranks, and no gradient through it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    tokens = (2, 0, 3, 1)[:ranks]
+    torch.manual_seed(0)
+    a = torch.randn(sum(tokens), K, dtype=torch.float64)
+    b = torch.randn(4, K, dtype=torch.float64)
+    y, whole = distgemm.all_gather_matmul(
+        split(a, tokens, rank), b.requires_grad_(), group=dist.group.WORLD, m_per_rank=tokens, return_gathered=True
+    )
+    wrong = [] if torch.equal(whole, a) else [f"{whole} instead of {a}"]
+    if whole.requires_grad or not torch.allclose(y, a @ b.t(), atol=BOUND):
+        wrong.append("gradient")
+    return wrong
+
+
+# --- what ran -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[Counter[tuple[int, int]]]:
+    """Bytes that this rank sends to each peer; any collective raises."""
+    sent: Counter[tuple[int, int]] = Counter()
+    post = dist.batch_isend_irecv
+    me = dist.get_rank()
+
+    def recorded(todo: list[dist.P2POp]) -> Any:
+        for each in todo:
+            if each.op is dist.isend:
+                sent[me, each.group_peer] += each.tensor.numel() * each.tensor.element_size()
+        return post(todo)
+
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a collective of the library")
+
+    names = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "all_to_all_single",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", recorded))
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, forbidden))
+        yield sent
+
+
+def what_ran() -> dict[str, Any]:
+    """For each op, forward and backward: its calls, the bytes sent, and the bytes of the plans' links."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Any] = {}
+    a = torch.randn(4, K, requires_grad=True)
+    b = torch.randn(5, K, requires_grad=True)
+    whole = torch.randn(4 * ranks, K, requires_grad=True)
+    world = dist.group.WORLD
+    todo: dict[str, Callable[[], Tensor]] = {
+        "gather": lambda: distgemm.all_gather_matmul(a, b, group=world),
+        "gather, kept": lambda: distgemm.all_gather_matmul(a, b, group=world, keep_gathered=True),
+        "gather, b frozen": lambda: distgemm.all_gather_matmul(a, b.detach(), group=world),
+        "scatter": lambda: distgemm.matmul_reduce_scatter(whole, b, group=world),
+        "reduce": lambda: distgemm.matmul_all_reduce(whole, b, group=world),
+    }
+    for name, run in todo.items():
+        run().sum().backward()  # makes the executables, which asks the other ranks
+        with messages() as sent, distgemm.record_calls() as ran:
+            y = run()
+            last = str(distgemm.last_call())
+            y.sum().backward()
+        links: Counter[tuple[int, int]] = Counter()
+        for call in ran:
+            links.update({link: size for link, size in call.plan.link_bytes().items() if link[0] == rank})
+        found[name] = [(call.op, call.plan.schedule) for call in ran], dict(sent), dict(links), last
+    return found
+
+
+def executables() -> dict[str, Any]:
+    """How many are made, and kept; the same values of other tensors make none."""
+    world = dist.group.WORLD
+    assert world is not None
+    made: list[Any] = []
+    make = calls.executable
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return make(*args)
+
+    def run(tokens: int) -> None:
+        distgemm.all_gather_matmul(torch.randn(tokens, 3), torch.randn(2, 3), group=world)
+
+    found: dict[str, Any] = {}
+    calls._products.clear()
+    with mock.patch.object(calls, "executable", counted), mock.patch.object(calls, "CACHED", 2):
+        for tokens in (1, 1, 2, 1, 3, 1, 2):  # 2 was used before 1, and has gone
+            run(tokens)
+            found.setdefault("made", []).append(len(made))
+        found["kept"] = len(calls._products[world.group_name][1])
+        # A group that took the name of one that is gone.
+        calls._products[world.group_name] = (dist.new_group(), calls._products[world.group_name][1])
+        run(2)
+        found["another group"] = len(made)
+    return found
+
+
+# --- autograd and compilation ------------------------------------------------------------------------
+
+
+class Shard(torch.autograd.Function):
+    """A rank's part of what all ranks have; the gradient is put together again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return whole(grad, ctx.dim), None
+
+
+class Whole(torch.autograd.Function):
+    """The parts of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return whole(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.chunk(dist.get_world_size(), ctx.dim)[dist.get_rank()].contiguous(), None
+
+
+def whole(x: Tensor, dim: int) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim)
+
+
+def gradients() -> list[str]:
+    """torch's gradcheck of functions from whole to whole; all ranks perturb the same number at the same time."""
+    ranks = dist.get_world_size()
+    world = dist.group.WORLD
+
+    def gather(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        bs = [Shard.apply(b, 0), Shard.apply(c, 0)]
+        y, z = distgemm.all_gather_matmul(Shard.apply(a, 0), bs, group=world, bias=[Shard.apply(bias, 0), None])
+        return torch.cat([Whole.apply(y, 1), Whole.apply(z, 1)], 1)
+
+    def scatter(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        y = distgemm.matmul_reduce_scatter(Shard.apply(a, 1), Shard.apply(b, 1), group=world, bias=bias)
+        return Whole.apply(y, 0)  # type: ignore[no-any-return]
+
+    def reduce(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return distgemm.matmul_all_reduce(Shard.apply(a, 1), Shard.apply(b, 1), group=world, bias=bias)
+
+    torch.manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    checks = {
+        "gather": (gather, (draw(ranks, 2), draw(2 * ranks, 2), draw(ranks, 2), draw(2 * ranks))),
+        "scatter": (scatter, (draw(ranks, ranks), draw(2, ranks), draw(2))),
+        "reduce": (reduce, (draw(3, ranks), draw(2, ranks), draw(2))),
+    }
+    wrong = []
+    for name, (function, inputs) in checks.items():
+        if not torch.autograd.gradcheck(function, inputs, raise_exception=False):
+            wrong.append(name)
+    return wrong
+
+
+def compiled() -> list[str]:
+    """torch.compile without a graph break, forward and backward, and with tokens as a symbol."""
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD
+    torch.manual_seed(2)
+    b = torch.randn(3, K, dtype=torch.float64, requires_grad=True)
+    c = torch.randn(2, K, dtype=torch.float64, requires_grad=True)
+    d = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+    def layer(a: Tensor) -> Tensor:
+        y, z = distgemm.all_gather_matmul(a, [b, c], group=group, keep_gathered=True)
+        h = distgemm.matmul_reduce_scatter(torch.relu(y) + z.sum(-1, keepdim=True), d, group=group)
+        return distgemm.matmul_all_reduce(h, b[:2, :4], group=group)
+
+    wrong = []
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for tokens in (2, 4, 6) if dynamic else (2,):
+            results = []
+            for run in (layer, fast):
+                a = torch.linspace(-1, 1, tokens * K, dtype=torch.float64).view(tokens, K).requires_grad_()
+                y = run(a)
+                results.append([y, *torch.autograd.grad(y.square().sum(), [a, b, c, d])])
+            wrong += [
+                f"dynamic={dynamic}, {tokens} tokens of {ranks} ranks: {x} instead of {y}"
+                for x, y in zip(results[1], results[0], strict=True)
+                if not torch.equal(x, y)
+            ]
+    return wrong
+
+
+def checked_by_torch() -> None:
+    """opcheck: schema, fake kernels, registration of autograd, tracing with symbols."""
+    group = dist.group.WORLD
+    assert group is not None
+    name, ranks = group.group_name, dist.get_world_size()
+    a, b, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2 * ranks, 3), (2, 3), (2,)))
+    for op, args in (
+        (ops.all_gather_matmul, (a, [b, b], [bias], [False, True], name, "auto", None, None, None, False, "forward")),
+        (ops.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
+        (ops.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
+    ):
+        torch.library.opcheck(op, args)
+
+
+# --- misuse -------------------------------------------------------------------------------------------
+
+
+def misuse() -> dict[str, str]:
+    """What is said to calls that do not fit. All ranks make the same mistake, unless the test says otherwise."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    world: Any = dist.group.WORLD
+    ag, rs, ar = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce
+    a, b, bias = torch.randn(2 * ranks, 3), torch.randn(4, 3), torch.randn(4)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+    outside = dist.new_group([0])
+    todo: dict[str, Callable[[], Any]] = {
+        "dtype": lambda: ag(a, b.double(), group=world),
+        "dtype of several": lambda: ag(a, [b, b.double()], group=world),
+        "no such dtype": lambda: rs(a.int(), b.int(), group=world),
+        "device": lambda: rs(a, b.to("meta"), group=world),
+        "features": lambda: ag(a, torch.randn(4, 5), group=world),
+        "turned": lambda: rs(a, b.t(), group=world),
+        "bias": lambda: ar(a, b, group=world, bias=bias[1:]),
+        "number of biases": lambda: ag(a, [b, b], group=world, bias=[bias]),
+        "one bias for several": lambda: ag(a, [b, b], group=world, bias=bias),
+        "vector": lambda: ag(a[0], b, group=world),
+        "none": lambda: ag(a, [], group=world),
+        "uneven rows": lambda: rs(a[1:], b, group=world),
+        "rows": lambda: rs(a, b, group=world, m_per_rank=[1] * ranks),
+        "rows of this rank": lambda: ag(a, b, group=world, m_per_rank=[1] * ranks),
+        "number of rows": lambda: ag(a, b, group=world, m_per_rank=[2 * ranks]),
+        "out_features": lambda: ag(a, b, group=world, out_features=100),
+        "in_features": lambda: rs(a, b, group=world, in_features=100),
+        "schedule": lambda: ag(a, b, group=world, schedule="gemm+rs"),
+        "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),
+        "mesh": lambda: ag(a, b, group=mesh),
+        "group": lambda: ag(a, b, group=None),  # type: ignore[call-overload]
+        "no tokens": lambda: ag(a[:0], b, group=world),
+        "empty rank": lambda: ag(a, b[: 1 - rank], group=world, out_features=1, return_gathered=True),
+        "empty rank's bias": lambda: rs(a[:, : 1 - rank], b[:, : 1 - rank], group=world, in_features=1, bias=bias),
+        "outside": lambda: ag(a, b, group=outside) if rank else "",
+    }
+    found = {}
+    for name, run in todo.items():
+        try:
+            run()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    # Nothing has been sent: calls still work.
+    found["after"] = str(distgemm.all_gather_matmul(a, b, group=mesh["tp"]).shape[0])
+    return found
+
+
+def replicas() -> list[str]:
+    """A data-parallel x tensor-parallel mesh: both tensor-parallel groups work on their own tokens at once."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    row = mesh.get_local_rank("dp")
+    tokens = ((3, 0), (1, 4))[row]
+    todo = (
+        Case("gather", tokens, (4, 2), bias=True),
+        Case("scatter", tokens, (3,), k=4, bias=True),
+        Case("reduce", None, (3,), k=4),
+    )
+    return [str(found) for case in todo if (found := run_case(case, row, mesh["tp"].get_group())) is not None]
+
+
+def run_all(checks: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    """Everything for one launch."""
+    return {check.__name__: check(*args) for check, args in checks}

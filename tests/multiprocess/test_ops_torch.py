@@ -1,0 +1,127 @@
+"""The torch ops over gloo, against the whole product on one rank. All of a world size runs in one launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.multiprocess import ops_torch_worker as worker
+
+GATHER, PAIRWISE = "all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_pairwise_a"
+
+CHECKS: dict[int, list[Any]] = {
+    1: [(worker.gathered, ()), (worker.what_ran, ())],
+    2: [
+        (worker.gradients, ()),
+        (worker.compiled, ()),
+        (worker.checked_by_torch, ()),
+        (worker.misuse, ()),
+        (worker.executables, ()),
+    ],
+    3: [(worker.gathered, ()), (worker.gradients, ()), (worker.what_ran, ())],
+    4: [(worker.gathered, ()), (worker.replicas, ())],
+}
+
+
+@lru_cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    checks = [(worker.equal_to_the_whole, (worker.cases(ranks),)), *CHECKS[ranks]]
+    return launch(worker.run_all, ranks, checks, timeout=240)
+
+
+@pytest.mark.parametrize("ranks", CHECKS)
+def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> None:
+    assert [failure for found in results(ranks) for failure in found["equal_to_the_whole"]] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_the_gathered_input_is_returned(ranks: int) -> None:
+    assert [found["gathered"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradcheck(ranks: int) -> None:
+    assert [found["gradients"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_compiled_without_a_graph_break() -> None:
+    assert [found["compiled"] for found in results(2)] == [[], []]
+
+
+def test_opcheck() -> None:
+    assert [found["checked_by_torch"] for found in results(2)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("what", "ops"),
+    [
+        ("gather", [("all_gather_matmul", GATHER), ("matmul_reduce_scatter", PAIRWISE), ("gather", GATHER)]),
+        ("gather, kept", [("all_gather_matmul", GATHER), ("matmul_reduce_scatter", PAIRWISE)]),
+        ("gather, b frozen", [("all_gather_matmul", GATHER), ("matmul_reduce_scatter", PAIRWISE)]),
+        ("scatter", [("matmul_reduce_scatter", PAIRWISE), ("all_gather_matmul", GATHER)]),
+        ("reduce", [("matmul_all_reduce", "all_reduce_1d_pairwise_a")]),
+    ],
+)
+def test_what_runs_is_the_plan(what: str, ops: list[tuple[str, str]]) -> None:
+    """Forward and backward send what the plans' links carry, and nothing else moves."""
+    for found in results(3):
+        ran, sent, links, last = found["what_ran"][what]
+        assert ran == ops
+        assert sent == links and len(links) == 2
+        assert ops[0][1] in last and "collective runtime over gloo, GEMMs by torch; overlapped" in last
+    ((_, sent, _, last),) = (found["what_ran"][what] for found in results(1))
+    assert sent == {} and last.endswith("not overlapped, because one rank: nothing moves")
+
+
+def test_executables_are_made_once_and_a_bounded_number_is_kept() -> None:
+    for found in results(2):
+        assert found["executables"] == {"made": [1, 1, 2, 2, 3, 3, 4], "kept": 2, "another group": 5}
+
+
+def test_groups_of_a_mesh() -> None:
+    assert [found["replicas"] for found in results(4)] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("dtype", "b.to(torch.float32) would do"),
+        ("dtype of several", "b[1].to(torch.float32) would do"),
+        ("no such dtype", "a is one of float64, float32, bfloat16, float16, got torch.int32; a.to(...)"),
+        ("device", "a is on cpu, b on meta; b.to('cpu') would do"),
+        ("features", "a is (tokens, in_features) and b (out_features, in_features)"),
+        ("turned", "b.t() would do"),
+        ("bias", "bias is (4,) as b's rows, got (3,)"),
+        ("number of biases", "there are 2 b, so bias is a sequence of 2, None for none"),
+        ("one bias for several", "there are 2 b, so bias is a sequence of 2, None for none"),
+        ("vector", "got shape (3,); x.unsqueeze(0) is one token"),
+        ("none", "a sequence of at least one"),
+        ("uneven rows", "3 rows are not the same number for each of 2 ranks; m_per_rank=(2, 1) would do"),
+        ("rows", "m_per_rank has 2 entries, one for each rank, with the sum 4, got [1, 1]"),
+        ("rows of this rank", "m_per_rank has the rows of each of 2 ranks, 4 of them for rank "),
+        ("number of rows", "got [4]"),
+        ("out_features", "out_features=100 is split as [50, 50] over 2 ranks, so b has 50 on rank "),
+        ("in_features", "in_features=100 is split as [50, 50] over 2 ranks"),
+        ("schedule", "is no schedule for ag+gemm; schedule='auto', or one of all_gather_1d_bidirectional_full_a"),
+        ("no schedule", "all_gather_1d_ring_a"),
+        ("mesh", "group=mesh['tp']"),
+        ("group", "dist.group.WORLD has all ranks"),
+        ("no tokens", "there is something to multiply on some rank, got m 0"),
+        ("empty rank", "leaves rank 1 without a row of b"),
+        ("empty rank's bias", "add the bias to the result instead"),
+    ],
+)
+def test_misuse(what: str, named: str) -> None:
+    for found in results(2):
+        assert found["misuse"][what].startswith("ValueError: ")
+        assert named in found["misuse"][what]
+
+
+def test_misuse_that_only_one_rank_sees() -> None:
+    first, second = (found["misuse"] for found in results(2))
+    assert first["outside"] == ""
+    assert "group is a ProcessGroup that this rank is in" in second["outside"]
+    assert first["after"] == second["after"] == "8"
