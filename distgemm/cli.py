@@ -731,7 +731,7 @@ def _unfused_line(timeline: Timeline) -> str:
     return f"no unfused program to compare with: {moved}, and not by one collective over all ranks"
 
 
-# --- verify and demo ------------------------------------------------------------------------------------
+# --- verify, demo and doctor ------------------------------------------------------------------------------
 
 
 @app.command("verify")
@@ -834,11 +834,43 @@ def demo_command(
     world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
     schedule_ag: Annotated[str, typer.Option(help="Schedule of the all-gather + GEMM.")] = "ag+gemm",
     schedule_rs: Annotated[str, typer.Option(help="Schedule of the GEMM + reduce-scatter.")] = "gemm+rs",
+    tokens: Annotated[int, typer.Option(help="Tokens of the layers that are measured where there are GPUs.")] = 8192,
 ) -> None:
-    """Run a tensor-parallel layer on several processes of this machine."""
+    """Run a tensor-parallel layer on several processes of this machine; with GPUs, also measure Llama 70B on them."""
     from distgemm.demo import demo
 
-    demo(world_size=world_size, schedule_ag=schedule_ag, schedule_rs=schedule_rs, console=_console())
+    demo(world_size=world_size, schedule_ag=schedule_ag, schedule_rs=schedule_rs, tokens=tokens, console=_console())
+
+
+@app.command("doctor")
+def doctor_command(
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Exit with status 1 unless this runtime works: reference, collective or cuda; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON and nothing else.")] = False,
+) -> None:
+    """Check what this machine has for each runtime, and say what to do about what it lacks."""
+    from distgemm.doctor import checks, look, runtimes, table, unsatisfied
+
+    unsatisfied([], require or [])  # refuses unknown names before anything is looked at
+    facts = look()
+    found, works = checks(facts), runtimes(facts)
+    if json:
+        typer.echo(
+            dumps({"checks": [each._asdict() for each in found], "runtimes": [each._asdict() for each in works]})
+        )
+    else:
+        console = _console()
+        console.print(table("check", found))
+        console.print()
+        console.print(table("runtime", works))
+    if lacking := unsatisfied(works, require or []):
+        _say(f"required, and does not work here: {', '.join(lacking)}")
+        raise typer.Exit(1)
 
 
 app.command("build")(build_command)

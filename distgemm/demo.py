@@ -1,13 +1,16 @@
-"""A tensor-parallel MLP on several processes of this machine: what is multiplied where, what moves, and a check."""
+"""A tensor-parallel MLP on several processes of this machine: what is multiplied where, what moves, and a check.
+
+With GPUs, the layers of Llama 70B on all of them as well: the CUDA runtime beside what torch offers.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,13 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from distgemm.derive import make_plan
+from distgemm.doctor import look, runtimes
+from distgemm.models import get_model
 from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.collective import TORCH_DTYPES, CollectiveExecutable
 from distgemm.runtime.launch import launch
 
-__all__ = ["demo"]
+__all__ = ["Measured", "Measurement", "demo", "layers_table", "measurements"]
 
 TOKENS, HIDDEN, INTERMEDIATE = 8192, 8192, 28672
 """Llama 70B: fc1 is gate and up in one, (2 * INTERMEDIATE, HIDDEN); fc2 is (HIDDEN, INTERMEDIATE)."""
@@ -36,6 +41,24 @@ UNIT_ROUNDOFF = {
 
 REPLAYS = 5
 
+MODEL = "llama-3-70b"
+
+SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "ag+gemm": (("all_gather_1d_tiling_cd_rotating_a", {}),),
+    "gemm+rs": (
+        ("reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 2}),
+        ("reduce_scatter_1d_pairwise_a", {}),
+    ),
+}
+"""Schedules that are measured, with their options: those that docs/which_schedule.md recommends."""
+
+UNFUSED = "NCCL + cuBLAS"
+COMPARED = (UNFUSED, "torch fused", "cuBLAS alone")
+"""What is measured besides; the last does the local products only, so it is what all others aim at."""
+
+PATIENCE = 900.0
+"""Seconds for all layers, with the compilation of what they need."""
+
 # Newer releases of torch have renamed these two.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -47,37 +70,42 @@ def demo(
     schedule_rs: str = "gemm+rs",
     scale: int = 16,
     dtype: str = "float32",
+    tokens: int | None = None,
     console: Console | None = None,
 ) -> None:
     """Run all-gather + GEMM and GEMM + reduce-scatter of a Llama 70B MLP, every extent divided by ``scale``.
 
     schedule_ag, schedule_rs: names of schedules on one axis of ranks
     dtype: element type of the random inputs
+    tokens: also measure the layers of Llama 70B, whole, with so many tokens on all GPUs; None: do not
 
     Every rank is a process that holds its shards: on CUDA devices over NCCL if there are enough, else on the CPU
     over gloo, where times say nothing about GPUs. Prints the work grid, the time of each rank beside that of
-    collective and matmul one after the other, and the bytes on each link.
+    collective and matmul one after the other, and the bytes on each link. Where ``tokens`` are given but the CUDA
+    runtime does not work here, says why.
 
     Raises RuntimeError when a result differs from the unsharded product in float64 by more than the bound of its
-    types, and ValueError for arguments that do not fit.
+    types (of the whole layers: from NCCL and cuBLAS by more than rounding), and ValueError for arguments that do not
+    fit.
     """
     console = console or Console()
     if scale < 1:
         raise ValueError(f"scale is an integer >= 1, got {scale!r}")
     if dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"dtype is one of {', '.join(UNIT_ROUNDOFF)}, got {dtype!r}")
-    tokens, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
+    to_measure = None if tokens is None else measurements(tokens, torch.cuda.device_count())
+    rows, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
     nccl = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
     backend, where = ("nccl", "CUDA devices over NCCL") if nccl else ("gloo", "the CPU over gloo")
     problems = (
-        ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=tokens, n=2 * intermediate, k=hidden, dtype=dtype)),
-        ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=tokens, n=hidden, k=intermediate, dtype=dtype)),
+        ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=rows, n=2 * intermediate, k=hidden, dtype=dtype)),
+        ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=rows, n=hidden, k=intermediate, dtype=dtype)),
     )
     plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
     for plan in plans:
         _Plain(plan)  # raises before anything is printed or started
     console.print(
-        f"[bold]MLP of Llama 70B, extents / {scale}:[/] {tokens} tokens, hidden {hidden}, intermediate "
+        f"[bold]MLP of Llama 70B, extents / {scale}:[/] {rows} tokens, hidden {hidden}, intermediate "
         f"{intermediate}, {dtype}; {world_size} ranks on {where}"
     )
     by_rank = launch(_run_rank, world_size, plans, backend=backend)
@@ -95,6 +123,8 @@ def demo(
             failed.append(f"{title}, {plan.schedule}: error {error:.2e} exceeds {bound:.2e}")
     if failed:
         raise RuntimeError("; ".join(failed))
+    if to_measure is not None:
+        _measure_layers(console, to_measure)
 
 
 # --- on each rank ---------------------------------------------------------------------------------------
@@ -292,5 +322,97 @@ def _print_links(console: Console, plan: Plan) -> None:
     console.print(f"all links {total:,} bytes; (N - 1) · |{moved}| = {ranks - 1} · {size:,} = {formula:,}: {same}")
 
 
+# --- whole layers on GPUs -------------------------------------------------------------------------------
+
+
+class Measurement(NamedTuple):
+    """What is to be measured: the layers of the model, on so many GPUs."""
+
+    ranks: int
+    tokens: int
+    layers: tuple[tuple[str, str, GemmProblem], ...]  # name, family of schedules, extents
+
+
+class Measured(NamedTuple):
+    """Milliseconds of a layer by method, those of the slowest rank."""
+
+    name: str
+    problem: GemmProblem
+    ms: dict[str, float]
+
+
+def measurements(tokens: int, gpus: int) -> Measurement:
+    """The layers of the model on as many of the GPUs as divide all its extents.
+
+    Raises ValueError where tokens cannot be divided among them.
+    """
+    layers = get_model(MODEL).layers
+    ranks = max(
+        (count for count in range(1, gpus + 1) if not any(x.n % count or x.k % count for x in layers)), default=0
+    )
+    if tokens < 1:
+        raise ValueError(f"tokens is an integer >= 1, got {tokens}")
+    if ranks and tokens % ranks:
+        raise ValueError(f"the layers are measured on {ranks} GPUs, which are to share the tokens evenly, got {tokens}")
+    problems = tuple((layer.name, layer.op, GemmProblem(m=tokens, n=layer.n, k=layer.k)) for layer in layers)
+    return Measurement(ranks, tokens, problems)
+
+
+def _measure_layers(console: Console, what: Measurement) -> None:
+    (cuda,) = (check for check in runtimes(look()) if check.name == "cuda")
+    if cuda.status != "ok" or what.ranks < 2:
+        why = cuda.detail if cuda.status != "ok" else "it takes two GPUs to move anything"
+        console.print(f"The CUDA runtime is not measured. {why} (distgemm doctor says what to do)", markup=False)
+        return
+    console.print(
+        f"[bold]Layers of Llama 70B[/], {what.tokens} tokens, bfloat16, on {what.ranks} GPUs with the CUDA runtime. "
+        "Kernels are compiled at first use: a few minutes."
+    )
+    results: list[Measured] = launch(_run_layers, what.ranks, what.layers, backend="nccl", timeout=PATIENCE)[0]
+    console.print(layers_table(results, what.ranks))
+    console.print(
+        "ms: median of CUDA graphs replayed in turn, slowest rank; TFLOP/s of each GPU. Every result was checked.\n"
+        f"{COMPARED[-1]}: the local product, with nothing to move."
+    )
+
+
+def _run_layers(layers: Sequence[tuple[str, str, GemmProblem]]) -> list[Measured]:
+    """On each rank: all layers, one after the other."""
+    from distgemm.bench import Operation, measure, schedule_method, torch_methods
+
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    errors = Console(stderr=True, quiet=dist.get_rank() != 0)
+    found = []
+    for number, (name, op, problem) in enumerate(layers):
+        errors.print(f"measuring {name} ({number + 1} of {len(layers)})")
+        operation = Operation(problem, op, group, device)
+        methods = [schedule_method(operation, schedule, **options) for schedule, options in SCHEDULES[op]]
+        methods += [method for method in torch_methods(operation) if method.name in COMPARED]
+        found.append(Measured(name, problem, measure(operation, methods)))
+        del operation, methods
+        torch.cuda.empty_cache()  # of the layer before: its graphs and tensors
+    return found
+
+
+def layers_table(results: Sequence[Measured], ranks: int) -> Table:
+    """Times of all methods, the fastest first, each beside that of NCCL with cuBLAS."""
+    table = Table(title=f"Llama 70B on {ranks} GPUs", title_justify="left")
+    table.add_column("layer")
+    table.add_column("method", overflow="fold")
+    for title in ("ms", "TFLOP/s", f"time, of {UNFUSED}"):
+        table.add_column(title, justify="right")
+    for name, p, times in results:
+        table.add_section()
+        label = f"{name}, {p.m} x {p.n} x {p.k}"
+        for method, ms in sorted(times.items(), key=lambda pair: pair[1]):
+            speed = 2 * p.m * p.n * p.k / ranks / ms / 1e9
+            style = None if method in COMPARED else "bold"
+            table.add_row(label, method, f"{ms:.3f}", f"{speed:.0f}", f"{100 * ms / times[UNFUSED]:.0f} %", style=style)
+            label = ""
+    return table
+
+
 if __name__ == "__main__":
-    demo()
+    demo(tokens=TOKENS)

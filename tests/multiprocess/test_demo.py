@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from distgemm import bench
 from distgemm import demo as module
-from distgemm.demo import demo
+from distgemm.demo import Measured, demo, layers_table, measurements
+from distgemm.doctor import Check
+from distgemm.problem import GemmProblem
 
 
 def test_demo_passes_on_uneven_shards() -> None:
@@ -32,3 +39,104 @@ def test_arguments() -> None:
         demo(2, scale=0)
     with pytest.raises(ValueError, match="dtype is one of float64"):
         demo(2, dtype="float8_e4m3fn")
+
+
+# --- whole layers on GPUs -------------------------------------------------------------------------------
+
+RESULTS = [
+    Measured("fc1", GemmProblem(8192, 57344, 8192), {"NCCL + cuBLAS": 4.0, "all_gather_x": 3.0, "cuBLAS alone": 2.8}),
+    Measured("fc2", GemmProblem(8192, 8192, 28672), {"reduce_scatter_x chunks=2": 2.0, "NCCL + cuBLAS": 1.6}),
+]
+
+
+def printed(*what: object) -> str:
+    text = io.StringIO()
+    Console(file=text, width=140).print(*what)
+    return text.getvalue()
+
+
+def test_the_table_of_layers() -> None:
+    lines = [" ".join(line.split()) for line in printed(layers_table(RESULTS, 4)).splitlines() if "%" in line]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert rows == [
+        ["fc1, 8192 x 57344 x 8192", "cuBLAS alone", "2.800", "687", "70 %"],
+        ["", "all_gather_x", "3.000", "641", "75 %"],
+        ["", "NCCL + cuBLAS", "4.000", "481", "100 %"],
+        ["fc2, 8192 x 8192 x 28672", "NCCL + cuBLAS", "1.600", "601", "100 %"],
+        ["", "reduce_scatter_x chunks=2", "2.000", "481", "125 %"],
+    ]
+
+
+def test_what_is_measured() -> None:
+    what = measurements(8192, 4)
+    assert (what.ranks, what.tokens) == (4, 8192)
+    assert [(name, op, p.m, p.n, p.k) for name, op, p in what.layers] == [
+        ("qkv", "ag+gemm", 8192, 10240, 8192),
+        ("out", "gemm+rs", 8192, 8192, 8192),
+        ("fc1", "ag+gemm", 8192, 57344, 8192),
+        ("fc2", "gemm+rs", 8192, 8192, 28672),
+    ]
+    assert [measurements(8192, gpus).ranks for gpus in (0, 1, 2, 3, 6, 8)] == [0, 1, 2, 2, 4, 8]
+    with pytest.raises(ValueError, match="on 4 GPUs, which are to share the tokens evenly, got 8190"):
+        measurements(8190, 4)
+
+
+def test_layers_are_measured_where_the_cuda_runtime_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> list[Any]:
+        launched.append((function, ranks, arguments, how["backend"]))
+        return [RESULTS] * ranks
+
+    def run(works: Check, gpus: int) -> str:
+        text = io.StringIO()
+        monkeypatch.setattr(module, "runtimes", lambda facts: [Check("reference", "ok", ""), works])
+        module._measure_layers(Console(file=text, width=140), measurements(8192, gpus))
+        return text.getvalue()
+
+    monkeypatch.setattr(module, "look", lambda: None)
+    monkeypatch.setattr(module, "launch", launch)
+    said = run(Check("cuda", "fix", "compiler: nvcc was not found"), 4)
+    assert said == (
+        "The CUDA runtime is not measured. compiler: nvcc was not found (distgemm doctor says what to do)\n"
+    )
+    assert "it takes two GPUs to move anything" in run(Check("cuda", "ok", ""), 1)
+    assert not launched
+    said = run(Check("cuda", "ok", ""), 2)
+    assert launched == [(module._run_layers, 2, (measurements(8192, 2).layers,), "nccl")]
+    assert "8192 tokens, bfloat16, on 2 GPUs" in said and "all_gather_x" in said
+
+
+def test_each_rank_measures_all_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def method(operation: Any, name: str, **options: Any) -> bench.Method:
+        return bench.Method(f"{operation[1]}: {name} {options}", lambda: None)
+
+    def others(operation: Any) -> list[bench.Method]:
+        names = ("NCCL + cuBLAS", "torch fused", "cuBLAS alone", "NCCL alone")
+        return [bench.Method(name, lambda: None) for name in names]
+
+    monkeypatch.setattr(module.dist, "group", SimpleNamespace(WORLD="all"))
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(bench, "Operation", lambda problem, op, group, device: (problem, op, group, str(device)))
+    monkeypatch.setattr(bench, "schedule_method", method)
+    monkeypatch.setattr(bench, "torch_methods", others)
+    monkeypatch.setattr(bench, "measure", lambda operation, methods: {each.name: 1.0 for each in methods})
+    qkv, out, *_ = module._run_layers(measurements(8192, 2).layers)
+    assert list(qkv.ms) == ["ag+gemm: all_gather_1d_tiling_cd_rotating_a {}", *module.COMPARED]
+    assert list(out.ms) == [
+        "gemm+rs: reduce_scatter_1d_tiling_a_rotating_c {'chunks': 2}",
+        "gemm+rs: reduce_scatter_1d_pairwise_a {}",
+        *module.COMPARED,
+    ]
+    assert "measuring qkv (1 of 4)" in capsys.readouterr().err
+
+
+def test_schedules_that_are_measured_do_these_jobs() -> None:
+    for _, op, problem in measurements(8192, 4).layers:
+        for schedule, options in module.SCHEDULES[op]:
+            plan = module.make_plan(problem, schedule, 4, **options)
+            moved = module._Plain(plan)
+            assert (moved.gathered, moved.sums, moved.blocks) == (
+                ("A", False, True) if op == "ag+gemm" else ("", True, True)
+            )

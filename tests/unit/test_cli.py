@@ -770,12 +770,14 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     module.demo = lambda **keywords: calls.append(keywords)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "distgemm.demo", module)
     succeed("demo")
-    succeed("demo", "--world-size", "2", "--schedule-ag", "all_gather_1d_ring_a", "--schedule-rs", "x")
+    succeed(
+        "demo", "--world-size", "2", "--schedule-ag", "all_gather_1d_ring_a", "--schedule-rs", "x", "--tokens", "64"
+    )
     console = calls[0].pop("console")
     assert hasattr(console, "print")
-    assert calls[0] == {"world_size": 4, "schedule_ag": "ag+gemm", "schedule_rs": "gemm+rs"}
+    assert calls[0] == {"world_size": 4, "schedule_ag": "ag+gemm", "schedule_rs": "gemm+rs", "tokens": 8192}
     calls[1].pop("console")
-    assert calls[1] == {"world_size": 2, "schedule_ag": "all_gather_1d_ring_a", "schedule_rs": "x"}
+    assert calls[1] == {"world_size": 2, "schedule_ag": "all_gather_1d_ring_a", "schedule_rs": "x", "tokens": 64}
 
 
 @pytest.mark.parametrize(
@@ -784,6 +786,7 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--world-size 0", "world_size is an integer >= 1, got 0"),
         ("--schedule-ag nope", "unknown schedule 'nope'"),
         ("--schedule-rs tensor_parallel_2d", "takes a mesh of 2 axes"),
+        ("--tokens 0", "tokens is an integer >= 1, got 0"),
     ],
 )
 def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:

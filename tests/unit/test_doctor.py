@@ -159,6 +159,7 @@ def test_looking_at_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert (look().cache, look().cache_error) == (str(tmp_path / "new" / "cache"), "")
     (tmp_path / "new").write_text("a file")
+    (tmp_path / "new").chmod(0o755)
     assert look().cache_error == f"{tmp_path / 'new'} cannot be written"
     kernels = tmp_path / "kernels"
     kernels.mkdir()
