@@ -237,19 +237,25 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
 
 @pytest.mark.parametrize("forgotten", ["entered", "left", "arrival"])
 def test_without_a_word_the_emulation_fails(forgotten: str, recorded: list[Task]) -> None:
-    """What these tests are good for: leave out a wait, and garbage or a hang is found."""
-    plan = distgemm.make_plan(
-        distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32"), "tensor_parallel_2d", mesh=(2, 2), sync="barrier"
-    )
+    """What these tests are good for: leave out a wait, and garbage or a hang is found.
+
+    In 2D, ranks 0 and 3 exchange nothing: without ``entered``, 3 leaves a replay before 0 has seen that it left the
+    one before. The 1D schedule after it then waits for ever.
+    """
+    problem = distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32")
+    two = distgemm.make_plan(problem, "tensor_parallel_2d", mesh=(2, 2), sync="barrier")
+    one_d = distgemm.make_plan(problem, "all_gather_1d_ring_a", 4, sync="barrier")
+    script = [two, two, one_d, two, two, one_d]
     found = 0
     for seed in range(40):
-        machine = Machine(4, plan.workspace_bytes(0))
+        machine = Machine(4, max(two.workspace_bytes(0), one_d.workspace_bytes(0)))
         todo: list[list[Any]] = [[] for _ in range(4)]
-        data = [Data(plan, seed * 10 + turn, 1.0, 0.0, False) for turn in range(4)]
+        data = [Data(plan, seed * 10 + turn, 1.0, 0.0, False) for turn, plan in enumerate(script)]
         for rank in range(4):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2)
+            made = {plan: Emulated(plan, rank, machine.workspaces[rank], 2) for plan in (two, one_d)}
             size = machine.workspaces[rank].world_size * 4
-            for drawn in data:
+            for plan, drawn in zip(script, data, strict=True):
+                one = made[plan]
                 tasks = one.tasks(drawn.calls[rank], recorded)
                 base = machine.workspaces[rank].bases[rank]
                 spans = {"left": (0, size), "entered": (size, 2 * size), "arrival": (2 * size + 4, 1 << 31)}
