@@ -29,12 +29,14 @@ SCHEDULES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("all_gather_1d_tiling_cd_rotating_a", {}),
         ("all_gather_1d_tiling_cd_rotating_a", {"chunks": 2}),
         ("all_gather_1d_tiling_cd_rotating_a", {"provider": "cublas"}),
+        ("all_gather_1d_tiling_cd_rotating_a", {"provider": "cublas", "chunks": 2}),
     ],
     "gemm+rs": [
         ("reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 2}),
         ("reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
         ("reduce_scatter_1d_pairwise_a", {}),
-        ("reduce_scatter_1d_pairwise_a", {"chunks": 2}),
+        ("reduce_scatter_1d_pairwise_a", {"provider": "cublas"}),
+        ("reduce_scatter_1d_tiling_a_rotating_c", {"provider": "cublas", "chunks": 2}),
     ],
 }
 
