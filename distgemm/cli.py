@@ -731,7 +731,7 @@ def _unfused_line(timeline: Timeline) -> str:
     return f"no unfused program to compare with: {moved}, and not by one collective over all ranks"
 
 
-# --- verify, demo and doctor ------------------------------------------------------------------------------
+# --- verify, demo and doctor ----------------------------------------------------------------------------
 
 
 @app.command("verify")
