@@ -1,5 +1,6 @@
 """Tensor-parallel GEMMs over all GPUs of an NVLink domain: schedules, plans, proofs and runtimes."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from distgemm.derive import make_plan
@@ -15,6 +16,7 @@ from distgemm.schedulers import (
 )
 
 if TYPE_CHECKING:
+    from distgemm import nn
     from distgemm.runtime.collective import CollectiveExecutable, run_collective
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError, compile
     from distgemm.torch_ops import (
@@ -49,6 +51,7 @@ __all__ = [
     "last_call",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "nn",
     "record_calls",
 ]
 
@@ -67,4 +70,6 @@ def __getattr__(name: str) -> Any:
         from distgemm import torch_ops
 
         return getattr(torch_ops, name)
+    if name == "nn":
+        return importlib.import_module("distgemm.nn")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

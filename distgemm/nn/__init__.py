@@ -1,0 +1,15 @@
+"""Tensor-parallel layers: modules of their own, and styles for torch's parallelize_module."""
+
+from distgemm.nn.linear import ColumnParallelLinear, RowParallelLinear
+from distgemm.nn.state import full_state_dict, load_full_state_dict
+from distgemm.nn.styles import ColwiseParallel, RowwiseParallel, SharedColwiseParallel
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SharedColwiseParallel",
+    "full_state_dict",
+    "load_full_state_dict",
+]

@@ -1,0 +1,253 @@
+"""What each rank of the tests of the layers does."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+import distgemm
+from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, split
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import llama
+
+Tensor = torch.Tensor
+TOKENS = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}
+
+
+def differs(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is not y
+    return x.shape != y.shape or bool(x.numel() and not float((x - y).detach().abs().max()) < BOUND)
+
+
+def layers() -> list[str]:
+    """A column-parallel and a row-parallel layer behind one another, against both Linears on one rank."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    wrong = []
+    for tokens, bias, hidden, keep in product(
+        (None, TOKENS[ranks]), (False, True), (2 * ranks, 3 * ranks - 1), (False, True)
+    ):
+        torch.manual_seed(3)
+        sizes = tokens or (2,) * ranks
+        up = nn.Linear(5, hidden, bias=bias, dtype=torch.float64)
+        down = nn.Linear(hidden, 3, bias=bias, dtype=torch.float64)
+        x = torch.randn(sum(sizes), BETWEEN, 5, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(sum(sizes), BETWEEN, 3, dtype=torch.float64)
+        y = down(torch.tanh(up(x)))
+        (y * weights).sum().backward()
+        mine = split(x.detach(), sizes, rank).clone().requires_grad_()
+        first = distgemm.nn.ColumnParallelLinear.from_linear(up, group=group, keep_gathered=keep)
+        second = distgemm.nn.RowParallelLinear.from_linear(down, group=group)
+        z = second(torch.tanh(first(mine, m_per_rank=tokens)), m_per_rank=tokens)
+        (z * split(weights, sizes, rank)).sum().backward()
+        found = {"y": (z, split(y, sizes, rank)), "x": (mine.grad, split(x.grad, sizes, rank))}  # type: ignore[arg-type]
+        for layer, linear in ((first, up), (second, down)):
+            for name, parameter in linear.named_parameters():
+                found[f"{type(layer).__name__}.{name}"] = (
+                    getattr(layer, name).grad,
+                    layer.part(name, parameter.grad),
+                )
+        wrong += [
+            f"{name}, tokens {tokens}, hidden {hidden}, rank {rank}" for name, xy in found.items() if differs(*xy)
+        ]
+    return wrong
+
+
+def states() -> list[str]:
+    """State dicts, whole and of this rank, in and out."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(4)
+    plain = nn.Sequential(nn.Linear(5, 3 * ranks - 1), nn.Tanh(), nn.Linear(3 * ranks - 1, 3))
+
+    def parallel() -> nn.Sequential:
+        return nn.Sequential(
+            distgemm.nn.ColumnParallelLinear(5, 3 * ranks - 1, group=group),
+            nn.Tanh(),
+            distgemm.nn.RowParallelLinear(3 * ranks - 1, 3, group=group),
+        )
+
+    one, two = parallel(), parallel()
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    one.load_state_dict(plain.state_dict())
+    two.load_state_dict(one.state_dict())
+    wrong = []
+    for model in (one, two):
+        whole = distgemm.nn.full_state_dict(model)
+        wrong += [key for key, value in plain.state_dict().items() if not torch.equal(whole[key], value)]
+        wrong += [f"{key} is another" for key in whole.keys() ^ before.keys()]
+    with torch.no_grad():
+        one[0].weight.add_(1)
+        one[0].bias.add_(1)
+    wrong += [f"{key} changed" for key, value in plain.state_dict().items() if not torch.equal(before[key], value)]
+    if ranks > 1:
+        try:
+            one.load_state_dict({**before, "0.weight": torch.zeros(3 * ranks, 5)})
+            wrong.append("a weight of another size is loaded")
+        except RuntimeError as error:
+            wrong += [] if "size mismatch for 0.weight" in str(error) else [str(error)]
+    return wrong
+
+
+# --- Llama ------------------------------------------------------------------------------------------
+
+
+def config(ranks: int) -> llama.Config:
+    """Vocabulary and intermediate that do not divide by the ranks, as far as there are several."""
+    heads = {1: 4, 2: 4, 3: 6, 4: 8}[ranks]
+    return llama.Config(
+        vocabulary=12 * ranks + 1,
+        hidden=4 * heads,
+        intermediate=9 * ranks - 1,
+        heads=heads,
+        kv_heads=max(ranks, heads // 2),
+    )
+
+
+def models(mesh: DeviceMesh) -> tuple[llama.Llama, nn.Module, Tensor]:
+    ranks = mesh.size()
+    torch.manual_seed(5)
+    chosen = config(ranks)
+    plain = llama.Llama(chosen).double()
+    parallel = parallelize_module(copy.deepcopy(plain), mesh, llama.tensor_parallel_plan())
+    return plain, parallel, torch.randint(chosen.vocabulary, (3 * ranks + 1, 4))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(ids[:-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[1:].flatten())
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def training() -> list[str]:
+    """Losses and gradients of a few steps, on a mesh of one dimension."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return _training(mesh, None)
+
+
+def replicated_training() -> list[str]:
+    """As before, with half of the batch on each of two replicas."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    return _training(mesh["tp"], mesh["dp"])
+
+
+def _training(tp: DeviceMesh, dp: DeviceMesh | None) -> list[str]:
+    plain, parallel, ids = models(tp)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
+    wrong = []
+    first = last = 0.0
+    for step in range(4):
+        mine = ids if dp is None else ids.chunk(2, 1)[dp.get_local_rank()]
+        loss = loss_of(plain, ids)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        with loss_parallel():
+            part = loss_of(parallel, mine)
+            part.backward()
+        found = whole(part).detach().clone()
+        if dp is not None:
+            for each in [found, *(p.grad.to_local() for p in parallel.parameters())]:  # type: ignore[union-attr]
+                dist.all_reduce(each, group=dp.get_group())
+                each.div_(2)
+        if differs(found, loss.detach()):
+            wrong.append(f"step {step}: loss {found} instead of {loss}")
+        for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+            if differs(whole(x.grad), y.grad):
+                wrong.append(f"step {step}: gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+        first, last = (loss.item() if step == 0 else first), loss.item()
+    if not last < 0.9 * first:
+        wrong.append(f"nothing is learned: {first} to {last}")
+    state = distgemm.nn.full_state_dict(parallel)
+    wrong += [name for name, value in plain.state_dict().items() if differs(state[name], value)]
+    return wrong
+
+
+def shared_gathers() -> list[Any]:
+    """The calls of one layer forward; a deep copy is a model of its own; a whole state dict is loaded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plain, parallel, ids = models(mesh)
+    ids = ids[:-1]
+    other = copy.deepcopy(parallel)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+    distgemm.nn.load_full_state_dict(other, plain.state_dict())
+    with torch.no_grad(), distgemm.record_calls() as calls:
+        again = whole(other(ids))
+    right = plain(ids)
+    return [
+        not differs(again, right),
+        differs(whole(parallel(ids)), right),
+        dict(Counter(call.op for call in calls)),
+        _error(lambda: distgemm.nn.load_full_state_dict(other, {**plain.state_dict(), "head.weight": torch.ones(1)})),
+    ]
+
+
+def compiled() -> list[str]:
+    """Layers and the whole Llama, without a graph break."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    torch.manual_seed(6)
+    wrong = []
+    model = nn.Sequential(
+        distgemm.nn.ColumnParallelLinear(5, 4 * ranks - 1, group=group, dtype=torch.float64),
+        nn.Tanh(),
+        distgemm.nn.RowParallelLinear(4 * ranks - 1, 3, group=group, dtype=torch.float64),
+    )
+    x = torch.randn(4, 5, dtype=torch.float64)
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y, *(parameter.grad.clone() for parameter in model.parameters())])  # type: ignore[union-attr]
+    wrong += [f"layers: {a} instead of {b}" for a, b in zip(*results, strict=True) if not torch.equal(a, b)]
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    _, parallel, ids = models(mesh)
+    ids = ids[:-1]
+    fast = torch.compile(parallel, fullgraph=True, backend="aot_eager")
+    if not torch.equal(whole(fast(ids)), whole(parallel(ids))):
+        wrong.append("Llama")
+    return wrong
+
+
+def _error(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misuse() -> dict[str, str]:
+    """What is said to modules that do not fit."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    block = nn.ModuleDict({"q": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+
+    def apply(plan: Any) -> str:
+        return _error(lambda: parallelize_module(block, mesh, plan))
+
+    return {
+        "norm": apply({"norm": distgemm.nn.ColwiseParallel()}),
+        "rowwise norm": apply({"norm": distgemm.nn.RowwiseParallel()}),
+        "no such name": apply(distgemm.nn.SharedColwiseParallel("q", "k")),
+        "shared norm": apply(distgemm.nn.SharedColwiseParallel("q", "norm")),
+        "no names": _error(distgemm.nn.SharedColwiseParallel),
+    }

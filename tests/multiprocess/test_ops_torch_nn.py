@@ -1,0 +1,81 @@
+"""The tensor-parallel layers over gloo, against the same model on one rank. One launch for each world size."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+
+if not (Path(__file__).parents[2] / "examples").is_dir():
+    pytest.skip("a source archive has no examples/", allow_module_level=True)
+
+from tests.multiprocess import nn_worker as worker
+from tests.multiprocess.ops_torch_worker import run_all
+
+CHECKS: dict[int, list[Any]] = {
+    1: [],
+    2: [worker.shared_gathers, worker.compiled, worker.misuse],
+    3: [worker.shared_gathers],
+    4: [worker.replicated_training],
+}
+
+
+@lru_cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    checks = [worker.layers, worker.states, worker.training, *CHECKS[ranks]]
+    return launch(run_all, ranks, [(check, ()) for check in checks], timeout=240)
+
+
+@pytest.mark.parametrize("ranks", CHECKS)
+def test_layers_are_the_linears_on_one_rank(ranks: int) -> None:
+    assert [found["layers"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", CHECKS)
+def test_state_dicts(ranks: int) -> None:
+    assert [found["states"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", CHECKS)
+def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
+    assert [found["training"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_data_parallel_and_tensor_parallel() -> None:
+    assert [found["replicated_training"] for found in results(4)] == [[]] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_projections_share_a_gather(ranks: int) -> None:
+    """Per layer one for q, k, v and one for gate and up; one for the head."""
+    for found in results(ranks):
+        loaded, own, calls, error = found["shared_gathers"]
+        assert loaded and own, "a deep copy has parameters of its own"
+        assert calls == {"all_gather_matmul": 2 * 2 + 1, "matmul_reduce_scatter": 2 * 2}
+        assert error.startswith("ValueError: head.weight is (")
+
+
+def test_compiled_without_a_graph_break() -> None:
+    assert [found["compiled"] for found in results(2)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (
+            "norm",
+            "distgemm.nn.ColwiseParallel is for nn.Linear, got LayerNorm; for embeddings and norms take the styles",
+        ),
+        ("rowwise norm", "distgemm.nn.RowwiseParallel is for nn.Linear, got LayerNorm"),
+        ("no such name", "ModuleDict has no k; it has q, norm"),
+        ("shared norm", "distgemm.nn.SharedColwiseParallel is for nn.Linear, got LayerNorm"),
+        ("no names", "takes the names of the Linears that share a gather, got none"),
+    ],
+)
+def test_misuse(what: str, named: str) -> None:
+    for found in results(2):
+        assert found["misuse"][what].startswith("ValueError: ") and named in found["misuse"][what]
