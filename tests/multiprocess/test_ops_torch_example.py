@@ -1,0 +1,59 @@
+"""examples/train_llama.py as a user runs it: the loss falls, and a run that goes on is the run that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "examples" / "train_llama.py"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="a source archive has no examples/")
+
+
+def run(folder: Path, *arguments: str) -> tuple[str, list[float]]:
+    command = [sys.executable, str(PROGRAM), "--folder", str(folder), "--steps", "8", "--save-every", "4", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "losses.json").read_text())
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint."""
+    dcp_to_torch_save(folder / "step-8", folder / "whole.pt")
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                collect(f"{prefix}.{key}", inner)
+        elif isinstance(value, torch.Tensor):
+            found[prefix] = value
+
+    collect("", torch.load(folder / "whole.pt"))
+    return found
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path: Path) -> None:
+    once, again = tmp_path / "once", tmp_path / "again"
+    printed, losses = run(once)
+    assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
+    assert "8/8" in printed and "matmul_reduce_scatter: reduce_scatter_1d_pairwise_a" in printed
+    if "loss.svg" in printed:
+        assert b"<svg" in (once / "loss.svg").read_bytes()[:1000]
+    again.mkdir()
+    shutil.copytree(once / "step-4", again / "step-4")
+    (again / "losses.json").write_text(json.dumps(losses[:4]))
+    _, resumed = run(again, "--resume")
+    assert resumed == losses
+    one, two = state(once), state(again)
+    assert one.keys() == two.keys() and any("exp_avg" in key for key in one) and any("wq" in key for key in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
