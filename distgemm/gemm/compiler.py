@@ -180,14 +180,15 @@ def library(source: KernelSource) -> Path:
         return _compile_once(source)
 
 
-def build(sources: Sequence[KernelSource], jobs: int | None = None) -> list[Path]:
+def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
     """The compiled libraries of all sources. Missing ones are compiled, several at a time, with a progress bar.
 
-    jobs: compilers at a time; None: one for each core
+    jobs:     compilers at a time; None: one for each core
+    progress: whether the bar is drawn
     """
     lacking = missing(sources)
     if lacking:
-        _build(lacking, jobs)
+        _build(lacking, jobs, progress)
     return [_cached(source)[0] for source in sources]
 
 
@@ -196,9 +197,10 @@ def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
     return [source for source in dict.fromkeys(sources) if not _whole(_cached(source)[0])]
 
 
-def _build(sources: Sequence[KernelSource], jobs: int | None) -> None:
+def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_console()) as progress, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+    bar = Progress(*columns, console=_console(), disable=not drawn)
+    with bar as progress, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         task = progress.add_task("compiling kernels", total=len(sources))
 
         def one(source: KernelSource) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from distgemm.gemm.compiler import KernelSource, library
-from distgemm.gemm.cutlass import ELEMENTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, Matrix, as_matrix, sm_count
 from distgemm.gemm.spec import MatrixSpec
 from distgemm.gemm.tensors import matrix_spec
 from distgemm.problem import DTYPE_BYTES
@@ -42,6 +42,9 @@ def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource
     """What the sum of matrices of these specs, the sources first, is compiled from: as many bytes at once as all of
     them allow, 16 at most."""
     every = [*matrices, d]
+    for spec in every:
+        if spec.dtype not in RESULTS:
+            raise ValueError(f"sums are of {', '.join(RESULTS)}, not {spec.dtype}")
     vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in every), *(spec.vector for spec in every))
     return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
 

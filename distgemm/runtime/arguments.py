@@ -7,7 +7,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from distgemm.plan import Plan
+from distgemm.plan import Plan, PlanError
 
 __all__ = ["TORCH_DTYPES", "agree", "check_shards", "resolve_group", "shard_dtype", "share_memory"]
 
@@ -33,22 +33,29 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def agree(plan: Plan, further: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare the plans of all ranks, and ``further`` arguments. Raises ValueError on all ranks where they differ."""
+def agree(
+    plan: Plan, further: str, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
+) -> None:
+    """Compare the plans of all ranks, and ``further`` arguments. Raises ValueError on all ranks where they differ;
+    ``problem`` on the ranks that have one, PlanError on all others then.
+    """
     size = dist.get_world_size(group)
-    if plan.world_size != size:
-        raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {size}")
     digest = hashlib.sha256(f"{plan.digest} {further}".encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    mine = torch.tensor([*digest, int(problem is not None)], dtype=torch.uint8, device=device)
     every = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(every, mine, group)
-    digests = [bytes(row.tolist()) for row in every]
+    gathered = [bytes(row.tolist()) for row in every]
+    digests = [row[:-1] for row in gathered]
     usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
     if others := [rank for rank, found in enumerate(digests) if found != usual]:
         raise ValueError(
             f"the ranks of the group differ in their plans or arguments: ranks {others} differ from the others; "
             f"here {plan.schedule} for {size} ranks, {plan.problem}, {further}"
         )
+    if problem is not None:
+        raise problem
+    if failed := [rank for rank, row in enumerate(gathered) if row[-1]]:
+        raise PlanError(f"ranks {failed} of the group cannot execute the plan; their errors say why")
 
 
 def check_shards(

@@ -2,6 +2,6 @@
 
 from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
-from distgemm.runtime.cuda.workspace import Workspace
+from distgemm.runtime.cuda.workspace import Workspace, close_workspace
 
-__all__ = ["CudaExecutable", "Replay", "ReplayTimeoutError", "Workspace", "compile"]
+__all__ = ["CudaExecutable", "Replay", "ReplayTimeoutError", "Workspace", "close_workspace", "compile"]

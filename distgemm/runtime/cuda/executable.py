@@ -21,7 +21,7 @@ from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
-from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
@@ -53,7 +53,7 @@ class CudaExecutable:
         provider: str = "cutlass",
         config: str | None = None,
         branches: int = 2,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         on_timeout: str = "raise",
     ) -> None:
         self.timeout, self.on_timeout = timeout, on_timeout
@@ -62,7 +62,13 @@ class CudaExecutable:
         self.provider, self.config, self.branches = provider, config, branches
         self.graphs = 0
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
-        self.actions = lower(plan, self.rank, branches)
+        problem: Exception | None = None
+        try:
+            self.actions = lower(plan, self.rank, branches)
+            self._compile()
+        except Exception as error:  # raised below, once all ranks know of it
+            problem = error
+        agree(plan, f"{provider} {config} {branches} {timeout} {on_timeout}", group, device, problem)
         flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
@@ -72,7 +78,8 @@ class CudaExecutable:
         waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
         self._entry = self.workspace.entry(self.number)
         self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
-        self._compile()
+        copies = [op for op in plan.ops(self.rank) if isinstance(op, Copy)]
+        self._copied = {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
 
@@ -112,10 +119,10 @@ class CudaExecutable:
         once a replay on this workspace has not ended in time on any rank.
         """
         self.raise_if_dead()
-        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
+        given = self._check(a_shard, b_shard, c_shard, beta, out)
         call = _Call(given, alpha, beta, bias, scale_a, scale_b)
         if torch.cuda.is_current_stream_capturing():
-            self._issue(call)
+            self._issue(call, captured=True)
             return call.out
         with watchdog().call(self, call.out):
             self._run(call)
@@ -138,7 +145,10 @@ class CudaExecutable:
         graph.replay()
 
     def raise_if_dead(self) -> None:
-        """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank."""
+        """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank; RuntimeError
+        once the workspace is closed."""
+        if self.workspace.memory is None:
+            raise RuntimeError("the workspace of this executable is closed; compile it anew")
         if self.workspace.dead is not None:
             raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
 
@@ -147,12 +157,25 @@ class CudaExecutable:
 
         Takes what a call takes. Allocates D where ``out`` is None: ``replay.out``.
         """
-        given = check_shards(
-            self.plan, self.rank, self.device, a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None)
-        )
+        given = self._check(a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None))
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
         call = _Call(given, **numbers)
         return Replay(self, self._record(call), call)
+
+    def _check(
+        self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None, beta: float, out: Tensor | None
+    ) -> dict[str, Tensor]:
+        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
+        for name in self._copied & set(given):
+            rows, columns = given[name].shape[-2:]
+            down, along = given[name].stride()[-2:]
+            if (columns > 1 and along != 1) or (rows > 1 and down < columns):
+                what = "out" if name == "D" else f"{name}'s shard"
+                raise ValueError(
+                    f"{what} on rank {self.rank} is copied by rows, which are to be contiguous and apart, got strides "
+                    f"{given[name].stride()}; give it as .contiguous()"
+                )
+        return given
 
     def _record(self, call: _Call) -> torch.cuda.CUDAGraph:
         launches = self._bind(call)
@@ -174,8 +197,11 @@ class CudaExecutable:
         graph.instantiate()
         return graph
 
-    def _issue(self, call: _Call) -> None:
-        self._put(self._bind(call))
+    def _issue(self, call: _Call, captured: bool = False) -> None:
+        launches = self._bind(call)
+        if captured:
+            self.workspace.keep(self)
+        self._put(launches, counted=captured)
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
@@ -201,7 +227,8 @@ class CudaExecutable:
         and what one compiles the others wait for."""
         sources = self.sources()
         turn = self.rank * len(sources) // self.plan.world_size
-        build(sources[turn:] + sources[:turn], jobs=max(1, (os.cpu_count() or 1) // self.plan.world_size))
+        jobs = max(1, (os.cpu_count() or 1) // self.plan.world_size)
+        build(sources[turn:] + sources[:turn], jobs=jobs, progress=self.rank == 0)
 
     # --- binding: ops to launches ---------------------------------------------------------------------
 
@@ -289,8 +316,11 @@ class CudaExecutable:
 
     # --- issuing: launches to streams -----------------------------------------------------------------
 
-    def _put(self, launches: list[Callable[[int], None]]) -> None:
-        """Put all actions on streams that begin and end with the current one."""
+    def _put(self, launches: list[Callable[[int], None]], counted: bool = False) -> None:
+        """Put all actions on streams that begin and end with the current one.
+
+        counted: also count the replay, where the watchdog cannot see it begin and end
+        """
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
         streams = [*side[:BRANCH], main, *side[BRANCH:]][: BRANCH + self.branches]
@@ -305,6 +335,9 @@ class CudaExecutable:
             launch(stream.cuda_stream)
             if action.awaited:
                 events[number] = stream.record_event()
+        if counted:
+            with torch.cuda.stream(streams[COMM]):
+                self.workspace.replays.add_(1)
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
@@ -331,7 +364,7 @@ class _Call:
     def key(self) -> tuple[Any, ...]:
         """The same for calls that one graph serves."""
         tensors = (*self.shards.values(), self.bias, self.scale_a, self.scale_b)
-        where = tuple(None if x is None else (x.data_ptr(), x.stride()) for x in tensors)
+        where = tuple(None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)
         return (tuple(self.shards), where, self.alpha, self.beta)
 
     def bias_of(self, view: View) -> Tensor | None:
@@ -380,7 +413,7 @@ def compile(
     provider: str = "cutlass",
     config: str | None = None,
     branches: int = 2,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     on_timeout: str = "raise",
     **options: Any,
 ) -> CudaExecutable:
@@ -397,7 +430,9 @@ def compile(
 
     A collective call: all ranks of the group make it, in the same order as they make and call other executables.
 
-    Raises ValueError on all ranks where their plans or these arguments differ.
+    Raises ValueError on all ranks where their plans or these arguments differ, PlanError and ValueError for what the
+    runtime or the provider cannot do, CompileError and CompilerNotFoundError; a rank on which that did not happen is
+    told which ranks failed. RuntimeError where CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     whole = resolve_group(group)
     if isinstance(plan, GemmProblem):
@@ -412,10 +447,18 @@ def compile(
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)
-    at = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    if plan.world_size != dist.get_world_size(whole):
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
+    at = torch.device("cuda" if device is None else device)
+    if at.type != "cuda":
+        raise ValueError(f"device is a GPU, got {at}; on CPUs take distgemm.CollectiveExecutable")
     if at.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
-    agree(plan, f"{provider} {config} {branches}", whole, at)
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise RuntimeError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose branches wait for other "
+            "ranks have not been shown to come to an end; unset it, or set it to 8"
+        )
     return CudaExecutable(
         plan, whole, at, provider=provider, config=config, branches=branches, timeout=timeout, on_timeout=on_timeout
     )

@@ -43,11 +43,12 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
 
-    Raises PlanError for a Barrier that is not at the start, and for a flag that is waited for twice in a replay.
+    Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, and ops that
+    depend on what vanishes.
     """
-    ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
-    entered = {op.id for op in plan.ops(rank) if _is_entry(op)}
     _check(plan, rank)
+    ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
+    entered = {op.id for op in ops if _is_entry(op)}
     streams = _streams([op for op in ops if not _is_entry(op)], branches)
     actions = [Action(COMM, ())]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -70,7 +71,12 @@ def _passes_replays(op: Op) -> bool:
 
 def _check(plan: Plan, rank: int) -> None:
     waited = set()
+    vanish = {op.id for op in plan.ops(rank) if _passes_replays(op)}
     for op in plan.ops(rank):
+        if vanish.intersection(op.deps):
+            raise PlanError(f"{op}: depends on a Signal for the next replay, which the CUDA runtime gives at the end")
+        if isinstance(op, Wait) and op.flag.initial and op.deps:
+            raise PlanError(f"{op}: the CUDA runtime waits for the last replay at the start, after no other op")
         if isinstance(op, Barrier) and op.deps:
             raise PlanError(f"{op}: the CUDA runtime takes a Barrier at the start of a replay only")
         if isinstance(op, Wait):

@@ -8,7 +8,8 @@ when it has begun and has not ended in the time that its executable allows. What
 3. the thread that made the calls has a :class:`ReplayTimeoutError` raised in it, at the next Python instruction;
 4. only then are waits satisfied, so that the GPU comes free, and D of every unfinished call is filled with NaN.
 
-So no result of a stuck replay reaches a caller as if it were one.
+So no result of a stuck call reaches a caller as if it were one. A graph that the caller captured is the caller's:
+there, only the next call of an executable raises, or ``raise_if_dead``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Pending(NamedTuple):
     executable: CudaExecutable
     start: torch.cuda.Event
     end: torch.cuda.Event
-    out: torch.Tensor
+    out: weakref.ref[torch.Tensor]
     thread: int
 
 
@@ -68,15 +69,17 @@ class _Watched:
     def __init__(self, workspace: Workspace, store: Any) -> None:
         self.workspace, self.store = workspace, store
         self.pending: deque[_Pending] = deque()
+        self.failed = False
         self.begun: float | None = None  # when the first pending call was seen to have begun
         self.last: tuple[list[int], float] | None = None  # words, and since when they have not changed
         self.stream = new_stream(workspace.device)
-        self.copy = torch.empty(workspace.words().numel(), dtype=torch.int32, pin_memory=True)
+        self.copy = torch.empty(1 + workspace.words().numel(), dtype=torch.int32, pin_memory=True)
 
     def words(self) -> list[int] | None:
-        """The words now; None where even a copy does not end."""
+        """The count of replays and the words now; None where even a copy does not end."""
         with torch.cuda.stream(self.stream):
-            self.copy.copy_(self.workspace.words(), non_blocking=True)
+            self.copy[:1].copy_(self.workspace.replays, non_blocking=True)
+            self.copy[1:].copy_(self.workspace.words(), non_blocking=True)
             done = self.stream.record_event()
         deadline = time.monotonic() + 2.0
         while not done.query():
@@ -90,7 +93,7 @@ class Watchdog:
     """The thread of this process; see :func:`watchdog`."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[Workspace, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: dict[Workspace, _Watched] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -111,7 +114,9 @@ class Watchdog:
         stream = torch.cuda.current_stream(executable.device)
         start = stream.record_event()
         yield
-        watched.pending.append(_Pending(executable, start, stream.record_event(), out, threading.get_ident()))
+        end = stream.record_event()
+        watched.pending.append(_Pending(executable, start, end, weakref.ref(out), threading.get_ident()))
+        executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
 
     def _run(self) -> None:
         # Otherwise what this thread asks of CUDA would spoil a capture in another one.
@@ -121,14 +126,20 @@ class Watchdog:
         while True:
             time.sleep(INTERVAL)
             with self._lock:
+                for workspace in [workspace for workspace in self._watched if workspace.memory is None]:
+                    del self._watched[workspace]
                 every = list(self._watched.values())
             for watched in every:
+                workspace = watched.workspace
+                if workspace.dead is not None or workspace.memory is None or watched.failed:
+                    continue
                 try:
-                    if watched.workspace.dead is None and watched.workspace.memory is not None:
-                        self._look(watched)
+                    self._look(watched)
                 except Exception:
-                    LOG.exception("distgemm's watchdog failed; hangs will not be noticed")
-                    return
+                    if workspace.memory is None:
+                        continue  # closed meanwhile
+                    watched.failed = True
+                    LOG.exception("distgemm's watchdog failed: hangs of executables on this workspace go unnoticed")
 
     def _look(self, watched: _Watched) -> None:
         now = time.monotonic()
@@ -144,19 +155,22 @@ class Watchdog:
             head = watched.pending[0]
             if watched.begun is None:
                 watched.begun = now if head.start.query() else None  # type: ignore[no-untyped-call]
+            if watched.begun is None:
+                self._look_at_words(watched, now)  # a caller's graph before it may be stuck
             elif now - watched.begun > head.executable.timeout:
                 words = watched.words()
-                read = None if words is None else workspace.read(torch.tensor(words))
+                read = None if words is None else workspace.read(torch.tensor(words[1:]))
                 self._die(watched, _explain(head.executable, read, head.executable.timeout), first=True)
             return
         self._look_at_words(watched, now)
 
     def _look_at_words(self, watched: _Watched, now: float) -> None:
-        """Graphs that the caller captured cannot be seen to begin and end: only their words."""
+        """Graphs that the caller captured cannot be seen to begin and end: only their words, and how many replays
+        came past their copies."""
         words = watched.words()
         if words is None:
             return
-        read = watched.workspace.read(torch.tensor(words))
+        read = watched.workspace.read(torch.tensor(words[1:]))
         if watched.last is None or watched.last[0] != words or not read.stage:
             watched.last = (words, now)
             return
@@ -176,10 +190,9 @@ class Watchdog:
         if any(executable.on_timeout == "abort" for executable in executables):
             LOG.critical("distgemm ends this process: on_timeout is 'abort'")
             os._exit(1)
-        pending = list(watched.pending)
-        for thread in {call.thread for call in pending}:
+        for thread in {call.thread for call in list(watched.pending)}:
             _raise_in(thread, message)
-        self._free(watched, pending)
+        self._free(watched)
 
     def _await_others(self, watched: _Watched) -> None:
         """Until all other ranks know, or some do not answer."""
@@ -190,16 +203,17 @@ class Watchdog:
             while keys and not watched.store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def _free(self, watched: _Watched, pending: list[_Pending]) -> None:
+    def _free(self, watched: _Watched) -> None:
         """Satisfy all waits until the calls have ended, then see to it that their results are none."""
         words = watched.workspace.words()
         deadline = time.monotonic() + FREEING
         while time.monotonic() < deadline:
             with torch.cuda.stream(watched.stream):
                 words.fill_(1)
+            pending = list(watched.pending)
             if pending and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
-            if not pending and watched.words() == [1] * words.numel():
+            if not pending and (watched.words() or [])[1:] == [1] * words.numel():
                 break
             time.sleep(0.05)
         else:
@@ -207,7 +221,8 @@ class Watchdog:
             return
         with torch.cuda.stream(watched.stream):
             for call in pending:
-                call.out.fill_(float("nan"))
+                if (out := call.out()) is not None:
+                    out.fill_(float("nan"))
 
 
 def _explain(executable: CudaExecutable, words: Words | None, seconds: float) -> str:
@@ -215,6 +230,8 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
     head = f"{plan.schedule} on rank {rank} of {plan.world_size} has not ended within {seconds:g} s"
     if words is None:
         return f"{head}; its words cannot be read, the GPU answers nothing"
+    if not words.stage:
+        return f"{head}: it has not begun, something before it on its streams has not ended"
     if words.stage == ENTRY:
         late = [peer for peer in executable.workspace.peers if not words.left[peer]]
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"

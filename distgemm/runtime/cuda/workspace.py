@@ -18,7 +18,6 @@ can share slots and flags. Between replays, ``left`` is 1 or on its way, all oth
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.runtime.cuda.memops import MemOp, wait_for, write
 
-__all__ = ["Workspace", "workspace_for"]
+__all__ = ["Workspace", "close_workspace", "workspace_for"]
 
 WORD = 4
 FLAGS = 1024
@@ -59,7 +58,8 @@ class Workspace:
     slot_bytes: for slots, on each rank
     flags:      number of flags
 
-    Executables that share it are issued in one order, the same on all ranks.
+    Executables that share it are issued in one order, the same on all ranks, and one after the other: calls on
+    several streams at once take groups of their own.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = FLAGS) -> None:
@@ -79,6 +79,9 @@ class Workspace:
         self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
+        self._kept: list[Any] = []
+        # How many replays of graphs that callers captured are past their copies.
+        self.replays = torch.zeros(1, dtype=torch.int32, device=device).add_(1)
         self.memory.fill_(0xFF)  # slots begin as NaN
         self.memory[: self._slots_at].zero_()
         self.memory[: self.world_size * WORD].view(torch.int32).fill_(1)
@@ -89,6 +92,11 @@ class Workspace:
         """The number by which an executable is known here, from 1."""
         self.executables.append(weakref.ref(executable))
         return len(self.executables)
+
+    def keep(self, executable: Any) -> None:
+        """Keep an executable that has become part of a caller's graph: that may outlive all other references."""
+        if not any(executable is kept for kept in self._kept):
+            self._kept.append(executable)
 
     def _left(self, at: int, by: int) -> int:
         return self.bases[at] + by * WORD
@@ -146,32 +154,34 @@ class Workspace:
         return self.memory[: (self._first_flag + self.flags) * WORD].view(torch.int32)
 
     def close(self) -> None:
-        """Give the memory back. No executable on it may be called any more; a collective call."""
+        """Give the memory back, once no executable on it is called any more."""
         self.memory = None
         self._handle = None
+        self._kept.clear()
 
 
-_WORKSPACES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Workspace]] = (
-    weakref.WeakKeyDictionary()
-)
+_WORKSPACES: dict[tuple[str, int], Workspace] = {}
 
 
 def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
-    """The workspace of a group and the current stream, which all executables of that group and stream share.
+    """The workspace of a group, which all its executables share. It stays until :func:`close_workspace`.
 
-    A larger one is made where the last is too small; executables keep the one they were made with. A collective
-    call: sizes are the same on all ranks.
+    A larger one is made where the last is too small, or has died; executables keep the one they were made with. A
+    collective call: sizes are the same on all ranks.
     """
-    known = _WORKSPACES.setdefault(group, {})
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    found = known.get(key)
-    if found is None or found.memory is None or found.slot_bytes < slot_bytes or found.flags < flags:
-        found = known[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
+    key = (group.group_name, device.index)
+    found = _WORKSPACES.get(key)
+    if found is not None and found.memory is not None and found.dead is None:
+        if found.slot_bytes >= slot_bytes and found.flags >= flags:
+            return found
+        slot_bytes, flags = max(slot_bytes, found.slot_bytes), max(flags, found.flags)
+    found = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
     return found
 
 
-def close_workspaces(group: dist.ProcessGroup) -> None:
-    """Close all workspaces of a group."""
-    for found in _WORKSPACES.pop(group, {}).values():
-        with contextlib.suppress(RuntimeError):
-            found.close()
+def close_workspace(group: dist.ProcessGroup | None = None) -> None:
+    """Give the memory of a group's workspace back, once none of its executables is called any more; None: of all
+    ranks' group."""
+    whole = dist.group.WORLD if group is None else group
+    for key in [key for key in _WORKSPACES if whole is not None and key[0] == whole.group_name]:
+        _WORKSPACES.pop(key).close()
