@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -38,9 +39,10 @@ from distgemm.ops import (
     box_extents,
     box_size,
     contains,
+    maker,
     overlaps,
 )
-from distgemm.plan import SLOT_ALIGNMENT, Plan, slot_pitch
+from distgemm.plan import SLOT_ALIGNMENT, Plan, collector_paused, slot_pitch
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, TileCoord, get_schedule
 
@@ -52,6 +54,9 @@ SYNCS = ("credit", "barrier")
 BRANCHES = 2
 """GEMMs of one rank that may be in flight at once: so many local slots hold results that are being sent."""
 
+OPS: tuple[type[Op], ...] = (Barrier, Copy, Gemm, Reduce, Signal, Wait)
+MAKERS = {kind: maker(kind) for kind in OPS}
+
 # Within a step, tiles of A and B leave first, then GEMMs and sums run, then their results leave.
 GATHER, COMPUTE, RESULT = 0, 1, 2
 PHASES = 3
@@ -59,7 +64,7 @@ PHASES = 3
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Where a tile rests in a rank's memory: in the D shard, or for a while in a slot."""
+    """Where a tile rests in a rank's memory: in a shard, or for a while in a slot."""
 
     rank: int
     operand: str
@@ -67,52 +72,22 @@ class _Place:
     frame: Box
     dtype: str
     iteration: int  # the iteration that first uses it
-    shard: bool = False  # lies in the D shard
-    accesses: list[_Access] = field(default_factory=list)
+    shard: bool = False
+    # (who, what, whether it writes) since it was last written, and that write first; where a part of it was
+    # written, whatever there is of other parts too.
+    accesses: list[tuple[_Event, Box, bool]] = field(default_factory=list)
+    first: _Event | None = None  # the first write
+    parts: bool = False  # whether the last write was of a part
+    start: int = -1  # steps of the first write, and of the last access
+    end: int = -1
     slot: int = -1
     last: _Place | None = None  # whose place in the slot it takes
     wraps: bool = False  # ``last`` held the slot in the replay before
-    pitch: int = field(init=False)  # of its rows, in a slot
+    view: View | None = None  # of all of it
 
-    def __post_init__(self) -> None:
-        self.pitch = slot_pitch(box_extents(self.frame)[2], self.dtype)
-
-    def frontier(self, box: Box) -> list[_Event]:
-        """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
-        found: list[_Access] = []
-        rewritten: list[Box] = []
-        for access in reversed(self.accesses):
-            # Nearly always one box is used throughout: the same object, which is quick to see.
-            same = access.box is box
-            if not (same or overlaps(access.box, box)) or any(contains(later, access.box) for later in rewritten):
-                continue
-            if not access.writes:
-                found.append(access)
-                continue
-            if not any(overlaps(later.box, access.box) for later in found):
-                found.append(access)
-            if same or contains(access.box, box):
-                break
-            rewritten.append(access.box)
-        return [access.event for access in found]
-
-    def writers(self, box: Box) -> list[_Event]:
-        """The events whose writes a read of ``box`` sees."""
-        found: list[_Event] = []
-        for access in reversed(self.accesses):
-            if access.writes:
-                if access.box is box:
-                    return [*found, access.event]
-                if overlaps(access.box, box):
-                    found.append(access.event)
-                    if contains(access.box, box):
-                        break
-        return found
-
-    def span(self) -> tuple[int, int]:
-        """The steps of its first write and of its last access."""
-        start = min(access.event.step for access in self.accesses if access.writes)
-        return start, max(access.event.step for access in self.accesses)
+    @property
+    def pitch(self) -> int:
+        return slot_pitch(box_extents(self.frame)[2], self.dtype)
 
     @property
     def elements(self) -> int:
@@ -123,19 +98,28 @@ class _Place:
     @property
     def remote(self) -> bool:
         """Whether another rank writes it."""
-        return self.accesses[0].event.rank != self.rank
+        return self.first is not None and self.first.rank != self.rank
 
+    def frontier(self, box: Box) -> list[_Event]:
+        """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
+        if box is self.frame and not self.parts:
+            return [event for event, _, _ in (self.accesses[:0:-1] or self.accesses)]
+        found: list[_Event] = []
+        boxes: list[Box] = []
+        for event, other, writes in reversed(self.accesses):
+            if overlaps(other, box) and not (writes and any(overlaps(later, other) for later in boxes)):
+                found.append(event)
+                boxes.append(other)
+        return found
 
-@dataclass(eq=False, slots=True)
-class _Access:
-    event: _Event
-    box: Box
-    writes: bool
+    def writers(self, box: Box) -> list[_Event]:
+        """The events whose writes a read of ``box`` sees."""
+        return [event for event, other, writes in reversed(self.accesses) if writes and overlaps(other, box)]
 
 
 @dataclass(eq=False, slots=True)
 class _Event:
-    """A GEMM, a sum or a transfer, before it is an op. A source that is None is the rank's shard of A or B."""
+    """A GEMM, a sum or a transfer, before it is an op."""
 
     kind: type[Op]
     rank: int
@@ -145,38 +129,74 @@ class _Event:
     phase: int
     floor: int = 0  # earliest step
     box: Box | None = None  # what a transfer moves
-    sources: list[_Place | None] = field(default_factory=list)  # Gemm: A, B, then partial sums
+    sources: list[_Place] = field(default_factory=list)  # Gemm: A, B, then partial sums
     out: _Place | None = None
     completes: bool = False  # adds beta * C
     after: list[_Event] = field(default_factory=list)  # whose results or room it needs
     follows: _Event | None = None  # the GEMM before it on the same rank; an order in time, not a need
     step: int = -1
+    position: int = -1  # among all events, in the order in which they become ops
     op: int = -1
     arrival: Flag | None = None  # of a transfer: its flags, and the Wait for its arrival
     credit: Flag | None = None
     wait: int = -1
 
     @property
+    def round(self) -> int:
+        return self.step * PHASES + self.phase
+
+    @property
     def crosses(self) -> bool:
         """Whether it writes another rank's memory."""
         return self.out is not None and self.out.rank != self.rank
 
-    def delay(self, before: _Event) -> int:
-        """Steps from the start of ``before`` to this event: what travels is there one step later."""
-        return int(before.kind is Copy or before is self.follows)
-
-    def key(self) -> tuple[int, int, int]:
-        order = 0 if self.kind is Gemm else 1
-        return self.step * PHASES + self.phase, order, self.out.iteration if self.out else self.iteration
-
     def read(self, place: _Place, box: Box) -> None:
-        self.after += [event for event in place.writers(box) if event not in self.after]
-        place.accesses.append(_Access(self, box, False))
+        if place.shard and place.operand != "D":
+            return  # nobody writes it
+        for event in place.writers(box) if place.parts else (place.accesses[0][0],):
+            if event not in self.after:
+                self.after.append(event)
+        place.accesses.append((self, box, False))
 
     def write(self, place: _Place, box: Box) -> None:
-        if place.rank == self.rank:
-            self.after += [e for e in place.frontier(box) if e is not self and e not in self.after]
-        place.accesses.append(_Access(self, box, True))
+        if place.first is None:
+            place.first = self
+        elif place.rank == self.rank:
+            for event in place.frontier(box):
+                if event is not self and event not in self.after:
+                    self.after.append(event)
+        if box is place.frame:
+            place.accesses = [(self, box, True)]
+            place.parts = False
+        else:
+            place.accesses = [access for access in place.accesses if not contains(box, access[1])]
+            place.accesses.append((self, box, True))
+            place.parts = True
+
+    def settle(self) -> None:
+        """The step: as early as what it needs, and the GEMM before it, allow. Those must have been settled."""
+        step = self.floor
+        for before in self.after:
+            # What travels is there one step later.
+            ready = before.step + 1 if before.kind is Copy else before.step
+            if ready > step:
+                step = ready
+        if self.follows is not None and self.follows.step >= step:
+            step = self.follows.step + 1
+        self.step = step
+        out = self.out
+        if out is not None:
+            if out.start < 0 or step < out.start:
+                out.start = step
+            if step > out.end:
+                out.end = step
+        for place in self.sources:
+            if step > place.end:
+                place.end = step
+
+    def order(self) -> tuple[int, int]:
+        """By round, GEMMs first, and then by the iteration that is served."""
+        return self.round * 2 + (self.kind is not Gemm), self.out.iteration if self.out else self.iteration
 
 
 @dataclass(eq=False, slots=True)
@@ -184,6 +204,7 @@ class _Part:
     """What one rank adds to one tile of D."""
 
     rank: int
+    frame: Box
     iterations: list[int] = field(default_factory=list)
     incoming: list[int] = field(default_factory=list)  # ranks whose partial sums it receives
     to: int | None = None  # rank that it sends its partial sum to; None: it completes the tile
@@ -217,8 +238,9 @@ class _Derivation:
         self.work = [self._work(rank) for rank in self.ranks]
         self.events: list[_Event] = []
         self.places: list[list[_Place]] = [[] for _ in self.ranks]
-        self.landed: dict[tuple[int, str, Tile], _Place] = {}
-        self.results: dict[tuple[int, Tile], _Place] = {}
+        # Where each rank has tiles of A and B, and those of D that are delivered to it; and its own results.
+        self.landed: dict[str, list[dict[Tile, _Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
+        self.results: list[dict[Tile, _Place]] = [{} for _ in self.ranks]
 
     def run(self) -> None:
         self._gather()
@@ -226,7 +248,12 @@ class _Derivation:
         self._multiply(parts)
         self._sum(parts)
         self._deliver(parts)
-        self._schedule()
+
+    def forget(self) -> None:
+        """Cut the circles in which events and places refer to each other, so that they are freed at once."""
+        for place in chain(*self.places, *(places.values() for places in self.results)):
+            place.accesses = []
+            place.first = place.last = None
 
     def fail(self, message: str) -> ValueError:
         return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
@@ -265,11 +292,14 @@ class _Derivation:
 
     def _work(self, rank: int) -> dict[int, TileCoord]:
         """The tiles that have any elements, by iteration."""
-        edges = self.edges
+        tiles = self.scheduler.work.tiles[rank]
+        empty = [{index for index, (low, high) in enumerate(pairwise(edges)) if low == high} for edges in self.edges]
+        if not any(empty):
+            return {iteration: TileCoord(*tile) for iteration, tile in enumerate(tiles) if tile is not None}
         return {
             iteration: TileCoord(*tile)
-            for iteration, tile in enumerate(self.scheduler.work.tiles[rank])
-            if tile is not None and all(e[t] < e[t + 1] for e, t in zip(edges, tile, strict=True))
+            for iteration, tile in enumerate(tiles)
+            if tile is not None and not any(index in of_mode for index, of_mode in zip(tile, empty, strict=True))
         }
 
     def frame(self, operand: str, tile: Tile) -> Box:
@@ -308,12 +338,13 @@ class _Derivation:
             layout = self.scheduler.partition[operand]
             needs: dict[Tile, dict[int, int]] = defaultdict(dict)
             for rank in self.ranks:
-                for iteration, work in self.work[rank].items():
-                    tile = (work.m if operand == "A" else work.n, work.k, work.l)
-                    if rank not in layout.holders(tile):
-                        needs[tile].setdefault(rank, iteration)
-            for moved, first_use in sorted(needs.items()):
-                self._move(operand, moved, layout.holders(moved), first_use, route, self.problem.dtype)
+                first_use: dict[Tile, int] = {}
+                for iteration, (m, n, k, batch) in self.work[rank].items():
+                    first_use.setdefault((m, k, batch) if operand == "A" else (n, k, batch), iteration)
+                for tile in first_use.keys() - set(layout.tiles[rank]):
+                    needs[tile][rank] = first_use[tile]
+            for moved, by in sorted(needs.items()):
+                self._move(operand, moved, layout.holders(moved), by, route, self.problem.dtype)
 
     def _move(
         self,
@@ -335,8 +366,8 @@ class _Derivation:
             for hop in self._useful(route.hops(self.scheduler.mesh, holder, needers), needers):
                 self._hop(operand, tile, holder, hop, first_use, dtype)
             for rank in needers:
-                landed = self.landed.get((rank, operand, tile))
-                arrived = sum(box_size(access.box) for access in landed.accesses if access.writes) if landed else 0
+                landed = self.landed[operand][rank].get(tile)
+                arrived = sum(box_size(box) for _, box, writes in landed.accesses if writes) if landed else 0
                 if arrived != box_size(self.frame(operand, tile)):
                     raise self.fail(f"the route of {operand}{tile} does not bring all of it to rank {rank}")
 
@@ -365,32 +396,44 @@ class _Derivation:
 
     def _hop(self, operand: str, tile: Tile, holder: int, hop: Hop, first_use: dict[int, int], dtype: str) -> None:
         frame = self.frame(operand, tile)
-        batch, (top, bottom), columns = frame
-        rows = -(-(bottom - top) // hop.parts)
-        box: Box = (batch, (min(top + hop.part * rows, bottom), min(top + (hop.part + 1) * rows, bottom)), columns)
+        box = frame  # the same object: see _Place
+        if hop.parts > 1:
+            batch, (top, bottom), columns = frame
+            rows = -(-(bottom - top) // hop.parts)
+            box = batch, (min(top + hop.part * rows, bottom), min(top + (hop.part + 1) * rows, bottom)), columns
         if not box_size(box):
             return
-        source = self.results.get((holder, tile)) if operand == "D" else None
+        landed = self.landed[operand]
         if hop.src != holder:
-            source = self.landed.get((hop.src, operand, tile))
-            if source is None or not source.writers(box):
+            passed_on = landed[hop.src].get(tile)
+            if passed_on is None or not passed_on.writers(box):
                 raise self.fail(f"the route of {operand}{tile}: {hop} passes on what did not arrive there")
+            source = passed_on
+        else:
+            source = self._result(holder, tile) if operand == "D" else self._own(operand, holder, tile)
         used = first_use.get(hop.dst)
         floor = hop.turn if hop.turn is not None else (used or 0) - 1
-        place = self.landed.get((hop.dst, operand, tile))
+        place = landed[hop.dst].get(tile)
         if place is None:
             place = _Place(hop.dst, operand, tile, frame, dtype, floor if used is None else used)
-            self.landed[hop.dst, operand, tile] = place
+            landed[hop.dst][tile] = place
             self.places[hop.dst].append(place)
         if place.writers(box):
             raise self.fail(f"the route of {operand}{tile}: {hop} brings what has arrived there already")
         self._send(place, hop.src, source, box, GATHER if operand != "D" else RESULT, floor)
 
-    def _send(self, into: _Place, src: int, source: _Place | None, box: Box, phase: int, floor: int = 0) -> None:
+    def _own(self, operand: str, rank: int, tile: Tile) -> _Place:
+        """A tile of A or B in the rank's shard."""
+        places = self.landed[operand][rank]
+        if tile not in places:
+            places[tile] = _Place(rank, operand, tile, self.frame(operand, tile), self.problem.dtype, 0, shard=True)
+        return places[tile]
+
+    def _send(self, into: _Place, src: int, source: _Place, box: Box, phase: int, floor: int = 0) -> None:
         event = _Event(Copy, src, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
-        if source is not None:
-            event.read(source, box)
+        event.read(source, box)
         event.write(into, box)
+        event.settle()
         self.events.append(event)
 
     def _parts(self) -> dict[Tile, dict[int, _Part]]:
@@ -398,10 +441,13 @@ class _Derivation:
         tiles: dict[Tile, dict[int, _Part]] = {}
         for rank in self.ranks:
             for iteration, work in self.work[rank].items():
-                parts = tiles.setdefault((work.m, work.n, work.l), {})
-                parts.setdefault(rank, _Part(rank)).iterations.append(iteration)
-        for tile in sorted(tiles):
-            self._join(tile, tiles[tile])
+                tile = (work.m, work.n, work.l)
+                parts = tiles.setdefault(tile, {})
+                if rank not in parts:
+                    parts[rank] = _Part(rank, self.frame("D", tile))
+                parts[rank].iterations.append(iteration)
+        for of_tile, parts in sorted(tiles.items()):
+            self._join(of_tile, parts)
         return tiles
 
     def _join(self, tile: Tile, parts: dict[int, _Part]) -> None:
@@ -409,14 +455,15 @@ class _Derivation:
         reducer = self._reducer(tile)
         contributors = [part for rank, part in parts.items() if rank != reducer]
         contributors.sort(key=lambda part: (part.iterations[-1], part.rank))
-        parts.setdefault(reducer, _Part(reducer))
+        frame = self.frame("D", tile)
+        parts.setdefault(reducer, _Part(reducer, frame))
         if not contributors:
             return
         ranks = [part.rank for part in contributors]
         route = self.scheduler.route.d
         for hop in route.hops(self.scheduler.mesh, ranks, reducer):
             # A rank without a part of its own may pass on what it receives.
-            src, dst = (parts.setdefault(rank, _Part(rank)) for rank in hop[:2])
+            src, dst = (parts.setdefault(rank, _Part(rank, frame)) for rank in hop[:2])
             if src.rank == reducer or src.to is not None or not (src.iterations or src.incoming):
                 raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
             src.to = dst.rank
@@ -424,8 +471,15 @@ class _Derivation:
         lost = [part.rank for part in parts.values() if part.to is None and part.rank != reducer]
         if lost:
             raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
-        for part in parts.values():
-            part.whole = not part.incoming or (route.fold and self._folds(part, parts))
+        # A partial sum is added in the epilogue of the last GEMM if it is complete before, all the way up.
+        for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
+            before = [parts[rank] for rank in part.incoming]
+            part.whole = not before or (
+                route.fold
+                and len(before) == 1
+                and before[0].whole
+                and -1 < (before[0].iterations or [-1])[-1] < (part.iterations or [-1])[-1]
+            )
 
     def _reducer(self, tile: Tile) -> int:
         """The owner that completes a tile: where there are several, the one whose own part comes last."""
@@ -440,50 +494,38 @@ class _Derivation:
                     last[rank] = max(last[rank], iteration)
         return max(owners, key=lambda rank: (last[rank], -rank))
 
-    @staticmethod
-    def _folds(part: _Part, parts: dict[int, _Part]) -> bool:
-        """Whether the partial sum that arrives is complete before this rank's last GEMM, all the way up."""
-        while part.incoming:
-            if len(part.incoming) > 1 or not part.iterations:
-                return False
-            before = parts[part.incoming[0]]
-            if not before.iterations or before.iterations[-1] >= part.iterations[-1]:
-                return False
-            part = before
-        return True
-
     # --- who multiplies and adds ------------------------------------------------------------------------
 
     def _multiply(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
         """One GEMM for each tile of work, in the order of iterations."""
         before: list[_Event | None] = [None for _ in self.ranks]
+        landed_a, landed_b = self.landed["A"], self.landed["B"]
         for iteration in range(self.scheduler.iterations):
-            for rank in self.ranks:
-                work = self.work[rank].get(iteration)
+            for rank, of_rank in enumerate(self.work):
+                work = of_rank.get(iteration)
                 if work is None:
                     continue
-                tile = (work.m, work.n, work.l)
-                parts = tiles[tile]
-                part = parts[rank]
-                event = _Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, follows=before[rank])
+                m, n, k, batch = work
+                a = landed_a[rank].get((m, k, batch)) or self._own("A", rank, (m, k, batch))
+                b = landed_b[rank].get((n, k, batch)) or self._own("B", rank, (n, k, batch))
+                event = _Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, None, [a, b], follows=before[rank])
                 before[rank] = event
                 self.events.append(event)
-                for operand, index in (("A", work.m), ("B", work.n)):
-                    place = self.landed.get((rank, operand, (index, work.k, work.l)))
-                    event.sources.append(place)
-                    if place is not None:
-                        event.read(place, place.frame)
-                self._accumulate(event, part, tile)
+                event.read(a, a.frame)
+                event.read(b, b.frame)
+                parts = tiles[m, n, batch]
+                part = parts[rank]
+                self._accumulate(event, part, (m, n, batch))
                 if iteration == part.iterations[-1] and part.whole and part.to is not None:
-                    self._pass_on(part, parts[part.to], tile, iteration)
+                    self._pass_on(part, parts[part.to], (m, n, batch), iteration)
 
     def _accumulate(self, event: _Event, part: _Part, tile: Tile) -> None:
         """Where a GEMM's result goes, and what its epilogue adds."""
-        frame = self.frame("D", tile)
+        frame = part.frame
         first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
         done = last and part.whole
         finishes = done and part.to is None
-        sources = [] if first else [part.home]
+        sources = [] if first or part.home is None else [part.home]
         if done:
             sources += part.arrived
         if finishes:
@@ -497,29 +539,29 @@ class _Derivation:
             out = part.home
         event.out, event.completes = out, finishes
         for source in sources:
-            assert source is not None
             event.sources.append(source)
             event.read(source, frame)
         event.write(out, frame)
+        event.settle()
 
     def _home(self, part: _Part, tile: Tile, iteration: int) -> _Place:
         """Where a partial sum rests: in D where it is completed, if the types agree, else in a slot."""
         if part.to is None and self.partial_dtype == self.out_dtype:
             return self._result(part.rank, tile)
-        place = _Place(part.rank, "D", tile, self.frame("D", tile), self.partial_dtype, iteration)
+        place = _Place(part.rank, "D", tile, part.frame, self.partial_dtype, iteration)
         self.places[part.rank].append(place)
         return place
 
     def _result(self, rank: int, tile: Tile) -> _Place:
-        place = self.results.get((rank, tile))
+        place = self.results[rank].get(tile)
         if place is None:
             place = _Place(rank, "D", tile, self.frame("D", tile), self.out_dtype, 0, shard=True)
-            self.results[rank, tile] = place
+            self.results[rank][tile] = place
         return place
 
     def _pass_on(self, part: _Part, to: _Part, tile: Tile, iteration: int) -> None:
         """Send a partial sum to the rank that adds to it next: in its last GEMM, or from ``iteration`` on."""
-        frame = self.frame("D", tile)
+        frame = part.frame
         used = to.iterations[-1] if to.iterations else iteration
         place = _Place(to.rank, "D", tile, frame, self.partial_dtype, used)
         self.places[to.rank].append(place)
@@ -544,7 +586,7 @@ class _Derivation:
 
     def _reduce(self, part: _Part, tile: Tile, iteration: int) -> None:
         """Add what arrived, and the rank's own part last."""
-        frame = self.frame("D", tile)
+        frame = part.frame
         event = _Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.to is None)
         self.events.append(event)
         places = part.arrived if part.home is None else [*part.arrived, part.home]
@@ -553,6 +595,7 @@ class _Derivation:
             event.read(place, frame)
         event.out = part.home = self._result(part.rank, tile) if part.to is None else places[-1]
         event.write(event.out, frame)
+        event.settle()
 
     def _deliver(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
         """Finished tiles of D go from the rank that completes them to their other owners."""
@@ -565,20 +608,14 @@ class _Derivation:
             first_use = {rank: last for rank in owners if rank != reducer}
             self._move("D", tile, [reducer], first_use, self.scheduler.route.deliver, self.out_dtype)
             for rank in first_use:
-                landed, frame = self.landed[rank, "D", tile], self.frame("D", tile)
+                landed, frame = self.landed["D"][rank][tile], self.frame("D", tile)
                 event = _Event(Copy, rank, last, "D", tile, RESULT, 0, frame, [landed], self._result(rank, tile))
                 event.read(landed, frame)
                 event.write(self._result(rank, tile), frame)
+                event.settle()
                 self.events.append(event)
 
-    # --- when, and where --------------------------------------------------------------------------------
-
-    def _schedule(self) -> None:
-        """The step of every event: as early as its inputs, and the GEMM before it, allow."""
-        # Every event stands in the list behind what it needs: see the order in which run() makes them.
-        for event in self.events:
-            needs = event.after if event.follows is None else [*event.after, event.follows]
-            event.step = max([event.floor, *(before.step + event.delay(before) for before in needs)])
+    # --- where --------------------------------------------------------------------------------------------
 
     def allocate(self, workspace: str) -> tuple[tuple[Slot, ...], ...]:
         """A slot for every place, in order of their lifetimes."""
@@ -587,22 +624,21 @@ class _Derivation:
     def _allocate(self, rank: int, bounded: bool) -> tuple[Slot, ...]:
         group = prod(self.scheduler.chunks)
         tenants: list[list[_Place]] = []
-        shared: list[tuple[int, _Place, int]] = []  # (slot, its last tenant, that one's last step)
-        spans = {place: place.span() for place in self.places[rank]}
-        for place in sorted(self.places[rank], key=lambda place: (spans[place][0], place.iteration)):
-            start, end = spans[place]
+        shared: list[_Place] = []  # the last tenants of slots that may have more
+        for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
             place.slot = len(tenants)
             if bounded or not place.remote:
-                for index, (slot, last, busy) in enumerate(shared):
+                for index, last in enumerate(shared):
                     # Room is made by whole rounds of chunks, or for as many results as branches are in flight.
-                    free = (busy // group + 1) * group if place.remote or last.remote else busy + BRANCHES
+                    remote = place.remote or last.remote
+                    free = (last.end // group + 1) * group if remote else last.end + BRANCHES
                     # Tiles of one operand are alike in size: none takes up a slot that is larger than it needs.
-                    if free <= start and (last.operand, last.dtype) == (place.operand, place.dtype):
-                        place.slot, place.last = slot, last
-                        shared[index] = slot, place, end
+                    if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
+                        place.slot, place.last = last.slot, last
+                        shared[index] = place
                         break
                 else:
-                    shared.append((place.slot, place, end))
+                    shared.append(place)
             if place.last is None:
                 tenants.append([])
             tenants[place.slot].append(place)
@@ -621,8 +657,9 @@ class _Emitter:
     """Step 4: ops, flags and dependencies, in the order of the events' steps."""
 
     def __init__(self, derivation: _Derivation, shards: dict[str, tuple[Box, ...]], sync: str) -> None:
-        self.events = sorted(derivation.events, key=_Event.key)
-        self.frame = derivation.frame
+        self.events = sorted(derivation.events, key=_Event.order)
+        for position, event in enumerate(self.events):
+            event.position = position
         self.shards = shards
         self.ops: list[list[Op]] = [[] for _ in derivation.ranks]
         self.flags = [0 for _ in derivation.ranks]
@@ -635,20 +672,19 @@ class _Emitter:
         credits = self._credits()
         for event in self.events:
             self._emit(event)
-            for transfer, readers in credits.get(id(event), ()):
+            for transfer, readers in credits.get(event.position, ()):
                 into = transfer.out
                 assert into is not None and transfer.credit is not None
                 deps = tuple(reader.op for reader in readers)
-                at = event.step * PHASES + event.phase, into.iteration, into.operand, into.tile, into.slot
+                at = event.round, into.iteration, into.operand, into.tile, into.slot
                 self._add(Signal, into.rank, *at, deps, transfer.credit)
         return self.ops
 
     def _credits(self) -> dict[int, list[tuple[_Event, list[_Event]]]]:
-        """What each write to a slot waits for: (transfer, readers) by the last of the readers of the tile before.
+        """What each write to a slot waits for: (transfer, readers) by the last reader's position.
 
         Readers and a writer of the same rank are ordered at once, by a dependency.
         """
-        position = {id(event): index for index, event in enumerate(self.events)}
         found: dict[int, list[tuple[_Event, list[_Event]]]] = defaultdict(list)
         for event in self.events:
             into = event.out
@@ -657,10 +693,10 @@ class _Emitter:
             if event.crosses and not (into.wraps and self.barrier):
                 box = event.box if into.last is into and event.box is not None else into.last.frame
                 readers = into.last.frontier(box)
-                last = max(readers, key=lambda reader: position[id(reader)])
-                found[id(last)].append((event, readers))
+                last = max([reader.position for reader in readers])
+                found[last].append((event, readers))
                 event.credit = self._flag(event.rank, initial=int(into.wraps), credit=True)
-            elif not event.crosses and not into.wraps and into.accesses[0].event is event:
+            elif not event.crosses and not into.wraps and into.first is event:
                 event.after += into.last.frontier(into.last.frame)
         return found
 
@@ -668,15 +704,21 @@ class _Emitter:
         self.flags[rank] += 1
         return Flag(rank, self.flags[rank] - 1, initial, credit)
 
-    def _add(self, kind: Any, rank: int, *args: Any) -> int:
+    def _add(self, kind: type[Op], rank: int, *args: object) -> int:
         ops = self.ops[rank]
-        ops.append(kind(len(ops), rank, *args))
+        ops.append(MAKERS[kind](len(ops), rank, *args))
         return len(ops) - 1
 
-    def _view(self, place: _Place | None, rank: int, operand: str, box: Box) -> View:
-        if place is None or place.shard:
-            return self._shard(rank, operand, box)
-        return View(place.rank, "slot", place.slot, place.frame, box, place.pitch)
+    def _view(self, place: _Place, box: Box) -> View:
+        if place.view is not None and box is place.frame:
+            return place.view
+        if place.shard:
+            view = self._shard(place.rank, place.operand, box)
+        else:
+            view = View(place.rank, "slot", place.slot, place.frame, box, place.pitch)
+        if box is place.frame:
+            place.view = view
+        return view
 
     def _shard(self, rank: int, operand: str, box: Box) -> View:
         frame = self.shards["D" if operand == "C" else operand][rank]
@@ -698,7 +740,7 @@ class _Emitter:
         return found
 
     def _emit(self, event: _Event) -> None:
-        rank, round_ = event.rank, event.step * PHASES + event.phase
+        rank, round_ = event.rank, event.round
         into = event.out
         assert into is not None
         slot = into.slot
@@ -710,22 +752,17 @@ class _Emitter:
                 deps.append(self._add(Wait, rank, *common, (), event.credit, into.rank))
             elif event.crosses and self.barrier:
                 deps.append(0)
-            src = self._view(event.sources[0], rank, event.operand, event.box)
-            dst = self._view(into, into.rank, event.operand, event.box)
+            src, dst = self._view(event.sources[0], event.box), self._view(into, event.box)
             event.op = self._add(Copy, rank, *common, tuple(deps), src, dst)
             if event.crosses:
                 event.arrival = self._flag(into.rank, initial=0, credit=False)
                 self._add(Signal, rank, *common, (event.op,), event.arrival)
             return
-        operands: list[View] = []
-        if event.kind is Gemm:
-            m, n, k, batch = event.tile
-            for place, operand, tile in zip(event.sources, "AB", ((m, k, batch), (n, k, batch)), strict=False):
-                operands.append(self._view(place, rank, operand, self.frame(operand, tile)))
-        sources = tuple(self._view(place, rank, "D", into.frame) for place in event.sources[len(operands) :])
+        views = [self._view(place, place.frame) for place in event.sources]
+        operands, sources = (views[:2], views[2:]) if event.kind is Gemm else ([], views)
         c = self._shard(rank, "C", into.frame) if event.completes else None
-        out = self._view(into, rank, "D", into.frame)
-        event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, sources, c, out)
+        out = self._view(into, into.frame)
+        event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, tuple(sources), c, out)
 
 
 def make_plan(
@@ -770,12 +807,19 @@ def make_plan(
 
 @lru_cache(maxsize=128)
 def _make_plan(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str) -> Plan:
+    with collector_paused():
+        return _derive(problem, scheduler, workspace, sync)
+
+
+def _derive(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str) -> Plan:
     derivation = _Derivation(problem, scheduler)
     derivation.run()
     slots = derivation.allocate(workspace)
     shards = {
         operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
     }
+    rank_ops = tuple(map(tuple, _Emitter(derivation, shards, sync).emit()))
+    derivation.forget()
     return Plan(
         problem=problem,
         schedule=scheduler.name,
@@ -785,6 +829,6 @@ def _make_plan(problem: GemmProblem, scheduler: DistributedTileScheduler, worksp
         iterations=scheduler.iterations,
         edges=derivation.edges,
         shards=(shards["A"], shards["B"], shards["D"]),
-        rank_ops=tuple(map(tuple, _Emitter(derivation, shards, sync).emit())),
+        rank_ops=rank_ops,
         slots=slots,
     )

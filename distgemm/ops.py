@@ -6,8 +6,9 @@ same rank and replay by id. A rank begins a replay after it has finished the one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, make_dataclass
+from typing import NamedTuple, TypeVar
 
 from distgemm.schedulers import TileCoord
 
@@ -27,6 +28,7 @@ __all__ = [
     "box_extents",
     "box_size",
     "contains",
+    "maker",
     "overlaps",
 ]
 
@@ -235,3 +237,29 @@ def accesses(op: Op) -> tuple[list[View], View | None]:
     if isinstance(op, Copy):
         return [op.src], op.dst
     return [], None
+
+
+_Op = TypeVar("_Op", bound=Op)
+
+
+def maker(kind: type[_Op]) -> Callable[..., _Op]:
+    """``kind`` for those who make many: the same ops from the same arguments, several times as fast.
+
+    A frozen dataclass sets its fields one by one through ``object.__setattr__``. Here they are set as those of any
+    other class are, and frozen afterwards.
+    """
+    thawed = make_dataclass("Fields", [field.name for field in fields(kind)])
+    members = {
+        "__slots__": (),
+        "__init__": vars(thawed)["__init__"],
+        "__setattr__": object.__setattr__,
+        "__delattr__": object.__delattr__,
+    }
+    draft = type(kind.__name__, (kind,), members)
+
+    def make(*values: object) -> _Op:
+        op: _Op = draft(*values)
+        op.__class__ = kind
+        return op
+
+    return make

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +17,33 @@ from distgemm.ops import Box, Copy, Flag, Op, Slot, View, accesses, box_extents,
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import TileCoord
 
-__all__ = ["ROW_ALIGNMENT", "SLOT_ALIGNMENT", "Plan", "PlanError", "slot_pitch"]
+__all__ = ["ROW_ALIGNMENT", "SLOT_ALIGNMENT", "Plan", "PlanError", "collector_paused", "slot_pitch"]
 
 SLOT_ALIGNMENT = 256
 """Slots start at, and take up, multiples of this many bytes."""
 
 ROW_ALIGNMENT = 16
 """Rows in slots start at multiples of this many bytes: TMA, by which kernels load and store, demands it."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector: it would go through the ops of a large plan again and again.
+
+    What was made meanwhile counts as old, as if it had been gone through: nothing of it is garbage.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            # Moves everything to the oldest generation.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 def slot_pitch(columns: int, dtype: str) -> int:
@@ -31,7 +53,7 @@ def slot_pitch(columns: int, dtype: str) -> int:
 
 
 class PlanError(Exception):
-    """A plan that does not compute its product; the message names rank, iteration and op."""
+    """A plan that does not compute its product; the message names rank, iteration and op, or what no op does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +134,7 @@ class Plan:
         """Payload bytes sent over each link (src, dst) in one replay; links that carry nothing are absent."""
         found: Counter[tuple[int, int]] = Counter()
         for op in self._copies:
-            found[op.src.rank, op.dst.rank] += box_size(op.dst.box) * DTYPE_BYTES[self._dtype(op)]
+            found[op.src.rank, op.dst.rank] += box_size(op.dst.box) * DTYPE_BYTES[self.dtype(op.dst)]
         return {link: size for link, size in sorted(found.items()) if size}
 
     @cached_property
@@ -120,10 +142,11 @@ class Plan:
         """The copies between ranks."""
         return tuple(op for ops in self.rank_ops for op in ops if isinstance(op, Copy) and op.src.rank != op.dst.rank)
 
-    def _dtype(self, copy: Copy) -> str:
-        if copy.dst.buffer == "slot":
-            return self.slots[copy.dst.rank][copy.dst.slot].dtype
-        return str(self.problem.out_dtype)
+    def dtype(self, view: View) -> str:
+        """The element type of the memory in which a view lies."""
+        if view.buffer == "slot":
+            return self.slots[view.rank][view.slot].dtype
+        return self.problem.dtype if view.buffer in ("A", "B") else str(self.problem.out_dtype)
 
     def workspace_bytes(self, rank: int) -> int:
         """Symmetric workspace of a rank with alignment, without signals and kernel scratch."""
@@ -138,7 +161,7 @@ class Plan:
         return tuple(sorted(rows for rows in found if rows[0] != rows[1]))
 
     def verify(self) -> None:
-        """Prove the plan over all ranks and two consecutive replays; raises :class:`PlanError` where it fails."""
+        """Prove the plan over all ranks and all replays; raises :class:`PlanError` where it fails."""
         from distgemm.verify import verify
 
         verify(self)

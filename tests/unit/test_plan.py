@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 
@@ -262,6 +263,22 @@ def test_ops_name_rank_iteration_tile_slot_and_dependencies():
                 assert op.slot == op.dst.slot and op.src.rank == rank != op.dst.rank
 
 
+def test_ops_are_frozen_and_those_that_anyone_makes():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "gemm+rs", 4, sync="barrier")
+    seen = set()
+    for op in plan.ops(1):
+        fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+        again = type(op)(**fields)
+        assert again == op and type(again) is type(op) and hash(again) == hash(op)
+        assert dataclasses.replace(op, id=99) == type(op)(**{**fields, "id": 99})
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            op.id = 99  # type: ignore[misc]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            del op.id
+        seen.add(op.kind)
+    assert seen == {"Gemm", "Copy", "Signal", "Wait", "Barrier"}
+
+
 def test_flags_are_signalled_and_waited_for_once():
     plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_bidirectional_split_a", 5)
     ops = [op for rank in range(5) for op in plan.ops(rank)]
@@ -312,6 +329,26 @@ def test_json_gives_the_plan_back_and_the_digest_tells_plans_apart():
             again.verify()
             digests.add(plan.digest)
     assert len(digests) == 2 * len(NAMES)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_and_planning_leaves_it_nothing(enabled: bool):
+    scheduler = distgemm.get_schedule("tensor_parallel_3d", mesh=(2, 2, 2))
+    problem = distgemm.GemmProblem(m=64 + enabled, n=64, k=64)  # not planned yet
+    gc.collect()
+    gc.enable() if enabled else gc.disable()
+    try:
+        plan = distgemm.make_plan(problem, scheduler)
+        assert gc.isenabled() == enabled
+        plan.verify()
+        assert gc.isenabled() == enabled
+        with pytest.raises(distgemm.PlanError):
+            plan.replace_ops(0, plan.ops(0)[:-1]).verify()
+        assert gc.isenabled() == enabled and gc.get_freeze_count() == 0
+        del plan
+        assert gc.collect() < 100, "circles are cut"
+    finally:
+        gc.enable()
 
 
 def test_replace_ops_leaves_the_plan_as_it_was():

@@ -10,7 +10,9 @@ import pytest
 
 import distgemm
 from distgemm import GemmProblem, Plan, PlanError
+from distgemm.form import check_form
 from distgemm.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wait
+from distgemm.verify import _Execution, _Order
 from tests.unit.interleavings import fault
 from tests.unit.mutations import KINDS, changed, effect, mutations
 from tests.unit.test_verify_interleavings import CONTRADICTIONS, SYNCHRONISED, small, verdict
@@ -22,7 +24,12 @@ MESHES += [("tensor_parallel_3d", (1, 2, 2)), ("tensor_parallel_3d", (2, 1, 2))]
 
 SLACK = tuple(name for name in distgemm.list_schedules() if name.startswith(("all_reduce", "tensor_parallel_3d")))
 """Here every rank waits for others before a replay ends: some of the order that the plan asks for is not needed."""
-NAMED = re.compile(r"^rank \d+ iteration \d+: (Gemm|Copy|Reduce|Signal|Wait|Barrier) #\d+ ")
+NAMED = re.compile(
+    r"^rank \d+ iteration \d+: (Gemm|Copy|Reduce|Signal|Wait|Barrier) #\d+ "
+    r"|^no rank multiplies the tile D\(\d+, \d+, \d+\), rows \d+:\d+, columns \d+:\d+, owned by rank"
+    r"|^the tile D\(\d+, \d+, \d+\), .*, does not get to rank \d+: multiplied on ranks? \d+"
+)
+"""What is wrong is an op, which is named, or that there is none."""
 
 
 @pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED[:3])  # the fourth in benchmarks/mutation_score.py
@@ -159,6 +166,33 @@ def test_rows_are_dense_in_shards_and_aligned_in_slots() -> None:
         dataclasses.replace(plan, slots=short).verify()
 
 
+def _without(plan: Plan, op: object) -> Plan:
+    """Without an op, and without dependencies on it."""
+    rank, gone = op.rank, op.id  # type: ignore[attr-defined]
+    rest = [other for other in plan.ops(rank) if other is not op]
+    return plan.replace_ops(
+        rank, [dataclasses.replace(other, deps=tuple(dep for dep in other.deps if dep != gone)) for other in rest]
+    )
+
+
+def test_what_nobody_multiplies_is_named_with_its_owners() -> None:
+    problem = GemmProblem(m=16, n=8, k=4, l=2)
+    plan = distgemm.make_plan(problem, "ag+gemm", 4)
+    gemm = next(op for op in plan.ops(2) if isinstance(op, Gemm) and op.tile[:2] == (3, 2))
+    with pytest.raises(PlanError) as raised:
+        _without(plan, gemm).verify()
+    assert str(raised.value) == "no rank multiplies the tile D(3, 2, 0), rows 12:16, columns 4:6, owned by rank 2"
+
+    plan = distgemm.make_plan(problem, "all_reduce_1d_tiling_a_rotating_c", 2)
+    (last,) = [op for op in plan.ops(1) if isinstance(op, Copy) and op.dst.buffer == "D"]
+    with pytest.raises(PlanError) as raised:
+        _without(plan, last).verify()
+    assert str(raised.value) == (
+        "the tile D(0, 0, 0), rows 0:8, columns 0:8, does not get to rank 1: "
+        "multiplied on ranks 0, 1, owned by ranks 0, 1"
+    )
+
+
 def test_every_tile_of_d_has_an_owner() -> None:
     plan = _plan()
     shards = (*plan.shards[:2], (plan.shards[2][0],) * 2)
@@ -175,6 +209,13 @@ def test_a_flag_starts_at_zero_or_one() -> None:
                 changed_plan = _changed(changed_plan, op, flag=wait.flag._replace(initial=2))
         with pytest.raises(PlanError, match="it is 0 or 1"):
             changed_plan.verify()
+
+
+def test_an_id_names_one_op() -> None:
+    plan = _plan()
+    first, *rest = plan.ops(0)
+    with pytest.raises(PlanError, match="its id is used twice"):
+        plan.replace_ops(0, [dataclasses.replace(first, deps=()), first, *rest]).verify()
 
 
 def test_rounds_grow() -> None:
@@ -203,6 +244,39 @@ def test_all_ranks_come_to_a_barrier(order: tuple[int, int]) -> None:
     one = [op for op in plan.ops(order[1]) if op.id != 99]
     with pytest.raises(PlanError, match=r"Barrier #99 .* is entered by ranks"):
         plan.replace_ops(order[1], one).verify()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_rank_did_before_a_barrier_is_before_it_on_every_rank(ordered: bool) -> None:
+    """A Barrier in the place of the flags by which two ranks tell each other that a tile has arrived."""
+    plan = distgemm.make_plan(GemmProblem(m=2, n=2, k=2), "all_gather_1d_ring_a", 2, sync="barrier")
+    for rank in range(2):
+        copy, wait = (_first(plan, kind, rank) for kind in (Copy, Wait))
+        assert isinstance(copy, Copy) and isinstance(wait, Wait)
+        deps = (copy.id,) if ordered or rank == 0 else ()
+        barrier = Barrier(99, rank, wait.round, 0, "D", (), -1, deps)
+        rest = [barrier if op is wait else op for op in plan.ops(rank) if not isinstance(op, Signal)]
+        plan = plan.replace_ops(
+            rank,
+            [dataclasses.replace(op, deps=tuple(99 if dep == wait.id else dep for dep in op.deps)) for op in rest],
+        )
+    assert (effect(plan).fault is None) == ordered
+    said = verdict(plan)
+    assert (
+        said is None
+        if ordered
+        else re.match(r"rank 0 .*: Gemm .* reading slot 0.* is not ordered after rank 1", said or "")
+    )
+
+
+def test_large_plans_are_ordered_by_what_ops_wait_for_themselves() -> None:
+    """The search, which takes long where there are many ops, is for other plans."""
+    for mesh, sync in product([(2, 2, 2), (3, 2, 2), (1, 3, 3)], ("credit", "barrier")):
+        problem = GemmProblem(m=72, n=72, k=72)
+        plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=mesh, chunks=2, sync=sync)
+        order = _Order(plan, check_form(plan))
+        _Execution(plan, order).run()
+        assert "_graph" not in vars(order)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
