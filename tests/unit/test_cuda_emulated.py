@@ -4,7 +4,9 @@ events and words allow. Values, deadlocks, and the protocol by which executables
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +15,15 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmTensors
-from distgemm.ops import Wait
+from distgemm.ops import Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops
-from distgemm.runtime.cuda.executable import CudaExecutable, _Call
+from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers
 from distgemm.runtime.cuda.lowering import COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
-from distgemm.runtime.cuda.workspace import Workspace
+from distgemm.runtime.cuda.watchdog import _explain
+from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Words, Workspace
 from distgemm.schedulers import schedule_options
 
 Task = MemOp | Callable[[], None]
@@ -289,8 +292,84 @@ def test_a_barrier_in_the_middle_is_refused() -> None:
         distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_tiling_cd_rotating_a", 2, sync="barrier"
     )
     barrier, *others = plan.ops(0)
-    import dataclasses
-
     moved = dataclasses.replace(barrier, id=99, deps=(others[0].id,))
     with pytest.raises(PlanError, match="at the start"):
         lower(plan.replace_ops(0, [*others, moved]), 0, 2)
+
+
+def _emulated(schedule: str, ranks: int = 2, **options: Any) -> CudaExecutable:
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32"), schedule, ranks, sync="barrier", **options
+    )
+    machine = Machine(ranks, plan.workspace_bytes(0))
+    exe = Emulated(plan, 0, machine.workspaces[0], 2).exe
+    exe.device = torch.device("cpu")
+    return exe
+
+
+def test_shards_that_travel_have_contiguous_rows() -> None:
+    exe = _emulated("all_gather_1d_tiling_cd_rotating_a")
+    exe._copied = copied_buffers(exe.plan, 0)
+    assert exe._copied == {"A"}
+    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+    for refused in (torch.zeros(16, 8).T, torch.zeros(1, 16).expand(8, 16)):
+        with pytest.raises(ValueError, match=r"A's shard on rank 0 is copied by rows.*\.contiguous\(\)"):
+            exe._check(refused, b, None, 0.0, None)
+    exe._check(torch.zeros(8, 24)[:, :16], torch.zeros(16, 8).T, None, 0.0, None)
+    exe._check(a, b, None, 0.0, None)
+
+
+def test_all_reduce_copies_from_and_to_d() -> None:
+    assert copied_buffers(_emulated("all_reduce_1d_tiling_a_rotating_c").plan, 0) == {"D"}
+
+
+def test_calls_that_differ_in_more_than_addresses_have_other_graphs() -> None:
+    shards = {name: torch.zeros(4, 4) for name in "ABD"}
+    scale = torch.zeros(4)
+    calls = [_Call(shards, 1.0, 0.0, None, part, None) for part in (scale, scale[:1], scale.view(torch.int32), None)]
+    calls += [_Call(shards, 2.0, 0.0, None, scale, None), _Call(shards, 1.0, 0.0, scale, None, None)]
+    assert len({call.key() for call in calls}) == len(calls)
+    assert _Call(shards, 1.0, 0.0, None, scale, None).key() == calls[0].key()
+
+
+def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_tiling_cd_rotating_a", 2)
+    told = next(op for op in plan.ops(0) if isinstance(op, Signal) and op.flag.initial)
+    *others, last = [op for op in plan.ops(0) if not isinstance(op, Signal)]
+    late = dataclasses.replace(last, deps=(*last.deps, told.id))
+    with pytest.raises(PlanError, match="Signal for the next replay"):
+        lower(plan.replace_ops(0, [*(op for op in plan.ops(0) if op.id != last.id), late]), 0, 2)
+    assert others
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "said"),
+    [
+        (0, {}, "it has not begun"),
+        (ENTRY, {"left": [0, 0, 1, 0]}, r"at its start it waits for ranks \[1, 3\] to leave"),
+        (BODY, {"flags": [1, 0, 0]}, r"it waits for rank 3 at rank 0 iteration 2: Wait .* \(and 1 later ones\)"),
+        (BODY, {"flags": [1, 1, 1]}, "a kernel or a copy has not ended"),
+        (EXIT, {"entered": [0, 1, 0, 1]}, r"at its end it waits for ranks \[2\] to begin"),
+    ],
+)
+def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: str) -> None:
+    exe = _emulated("all_reduce_1d_tiling_a_rotating_c", 4)
+    waits = [op for op in exe.plan.ops(0) if isinstance(op, Wait)]
+    flags = [1] * (max(op.flag.number for op in waits) + 1)
+    for op, value in zip(waits, words.get("flags", []), strict=False):
+        flags[op.flag.number] = value
+    for op in waits[3:]:
+        flags[op.flag.number] = 1
+    read = Words(1, stage, words.get("left", [1] * 4), words.get("entered", [1] * 4), flags)
+    assert re.search(said, _explain(exe, read, 2.0)), _explain(exe, read, 2.0)
+    assert "all_reduce_1d_tiling_a_rotating_c on rank 0 of 4 has not ended within 2 s" in _explain(exe, read, 2.0)
+    assert "cannot be read" in _explain(exe, None, 2.0)
+
+
+def test_words_are_read_as_they_are_written() -> None:
+    workspace = Machine(3, 256).workspaces[1]
+    words = torch.arange(workspace._first_flag + 4, dtype=torch.int32)
+    words[6] = 5 * 4 + BODY
+    assert workspace.read(words) == (5, BODY, [0, 1, 2], [3, 4, 5], [7, 8, 9, 10])
+    stages = [op.value for op in [*workspace.entry(5), *workspace.exit(5, [])] if op.address == workspace.bases[1] + 24]
+    assert stages == [5 * 4 + ENTRY, 5 * 4 + BODY, 5 * 4 + EXIT, 0]

@@ -78,8 +78,7 @@ class CudaExecutable:
         waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
         self._entry = self.workspace.entry(self.number)
         self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
-        copies = [op for op in plan.ops(self.rank) if isinstance(op, Copy)]
-        self._copied = {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
+        self._copied = copied_buffers(plan, self.rank)
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
 
@@ -342,6 +341,12 @@ class CudaExecutable:
             if stream != main:
                 main.wait_stream(stream)
         mem_ops(self._exit, main.cuda_stream)
+
+
+def copied_buffers(plan: Plan, rank: int) -> set[str]:
+    """Which of the caller's "A", "B" and "D" a rank copies from or to."""
+    copies = [op for op in plan.ops(rank) if isinstance(op, Copy)]
+    return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 
 
 class _Call:
