@@ -19,7 +19,7 @@ from distgemm.ops import Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops
-from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers
+from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import _explain
@@ -74,6 +74,7 @@ class Emulated:
         exe.actions = lower(plan, rank, branches)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
+        exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
         exe._entry, exe._exit = workspace.entry(exe.number), workspace.exit(exe.number, flags)
         self.exe = exe
 
@@ -185,12 +186,14 @@ class Data:
         whole = {"A": draw(*lead, p.m, p.k), "B": draw(*lead, p.n, p.k), "C": draw(*lead, p.m, p.n)}
         row = draw(p.n) if bias else None
         dtypes = {name: TORCH_DTYPES[str(p.dtype if name in "AB" else p.out_dtype)] for name in "ABCD"}
-        self.wanted, self.calls = [], []
+        self.wanted, self.calls, self.whole = [], [], whole
         product = alpha * whole["A"] @ whole["B"].mT + beta * whole["C"] + (0 if row is None else row)
         for rank in range(plan.world_size):
             shards = {name: x[plan.shard(name, rank)].to(dtypes[name]).contiguous() for name, x in whole.items()}
             shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
             part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
+            if tiles_of_a(plan, rank):
+                shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
             self.wanted.append(product[plan.shard("D", rank)])
             self.calls.append(_Call(shards, alpha, beta, part, None, None))
 
@@ -232,6 +235,8 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
     for which, drawn in zip(script, data, strict=True):
         for rank in range(ranks):
             assert torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank]), (every[which].schedule, rank)
+            gathered = drawn.calls[rank].shards.get("gathered")
+            assert gathered is None or torch.equal(gathered.double(), drawn.whole["A"].view(gathered.shape))
     for workspace in machine.workspaces:
         words = {address: value for address, value in machine.words.items() if address >> 32 == workspace.rank}
         left = [words.pop(workspace._left(workspace.rank, peer)) for peer in workspace.peers]
@@ -309,7 +314,6 @@ def _emulated(schedule: str, ranks: int = 2, **options: Any) -> CudaExecutable:
 
 def test_shards_that_travel_have_contiguous_rows() -> None:
     exe = _emulated("all_gather_1d_tiling_cd_rotating_a")
-    exe._copied = copied_buffers(exe.plan, 0)
     assert exe._copied == {"A"}
     a, b = torch.zeros(8, 16), torch.zeros(8, 16)
     for refused in (torch.zeros(16, 8).T, torch.zeros(1, 16).expand(8, 16)):
@@ -317,6 +321,20 @@ def test_shards_that_travel_have_contiguous_rows() -> None:
             exe._check(refused, b, None, 0.0, None)
     exe._check(torch.zeros(8, 24)[:, :16], torch.zeros(16, 8).T, None, 0.0, None)
     exe._check(a, b, None, 0.0, None)
+
+
+def test_gathered_is_asked_for_where_there_is_none() -> None:
+    exe = _emulated("reduce_scatter_1d_tiling_a_rotating_c")
+    a, b = torch.zeros(16, 8), torch.zeros(16, 8)
+    with pytest.raises(ValueError, match="does not bring all of A"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
+    exe = _emulated("all_gather_1d_ring_a")
+    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+    with pytest.raises(ValueError, match=r"gathered on rank 0 is \(16, 16\)"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(8, 16))
+    with pytest.raises(ValueError, match="gathered on rank 0 is copied by rows"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(16, 16).T)
+    assert "gathered" in exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
 
 
 def test_all_reduce_copies_from_and_to_d() -> None:

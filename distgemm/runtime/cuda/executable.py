@@ -17,7 +17,7 @@ from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents
+from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
@@ -79,6 +79,7 @@ class CudaExecutable:
         self._entry = self.workspace.entry(self.number)
         self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
         self._copied = copied_buffers(plan, self.rank)
+        self._tiles_of_a = tiles_of_a(plan, self.rank)
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
 
@@ -99,6 +100,7 @@ class CudaExecutable:
         scale_a: Tensor | None = None,
         scale_b: Tensor | None = None,
         out: Tensor | None = None,
+        gathered: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it alike.
 
@@ -107,6 +109,7 @@ class CudaExecutable:
         bias:    a row of D's shard, of ``problem.out_dtype``
         scale_a, scale_b: float32: factors of the whole of A and B, or of every row of the *global* A and B
         out:     where D goes, instead of a new tensor; shares no memory with the shards
+        gathered: where all of A goes, where the plan gathers it: (m, k), rows contiguous, of A's type
 
         The unfused program is that of :class:`distgemm.CollectiveExecutable`. Sums accumulate in float32; partial
         sums are rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
@@ -118,7 +121,7 @@ class CudaExecutable:
         once a replay on this workspace has not ended in time on any rank.
         """
         self.raise_if_dead()
-        given = self._check(a_shard, b_shard, c_shard, beta, out)
+        given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
         call = _Call(given, alpha, beta, bias, scale_a, scale_b)
         if torch.cuda.is_current_stream_capturing():
             self._issue(call, captured=True)
@@ -156,25 +159,49 @@ class CudaExecutable:
 
         Takes what a call takes. Allocates D where ``out`` is None: ``replay.out``.
         """
-        given = self._check(a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None))
+        given = self._check(
+            a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None), how.pop("gathered", None)
+        )
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
         call = _Call(given, **numbers)
         return Replay(self, self._record(call), call)
 
     def _check(
-        self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None, beta: float, out: Tensor | None
+        self,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        c_shard: Tensor | None,
+        beta: float,
+        out: Tensor | None,
+        gathered: Tensor | None = None,
     ) -> dict[str, Tensor]:
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
-        for name in self._copied & set(given):
+        copied = set(self._copied)
+        if gathered is not None:
+            self._check_gathered(gathered, a_shard)
+            given["gathered"] = gathered
+            copied |= {"A", "gathered"}
+        for name in copied & set(given):
             rows, columns = given[name].shape[-2:]
             down, along = given[name].stride()[-2:]
             if (columns > 1 and along != 1) or (rows > 1 and down < columns):
-                what = "out" if name == "D" else f"{name}'s shard"
+                what = {"D": "out", "gathered": "gathered"}.get(name, f"{name}'s shard")
                 raise ValueError(
                     f"{what} on rank {self.rank} is copied by rows, which are to be contiguous and apart, got strides "
                     f"{given[name].stride()}; give it as .contiguous()"
                 )
         return given
+
+    def _check_gathered(self, gathered: Tensor, a_shard: Tensor) -> None:
+        p = self.plan.problem
+        shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
+        if not self._tiles_of_a:
+            raise ValueError(f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered")
+        if tuple(gathered.shape) != shape or gathered.dtype != a_shard.dtype or gathered.device != a_shard.device:
+            raise ValueError(
+                f"gathered on rank {self.rank} is {shape} of {a_shard.dtype} on {a_shard.device}, got "
+                f"{tuple(gathered.shape)} of {gathered.dtype} on {gathered.device}"
+            )
 
     def _record(self, call: _Call) -> torch.cuda.CUDAGraph:
         launches = self._bind(call)
@@ -278,6 +305,11 @@ class CudaExecutable:
         launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
         if further is not None:
             launches.append(bind_sum([tensors.d], tensors.d, c=further, beta=call.beta))
+        if op.id in self._tiles_of_a and "gathered" in call.shards:
+            # Behind the tile's first GEMM: its slot may be written again once all its GEMMs are done.
+            (l0, l1), (m0, m1), (k0, k1) = op.a.box
+            source, target = self._tensor(op.a, call), call.shards["gathered"][l0:l1, m0:m1, k0:k1]
+            launches.append(lambda stream=None: copy_box(target, source, stream))
         return launches
 
     def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, Tensor | None]:
@@ -341,6 +373,13 @@ class CudaExecutable:
             if stream != main:
                 main.wait_stream(stream)
         mem_ops(self._exit, main.cuda_stream)
+
+
+def tiles_of_a(plan: Plan, rank: int) -> set[int]:
+    """The GEMMs that are the first to use a tile of A, by id, where a rank multiplies all of A; else none."""
+    first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
+    p = plan.problem
+    return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
 
 
 def copied_buffers(plan: Plan, rank: int) -> set[str]:
