@@ -11,14 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distgemm.gemm.tensors import DTYPE_NAMES
 from distgemm.problem import GemmProblem
+from distgemm.runtime.collective import TORCH_DTYPES
 from distgemm.torch_ops.calls import product, resolve
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
+
+# float32 is multiplied as such, and fp8 would need scales.
+DTYPE_NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name not in ("tfloat32", "float8_e4m3fn")}
 
 
 # --- sizes ----------------------------------------------------------------------------------------------
@@ -80,9 +83,8 @@ def _check(op: str, tensors: dict[str, Tensor | None]) -> None:
     """What concerns all tensors: a has the type and device of the others, matrices share K."""
     a = tensors["a"]
     assert a is not None
-    if a.dtype not in DTYPE_NAMES or a.dtype == torch.float8_e4m3fn:
-        known = [name for name in DTYPE_NAMES.values() if name != "float8_e4m3fn"]
-        raise ValueError(f"{op}: a is one of {', '.join(known)}, got {a.dtype}; a.to(...) converts it")
+    if a.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{op}: a is one of {', '.join(DTYPE_NAMES.values())}, got {a.dtype}; a.to(...) converts it")
     for name, x in tensors.items():
         if x is None:
             continue

@@ -331,6 +331,29 @@ def gradients() -> list[str]:
     return wrong
 
 
+def twice() -> list[str]:
+    """Second derivatives: those that need no gathered input are right, the others raise."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    a = torch.linspace(-1, 1, 2 * ranks * 3, dtype=torch.float64).view(2 * ranks, 3).requires_grad_()
+    b = torch.linspace(1, 2, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    y = distgemm.matmul_reduce_scatter(a, b.detach(), group=group)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), a, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), a)
+    plain = torch.nn.functional.linear(a, b.detach())
+    (first,) = torch.autograd.grad(plain.pow(3).sum(), a, create_graph=True)
+    (wanted,) = torch.autograd.grad(first.sum(), a)
+    found = [] if torch.allclose(second, wanted, atol=BOUND) else [f"{second} instead of {wanted}"]
+    y = distgemm.matmul_reduce_scatter(a, b, group=group)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), b, create_graph=True)
+    try:
+        first.sum().backward()
+        found.append("nothing was raised")
+    except RuntimeError as error:
+        if "no gradient goes through the gathered input" not in str(error):
+            found.append(str(error))
+    return found
+
+
 def compiled() -> list[str]:
     """torch.compile without a graph break, forward and backward, and with tokens as a symbol."""
     ranks = dist.get_world_size()

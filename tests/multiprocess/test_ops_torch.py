@@ -13,7 +13,7 @@ from tests.multiprocess import ops_torch_worker as worker
 GATHER, PAIRWISE = "all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_pairwise_a"
 
 CHECKS: dict[int, list[Any]] = {
-    1: [(worker.gathered, ()), (worker.what_ran, ())],
+    1: [(worker.gathered, ()), (worker.what_ran, ()), (worker.twice, ())],
     2: [
         (worker.gradients, ()),
         (worker.compiled, ()),
@@ -45,6 +45,10 @@ def test_the_gathered_input_is_returned(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradcheck(ranks: int) -> None:
     assert [found["gradients"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_second_derivatives_are_right_or_raise() -> None:
+    assert [found["twice"] for found in results(1)] == [[]]
 
 
 def test_compiled_without_a_graph_break() -> None:

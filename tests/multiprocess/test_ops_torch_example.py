@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,22 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path
     one, two = state(once), state(again)
     assert one.keys() == two.keys() and any("exp_avg" in key for key in one) and any("wq" in key for key in one)
     assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_programs_of_the_page_run(tmp_path: Path) -> None:
+    """The MLP prints what it says; the plan is the example's."""
+    page = ROOT / "docs" / "pytorch.md"
+    if not page.exists():
+        pytest.skip("a source archive has no docs/")
+    mlp, plan, record = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    (tmp_path / "mlp.py").write_text(mlp)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "mlp.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"matmul_reduce_scatter: .*\nTrue\n|gather: .*\nTrue\n", done.stdout), done.stdout
+    said = plan[plan.index("plan = {") : plan.index("}\n") + 1].removeprefix("plan = ")
+    body = (ROOT / "examples" / "llama.py").read_text()
+    assert said.replace(" ", "") in body.replace(" ", "")
+    compile(record, "record", "exec")
