@@ -104,6 +104,59 @@ def test_an_op_does_not_write_what_it_multiplies() -> None:
         _changed(plan, gemm, out=out).verify()
 
 
+def test_an_op_writes_no_shard_of_another_rank() -> None:
+    plan = _plan()
+    copy = _first(plan, Copy)
+    assert isinstance(copy, Copy)
+    there = plan.box("D", 1)
+    with pytest.raises(PlanError, match="which is not in the symmetric workspace"):
+        _changed(plan, copy, dst=View(1, "D", -1, there, there, 1)).verify()
+
+
+def test_an_op_touches_its_own_memory() -> None:
+    plan = _plan()
+    gemm = _first(plan, Gemm)
+    assert isinstance(gemm, Gemm)
+    for fields in ({"a": gemm.a._replace(rank=1)}, {"out": gemm.out._replace(rank=1)}):
+        with pytest.raises(PlanError, match="the memory of another rank"):
+            _changed(plan, gemm, **fields).verify()
+
+
+def test_a_view_is_a_box_of_a_shard_that_may_be_written() -> None:
+    plan = _plan()
+    gemm = _first(plan, Gemm)
+    assert isinstance(gemm, Gemm)
+    batch, (top, bottom), columns = gemm.a.box
+    beyond, nothing = (batch, (top, bottom + 9), columns), (batch, (top, top), columns)
+    for fields, message in (
+        ({"out": gemm.a}, "writes A, an input"),
+        ({"a": gemm.a._replace(frame=beyond)}, "does not lie in the shard of rank 0"),
+        ({"a": gemm.a._replace(box=beyond)}, "is empty or reaches out"),
+        ({"a": gemm.a._replace(box=nothing)}, "is empty or reaches out"),
+        ({"tile": gemm.tile._replace(m=-1)}, "its tile is outside the grid"),
+        ({"tile": gemm.tile._replace(k=1)}, "its tile is outside the grid"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            _changed(plan, gemm, **fields).verify()
+
+
+def test_operands_have_their_type() -> None:
+    plan = _plan()
+    slots = tuple(slot._replace(dtype="float16") for slot in plan.slots[0])
+    with pytest.raises(PlanError, match="of float16 where A and B are bfloat16"):
+        dataclasses.replace(plan, slots=(slots, *plan.slots[1:])).verify()
+
+
+def test_a_wait_is_for_a_flag_of_its_rank_and_names_who_sets_it() -> None:
+    plan = _plan()
+    wait = _first(plan, Wait)
+    assert isinstance(wait, Wait)
+    with pytest.raises(PlanError, match="a flag of another rank"):
+        _changed(plan, wait, flag=wait.flag._replace(rank=1)).verify()
+    with pytest.raises(PlanError, match="names rank 0, the signal comes from rank 1"):
+        _changed(plan, wait, peer=0).verify()
+
+
 def test_a_shard_has_no_slot() -> None:
     plan = _plan()
     gemm = _first(plan, Gemm)
