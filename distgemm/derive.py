@@ -358,7 +358,8 @@ class _Derivation:
         """Bring a tile to every rank of ``first_use``, each served by the holder nearest to it."""
         served: dict[int, list[int]] = defaultdict(list)
         for rank in first_use:
-            served[min(holders, key=lambda holder: self._distance(holder, rank))].append(rank)
+            nearest = min(holders, key=lambda holder: self._distance(holder, rank)) if len(holders) > 1 else holders[0]
+            served[nearest].append(rank)
         for holder, needers in served.items():
             # Those who need it at the same time are served downwards from the holder: no two holders start
             # with the same rank.
@@ -375,8 +376,9 @@ class _Derivation:
     def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
         """The hops to ranks that use the tile or pass it on."""
         useful: list[Hop] = []
+        sources: set[int] = set()
         for hop in reversed(hops):
-            passed_on = any(
+            passed_on = hop.dst in sources and any(
                 later.src == hop.dst
                 and later.part * hop.parts < (hop.part + 1) * later.parts
                 and hop.part * later.parts < (later.part + 1) * hop.parts
@@ -384,6 +386,7 @@ class _Derivation:
             )
             if passed_on or hop.dst in needers:
                 useful.append(hop)
+                sources.add(hop.src)
         return useful[::-1]
 
     def _distance(self, holder: int, rank: int) -> tuple[int, int]:

@@ -149,8 +149,8 @@ class _Memory:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.problem = plan.problem
-        self.grid = plan.grid
-        self.tiles = tuple(list(pairwise(edges)) for edges in plan.edges)
+        self.shards = dict(zip("ABDC", (*plan.shards, plan.shards[2]), strict=True))
+        self.tiles = tuple(dict(enumerate(pairwise(edges))) for edges in plan.edges)  # by mode and index
         self.dtypes: dict[int, str] = {}  # of each view, by its identity: equal views may be looked at again
         self.views: list[tuple[View, Op]] = []  # with the op that had it first
 
@@ -174,7 +174,7 @@ class _Memory:
             if id(view) not in dtypes:
                 self._check_place(op, view)
             # An op works on its elements in any order: only a sum may replace, element by element, what it adds to.
-            if view.slot == write.slot and view.buffer == write.buffer and view.rank == write.rank:
+            if view.slot == write.slot and view[:2] == write[:2]:
                 adds = isinstance(op, (Gemm, Reduce)) and view in op.sources
                 if not adds or view.frame != write.frame:
                     raise fail(op, f"writes {write}, which it reads as {view}")
@@ -188,11 +188,10 @@ class _Memory:
         assert isinstance(op, (Gemm, Reduce))
         wanted = write.box
         if isinstance(op, Gemm):
-            m, n, k, l = op.tile  # noqa: E741
-            grid = self.grid
-            if not (0 <= m < grid.m and 0 <= n < grid.n and 0 <= k < grid.k and 0 <= l < grid.l):
-                raise fail(op, f"its tile is outside the grid {tuple(grid)}")
             of_m, of_n, of_k, of_l = self.tiles
+            m, n, k, l = op.tile  # noqa: E741
+            if m not in of_m or n not in of_n or k not in of_k or l not in of_l:
+                raise fail(op, f"its tile is outside the grid {tuple(self.plan.grid)}")
             rows, columns, depth, batch = of_m[m], of_n[n], of_k[k], of_l[l]
             self._check_operand(op, op.a, (batch, rows, depth))
             self._check_operand(op, op.b, (batch, columns, depth))
@@ -220,9 +219,9 @@ class _Memory:
                 raise fail(op, f"{view} names a slot that does not exist")
             if view.elements > slots[view.slot].elements:
                 raise fail(op, f"{view} does not fit into its slot of {slots[view.slot].elements} elements")
-        elif view.buffer not in ("A", "B", "C", "D") or view.slot != -1:
+        elif view.buffer not in self.shards or view.slot != -1:
             raise fail(op, f"{view!r} is neither in a slot nor in a shard")
-        elif view.frame != self.plan.box(view.buffer, view.rank):
+        elif view.frame != self.shards[view.buffer][view.rank]:
             raise fail(op, f"{view} does not lie in the shard of rank {view.rank}")
         self.dtypes[id(view)] = self.plan.dtype(view)
         self.views.append((view, op))

@@ -417,11 +417,11 @@ class _Execution:
             whole = piece.box == view.box
             if piece.frame != view.frame or not (whole or overlaps(piece.box, view.box)):
                 continue
-            if piece.known in op.deps:
-                if not piece.readers and piece.flag is not None:
-                    self.handed_over.add(piece.flag)
-            elif not self.order.before(piece.writer, op):
-                raise fail(op, f"reading {view} is not ordered after {piece.writer}")
+            if piece.known not in op.deps:
+                if not self.order.before(piece.writer, op):
+                    raise fail(op, f"reading {view} is not ordered after {piece.writer}")
+            elif piece.flag is not None and not piece.readers:
+                self.handed_over.add(piece.flag)
             if whole:
                 piece.readers.append((op, view.box))
                 return [piece]
