@@ -64,7 +64,10 @@ PHASES = 3
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Where a tile rests in a rank's memory: in a shard, or for a while in a slot."""
+    """Where a tile rests in a rank's memory: in a shard, or for a while in a slot.
+
+    Events name all of it by ``frame``, the same object.
+    """
 
     rank: int
     operand: str
@@ -135,15 +138,12 @@ class _Event:
     after: list[_Event] = field(default_factory=list)  # whose results or room it needs
     follows: _Event | None = None  # the GEMM before it on the same rank; an order in time, not a need
     step: int = -1
+    round: int = -1
     position: int = -1  # among all events, in the order in which they become ops
     op: int = -1
     arrival: Flag | None = None  # of a transfer: its flags, and the Wait for its arrival
     credit: Flag | None = None
     wait: int = -1
-
-    @property
-    def round(self) -> int:
-        return self.step * PHASES + self.phase
 
     @property
     def crosses(self) -> bool:
@@ -184,6 +184,7 @@ class _Event:
         if self.follows is not None and self.follows.step >= step:
             step = self.follows.step + 1
         self.step = step
+        self.round = step * PHASES + self.phase
         out = self.out
         if out is not None:
             if out.start < 0 or step < out.start:
@@ -399,7 +400,7 @@ class _Derivation:
 
     def _hop(self, operand: str, tile: Tile, holder: int, hop: Hop, first_use: dict[int, int], dtype: str) -> None:
         frame = self.frame(operand, tile)
-        box = frame  # the same object: see _Place
+        box = frame
         if hop.parts > 1:
             batch, (top, bottom), columns = frame
             rows = -(-(bottom - top) // hop.parts)
@@ -674,6 +675,11 @@ class _Emitter:
                 self._add(Barrier, rank, 0, 0, "D", (), -1, ())
         credits = self._credits()
         for event in self.events:
+            if event.crosses:
+                assert event.out is not None
+                event.arrival = self._flag(event.out.rank, initial=0, credit=False)
+        # Rank by rank, so that the ops of one lie together in memory.
+        for event in sorted(self.events, key=lambda event: event.rank):
             self._emit(event)
             for transfer, readers in credits.get(event.position, ()):
                 into = transfer.out
@@ -691,7 +697,7 @@ class _Emitter:
         found: dict[int, list[tuple[_Event, list[_Event]]]] = defaultdict(list)
         for event in self.events:
             into = event.out
-            if into is None or into.last is None:
+            if into is None or into.last is None:  # not in a slot
                 continue
             if event.crosses and not (into.wraps and self.barrier):
                 box = event.box if into.last is into and event.box is not None else into.last.frame
@@ -757,8 +763,7 @@ class _Emitter:
                 deps.append(0)
             src, dst = self._view(event.sources[0], event.box), self._view(into, event.box)
             event.op = self._add(Copy, rank, *common, tuple(deps), src, dst)
-            if event.crosses:
-                event.arrival = self._flag(into.rank, initial=0, credit=False)
+            if event.arrival is not None:
                 self._add(Signal, rank, *common, (event.op,), event.arrival)
             return
         views = [self._view(place, place.frame) for place in event.sources]
