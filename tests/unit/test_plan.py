@@ -8,9 +8,11 @@ import gc
 import pytest
 
 import distgemm
+from distgemm.layouts import Axis, TVLayout
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.problem import DTYPE_BYTES
+from distgemm.schedulers.scheduler import WHOLE
 from distgemm.show import show_plan
 
 NAMES = [name for name in distgemm.list_schedules() if "_1d_" in name and not name.startswith("all_reduce")]
@@ -249,6 +251,19 @@ def test_chains_add_in_place_in_the_epilogue_and_pairwise_adds_once():
     sums = [op for op in pairwise.ops(0) if isinstance(op, Reduce)]
     assert [len(op.sources) for op in sums] == [4, 4]
     assert not any(op.sources for op in pairwise.ops(0) if isinstance(op, Gemm))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_chain_adds_in_the_epilogue_only_what_was_multiplied_before(together: bool):
+    """Where both ranks multiply a tile in one iteration, the GEMM would wait for all of the other: a Reduce adds."""
+    chain = distgemm.get_schedule("gemm+rs", 2)
+    both = TVLayout((2,), (2,), ((Axis(2, value=1),), WHOLE, (Axis(2, rank=1),), WHOLE))
+    schedule = distgemm.DistributedTileScheduler("chain", chain.partition, both if together else chain.work, chain.route)
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), schedule)
+    plan.verify()
+    for rank in range(2):
+        kinds = sorted(op.kind for op in plan.ops(rank) if isinstance(op, (Gemm, Reduce)))
+        assert kinds == (["Gemm", "Gemm", "Reduce"] if together else ["Gemm", "Gemm"])
 
 
 def test_ops_name_rank_iteration_tile_slot_and_dependencies():
