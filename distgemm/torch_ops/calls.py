@@ -137,13 +137,20 @@ class Product:
 
 
 def _rows(matrix: Tensor) -> Tensor:
-    """A matrix with contiguous rows: copies between ranks move rows."""
-    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] <= 1 else matrix.contiguous()
+    """A matrix with contiguous rows that lie apart: copies between ranks move rows."""
+    return matrix if _lie_apart(*matrix.shape, *matrix.stride()) else matrix.contiguous()
 
 
 def _rows_or_columns(matrix: Tensor) -> Tensor:
-    """A matrix whose rows or columns are contiguous, as GEMMs take it."""
-    return matrix if 1 in matrix.stride() or 1 in matrix.shape else matrix.contiguous()
+    """A matrix whose rows or columns are contiguous and lie apart, as GEMMs take it."""
+    turned = matrix.t()
+    fits = _lie_apart(*matrix.shape, *matrix.stride()) or _lie_apart(*turned.shape, *turned.stride())
+    return matrix if fits else matrix.contiguous()
+
+
+def _lie_apart(rows: int, columns: int, down: int, along: int) -> bool:
+    """Whether rows are contiguous and do not overlap; gradients that are expanded do."""
+    return (along == 1 or columns <= 1) and (down >= columns or rows <= 1)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
@@ -162,7 +169,8 @@ def product(
     """The executable for a product of a kind: "ag+gemm", "gemm+rs" or "gemm+ar".
 
     Kept by what all ranks of the group have in common, in a list of its own for each group: so all ranks make, and
-    drop, an executable in the same call. Making one is a collective call.
+    drop, an executable in the same call. Making one is a collective call, and raises RuntimeError while the current
+    stream is captured.
     """
     group = resolve(group_name)
     kept_for, products = _products.get(group_name, (None, OrderedDict()))
@@ -171,6 +179,12 @@ def product(
     key = (kind, problem, schedule, chunks, device)
     found = products.get(key)
     if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the stream is being captured, and {kind} has no executable yet for m {problem.m}, n {problem.n}, "
+                f"k {problem.k}, {problem.dtype}, schedule {schedule!r}: making one waits for the other ranks. Run the "
+                "same forward and backward pass once before torch.cuda.graph"
+            )
         found = products[key] = _make(kind, problem, group, device, schedule, chunks)
         while len(products) > CACHED:
             products.popitem(last=False)
