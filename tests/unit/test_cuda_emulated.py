@@ -23,7 +23,7 @@ from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffe
 from distgemm.runtime.cuda.lowering import COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import _explain
-from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Words, Workspace
+from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Step, Words, Workspace
 from distgemm.schedulers import schedule_options
 
 Task = MemOp | Callable[[], None]
@@ -75,7 +75,7 @@ class Emulated:
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
-        exe._entry, exe._exit = workspace.entry(exe.number), workspace.exit(exe.number, flags)
+        exe._steps = workspace.steps(exe.number, flags)
         self.exe = exe
 
     def tasks(self, call: _Call, recorded: list[Task]) -> list[list[Task]]:
@@ -84,7 +84,7 @@ class Emulated:
             recorded.clear()
             launch(0)
             found.append(list(recorded))
-        return [*found, list(self.exe._exit)]
+        return [*found, list(self.exe._steps[Step.EXIT])]
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stage", "words", "said"),
     [
-        (0, {}, "it has not begun"),
+        (0, {}, "it waits for no word"),
         (ENTRY, {"left": [0, 0, 1, 0]}, r"at its start it waits for ranks \[1, 3\] to leave"),
         (BODY, {"flags": [1, 0, 0]}, r"it waits for rank 3 at rank 0 iteration 2: Wait .* \(and 1 later ones\)"),
         (BODY, {"flags": [1, 1, 1]}, "a kernel or a copy has not ended"),
@@ -389,5 +389,6 @@ def test_words_are_read_as_they_are_written() -> None:
     words = torch.arange(workspace._first_flag + 4, dtype=torch.int32)
     words[6] = 5 * 4 + BODY
     assert workspace.read(words) == (5, BODY, [0, 1, 2], [3, 4, 5], [7, 8, 9, 10])
-    stages = [op.value for op in [*workspace.entry(5), *workspace.exit(5, [])] if op.address == workspace.bases[1] + 24]
+    steps = [op for step in workspace.steps(5, []).values() for op in step]
+    stages = [op.value for op in steps if op.address == workspace.bases[1] + 24]
     assert stages == [5 * 4 + ENTRY, 5 * 4 + BODY, 5 * 4 + EXIT, 0]

@@ -24,7 +24,7 @@ from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolv
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
-from distgemm.runtime.cuda.workspace import Workspace, workspace_for
+from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
 
 __all__ = ["CudaExecutable", "Replay", "compile"]
 
@@ -76,8 +76,7 @@ class CudaExecutable:
         self.number = self.workspace.register(self)
         watchdog().add(self.workspace)
         waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
-        self._entry = self.workspace.entry(self.number)
-        self._exit = self.workspace.exit(self.number, [op.flag.number for op in waits])
+        self._steps = self.workspace.steps(self.number, [op.flag.number for op in waits])
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
@@ -263,8 +262,9 @@ class CudaExecutable:
         return [self._action(action, call) for action in self.actions]
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
-        if not action.ops:
-            return lambda stream: mem_ops(self._entry, stream)
+        if action.step is not None:
+            step = self._steps[action.step]
+            return lambda stream: mem_ops(step, stream)
         first = action.ops[0]
         if isinstance(first, Gemm):
             launches = self._gemm(first, call)
@@ -372,7 +372,7 @@ class CudaExecutable:
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
-        mem_ops(self._exit, main.cuda_stream)
+        mem_ops(self._steps[Step.EXIT], main.cuda_stream)
 
 
 def tiles_of_a(plan: Plan, rank: int) -> set[int]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
 from distgemm.plan import Plan, PlanError
+from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "lower"]
+__all__ = ["BRANCH", "COMM", "SIGNALS", "Action", "lower"]
 
 COMM = 0
-"""The one stream on which copies to peers leave, and their arrivals are signalled. With two copies under way the
-bandwidth of both together would be half of one's; signals elsewhere make a graph's copies leave on two.
-"""
-BRANCH = 1
+"""The one stream on which copies to peers leave: with two copies under way, the bandwidth of both together would be
+half of one's."""
+SIGNALS = 1
+"""Writes of words that nothing here waits for: each takes 0.7 us, and between copies several more."""
+BRANCH = 2
 """The first stream of GEMMs, the caller's own; further branches follow."""
 
 
@@ -22,23 +24,25 @@ BRANCH = 1
 class Action:
     """Something put on a stream at once.
 
-    stream: COMM, or BRANCH and up
-    ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: the entry into a replay
+    stream: COMM, SIGNALS, or BRANCH and up
+    ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: a step of the workspace's protocol
     after:  actions on other streams that come before, by number
+    step:   the step (see :mod:`distgemm.runtime.cuda.workspace`)
     awaited: whether another stream waits for it
     """
 
     stream: int
     ops: tuple[Op, ...]
     after: tuple[int, ...] = ()
+    step: Step | None = None
     awaited: bool = field(default=False)
 
 
 def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
-    Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
-    one: whatever streams the hardware serialises, the ranks come to an end.
+    Streams are first in, first out. What needs nothing from other ranks is issued first, then all else in the plan's
+    order, in which no op waits for a later one: whatever streams the hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
@@ -49,14 +53,25 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     _check(plan, rank)
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
-    streams = _streams([op for op in ops if not _is_entry(op)], branches)
-    actions = [Action(COMM, ())]
-    of: dict[int, int] = dict.fromkeys(entered, 0)
-    for run in _runs([op for op in ops if op.id not in entered], streams):
+    ops = [op for op in ops if not _is_entry(op)]
+    free = _free(ops)
+    streams = _streams(ops, free, branches)
+    actions = [
+        Action(SIGNALS, (), step=Step.BEGIN),
+        Action(COMM, (), step=Step.ENTRY),
+        Action(SIGNALS, (), after=(1,), step=Step.ENTERED),
+    ]
+    of: dict[int, int] = dict.fromkeys(entered, 1)
+    waits = []
+    first = _behind_copies(_runs([op for op in ops if op.id in free], streams), streams)
+    for run in [*first, *_runs([op for op in ops if op.id not in free], streams)]:
         needed = {of[dep] for op in run for dep in op.deps}
         for op in run:
             of[op.id] = len(actions)
+        if isinstance(run[0], Wait):
+            waits.append(len(actions))
         actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
+    actions.append(Action(SIGNALS, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
     return actions
 
@@ -85,7 +100,32 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
+def _free(ops: Sequence[Op]) -> set[int]:
+    """The ops that need nothing from other ranks, by id."""
+    bound: set[int] = set()
+    for op in ops:
+        if isinstance(op, Wait) or not bound.isdisjoint(op.deps):
+            bound.add(op.id)
+    return {op.id for op in ops} - bound
+
+
+def _behind_copies(runs: Sequence[tuple[Op, ...]], streams: dict[int, int]) -> list[tuple[Op, ...]]:
+    """Runs in an order in which what is on SIGNALS follows the next copy. A graph continues a copy's own stream with
+    what was put behind it first: were that the signal, the next copy would change streams, at some microseconds."""
+    found: list[tuple[Op, ...]] = []
+    late: list[tuple[Op, ...]] = []
+    for run in runs:
+        if streams[run[0].id] == SIGNALS:
+            late.append(run)
+            continue
+        found.append(run)
+        if streams[run[0].id] == COMM:
+            found += late
+            late.clear()
+    return found + late
+
+
+def _streams(ops: Sequence[Op], free: set[int], branches: int) -> dict[int, int]:
     """The stream of each op."""
     found: dict[int, int] = {}
     computed = 0
@@ -104,6 +144,8 @@ def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
     for op in ops:
         if isinstance(op, Signal):
             found[op.id] = found.get(op.deps[-1], COMM) if op.deps else COMM
+            if found[op.id] == COMM and op.deps and op.id in free:
+                found[op.id] = SIGNALS
         found.setdefault(op.id, COMM)
     return found
 

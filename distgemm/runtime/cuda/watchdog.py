@@ -231,7 +231,7 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
     if words is None:
         return f"{head}; its words cannot be read, the GPU answers nothing"
     if not words.stage:
-        return f"{head}: it has not begun, something before it on its streams has not ended"
+        return f"{head}: it waits for no word; something before it on its streams, or a kernel of its end, has not ended"
     if words.stage == ENTRY:
         late = [peer for peer in executable.workspace.peers if not words.left[peer]]
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"

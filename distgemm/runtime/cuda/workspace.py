@@ -6,18 +6,22 @@
     stage                   rank               itself       how far the replay is, for the watchdog
     flag[number]            rank               one peer     what the plan's flag says, within one replay
 
-Every replay of every executable begins and ends alike:
+Every replay of every executable takes these steps; on streams of their own, but for what others wait for:
 
-    entry   wait for left of every peer; reset them; write entered at every peer
-    exit    (all else is done) wait for entered of every peer; reset them and all flags; write left at every peer
+    begin    nothing has been done
+    entry    before any copy to a peer: wait for left of every peer
+    entered  behind entry: reset left; write entered at every peer
+    finish   behind the last wait for a flag: wait for entered of every peer; reset them and all flags
+    exit     behind all else: write left at every peer
 
-So a rank writes another's memory only after that one has left its last replay, whichever executable that was: they
-can share slots and flags. Between replays, ``left`` is 1 or on its way, all other words are 0. ``entered`` keeps a
+Each says at its start, in ``stage``, how far the replay is. So a rank writes another's memory only after that one has
+left its last replay, whichever executable that was: they can share slots and flags. Between replays, ``left`` is 1 or on its way, all other words are 0. ``entered`` keeps a
 ``left`` from being written before the one before it was seen: no word ever counts.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -30,15 +34,25 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.runtime.cuda.memops import MemOp, wait_for, write
 
-__all__ = ["Workspace", "close_workspace", "workspace_for"]
+__all__ = ["Step", "Workspace", "close_workspace", "workspace_for"]
 
 WORD = 4
 FLAGS = 1024
 """Flags of a workspace, unless a plan has more."""
 
 ENTRY, BODY, EXIT = 1, 2, 3
-"""Stages of a replay; 0 between replays."""
+"""Stages of a replay; 0 between replays, and once no more words are waited for."""
 STAGES = 4
+
+
+class Step(enum.Enum):
+    """A step of the protocol above."""
+
+    BEGIN = "begin"
+    ENTRY = "entry"
+    ENTERED = "entered"
+    FINISH = "finish"
+    EXIT = "exit"
 
 
 class Words(NamedTuple):
@@ -74,8 +88,8 @@ class Workspace:
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         self.bases: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        # For copies and a second branch of GEMMs; executables here run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(2)]
+        # For copies, signals and a second branch of GEMMs; executables here run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(3)]
         self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
@@ -108,28 +122,27 @@ class Workspace:
         """Address of a flag."""
         return self.bases[rank] + (self._first_flag + number) * WORD
 
-    def entry(self, executable: int) -> list[MemOp]:
-        """What is done before a peer's memory is written, by the executable of that number."""
+    def steps(self, executable: int, flags: Iterable[int]) -> dict[Step, list[MemOp]]:
+        """What the steps of a replay are, for the executable of that number, which waits for the flags of these."""
         left = [self._left(self.rank, peer) for peer in self.peers]
-        return [
-            self._stage(executable, ENTRY),
-            *map(wait_for, left),
-            *(write(address, 0) for address in left),
-            *(write(self._entered(peer, self.rank)) for peer in self.peers),
-            self._stage(executable, BODY),
-        ]
-
-    def exit(self, executable: int, flags: Iterable[int]) -> list[MemOp]:
-        """What is done after all else, with the numbers of the flags that were waited for."""
         entered = [self._entered(self.rank, peer) for peer in self.peers]
-        return [
-            self._stage(executable, EXIT),
-            *map(wait_for, entered),
-            *(write(address, 0) for address in entered),
-            *(write(self.flag(self.rank, number), 0) for number in flags),
-            write(self.bases[self.rank] + 2 * self.world_size * WORD, 0),
-            *(write(self._left(peer, self.rank)) for peer in self.peers),
-        ]
+        return {
+            Step.BEGIN: [self._stage(executable, ENTRY)],
+            Step.ENTRY: [wait_for(address) for address in left],
+            Step.ENTERED: [
+                self._stage(executable, BODY),
+                *(write(address, 0) for address in left),
+                *(write(self._entered(peer, self.rank)) for peer in self.peers),
+            ],
+            Step.FINISH: [
+                self._stage(executable, EXIT),
+                *map(wait_for, entered),
+                *(write(address, 0) for address in entered),
+                *(write(self.flag(self.rank, number), 0) for number in flags),
+                self._stage(0, 0),
+            ],
+            Step.EXIT: [write(self._left(peer, self.rank)) for peer in self.peers],
+        }
 
     def _stage(self, executable: int, stage: int) -> MemOp:
         return write(self.bases[self.rank] + 2 * self.world_size * WORD, executable * STAGES + stage)
