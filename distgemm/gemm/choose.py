@@ -13,16 +13,10 @@ measurements on one H200 (``docs/measurements.md``).
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
-from distgemm.gemm.compiler import cache_dir
+from distgemm.choices import Choices, file_name, own_file, read_choices, record_choices
 from distgemm.gemm.spec import GemmConfig, GemmSpec
 
 if TYPE_CHECKING:
@@ -31,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["choices_file", "choose", "key_of", "measured", "order", "record"]
 
 SHIPPED = Path(__file__).parent / "tuned"
+COMMAND = "distgemm tune-gemm"
 SMS = 132
 RATES = {
     ("cooperative", 128, 256): 1.0,
@@ -92,58 +87,23 @@ def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
-def _file(device: str) -> str:
-    return f"gemm_{re.sub('[^A-Za-z0-9.-]', '_', device)}.json"
+def _check(choice: dict[str, Any]) -> None:
+    GemmConfig.parse(choice["config"])
 
 
 def choices_file(device: str) -> Path:
     """Where the user's own choices for this device are."""
-    return cache_dir() / _file(device)
+    return own_file("gemm", device)
 
 
-def _stamp(path: Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def measured(device: str) -> dict[str, dict[str, Any]]:
+def measured(device: str) -> Choices:
     """Choices by :func:`key_of`; the user's own stand before the shipped ones."""
-    own = choices_file(device)
-    return _read(SHIPPED / _file(device), own, _stamp(own))
+    return read_choices(SHIPPED / file_name("gemm", device), choices_file(device), _check, COMMAND)
 
 
-@functools.lru_cache(maxsize=4)
-def _read(shipped: Path, own: Path, stamp: int) -> dict[str, dict[str, Any]]:
-    del stamp  # only makes a changed file be read again
-    found: dict[str, dict[str, Any]] = {}
-    for path in (shipped, own):
-        if path.exists():
-            found |= _choices(path)
-    return found
-
-
-def _choices(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        choices: dict[str, dict[str, Any]] = json.loads(path.read_text())["choices"]
-        for choice in choices.values():
-            GemmConfig.parse(choice["config"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} does not hold measured choices ({type(error).__name__}: {error}); delete it, and measure anew "
-            "with: distgemm tune-gemm"
-        ) from error
-    return choices
-
-
-def record(device: str, choices: dict[str, dict[str, Any]]) -> Path:
+def record(device: str, choices: Choices) -> Path:
     """Adds choices to the user's file, beside what other processes add. Returns its path.
 
     Raises ValueError where the file is broken, which stays as it is.
     """
-    path = choices_file(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        known = _choices(path) if path.exists() else {}
-        written = path.with_suffix(f".{os.getpid()}.new")
-        written.write_text(json.dumps({"device": device, "choices": known | choices}, indent=1) + "\n")
-        os.replace(written, path)
-    return path
+    return record_choices(choices_file(device), device, choices, _check, COMMAND)

@@ -6,7 +6,7 @@ import gc
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, wri
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
 
+if TYPE_CHECKING:
+    from distgemm.runtime.unfused import UnfusedExecutable
+    from distgemm.tune import Choice
+
 __all__ = ["CudaExecutable", "Replay", "compile"]
 
 Tensor = torch.Tensor
@@ -42,7 +46,10 @@ class CudaExecutable:
     workspace: the memory that it shares with the group's other executables
     actions: what it puts on streams, in order
     graphs:  how many graphs it has recorded for eager calls, replays not counted
+    choice:  what ``schedule="auto"`` chose; None where the caller did
     """
+
+    choice: Choice | None = None
 
     def __init__(
         self,
@@ -459,11 +466,17 @@ def compile(
     branches: int = 2,
     timeout: float = 300.0,
     on_timeout: str = "raise",
+    op: str | None = None,
+    tune: bool | None = None,
     **options: Any,
-) -> CudaExecutable:
+) -> CudaExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
 
-    plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...)
+    plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...), or
+              with "auto": the measured choice, which may be the unfused program; it chooses options, provider,
+              config and branches
+    op:       with "auto": "ag+gemm", "gemm+rs" or "gemm+ar"
+    tune:     with "auto", where nothing is recorded: as :func:`distgemm.tune.choose` takes it
     group:    the ranks that take part, with NCCL; None: all
     device:   this rank's GPU; None: the current one
     provider: of the GEMMs
@@ -479,6 +492,14 @@ def compile(
     told which ranks failed. RuntimeError where CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     whole = resolve_group(group)
+    if schedule == "auto" or op is not None or tune is not None:
+        if schedule != "auto" or op is None or not isinstance(plan, GemmProblem):
+            raise ValueError(f"op and tune are for a problem with schedule='auto', got {schedule!r} and op {op!r}")
+        if options or (provider, config, branches) != ("cutlass", None, 2):
+            raise ValueError("schedule='auto' chooses provider, config, branches and options; name a schedule for them")
+        from distgemm.tune import executable
+
+        return executable(plan, op, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
     if isinstance(plan, GemmProblem):
         if schedule is None:
             raise ValueError("a problem needs the name of a schedule: distgemm.list_schedules() has them")

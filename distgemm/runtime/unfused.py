@@ -1,0 +1,330 @@
+"""The unfused program, a collective and one product, called as a plan's executable is: what a plan has to beat."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from distgemm.derive import make_plan
+from distgemm.gemm.spec import Status
+from distgemm.problem import GemmProblem
+from distgemm.runtime.arguments import TORCH_DTYPES, check_shards, resolve_group, shard_dtype, share_memory
+
+if TYPE_CHECKING:
+    from distgemm.tune import Choice
+
+__all__ = ["DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "unfused_status"]
+
+Tensor = torch.Tensor
+
+DEFAULTS = {
+    "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
+    "gemm+rs": "reduce_scatter_1d_pairwise_a",
+    "gemm+ar": "all_reduce_1d_pairwise_a",
+}
+"""For each op, the schedule whose shards the unfused program takes."""
+
+HALVES = ("bfloat16", "float16")
+
+# Newer versions of torch have other names for the same, and warn of these.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def unfused_status(problem: GemmProblem, op: str) -> Status:
+    """Whether torch's products compute it; falsy with the reason where they do not.
+
+    op: "ag+gemm", "gemm+rs" or "gemm+ar"
+    """
+    dtype, product = problem.dtype, _product_dtype(problem, op)
+    if dtype in ("float8_e4m3fn", "tfloat32"):
+        return Status(f"the unfused program has no products of {dtype}")
+    if product != dtype and not (dtype in HALVES and product == "float32"):
+        return Status(f"the unfused program multiplies {dtype} into {dtype} or, from 16 bits, float32, not {product}")
+    return Status()
+
+
+def _product_dtype(problem: GemmProblem, op: str) -> str:
+    return str(problem.out_dtype if op == "ag+gemm" else problem.partial_dtype)
+
+
+_scratch: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
+    """Bytes that all unfused executables of a group share; they run one after the other. Where they are too few for a
+    new one there are more, and earlier executables keep theirs."""
+    key = (group.group_name, device)
+    found = _scratch.get(key)
+    if found is None or found.numel() < size:
+        found = _scratch[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    return found
+
+
+class UnfusedExecutable:
+    """The unfused program over torch.distributed (NCCL, or gloo on CPUs) and torch's products (cuBLAS).
+
+    plan:   of the op's default schedule; says which shards go in and come out, and is not executed
+    op:     "ag+gemm", "gemm+rs" or "gemm+ar"
+    choice: why this and no plan, where :func:`distgemm.compile` chose; else None
+
+    Buffers are allocated when it is made, and shared with the unfused executables of the same group: as with plans,
+    they are called one after the other, or ordered by events.
+
+    Raises ValueError for types of which :func:`unfused_status` says that they cannot be computed.
+    """
+
+    def __init__(
+        self,
+        problem: GemmProblem,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if op not in DEFAULTS:
+            raise ValueError(f"op is one of {', '.join(DEFAULTS)}, got {op!r}")
+        if not (status := unfused_status(problem, op)):
+            raise ValueError(status.reason)
+        self.group = resolve_group(group)
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if device is None:
+            nccl = dist.get_backend(self.group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.op, self.device = op, device
+        self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
+        self.provider = "cublas" if self.device.type == "cuda" else "torch"
+        self.choice: Choice | None = None
+        moved = "A" if op == "ag+gemm" else "D"
+        boxes = [self.plan.box(moved, rank)[1] for rank in range(self.world_size)]
+        # Of a gather and a scatter, the rows of each rank; and the most of them: collectives want equal blocks.
+        self._rows = [slice(start, stop) for start, stop in boxes]
+        self._most = max(stop - start for start, stop in boxes)
+        equal = all(stop - start == self._most for start, stop in boxes)
+        self._blocked = op != "gemm+ar" and (problem.l > 1 or not equal)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        p, size = self.plan.problem, self.world_size
+        moved = shard_dtype(self.plan, "A") if self.op == "ag+gemm" else TORCH_DTYPES[_product_dtype(p, self.op)]
+        columns = p.k if self.op == "ag+gemm" else p.n
+        block = (p.l, self._most, columns)
+        # All of A, or this rank's partial sum of all of D; what one rank sends or gets; blocks of all ranks.
+        shapes: dict[str, tuple[int, ...]] = {"whole": (p.l, p.m, columns)}
+        if self.op != "gemm+ar":
+            shapes["block"] = block
+        if self._blocked:
+            shapes["blocks"] = (size, *block)
+        sizes = {name: -(-prod(shape) * moved.itemsize // 256) * 256 for name, shape in shapes.items()}
+        self.workspace_bytes = sum(sizes.values())
+        scratch = _scratch_for(self.group, self.device, self.workspace_bytes)
+        self._buffers: dict[str, Tensor] = {}
+        at = 0
+        for name, shape in shapes.items():
+            used = scratch[at : at + prod(shape) * moved.itemsize]
+            self._buffers[name] = used.view(moved).view(shape)
+            at += sizes[name]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        c_shard: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        out: Tensor | None = None,
+        gathered: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it alike.
+
+        Takes what :class:`distgemm.CudaExecutable` takes, without scales, and raises ValueError as that does. For
+        "ag+gemm" ::
+
+            dist.all_gather_into_tensor(a, a_shard, group)
+            d = alpha * a @ b_shard.T + beta * c_shard + bias
+
+        for "gemm+rs" and "gemm+ar" ::
+
+            partial = alpha * a_shard @ b_shard.T
+            dist.reduce_scatter_tensor(d, partial, group=group)  # or dist.all_reduce(partial, group=group)
+            d += beta * c_shard + bias
+
+        The collective sums in an order of its own, and rounds to ``problem.partial_dtype`` as it does so; C and the
+        bias are rounded to ``problem.out_dtype`` one after the other.
+        """
+        if scale_a is not None or scale_b is not None:
+            raise ValueError("the unfused program has no scales: those are of fp8, which it does not multiply")
+        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
+        self._check(given, bias, gathered)
+        d = given["D"]
+        a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
+        c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
+        with _ieee(self.device):
+            if self.op == "ag+gemm":
+                whole = self._gather(a, gathered)
+                _multiply(whole, b, whole_d, alpha, c, beta, bias)
+            else:
+                self._reduce(a, b, whole_d, alpha)
+                _add(whole_d, c, beta, bias)
+        return d
+
+    def _check(self, given: dict[str, Tensor], bias: Tensor | None, gathered: Tensor | None) -> None:
+        p, d = self.plan.problem, given["D"]
+        if bias is not None and (tuple(bias.shape) != d.shape[-1:] or bias.dtype != d.dtype):
+            raise ValueError(
+                f"bias on rank {self.rank} is {tuple(d.shape[-1:])} of {d.dtype}, got {tuple(bias.shape)} of "
+                f"{bias.dtype}"
+            )
+        if gathered is None:
+            return
+        if self.op != "ag+gemm":
+            raise ValueError(f"{self.op} does not bring all of A to rank {self.rank}: there is no gathered")
+        shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
+        a = given["A"]
+        if tuple(gathered.shape) != shape or gathered.dtype != a.dtype or gathered.device != a.device:
+            raise ValueError(
+                f"gathered on rank {self.rank} is {shape} of {a.dtype} on {a.device}, got {tuple(gathered.shape)} of "
+                f"{gathered.dtype} on {gathered.device}"
+            )
+        if any(share_memory(gathered, x) for x in given.values()):
+            raise ValueError("gathered shares memory with a shard or with out")
+
+    def _gather(self, a: Tensor, gathered: Tensor | None) -> Tensor:
+        """All of A, (l, m, k): in ``gathered`` where that is given."""
+        whole = self._buffers["whole"]
+        if gathered is not None:
+            whole = gathered if gathered.dim() == 3 else gathered.unsqueeze(0)
+        if not self._blocked:
+            target = whole if whole.is_contiguous() else self._buffers["whole"]
+            _all_gather(target[0], self._dense(a)[0], group=self.group)
+            if target is not whole:
+                whole.copy_(target)
+            return whole
+        block, blocks = self._buffers["block"], self._buffers["blocks"]
+        block[:, : a.shape[1]] = a
+        _all_gather(blocks.flatten(0, 1), block, group=self.group)
+        for rows, found in zip(self._rows, blocks, strict=True):
+            whole[:, rows] = found[:, : rows.stop - rows.start]
+        return whole
+
+    def _dense(self, a: Tensor) -> Tensor:
+        """A shard as collectives send it."""
+        if a.is_contiguous():
+            return a
+        return self._buffers["block"][:, : a.shape[1]].copy_(a)
+
+    def _reduce(self, a: Tensor, b: Tensor, d: Tensor, alpha: float) -> None:
+        """The sum over ranks of the products, or this rank's rows of it, in D."""
+        partial = self._buffers["whole"]
+        direct = d.is_contiguous() and d.dtype == partial.dtype
+        if self.op == "gemm+ar":
+            summed = d if direct else partial
+            _multiply(a, b, summed, alpha)
+            dist.all_reduce(summed, group=self.group)
+        elif not self._blocked:
+            _multiply(a, b, partial, alpha)
+            summed = d if direct else self._buffers["block"]
+            _reduce_scatter(summed[0], partial[0], group=self.group)
+        else:
+            _multiply(a, b, partial, alpha)
+            block, blocks = self._buffers["block"], self._buffers["blocks"]
+            for rows, sent in zip(self._rows, blocks, strict=True):
+                sent[:, : rows.stop - rows.start] = partial[:, rows]
+                sent[:, rows.stop - rows.start :] = 0
+            _reduce_scatter(block, blocks.flatten(0, 1), group=self.group)
+            summed = block[:, : d.shape[1]]
+        if summed is not d:
+            d.copy_(summed)
+
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **how: Any) -> UnfusedReplay:
+        """A CUDA graph of one call on these tensors, to be replayed any number of times.
+
+        Takes what a call takes, and makes one call first. Allocates D where ``out`` is None: ``replay.out``. Raises
+        ValueError on CPUs.
+        """
+        if self.device.type != "cuda":
+            raise ValueError(f"graphs are of GPUs, this executable is on {self.device}")
+        out = self(a_shard, b_shard, c_shard, **how)
+        how = how | {"out": out}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self(a_shard, b_shard, c_shard, **how)
+        return UnfusedReplay(graph, out, (self, a_shard, b_shard, c_shard, how))
+
+
+class UnfusedReplay:
+    """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes, ``graph`` the graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: Tensor, kept: tuple[Any, ...]) -> None:
+        self.graph, self.out = graph, out
+        self._kept = kept
+
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.out
+
+
+@contextlib.contextmanager
+def _ieee(device: torch.device) -> Iterator[None]:
+    """float32 is multiplied as such, whatever torch is set to; as the GEMMs of plans do."""
+    if device.type != "cuda":
+        yield
+        return
+    setting: Any = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    alpha: float,
+    c: Tensor | None = None,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+) -> None:
+    """out = alpha * a @ b.mT + beta * c + bias, all (l, rows, columns)."""
+    single = a.shape[0] == 1
+    x, y, d = (a[0], b[0].mT, out[0]) if single else (a, b.mT, out)
+    if out.dtype != a.dtype:
+        if a.is_cuda:
+            (torch.mm if single else torch.bmm)(x, y, out.dtype, out=d)
+        else:  # torch has no such product on CPUs
+            torch.matmul(x.to(out.dtype), y.to(out.dtype), out=d)
+        if alpha != 1.0:
+            out.mul_(alpha)
+        _add(out, c, beta, bias)
+        return
+    if c is not None:
+        added, factor = (c[0] if single else c), beta
+    elif bias is not None:
+        added, factor = bias, 1.0
+    else:
+        added, factor = d, 0.0
+    if factor == 0.0 and alpha == 1.0:
+        torch.matmul(x, y, out=d)
+        return
+    (torch.addmm if single else torch.baddbmm)(added, x, y, beta=factor, alpha=alpha, out=d)
+    if c is not None:
+        _add(out, None, 0.0, bias)
+
+
+def _add(out: Tensor, c: Tensor | None, beta: float, bias: Tensor | None) -> None:
+    if c is not None:
+        out.add_(c, alpha=beta)
+    if bias is not None:
+        out.add_(bias)

@@ -1,0 +1,631 @@
+"""What ``schedule="auto"`` takes on GPUs: the fastest of a few schedules and the unfused program, measured once.
+
+Choices are kept in ``plans_<GPU>.json`` in the cache folder, over the file of that name that ships with the package.
+``docs/tuning.md`` says what they depend on, and what happens where there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distgemm.choices import Choices, file_name, own_file, read_choices, record_choices
+from distgemm.derive import make_plan
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
+from distgemm.gemm.spec import Status
+from distgemm.machine import Machine
+from distgemm.ops import Gemm, Reduce, View, box_extents
+from distgemm.plan import Plan, PlanError
+from distgemm.problem import GemmProblem
+from distgemm.runtime.arguments import TORCH_DTYPES, resolve_group
+from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
+from distgemm.simulate import predict_unfused, simulate
+
+if TYPE_CHECKING:
+    from distgemm.bench import Method, Operation
+    from distgemm.runtime.cuda import CudaExecutable
+
+__all__ = [
+    "UNFUSED",
+    "Choice",
+    "Tuned",
+    "candidates",
+    "choices_file",
+    "choose",
+    "executable",
+    "key_of",
+    "look_up",
+    "predicted",
+    "record",
+    "tune",
+]
+
+T = TypeVar("T")
+
+SHIPPED = Path(__file__).parent / "tuned"
+COMMAND = "distgemm tune"
+MACHINE = "h200"
+"""The machine on which candidates are predicted, whatever the GPU: it only says which are worth measuring."""
+
+WITHIN = 1.35
+"""Plans predicted to take longer than the best one by more than this factor are not measured."""
+
+LEAST_BUCKET = 64
+"""Below so many rows all take one choice."""
+
+SCHEDULES: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {
+    "ag+gemm": (("all_gather_1d_tiling_cd_rotating_a", (1, 2, 4)),),
+    "gemm+rs": (
+        ("reduce_scatter_1d_pairwise_a", (1, 2, 4)),
+        ("reduce_scatter_1d_tiling_a_rotating_c", (2, 4)),
+    ),
+    "gemm+ar": (
+        ("all_reduce_1d_pairwise_a", (1, 2, 4)),
+        ("all_reduce_1d_tiling_a_rotating_c", (2, 4)),
+    ),
+}
+"""For each op, the schedules that are tried, with their chunks."""
+
+logger = logging.getLogger("distgemm")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a product is done. All but ``how`` is what :meth:`arguments` hands to :func:`distgemm.compile`.
+
+    method:   "plan", or "unfused": a collective and one product
+    schedule, options: of the plan, options as (name, value) pairs
+    provider, branches, config: as :func:`distgemm.compile` takes them; config None: by shape, for each GEMM
+    how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
+              part of what is compared
+    """
+
+    method: str = "plan"
+    schedule: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    provider: str = "cutlass"
+    branches: int = 2
+    config: str | None = None
+    how: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.method not in ("plan", "unfused") or (self.method == "plan") != bool(self.schedule):
+            raise ValueError(
+                f"method is 'plan', with a schedule, or 'unfused', without; got {self.method!r} and {self.schedule!r}"
+            )
+        if self.provider not in list_providers() or self.branches not in (1, 2):
+            raise ValueError(
+                f"provider is one of {', '.join(list_providers())} and branches 1 or 2, got {self.provider!r} and "
+                f"{self.branches!r}"
+            )
+        if self.config is not None:
+            GemmConfig.parse(self.config)
+
+    def __str__(self) -> str:
+        if self.method == "unfused":
+            return "unfused"
+        name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
+        config = "" if self.config is None else f" {self.config}"
+        return f"{name}, GEMMs by {self.provider}{config}, {self.branches} branch{'es' * (self.branches > 1)}"
+
+    def arguments(self) -> dict[str, Any]:
+        """What :func:`distgemm.compile` takes, beside the problem, to make the same again. Raises ValueError for the
+        unfused program, which is :class:`distgemm.runtime.unfused.UnfusedExecutable`."""
+        if self.method == "unfused":
+            raise ValueError("the unfused program is no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
+        return {
+            "schedule": self.schedule,
+            "provider": self.provider,
+            "branches": self.branches,
+            "config": self.config,
+            **dict(self.options),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        if self.method == "unfused":
+            return {"method": "unfused"}
+        return {
+            "method": "plan",
+            "schedule": self.schedule,
+            "options": dict(self.options),
+            "provider": self.provider,
+            "branches": self.branches,
+            "config": self.config,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], how: str = "") -> Choice:
+        """What :meth:`to_dict` wrote; further fields are passed over. Raises ValueError, KeyError or TypeError."""
+        if fields["method"] == "unfused":
+            return replace(UNFUSED, how=how)
+        options = fields["options"]
+        if not isinstance(options, dict) or not all(isinstance(value, (int, str)) for value in options.values()):
+            raise ValueError(f"options are numbers and texts by name, got {options!r}")
+        config = fields["config"]
+        if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
+            raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
+        pairs = tuple(sorted(options.items()))
+        return cls(fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config, how)
+
+
+UNFUSED = Choice("unfused", provider="cublas", branches=1)
+
+
+# --- candidates -----------------------------------------------------------------------------------------
+
+
+def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
+    """What is worth measuring: plans by their predicted time, then the unfused program where it computes this.
+
+    op: "ag+gemm", "gemm+rs" or "gemm+ar"
+
+    Plans that are predicted to take more than ``WITHIN`` times as long as the best one are left out; so are those with
+    GEMMs that their provider does not compute. Raises ValueError for another op.
+    """
+    times = _predictions(problem, _op(op), world_size)
+    plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
+    kept = [choice for choice in plans if times[choice] <= WITHIN * times[plans[0]]]
+    return kept + [choice for choice in times if choice.method == "unfused"]
+
+
+def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
+    """The candidate that the cost model takes for the fastest; of a plan and the unfused program that are as fast, the
+    unfused one, of providers the first that computes it. Raises ValueError where there is no candidate."""
+    times = _predictions(problem, _op(op), world_size)
+    if not times:
+        raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
+    best = min(times, key=lambda choice: (times[choice], choice.method != "unfused"))
+    return replace(best, how="predicted")
+
+
+@lru_cache(maxsize=256)
+def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
+    """us of everything that could be tried."""
+    machine = Machine.load(MACHINE)
+    times: dict[Choice, float] = {}
+    for schedule, all_chunks in SCHEDULES[op]:
+        for chunks in all_chunks:
+            plan = make_plan(problem, schedule, world_size, sync="barrier", chunks=chunks)
+            providers = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
+            most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
+            for branches in (1, 2) if most > 1 and providers else (1,):
+                time = simulate(plan, machine, branches=branches).time
+                for provider in providers:
+                    times[Choice("plan", schedule, (("chunks", chunks),), provider, branches)] = time
+    if unfused_status(problem, op):
+        times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
+    return times
+
+
+def _computes(provider: str, plan: Plan) -> bool:
+    """Whether a provider multiplies what a plan has, whatever a call adds: C, a bias, or neither."""
+    found = _providers().get(provider)
+    sums_in_float64 = "float64" in (plan.problem.out_dtype, plan.problem.partial_dtype)
+    if sums_in_float64 and any(isinstance(op, Reduce) for ops in plan.rank_ops for op in ops):
+        return False
+    return found is not None and all(found.supports(spec) for spec in _specs(plan, terms=True))
+
+
+@lru_cache(maxsize=1)
+def _providers() -> dict[str, Any]:
+    """Without a GPU, those for Hopper."""
+    from distgemm.gemm.cublas import CublasProvider
+    from distgemm.gemm.cutlass import CutlassProvider
+
+    return {
+        "cutlass": CutlassProvider() if torch.cuda.is_available() else CutlassProvider("90a"),
+        "cublas": CublasProvider(),
+    }
+
+
+def _specs(plan: Plan, terms: bool = False) -> list[GemmSpec]:
+    """The GEMMs of all ranks with dense shards, each once, without C and bias; with ``terms``, also with either."""
+    p = plan.problem
+    scale = "tensor" if p.dtype == "float8_e4m3fn" else "none"
+
+    def matrix(view: View) -> MatrixSpec:
+        batches, rows, columns = box_extents(view.box)
+        _, frame_rows, _ = box_extents(view.frame)
+        if view.buffer == "slot":
+            dtype = plan.slots[view.rank][view.slot].dtype
+        else:
+            dtype = p.dtype if view.buffer in ("A", "B") else str(p.out_dtype)
+        between = frame_rows * view.pitch if batches > 1 else 0
+        return MatrixSpec(dtype, rows, columns, batches, stride=view.pitch, batch_stride=between,
+                          padded=view.buffer == "slot")  # fmt: skip
+
+    found: dict[GemmSpec, None] = {}
+    for op in (op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)):
+        d = matrix(op.out)
+        a, b = (replace(matrix(view), dtype=p.dtype) for view in (op.a, op.b))
+        partial = matrix(op.sources[0]) if op.sources else None
+        spec = GemmSpec(a, b, d, partial=partial, scale_a=scale, scale_b=scale)
+        found[spec] = None
+        if terms and op.c is not None:
+            found[replace(spec, c=replace(d, dtype=str(p.out_dtype)))] = None
+            found[replace(spec, bias=str(p.out_dtype))] = None
+    return list(found)
+
+
+def _op(op: str) -> str:
+    if op not in SCHEDULES:
+        raise ValueError(f"op is one of {', '.join(SCHEDULES)}, got {op!r}")
+    return op
+
+
+# --- keys and files -------------------------------------------------------------------------------------
+
+
+def bucket(m: int) -> int:
+    """The rows at which a choice for m rows is measured: the next power of two, ``LEAST_BUCKET`` at least."""
+    return max(LEAST_BUCKET, 1 << (m - 1).bit_length())
+
+
+def key_of(problem: GemmProblem, op: str, world_size: int) -> str:
+    """What a choice depends on, as text. Rows of each rank, C and bias do not matter."""
+    p = problem
+    return f"{_op(op)} {p.m}x{p.n}x{p.k}x{p.l} {p.dtype} {p.out_dtype} {p.partial_dtype} tp:{world_size}"
+
+
+def _bucketed(problem: GemmProblem) -> GemmProblem:
+    return replace(problem, m=bucket(problem.m), m_per_rank=None)
+
+
+def choices_file(device: str) -> Path:
+    """Where the user's own choices for this GPU are."""
+    return own_file("plans", device)
+
+
+def look_up(problem: GemmProblem, op: str, world_size: int, device: str) -> Choice | None:
+    """The recorded choice for these extents, or that for the :func:`bucket` of m; None where there is neither.
+
+    device: the GPU's name. Raises ValueError where a file is broken.
+    """
+    known = read_choices(SHIPPED / file_name("plans", device), choices_file(device), Choice.from_dict, COMMAND)
+    for each in (problem, _bucketed(problem)):
+        found = known.get(key_of(each, op, world_size))
+        if found is not None:
+            return Choice.from_dict(found, "recorded")
+    return None
+
+
+def record(device: str, choices: Choices) -> Path:
+    """Adds choices to the user's file, beside what other processes add. Returns its path.
+
+    Raises ValueError where the file is broken, which stays as it is.
+    """
+    return record_choices(choices_file(device), device, choices, Choice.from_dict, COMMAND)
+
+
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+
+
+# --- one choice for all ranks ---------------------------------------------------------------------------
+
+
+def choose(
+    problem: GemmProblem,
+    op: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    tune: bool | None = None,
+) -> Choice:
+    """The choice for a product, the same on all ranks: rank 0 looks it up in its files. A collective call.
+
+    tune: where nothing is recorded: True: measure now, at the :func:`bucket` of m, and record it; False: what the cost
+          model predicts; None: True, unless DISTGEMM_TUNE is 0 in the environment of rank 0
+
+    Products that :func:`distgemm.bench.measure` does not take (batches, fp8) are predicted.
+
+    Raises RuntimeError while the current stream is captured; on all ranks, ValueError where rank 0's file is broken.
+    """
+    whole, at = resolve_group(group), _device(device)
+    size = whole.size()
+    if at.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"schedule='auto' has no executable for {key_of(problem, op, size)} yet, and none can be made while a "
+            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {op!r}, group) "
+            "before that measures ahead"
+        )
+
+    def decide() -> Choice | None:
+        found = look_up(problem, op, size, _gpu(at))
+        wanted = os.environ.get("DISTGEMM_TUNE") != "0" if tune is None else tune
+        return found or (None if wanted and measurable(problem) else predicted(problem, op, size))
+
+    found = _from_first(whole, at, decide)
+    if found is None:
+        found = _tune(_bucketed(problem), op, whole, at).choice
+    return found
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    """None: the current GPU; the CPU where there is none, for what needs no GPU."""
+    if device is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    at = torch.device("cuda" if device is None else device)
+    return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
+
+
+def _from_first(group: dist.ProcessGroup, device: torch.device, make: Callable[[], T]) -> T:
+    """What the group's rank 0 makes, on all ranks; so is the error that it raises."""
+    found: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            found[0] = make()
+        except (ValueError, OSError) as error:
+            found[1] = error
+    at = device if dist.get_backend(group) == "nccl" else None
+    dist.broadcast_object_list(found, group=group, group_src=0, device=at)
+    if found[1] is not None:
+        raise found[1]
+    made: T = found[0]
+    return made
+
+
+def executable(
+    problem: GemmProblem,
+    op: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    tune: bool | None = None,
+    **more: Any,
+) -> CudaExecutable | UnfusedExecutable:
+    """This rank's executable of what :func:`choose` chooses; ``.choice`` says what that is. A collective call.
+
+    more: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, where a plan is chosen
+    """
+    whole, at = resolve_group(group), _device(device)
+    return make(problem, op, choose(problem, op, whole, device=at, tune=tune), whole, at, **more)
+
+
+def make(
+    problem: GemmProblem, op: str, choice: Choice, group: dist.ProcessGroup, device: torch.device, **more: Any
+) -> CudaExecutable | UnfusedExecutable:
+    """This rank's executable of a choice. A collective call."""
+    if choice.method == "unfused":
+        unfused = UnfusedExecutable(problem, op, group, device)
+        unfused.choice = choice
+        return unfused
+    from distgemm.runtime.cuda import CudaExecutable
+    from distgemm.runtime.cuda import compile as compile_plan
+
+    made = compile_plan(problem, group=group, device=device, **choice.arguments(), **more)
+    assert isinstance(made, CudaExecutable)
+    made.choice = choice
+    return made
+
+
+# --- measuring ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a measurement found.
+
+    choice:  the fastest
+    times:   ms of all that were measured, by their text; of the slowest rank
+    refused: candidates that could not be compiled, with the reason
+    path:    the file that the choice was written to; None: to none
+    """
+
+    choice: Choice
+    times: dict[str, float]
+    refused: dict[str, str]
+    path: Path | None
+
+    @property
+    def ms(self) -> float:
+        """Of the choice."""
+        return self.times[str(self.choice)]
+
+    @property
+    def unfused_ms(self) -> float | None:
+        """Of the unfused program; None where it was not measured."""
+        return self.times.get(str(UNFUSED))
+
+
+def measurable(problem: GemmProblem) -> Status:
+    """Whether :func:`tune` can measure such products; falsy with the reason where it cannot."""
+    if problem.l > 1:
+        return Status(f"single products are measured, not l = {problem.l} of them")
+    if problem.dtype == "float8_e4m3fn":
+        return Status("products of fp8 are not measured: they have no unfused program to be checked against")
+    return Status()
+
+
+def tune(
+    problem: GemmProblem,
+    op: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    write: bool = True,
+    kernels: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Tuned:
+    """Measures the :func:`candidates` against each other, in graphs, and takes the fastest. A collective call.
+
+    write:    whether rank 0 records the choice
+    kernels:  whether configurations of the plans' GEMMs that have no measured one are measured before
+              (:func:`distgemm.gemm.tune.tune`), spread over the ranks, and recorded; compiles several kernels for each
+              kind of GEMM
+    progress: is told, on every rank, what is being done
+
+    Extents are measured as they are, rounded up to multiples of the number of ranks; all operands are drawn anew.
+    Raises ValueError for products that :func:`measurable` says cannot be measured, RuntimeError where no candidate
+    can be compiled or one computes something wrong.
+    """
+    return _tune(problem, op, resolve_group(group), _device(device), write, kernels, progress)
+
+
+def _tune(
+    problem: GemmProblem,
+    op: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    write: bool = True,
+    kernels: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Tuned:
+    from distgemm import bench
+
+    if not (status := measurable(problem)):
+        raise ValueError(status.reason)
+    say = progress or (lambda text: None)
+    size = group.size()
+    trial = _divisible(problem, size)
+    tried = _from_first(group, device, lambda: candidates(trial, op, size))
+    if kernels:
+        _tune_gemms(trial, tried, group, device, say)
+    operation = bench.Operation(trial, op, group, device)
+    methods, refused = _methods(operation, tried, group, device, say)
+    if not methods:
+        raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
+    say(f"measuring {len(methods)} candidates")
+    times = bench.measure(operation, list(methods.values()))
+    fastest = min(methods, key=lambda choice: (times[str(choice)], choice.method != "unfused"))
+
+    def settle() -> tuple[Choice, dict[str, float], Path | None]:
+        if not write:
+            return fastest, times, None
+        entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
+        if str(UNFUSED) in times:
+            entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
+        return fastest, times, record(_gpu(device), {key_of(problem, op, size): entry})
+
+    choice, times, path = _from_first(group, device, settle)
+    logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)
+    return Tuned(replace(choice, how="measured"), times, refused, path)
+
+
+def _divisible(problem: GemmProblem, size: int) -> GemmProblem:
+    m, n, k = (-(-extent // size) * size for extent in (problem.m, problem.n, problem.k))
+    return replace(problem, m=m, n=n, k=k, m_per_rank=None)
+
+
+def _methods(
+    operation: Operation,
+    tried: list[Choice],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    say: Callable[[str], object],
+) -> tuple[dict[Choice, Method], dict[str, str]]:
+    """Executables of the candidates, and why some have none: the same on all ranks."""
+    from distgemm import bench
+    from distgemm.gemm.compiler import CompileError, CompilerNotFoundError
+
+    made: dict[Choice, Method] = {}
+    refused: dict[str, str] = {}
+    for choice in tried:
+        say(f"compiling {choice}")
+        try:
+            exe = make(operation.problem, operation.op, choice, group, device)
+        except (ValueError, PlanError, CompileError, CompilerNotFoundError) as error:
+            refused[str(choice)] = str(error)
+            logger.warning("not measured: %s: %s", choice, error)
+            continue
+        shape = exe.plan.shard_shape("D", exe.rank)
+        out = torch.empty(shape, dtype=TORCH_DTYPES[str(operation.problem.out_dtype)], device=device)
+        made[choice] = bench.Method(str(choice), _call(exe, operation, out))
+    return made, refused
+
+
+def _call(exe: Any, operation: Operation, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        found: torch.Tensor = exe(operation.a, operation.b, out=out)
+        return found
+
+    return run
+
+
+def _tune_gemms(
+    problem: GemmProblem,
+    tried: list[Choice],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    say: Callable[[str], object],
+) -> None:
+    """Measures configurations for the CUTLASS GEMMs of these plans that have none, each on one rank, and records them
+    where every rank finds them."""
+    from distgemm import gemm
+    from distgemm.gemm import choose as gemm_choices
+    from distgemm.gemm.compiler import build
+    from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+    from distgemm.gemm.tune import candidates as configurations
+    from distgemm.gemm.tune import tune as tune_gemm
+
+    rank, size = dist.get_rank(group), group.size()
+    known = _from_first(group, device, lambda: set(gemm_choices.measured(_gpu(device))))
+    wanted: dict[str, tuple[GemmSpec, int]] = {}
+    for choice in tried:
+        if choice.method == "plan" and choice.provider == "cutlass":
+            plan = make_plan(problem, choice.schedule, size, sync="barrier", **dict(choice.options))
+            for spec in _specs(plan):
+                key = gemm_choices.key_of(spec, choice.branches)
+                if key not in known:
+                    wanted.setdefault(key, (spec, choice.branches))
+
+    def measured() -> Choices:
+        say(f"compiling kernels for {len(wanted)} kinds of GEMMs")
+        provider = CutlassProvider()
+        every = [
+            (spec, config) for spec, streams in wanted.values() for config in configurations(provider, spec, streams)
+        ]
+        sources = list(dict.fromkeys(kernel_source(spec, config, provider.arch) for spec, config in every))
+        # Ranks begin at different kernels, and what one compiles the others wait for.
+        turn = rank * len(sources) // size
+        build(sources[turn:] + sources[:turn], jobs=max(1, (os.cpu_count() or 1) // size), progress=rank == 0)
+        found: Choices = {}
+        for key, (spec, streams) in list(wanted.items())[rank::size]:
+            say(f"measuring GEMMs {key}")
+            best = tune_gemm(_tensors(spec, device), streams=streams, write=False)
+            found[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
+        return found
+
+    if not wanted:
+        return
+    found = _from_all(group, measured)
+    gemm_choices.record(_gpu(device), {key: choice for each in found for key, choice in each.items()})
+    gemm._kernel.cache_clear()  # so that this process takes the choices too
+
+
+def _from_all(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
+    """What each rank makes, on all ranks; the error of any rank on all of them."""
+    mine: tuple[T | None, str | None]
+    try:
+        mine = make(), None
+    except Exception as error:  # told to all, which would wait for this rank
+        mine = None, f"{type(error).__name__}: {error}"
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, mine, group=group)
+    for rank, (_, failed) in enumerate(every):
+        if failed is not None:
+            raise RuntimeError(f"rank {rank} cannot measure GEMMs: {failed}")
+    return [found for found, _ in every]
+
+
+def _tensors(spec: GemmSpec, device: torch.device) -> Any:
+    """Random ones of a GEMM without batches."""
+    from distgemm.gemm import GemmTensors
+
+    def drawn(matrix: MatrixSpec) -> torch.Tensor:
+        whole = torch.randn(matrix.rows, matrix.stride, device=device).to(TORCH_DTYPES[matrix.dtype])
+        return whole[:, : matrix.columns]
+
+    partial = None if spec.partial is None else drawn(spec.partial)
+    dtype = "tfloat32" if spec.a.dtype == "tfloat32" else None
+    a, b, d = map(drawn, (spec.a, spec.b, spec.d))
+    return GemmTensors(a, b, d, partial=partial, dtype=dtype, padded=spec.d.padded)
