@@ -28,7 +28,7 @@ from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wa
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 
-__all__ = ["FLAGS", "Event", "Timeline", "predict_unfused", "simulate"]
+__all__ = ["FLAGS", "Event", "Timeline", "arrivals", "predict_unfused", "simulate"]
 
 FLAGS = "flags"
 """The lane of signals, waits and barriers: they overlap, and occupy nothing."""
@@ -177,23 +177,8 @@ class Timeline:
     def flows(self) -> tuple[tuple[Event, Event], ...]:
         """(copy, op that uses what it brought) for every copy between ranks."""
         at = {(event.rank, event.op.id): event for event in self.events}
-        sent: dict[tuple[int, int], Event] = {}
-        waits: dict[tuple[int, int], tuple[int, int]] = {}
-        for event in self.events:
-            op = event.op
-            if isinstance(op, Signal) and not op.flag.credit:
-                for dep in op.deps:
-                    if isinstance(at[op.rank, dep].op, Copy):
-                        sent[op.flag[:2]] = at[op.rank, dep]
-            elif isinstance(op, Wait) and not op.flag.credit:
-                waits[op.rank, op.id] = op.flag[:2]
-        found = []
-        for event in self.events:
-            for dep in event.op.deps if isinstance(event.op, (Gemm, Copy, Reduce)) else ():
-                flag = waits.get((event.rank, dep))
-                if flag in sent:
-                    found.append((sent[flag], event))
-        return tuple(found)
+        found = [(at[copy.rank, copy.id], at[user.rank, user.id]) for copy, user in arrivals(self.plan)]
+        return tuple(sorted(found, key=lambda pair: (pair[1].rank, pair[1].start)))
 
     def to_perfetto(self) -> dict[str, Any]:
         """Chrome trace JSON for ui.perfetto.dev: a process per rank, a thread per lane, arrows from copies to what
@@ -226,6 +211,23 @@ class Timeline:
         """Write :meth:`to_perfetto` to a file."""
         with open(path, "w") as file:
             json.dump(self.to_perfetto(), file)
+
+
+def arrivals(plan: Plan) -> tuple[tuple[Copy, Op], ...]:
+    """(copy, op that uses what it brought) for every copy between ranks that is signalled."""
+    sent: dict[tuple[int, int], Copy] = {}
+    for ops in plan.rank_ops:
+        copies = {op.id: op for op in ops if isinstance(op, Copy)}
+        for op in ops:
+            if isinstance(op, Signal) and not op.flag.credit:
+                sent.update({op.flag[:2]: copies[dep] for dep in op.deps if dep in copies})
+    found = []
+    for ops in plan.rank_ops:
+        waits = {op.id: op.flag[:2] for op in ops if isinstance(op, Wait) and not op.flag.credit}
+        for op in ops:
+            if isinstance(op, (Gemm, Copy, Reduce)):
+                found += [(sent[waits[dep]], op) for dep in op.deps if waits.get(dep) in sent]
+    return tuple(found)
 
 
 def simulate(
@@ -519,11 +521,11 @@ class _Work:
     def _deal(self, ops: Sequence[Op], branches: int) -> None:
         """The lane of each op."""
         found: list[str] = []
-        gemms = 0
+        computed = 0  # sums and local copies take their turn as well, as they do on the streams of the CUDA runtime
         for op in ops:
             if isinstance(op, Gemm):
-                found.append(f"gemm {gemms % branches}")
-                gemms += 1
+                found.append(f"gemm {computed % branches}")
+                computed += 1
             elif isinstance(op, Copy) and _crosses(op):
                 if not self.machine.same_host(op.src.rank, op.dst.rank):
                     found.append("network")
@@ -532,6 +534,7 @@ class _Work:
                     found.append(f"copy {stream}" if self.copy_streams > 1 else "copy")
             elif isinstance(op, (Copy, Reduce)):
                 found.append("local")
+                computed += 1
             else:
                 found.append(FLAGS)
         lanes: dict[str, list[int]] = defaultdict(list)

@@ -1,0 +1,148 @@
+"""``distgemm trace``: one replay on all ranks, measured beside predicted."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distgemm.derive import make_plan
+from distgemm.machine import Machine, list_machines
+from distgemm.problem import GemmProblem
+from distgemm.simulate import simulate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from distgemm.trace import Trace
+
+__all__ = ["gaps_text", "trace_command", "trace_table"]
+
+PATIENCE = 900.0
+"""Seconds for everything, with the compilation of kernels."""
+
+PICTURES = (".svg", ".png")
+
+
+def trace_command(
+    name: Annotated[str, typer.Argument(help="A schedule, an alias, or a family such as ag+gemm.", show_default=False)],
+    m: Annotated[int, typer.Option(help="Rows of A and D.")] = 8192,
+    n: Annotated[int, typer.Option(help="Rows of B, columns of D.")] = 57344,
+    k: Annotated[int, typer.Option(help="Columns of A and B.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="Element type of A and B.")] = "bfloat16",
+    chunks: Annotated[
+        int | None, typer.Option(help="The schedule's option chunks. [default: the schedule's own]")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks, one on each GPU. [default: all GPUs]")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Arrangement of the ranks, such as 2x4.", show_default=False)] = None,
+    provider: Annotated[str, typer.Option(help="Of the GEMMs: cutlass or cublas.")] = "cutlass",
+    config: Annotated[str | None, typer.Option(help="A configuration of the provider. [default: by shape]")] = None,
+    branches: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
+    machine: Annotated[str, typer.Option(help=f"One of {', '.join(list_machines())}, or a .json file.")] = "h200",
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write a trace for ui.perfetto.dev to this file.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw it into this .svg or .png file.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a plan on the GPUs of this machine, and show what each did when in one replay, beside the prediction.
+
+    The plan is recorded as a CUDA graph on each rank and replayed under the profiler of torch; the middle replay is
+    shown. Waits and signals are no events: where something waits, there is a gap.
+
+    A rank's total is the time from its first op to that of the next replay; the line above the table has what a replay
+    takes without the profiler. "Without GEMM" is the time before the first GEMM, between GEMMs, and from the end of
+    the last one to the next replay.
+    """
+    _check_outputs(json, picture)
+    sides = _mesh(mesh)
+    options: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
+    problem = GemmProblem(m, n, k, dtype=dtype)
+    gpus = Machine.load(machine)
+    if ranks is None and sides is None:
+        import torch
+
+        ranks = torch.cuda.device_count()
+        if not ranks:
+            raise ValueError("trace runs on GPUs, and there is none here; distgemm simulate needs none")
+    plan = make_plan(problem, name, ranks, mesh=sides, sync="barrier", **options)
+    predicted = simulate(plan, gpus, branches=branches)
+
+    from distgemm.runtime.launch import launch
+    from distgemm.trace import Trace, draw_trace, record
+
+    recordings = launch(record, plan.world_size, plan, provider, config, branches, backend="nccl", timeout=PATIENCE)
+    trace = Trace.of(plan, branches, recordings, predicted)
+    report(trace)
+    if json is not None:
+        trace.save_perfetto(json)
+        typer.echo(f"wrote {json}", err=True)
+    if picture is not None:
+        draw_trace(trace, picture)
+        typer.echo(f"wrote {picture}", err=True)
+
+
+def report(trace: Trace) -> None:
+    """Print where the time goes."""
+    from rich.console import Console
+
+    plan, p = trace.plan, trace.plan.problem
+    typer.echo(f"{plan.schedule}: {plan.world_size} ranks, m {p.m} x n {p.n} x k {p.k}, {p.dtype}")
+    error = 100 * (trace.predicted.time / trace.alone - 1)
+    typer.echo(
+        f"{trace.alone:.1f} us per replay on the slowest rank, without the profiler; predicted "
+        f"{trace.predicted.time:.1f} us ({error:+.0f} %)"
+    )
+    Console(width=120).print(trace_table(trace))
+    typer.echo(gaps_text(trace))
+
+
+def trace_table(trace: Trace) -> Table:
+    """A row for each rank as measured, and as predicted."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("rank", "us", box=box.SIMPLE)
+    titles = ("total", "GEMMs", "copies", "both", "without GEMM: at start", "between", "at end")
+    for title in titles:
+        table.add_column(title, justify="right")
+    for rank in range(trace.plan.world_size):
+        for predicted in (False, True):
+            figures = (f"{value:.1f}" for value in trace.figures(rank, predicted))
+            table.add_row("" if predicted else str(rank), "predicted" if predicted else "measured", *figures)
+    return table
+
+
+def gaps_text(trace: Trace) -> str:
+    """Where something waits, and how well the clocks of the ranks agree."""
+    lines = [f"{gap.us:6.1f} us on rank {gap.rank} {gap.text}" for gap in trace.gaps()]
+    if trace.violation:
+        shifts = ", ".join(f"{shift:.1f}" for shift in trace.shifts)
+        clocks = f"clocks: a chunk was used {trace.violation:.1f} us before it had come; set forward by {shifts} us"
+    else:
+        clocks = "clocks: no chunk is used before it has come; nothing is shifted"
+    return "\n".join([*lines, clocks])
+
+
+def _mesh(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(side) for side in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
+
+
+def _check_outputs(json: Path | None, picture: Path | None) -> None:
+    """Refuses files that cannot be written, before anything is run."""
+    for path in (json, picture):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
+    if picture is not None:
+        if picture.suffix.lower() not in PICTURES:
+            raise ValueError(f"--picture takes a {' or '.join(PICTURES)} file, got {str(picture)!r}")
+        if find_spec("matplotlib") is None:
+            raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")

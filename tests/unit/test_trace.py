@@ -1,0 +1,328 @@
+"""Traces: events become the ops they are, clocks are set, and figures, JSON and picture say what the events say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distgemm import GemmProblem, Plan, make_plan
+from distgemm.machine import Machine
+from distgemm.ops import Copy, Gemm, Reduce
+from distgemm.runtime.cuda.lowering import lower
+from distgemm.simulate import FLAGS, Timeline, arrivals, simulate
+from distgemm.trace import Recording, Seen, Span, Trace, align, attribute, draw_trace, replay_of, what
+
+H200 = Machine.load("h200")
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+RING = "reduce_scatter_1d_tiling_a_rotating_c"
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+DATA = json.loads((Path(__file__).parent / "data" / "trace_4xh200.json").read_text())["rows"]
+ALL_REDUCE = "all_reduce_1d_pairwise_a"
+CASES = [
+    *((GATHER, 4, 1), (GATHER, 4, 2), (GATHER, 8, 4), (RING, 4, 2), (RING, 8, 1)),
+    *((PAIRWISE, 4, 1), (PAIRWISE, 4, 2), (ALL_REDUCE, 4, 1)),
+]
+NAMED = {"Gemm": "nvjet_sm90", "Copy": "Memcpy PtoP (Device -> Device)", "Reduce": "distgemm::sum(distgemm::Arguments)"}
+EPOCH = 1_760_000_000_000_000_000
+PERIOD = 2000.0
+
+
+def planned(name: str = GATHER, size: int = 4, chunks: int = 1) -> Plan:
+    return make_plan(GemmProblem(8192, 1280 * size, 8192), name, size, chunks=chunks, sync="barrier")
+
+
+def events_of(timeline: Timeline, rank: int, offset: float = 0.0) -> list[Seen]:
+    """The simulator's events of a rank, as a profiler would have seen them; clock ahead by so many us."""
+    streams = {op.id: action.stream for action in lower(timeline.plan, rank, 2) for op in action.ops}
+    found = []
+    for event in timeline.events:
+        if event.rank == rank and event.lane != FLAGS:
+            stream = 20 + streams[event.op.id]
+            start, end = (EPOCH + round((time + offset) * 1e3) for time in (event.start, event.end))
+            local = isinstance(event.op, Copy) and event.op.dst.rank == rank
+            name = "Memcpy DtoD (Device -> Device)" if local else NAMED[event.op.kind]
+            found.append(Seen(name, stream, start, end))
+    return found
+
+
+def recorded(timeline: Timeline, offsets: dict[int, float] | None = None, replays: int = 3) -> list[Recording]:
+    """What the ranks would have recorded."""
+    found = []
+    for rank in range(timeline.plan.world_size):
+        events = [
+            event
+            for replay in range(replays)
+            for event in events_of(timeline, rank, replay * PERIOD + (offsets or {}).get(rank, 0.0))
+        ]
+        found.append(Recording(events, replays, timeline.time))
+    return found
+
+
+def traced(name: str = GATHER, size: int = 4, chunks: int = 1, offsets: dict[int, float] | None = None) -> Trace:
+    timeline = simulate(planned(name, size, chunks), H200)
+    return Trace.of(timeline.plan, 2, recorded(timeline, offsets), timeline)
+
+
+# --- attribution ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "size", "chunks"), CASES)
+def test_events_become_their_ops(name: str, size: int, chunks: int) -> None:
+    timeline = simulate(planned(name, size, chunks), H200)
+    for rank in range(size):
+        events = events_of(timeline, rank)
+        spans = attribute(timeline.plan, rank, 2, events)
+        zero = min(event.start for event in events)
+        expected = {
+            event.op.id: EPOCH + round(event.start * 1e3) - zero
+            for event in timeline.events
+            if event.rank == rank and event.lane != FLAGS
+        }
+        assert {span.op.id: round(span.start * 1e3) for span in spans} == pytest.approx(expected, abs=2)
+
+
+@pytest.mark.parametrize("row", DATA, ids=lambda row: row["schedule"])
+def test_measured_events(row: dict[str, Any]) -> None:
+    """Of 4 H200s: every op once, in lanes that do not overlap, after what it depends on."""
+    problem = GemmProblem(row["m"], row["n"], row["k"])
+    plan = make_plan(problem, row["schedule"], 4, chunks=row["chunks"], sync="barrier")
+    spans = attribute(plan, 0, 2, [Seen(*event) for event in row["events"]])
+    ops = {op.id for op in plan.ops(0) if isinstance(op, (Gemm, Copy, Reduce))}
+    whole = {span.op.id: span for span in spans if not span.part}
+    assert set(whole) == ops and len(spans) - len(ops) == sum(bool(span.part) for span in spans)
+    for lane in {span.lane for span in spans}:
+        for one, other in itertools.pairwise(span for span in spans if span.lane == lane):
+            assert one.end <= other.start
+    for span in whole.values():
+        assert all(span.start >= whole[dep].end for dep in span.op.deps if dep in whole), span
+        before = [each for each in spans if each.op.id == span.op.id and each.part]
+        assert all(each.end <= span.start and each.lane == span.lane for each in before)
+
+
+def test_measured_streams_may_swap() -> None:
+    """The second GEMM on the second stream waits for nothing, so it begins before the one issued before it."""
+    row = next(row for row in DATA if row["schedule"] == PAIRWISE)
+    plan = make_plan(GemmProblem(row["m"], row["n"], row["k"]), PAIRWISE, 4, sync="barrier")
+    spans = attribute(plan, 0, 2, [Seen(*event) for event in row["events"]])
+    assert [s.op.iteration for s in spans if isinstance(s.op, Gemm) and not s.part] == [0, 1, 3, 2]
+    assert [span.part for span in spans if span.part] == ["memset before"] * 4
+
+
+@pytest.mark.parametrize("row", DATA, ids=lambda row: row["schedule"])
+def test_ops_are_found_without_streams(row: dict[str, Any]) -> None:
+    """The order within a stream, and what an op depends on, say which is which where the profiler's streams do not."""
+    problem = GemmProblem(row["m"], row["n"], row["k"])
+    plan = make_plan(problem, row["schedule"], 4, chunks=row["chunks"], sync="barrier")
+    events = [Seen(*event) for event in row["events"]]
+    known = [span for span in attribute(plan, 0, 2, events) if not span.part]
+    found = [span for span in attribute(plan, 0, 2, [event._replace(stream=1) for event in events]) if not span.part]
+    assert [span.op.id for span in found] == [span.op.id for span in known]
+
+
+def test_order_within_a_stream_is_kept() -> None:
+    """GEMMs that overlap are on two streams, whatever the profiler says."""
+    timeline = simulate(planned(GATHER, 4, 2), H200)
+    events = events_of(timeline, 0)
+    gemms = [at for at, event in enumerate(events) if event.name == NAMED["Gemm"]]
+    events[gemms[1]] = events[gemms[1]]._replace(stream=events[gemms[0]].stream)
+    assert events[gemms[1]].start < events[gemms[0]].end
+    lanes = [span.lane for span in attribute(timeline.plan, 0, 2, events) if isinstance(span.op, Gemm)]
+    assert lanes == ["gemm 0", "gemm 1"] * 4
+    for gemm in gemms:
+        events[gemm] = events[gemm]._replace(end=events[gemm].end + 400_000)
+    with pytest.raises(RuntimeError, match="contradict the plan"):
+        attribute(timeline.plan, 0, 2, events)
+
+
+def test_kinds_of_events() -> None:
+    kinds = {
+        "Memcpy PtoP (Device -> Device)": "copy",
+        "Memcpy DtoD (Device -> Device)": "local",
+        "Memcpy DtoH (Device -> Pinned)": "",
+        "Memset (Unknown)": "memset",
+        "distgemm::sum(distgemm::Arguments)": "sum",
+        "_ZN8distgemm3sumENS_9ArgumentsE": "sum",
+        "distgemm::leave(distgemm::Words)": "",
+        "void at::native::vectorized_elementwise_kernel<4>": "",
+        "ncclDevKernel_AllReduce_Sum_f32": "",
+        "_ZN7cutlass13device_kernelINS_4gemm6kernel": "gemm",
+        "nvjet_sm90_tst_128x160_64x5_2x1_v_bz_TNT": "gemm",
+        "void cublasLt::splitKreduce_kernel<32>": "tail",
+    }
+    assert {name: what(name) for name in kinds} == kinds
+
+
+def test_missing_and_strange_events_are_named() -> None:
+    timeline = simulate(planned(), H200)
+    events = events_of(timeline, 1)
+    with pytest.raises(RuntimeError, match=r"rank 1: .*GEMM kernels 4, seen 3; copies to peers 3, seen 3.*nvjet_sm90"):
+        attribute(timeline.plan, 1, 2, [event for event in events if event is not events[0]])
+    with pytest.raises(RuntimeError, match=r"copies to peers 3, seen 4"):
+        attribute(timeline.plan, 1, 2, [*events, next(event for event in events if "PtoP" in event.name)])
+    # A GEMM of the ring that ends behind the copy that sends its result.
+    ring = simulate(planned(RING, 4, 2), H200)
+    events = events_of(ring, 0)
+    copy = next(at for at, event in enumerate(events) if "PtoP" in event.name)
+    early = events[0].start
+    events[copy] = events[copy]._replace(start=early, end=early + 1000)
+    with pytest.raises(RuntimeError, match=r"rank 0: the events contradict the plan: .* begins \d+\.\d us before"):
+        attribute(ring.plan, 0, 2, events)
+    with pytest.raises(ValueError, match="a single product, got 2 batches"):
+        attribute(make_plan(GemmProblem(8, 8, 8, 2), GATHER, 2), 0, 2, [])
+
+
+def test_middle_replay() -> None:
+    timeline = simulate(planned(), H200)
+    recording = recorded(timeline, replays=5)[0]
+    shuffled = Recording([*recording.events[::-1], Seen("Memcpy DtoH (x)", 1, EPOCH, EPOCH + 9)], 5, 1.0)
+    events, period = replay_of(shuffled)
+    assert events == sorted(recording.events, key=lambda event: event.start)[14:21]
+    assert period == pytest.approx(PERIOD)
+    with pytest.raises(RuntimeError, match=r"saw 34 events of 5 replays.*'copy': 14.*run it again"):
+        replay_of(Recording([event for event in recording.events if event.start != events[1].start], 5, 1.0))
+
+
+# --- clocks ---------------------------------------------------------------------------------------------
+
+
+def spans_of(timeline: Timeline) -> list[Span]:
+    return [Span(*event) for event in timeline.events if event.lane != FLAGS]
+
+
+def test_right_clocks_are_left_alone() -> None:
+    timeline = simulate(planned(), H200)
+    assert align(timeline.plan, spans_of(timeline)) == ((0.0,) * 4, 0.0)
+
+
+def test_least_shifts() -> None:
+    """Rank 2 is set forward by just so much that nothing is used before it has come; and those that depend on it."""
+    timeline = simulate(planned(), H200)
+    spans = [
+        span._replace(start=span.start - 60.0 * (span.rank == 2), end=span.end - 60.0 * (span.rank == 2))
+        for span in spans_of(timeline)
+    ]
+    shifts, violation = align(timeline.plan, spans)
+    assert shifts[0] == shifts[1] == shifts[3] == 0 and shifts[2] == violation > 0
+    at = {(span.rank, span.op.id): span for span in spans}
+    slack = [
+        at[user.rank, user.id].start + shifts[user.rank] - at[copy.rank, copy.id].end - shifts[copy.rank]
+        for copy, user in arrivals(timeline.plan)
+    ]
+    assert min(slack) == pytest.approx(0, abs=1e-6)
+
+
+def test_impossible_events_are_refused() -> None:
+    """Every rank uses what came before its sender has sent it: no shift of clocks helps."""
+    timeline = simulate(planned(), H200)
+    spans = [span._replace(start=0.0) if isinstance(span.op, Gemm) else span for span in spans_of(timeline)]
+    with pytest.raises(RuntimeError, match="no shift of clocks"):
+        align(timeline.plan, spans)
+
+
+def test_shifts_survive_into_the_trace() -> None:
+    exact, late = traced(), traced(offsets={1: -500.0})
+    assert exact.violation == 0 and late.violation > 400
+    at = {(span.rank, span.op.id): span for span in late.spans}
+    for copy, user in arrivals(late.plan):
+        assert at[copy.rank, copy.id].end <= at[user.rank, user.id].start + 1e-3
+    assert min(span.start for span in late.spans) == 0
+
+
+# --- figures --------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_perfect_prediction() -> None:
+    """Events that are the prediction have the prediction's figures, but for the total."""
+    trace = traced(RING, 4, 2)
+    for rank in range(4):
+        measured, predicted = trace.figures(rank), trace.figures(rank, predicted=True)
+        assert measured.total == pytest.approx(PERIOD) and predicted.total == trace.predicted.time
+        assert measured[1:6] == pytest.approx(predicted[1:6], abs=0.01)
+        assert measured.start + measured.gemms + measured.middle + measured.end == pytest.approx(PERIOD)
+        assert 0 < measured.both <= min(measured.gemms, measured.copies)
+        assert measured.gemms == pytest.approx(trace.predicted.busy(rank, "Gemm"), abs=0.01)
+
+
+def test_what_comes_before_the_first_gemm_is_exposed() -> None:
+    trace = traced(GATHER, 4, 1)
+    spans = [
+        span._replace(start=span.start + 7.0, end=span.end + 7.0) if isinstance(span.op, Gemm) else span
+        for span in trace.spans
+    ]
+    later, before = dataclasses.replace(trace, spans=tuple(spans)).figures(0), trace.figures(0)
+    copy = next(span for span in trace.of_rank(0) if isinstance(span.op, Copy))
+    assert before.start == 0 and later.start == pytest.approx(7.0 - copy.start)
+    assert later.end == pytest.approx(before.end - 7.0 + copy.start)
+
+
+def test_gaps_are_the_longest() -> None:
+    trace = traced(RING, 4, 4)
+    gaps = trace.gaps(count=2)
+    assert len(gaps) == 2 + 4
+    between = [
+        other.start - one.end
+        for rank in range(4)
+        for one, other in itertools.pairwise(s for s in trace.of_rank(rank) if s.lane == "copy")
+    ]
+    assert [gap.us for gap in gaps[:2]] == sorted(between)[:-3:-1] and min(between) < max(between) - 1
+    last = {gap.rank: gap for gap in gaps[2:]}
+    for rank in range(4):
+        gemm = max((s for s in trace.of_rank(rank) if isinstance(s.op, Gemm)), key=lambda s: s.start)
+        (copy,) = (copy for copy, user in arrivals(trace.plan) if (user.rank, user.id) == (rank, gemm.op.id))
+        sent = next(s for s in trace.of_rank(copy.rank) if s.op is copy)
+        before = max(s.end for s in trace.of_rank(rank) if s.lane == gemm.lane and s is not gemm)
+        assert last[rank].us == pytest.approx(gemm.start - max(sent.end, before))
+        assert (f"on rank {copy.rank} had ended" in last[rank].text) == (sent.end > before)
+
+
+def test_perfetto(tmp_path: Path) -> None:
+    trace = traced(PAIRWISE, 4, 1)
+    trace.save_perfetto(tmp_path / "trace.json")
+    found = json.loads((tmp_path / "trace.json").read_text())
+    events = found["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {name for (pid, _), name in names.items() if pid == 2} == {
+        *("gemm 0", "gemm 1", "copy", "local"),
+        *("predicted gemm 0", "predicted gemm 1", "predicted copy", "predicted local"),
+    }
+    slices = [event for event in events if event["ph"] == "X"]
+    ops = sum(isinstance(op, (Gemm, Copy, Reduce)) for each in trace.plan.rank_ops for op in each)
+    assert len(slices) == 2 * ops
+    for event in slices:
+        assert names[event["pid"], event["tid"]].startswith("predicted") == (event["cat"] == "predicted")
+        assert ("kernel" in event["args"]) == (event["cat"] != "predicted")
+    first = {
+        (predicted, rank): min(e["ts"] for e in slices if e["pid"] == rank and (e["cat"] == "predicted") == predicted)
+        for predicted in (False, True)
+        for rank in range(4)
+    }
+    assert all(first[True, rank] == pytest.approx(first[False, rank], abs=0.002) for rank in range(4))
+    copy = next(event for event in slices if event["cat"] == "copy")
+    assert copy["args"]["bytes"] == 2048 * 5120 * 2
+    assert copy["args"]["GB/s"] == pytest.approx(copy["args"]["bytes"] / copy["dur"] / 1e3, rel=0.01)
+    gemm = next(event for event in slices if event["cat"] == "gemm")
+    assert gemm["args"]["flop"] == 2 * 2048 * 5120 * 2048
+    assert gemm["args"]["TFLOP/s"] == pytest.approx(gemm["args"]["flop"] / gemm["dur"] / 1e6, rel=0.01)
+    flows = [(event["ph"], event["id"]) for event in events if event["ph"] in "sf"]
+    assert len(flows) == 2 * len(arrivals(trace.plan)) == 2 * len(set(flows)) // 2
+    assert found["otherData"]["clock_violation_us"] == 0
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = traced(RING, 4, 2)
+    for suffix in ("svg", "png"):
+        draw_trace(trace, tmp_path / f"trace.{suffix}")
+    svg = (tmp_path / "trace.svg").read_text()
+    texts = [re.sub(r"<[^>]*>", "", text).strip() for text in re.findall(r"<text[^>]*>.*?</text>", svg, re.S)]
+    assert [texts.count(f"rank {rank}") for rank in range(4)] == [1] * 4
+    assert texts.count("gemm 0") == texts.count("predicted gemm 0") == texts.count("predicted copy") == 4
+    assert any(text.startswith("Measured:") for text in texts)
+    with pytest.raises(ValueError, match=r"written as \.svg or \.png"):
+        draw_trace(trace, tmp_path / "trace.gif")
