@@ -27,6 +27,7 @@ from distgemm.ops import Copy, Gemm, box_size
 from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
 from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
+from distgemm.trace_command import trace_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -875,3 +876,4 @@ def doctor_command(
 
 app.command("build")(build_command)
 app.command("tune-gemm")(tune_gemm_command)
+app.command("trace")(trace_command)
