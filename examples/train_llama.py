@@ -2,7 +2,8 @@
 
     python examples/train_llama.py                       # 2 x 2 ranks on CPUs over gloo
     python examples/train_llama.py --resume              # goes on from the last checkpoint, bit for bit
-    torchrun --nproc-per-node=8 examples/train_llama.py --backend nccl --dp 1 --tp 8
+    python examples/train_llama.py --backend nccl --dp 1 --tp 4 --graph       # on 4 GPUs, each step one CUDA graph
+    torchrun --nproc-per-node=8 examples/train_llama.py --backend nccl --tp 4 # as 2 x 4 ranks on 8 GPUs
 
 The text is sums in words, one letter a token. Checkpoints, losses and their curve go into --folder.
 """
@@ -15,7 +16,7 @@ import importlib.util
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ LETTERS = " \n.abcdefghijklmnopqrstuvwxyz"
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
            "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
 SEED = 1
+WARM = 3
+"""Steps before one is recorded: by then kernels are compiled, executables made, and the optimizer has its state."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Options:
     backend: str = "gloo"
     folder: str = "llama-run"
     resume: bool = False
+    graph: bool = False
 
 
 def text(letters: int, chance: random.Random) -> str:
@@ -81,15 +85,22 @@ def train(options: Options) -> list[float]:
     mesh = init_device_mesh(device.type, (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(SEED)  # every rank draws the whole model, and keeps its part
     model = parallelize_module(Llama(Config(vocabulary=len(LETTERS))).to(device), mesh["tp"], tensor_parallel_plan())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
+    # Capturable: its count of steps lies on the GPU, too, whether or not steps are recorded.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, capturable=device.type == "cuda")
     folder = Path(options.folder)
     losses = load(folder, model, optimizer) if options.resume else []
     calls: list[Call] = []
+
+    def one_step(ids: torch.Tensor) -> torch.Tensor:
+        return train_step(model, optimizer, ids, mesh["dp"])
+
+    run = Recorded(one_step) if options.graph else one_step
     with progress(rank, len(losses), options.steps) as report:
         for step in range(len(losses), options.steps):
             ids = batch_of(step, options).chunk(options.dp, 1)[mesh.get_local_rank("dp")].to(device)
-            with distgemm.record_calls() as calls:
-                losses.append(train_step(model, optimizer, ids, mesh["dp"]))
+            with distgemm.record_calls() as made:
+                losses.append(run(ids).item())
+            calls = made or calls  # a replay calls nothing
             report(losses[-1])
             if step + 1 == options.steps or (step + 1) % options.save_every == 0:
                 save(folder, model, optimizer, losses)
@@ -99,8 +110,10 @@ def train(options: Options) -> list[float]:
     return losses
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, dp: DeviceMesh) -> float:
-    """One step on this replica's part of the batch; the loss of the whole batch."""
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, dp: DeviceMesh
+) -> torch.Tensor:
+    """One step on this replica's part of the batch; the loss of the whole batch. Nothing here waits for a GPU."""
     optimizer.zero_grad()
     with loss_parallel():
         logits = model(ids[:-1])
@@ -111,7 +124,41 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: to
         dist.all_reduce(each, group=dp.get_group())
         each.div_(dp.size())
     optimizer.step()
-    return loss.item()
+    return loss
+
+
+class Recorded:
+    """A step as one CUDA graph: the first calls run it as it is, then it is recorded, and replayed from then on.
+
+    Calls bring tensors of one shape, which are copied to where the graph reads them. What a call returns is valid
+    until the next one. Replays run the same kernels in the same order: losses are those without a graph, bit for bit.
+    """
+
+    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.step, self.warm = step, WARM
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.warm:
+            self.warm -= 1
+            return self._aside(ids)
+        if self.graph is None:
+            self.ids, graph = ids.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # runs nothing yet
+                self.loss = self.step(self.ids)
+            self.graph = graph
+        self.ids.copy_(ids)
+        self.graph.replay()
+        return self.loss
+
+    def _aside(self, ids: torch.Tensor) -> torch.Tensor:
+        """On a stream of its own, as torch asks for before a backward pass is recorded."""
+        stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            loss = self.step(ids)
+        stream.wait_stream(side)
+        return loss
 
 
 def local(x: Any) -> torch.Tensor:
@@ -189,6 +236,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     options = Options(**vars(parser.parse_args(arguments)))
     if options.batch % options.dp or options.tokens % options.tp:
         parser.error(f"--batch is a multiple of --dp, --tokens of --tp; got {options}")
+    if options.graph and options.backend != "nccl":
+        parser.error("--graph records CUDA graphs: it takes GPUs and --backend nccl")
     Path(options.folder).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:  # torchrun started this process, and one for each other rank
         losses = train(options)
