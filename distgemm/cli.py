@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from distgemm import GemmProblem, Plan, PlanError, get_schedule, list_schedules, make_plan
+from distgemm.bench_command import BenchCommand, bench_command
 from distgemm.derive import SYNCS, WORKSPACES
 from distgemm.gemm.commands import build_command, tune_gemm_command
 from distgemm.machine import Machine, list_machines
@@ -874,6 +875,7 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+app.command("bench", cls=BenchCommand)(bench_command)
 app.command("build")(build_command)
 app.command("tune-gemm")(tune_gemm_command)
 app.command("trace")(trace_command)

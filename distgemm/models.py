@@ -27,6 +27,23 @@ class Layer(NamedTuple):
             return m, -(-self.n // world_size), self.k
         return m, self.n, -(-self.k // world_size)
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The families that can run it: "gemm+ar" in place of "gemm+rs" where activations are not sharded."""
+        return (self.op,) if self.op == "ag+gemm" else (self.op, "gemm+ar")
+
+    def among(self, ranks: int, tp: int) -> tuple[int, int]:
+        """n and k of a layer for so many ranks of which each has what it has of this one among ``tp`` ranks.
+
+        Raises ValueError where tp ranks cannot share it evenly.
+        """
+        shared = self.n if self.op == "ag+gemm" else self.k
+        if tp < 1 or shared % tp:
+            what = "n" if self.op == "ag+gemm" else "k"
+            raise ValueError(f"{tp} ranks cannot share {what} = {shared} of {self.name} evenly")
+        share = shared // tp * ranks
+        return (share, self.k) if self.op == "ag+gemm" else (self.n, share)
+
 
 @dataclass(frozen=True)
 class Model:

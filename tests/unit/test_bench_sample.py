@@ -1,0 +1,227 @@
+"""Measuring on two CPU ranks with a clock of our own: what is timed, checked and reported, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distgemm import bench
+from distgemm.bench import Method, Operation, Sample, WrongResultError, eager, sample
+from distgemm.benchmarking.cases import CANDIDATES, Case, Job
+from distgemm.benchmarking.run import Settings, progress, run_case
+from distgemm.problem import GemmProblem
+from distgemm.runtime.launch import launch
+
+T = TypeVar("T")
+ROUNDS, BURST = 3, 8.0
+MS = {"fast": 0.25, "slow": 3.0, "long": 20.0, "late": 0.5, "host": 4.0}
+
+
+class FakeClock:
+    """A device that takes as long as methods say, and a log of what was asked of it.
+
+    each: milliseconds that anything that is timed takes besides
+    now:  milliseconds; launched: whether calls come from a graph
+    """
+
+    def __init__(self, each: float = 0.0) -> None:
+        self.each = each
+        self.now, self.launched = 0.0, False
+        self.log: list[tuple[str, int]] = []
+        self.running = ""
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def capture(self, run: Callable[[], T], calls: int) -> tuple[Callable[[], object], T]:
+        found = run()
+        self.log.append((f"capture {self.running}", calls))
+
+        def replay() -> None:
+            self.launched = True
+            for _ in range(calls):
+                run()
+            self.launched = False
+
+        return replay, found
+
+    def time(self, run: Callable[[], object], count: int) -> float:
+        begin = self.now
+        for _ in range(count):
+            run()
+            self.now += self.each
+        self.log.append((self.running, round(self.now - begin)))
+        return self.now - begin
+
+
+def methods(operation: Operation, clock: FakeClock) -> list[Method]:
+    rank = dist.get_rank()
+
+    def method(name: str, write: Callable[[torch.Tensor], object] | None = None) -> Method:
+        out = torch.zeros_like(operation.reference)
+        calls = [0]
+
+        def run() -> torch.Tensor | None:
+            calls[0] += 1
+            clock.running = name
+            # Rank 1 takes twice as long; of "host", the host is slow, and a graph is not.
+            clock.now += MS.get(name, 1.0) * (1 + rank) * (0.01 if name == "host" and clock.launched else 1)
+            if name == "fails" and rank == 1:
+                raise MemoryError("no\nmemory")
+            if name == "stale" and calls[0] > 6:  # two calls, three that are timed, one that is captured
+                return out
+            out.copy_(operation.reference)
+            if write is not None:
+                write(out)
+            return None if name.endswith(" alone") else out
+
+        return Method(name, run)
+
+    def one_element(out: torch.Tensor) -> None:
+        if rank == 0:
+            out[5, 7] = 0 if abs(out[5, 7]) > 1 else 3
+
+    return [
+        method("fast"),
+        method("slow"),
+        method("fails"),
+        method("element", one_element),
+        method("nan", lambda out: out[3].fill_(float("nan"))),
+        method("stale"),
+        method("long"),
+        eager(method("late")),
+        method("host"),
+        method("part alone"),
+    ]
+
+
+def worker() -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    operation = Operation(GemmProblem(64, 48, 32), "gemm+rs", group, torch.device("cpu"))
+    clock = FakeClock()
+    found = sample(operation, methods(operation, clock), ROUNDS, BURST, clock)
+    settings = Settings(1, 1.0, True, True, True, False, "")
+    rows = []
+    for op in ("ag+gemm", "gemm+rs", "gemm+ar"):
+        case = Case("llama-3-8b", "out", op, 64, 48, 32, 2, 4)
+        rows.append(run_case(Job(case, CANDIDATES[op]), settings, group, torch.device("cpu"), FakeClock(1.0)))
+    uneven = Case("llama-3-8b", "out", "ag+gemm", 63, 48, 32, 2, 4)
+    rows.append(run_case(Job(uneven, ()), settings, group, torch.device("cpu"), FakeClock(1.0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "CudaClock", lambda group, device: FakeClock())
+        raised = []
+        for name in ("element", "fails"):
+            chosen = [method for method in methods(operation, clock) if method.name == name]
+            try:
+                bench.measure(operation, chosen)
+            except RuntimeError as error:
+                raised.append((type(error), str(error)))
+    return {"samples": found, "log": clock.log, "rows": rows, "raised": raised}
+
+
+@lru_cache
+def results() -> list[dict[str, Any]]:
+    return launch(worker, 2)
+
+
+def samples() -> dict[str, Sample]:
+    found: dict[str, Sample] = results()[0]["samples"]
+    return found
+
+
+def test_the_slowest_rank_counts_in_every_round() -> None:
+    for name in ("fast", "slow", "long", "part alone"):
+        assert samples()[name].rounds == pytest.approx([2 * MS.get(name, 1.0)] * ROUNDS)
+        assert samples()[name].ms == pytest.approx(2 * MS.get(name, 1.0))
+    assert samples()["late, eager"].ms == pytest.approx(2 * MS["late"])
+    assert samples()["host"].ms == pytest.approx(0.02 * MS["host"])
+
+
+def test_all_ranks_find_the_same() -> None:
+    one, other = results()
+    assert one["samples"] == other["samples"]
+    assert one["rows"] == other["rows"]
+
+
+def test_failures_are_told_on_all_ranks_and_others_are_measured() -> None:
+    found = samples()
+    assert found["fails"] == Sample(error="rank 1: MemoryError: no memory")
+    assert not found["fails"].wrong
+    assert [name for name, one in found.items() if one.error] == ["fails", "element", "nan", "stale"]
+
+
+def test_wrong_results_are_found() -> None:
+    found = samples()
+    assert found["element"].wrong
+    assert found["element"].error.startswith("rank 0: WrongResultError: element: wrong in 1 of 32 rows")
+    assert "first in row 5" in found["element"].error
+    assert found["nan"].wrong
+    assert found["nan"].error.startswith("all ranks: WrongResultError: nan: wrong in 1 of 32 rows, relative error up to")
+    # Right when it is called; its graph writes nothing.
+    assert found["stale"].wrong
+    assert "all ranks: WrongResultError: stale, captured: wrong in 32 of 32 rows" in found["stale"].error
+
+
+def test_bursts_alternate_and_are_as_long_as_was_asked() -> None:
+    log = results()[1]["log"]  # of the slower rank, for which the bursts are made
+    names = [name for name, _ in log if not name.startswith("capture")]
+    count = sum(not one.error for one in samples().values())
+    rounds = [names[len(names) - (at + 1) * count : len(names) - at * count] for at in range(ROUNDS + 1)]
+    order = ["fast", "slow", "long", "late", "host", "part alone"]
+    assert rounds == [order[::-1], order, order[::-1], order]
+    lasted = dict(log[-count:])
+    assert lasted == {"fast": 8, "slow": 24, "long": 40, "late": 8, "host": 8, "part alone": 8}
+
+
+def test_calls_in_a_graph() -> None:
+    captured = {name: calls for name, calls in results()[0]["log"] if name.startswith("capture ")}
+    # "long" fills a burst alone; what is timed without a graph is not captured.
+    assert captured == {
+        "capture fast": 16,
+        "capture slow": 4,
+        "capture stale": 4,
+        "capture long": 1,
+        "capture host": 1,  # as the host is slow; replayed more often
+        "capture part alone": 4,
+    }
+
+
+def test_measure_raises_for_what_sample_reports() -> None:
+    (wrong, said), (failed, why) = results()[0]["raised"]
+    assert wrong is WrongResultError
+    assert said.startswith("element: rank 0: ")
+    assert (failed, why) == (RuntimeError, "fails: rank 1: MemoryError: no memory")
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_row_has_every_method_or_its_error(at: int) -> None:
+    """On CPUs only torch's plain program runs: what needs a GPU is in the row with its reason."""
+    row = results()[0]["rows"][at]
+    found = {each["name"]: each for each in row["methods"]}
+    ours = [str(candidate) for candidate in CANDIDATES[row["op"]]]
+    for name in [*ours, "distgemm auto", "CUTLASS alone", "copies alone"]:
+        assert found[name]["ms"] is None
+        assert found[name]["error"].startswith("all ranks: ")
+    peers = ["torch two-shot + cuBLAS", "torch one-shot + cuBLAS"] if row["op"] == "gemm+ar" else ["torch fused"]
+    assert all(found[name]["error"] for name in peers)
+    assert ("torch fused, eager" in found) == (row["op"] != "gemm+ar")
+    assert not any(each["wrong"] for each in found.values())
+    for name in ("NCCL + cuBLAS", "cuBLAS alone", "NCCL alone"):
+        assert (found[name]["error"], len(found[name]["rounds"])) == ("", 1)
+    assert {each["kind"] for name, each in found.items() if name.endswith(" alone")} == {"part"}
+    assert {found[name]["kind"] for name in ours} == {"distgemm"}
+    assert row["local"] == ([64, 24, 32] if row["op"] == "ag+gemm" else [64, 48, 16])
+    assert row["tune_error"]
+
+
+def test_a_row_that_cannot_be_set_up_says_so() -> None:
+    row = results()[0]["rows"][-1]
+    assert "63" in row["error"]
+    assert row["methods"] == []
+    assert progress(row | {"seconds": 1.0}, 4, 4) == f"[4/4] 8b out ag+gemm m=63: {row['error']} (1 s)"
