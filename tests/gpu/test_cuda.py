@@ -35,9 +35,15 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(ALL_REDUCE, (ranks,), chunks=2, workspace="bounded"),
         Case(RING, (ranks,), chunks=2, m=1024),
     ]
+    large = [
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
+        Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2),
+        Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks),
+    ]
     checks: list[Any] = [
         (worker.exact, (worker.cases(ranks),)),
         (worker.bounded_error, (worker.cases(ranks),)),
+        (worker.poisoned, (large,)),
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
         (worker.graph_nodes, ([Case(GATHER, (ranks,)), Case(CHAIN, (ranks,), chunks=2), Case(PAIRWISE, (ranks,))],)),
@@ -62,6 +68,11 @@ def test_every_schedule_is_exact_on_integers(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_errors_stay_within_what_the_roundings_allow(ranks: int) -> None:
     assert failures(ranks, "bounded_error") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nothing_is_read_before_it_has_come(ranks: int) -> None:
+    assert failures(ranks, "poisoned") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

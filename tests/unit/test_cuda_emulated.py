@@ -23,7 +23,7 @@ from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffe
 from distgemm.runtime.cuda.lowering import COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import _explain
-from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Step, Words, Workspace
+from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, WORD, Half, Step, Words, Workspace, first_flag
 from distgemm.schedulers import schedule_options
 
 Task = MemOp | Callable[[], None]
@@ -33,12 +33,15 @@ class Machine:
     """All ranks: their memories and their words."""
 
     def __init__(self, ranks: int, slot_bytes: int) -> None:
-        self.slots = [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
+        self.slots = [
+            [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(2)
+        ]
         self.words: dict[int, int] = {}
         self.workspaces = [FakeWorkspace(self, rank, ranks) for rank in range(ranks)]
         for workspace in self.workspaces:
-            for peer in workspace.peers:
-                self.words[workspace._left(workspace.rank, peer)] = 1
+            for half in workspace.halves:
+                for peer in half.peers:
+                    self.words[half.left(workspace.rank, peer)] = 1
 
     def done(self, task: Task) -> bool:
         """Does a task, if it is no wait that has to go on."""
@@ -54,14 +57,14 @@ class Machine:
 class FakeWorkspace(Workspace):
     def __init__(self, machine: Machine, rank: int, ranks: int) -> None:
         self.machine, self.rank, self.world_size = machine, rank, ranks
-        self.bases = tuple(peer << 32 for peer in range(ranks))
-        self.peers = [peer for peer in range(ranks) if peer != rank]
-        self._first_flag = 2 * ranks + 1
+        self.halves = tuple(Half(rank, [(peer << 32) + (half << 24) for peer in range(ranks)]) for half in range(2))
+        self.peers = self.halves[0].peers
+        self._turn = 0
         self.dead = None
         self.executables: list[Any] = []
 
-    def slot(self, rank: int, offset: int, size: int) -> torch.Tensor:
-        return self.machine.slots[rank][offset : offset + size]
+    def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
+        return self.machine.slots[half][rank][offset : offset + size]
 
 
 class Emulated:
@@ -75,16 +78,16 @@ class Emulated:
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
-        exe._steps = workspace.steps(exe.number, flags)
+        exe._steps = [half.steps(exe.number, flags) for half in workspace.halves]
         self.exe = exe
 
-    def tasks(self, call: _Call, recorded: list[Task]) -> list[list[Task]]:
-        found = []
+    def tasks(self, call: _Call, recorded: list[Task], half: int) -> list[list[Task]]:
+        found, call.half = [], half
         for launch in self.exe._bind(call):
             recorded.clear()
             launch(0)
             found.append(list(recorded))
-        return [*found, list(self.exe._steps[Step.EXIT])]
+        return [*found, list(self.exe._steps[half][Step.EXIT])]
 
 
 @pytest.fixture
@@ -227,10 +230,11 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = []
     for turn, which in enumerate(script):
+        half = order.randrange(2)  # in turn, as calls do, and again and again the same, as replays of captured ones do
         data.append(Data(every[which], turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
         for rank in range(ranks):
             one = emulated[which][rank]
-            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded)))
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues)
     for which, drawn in zip(script, data, strict=True):
         for rank in range(ranks):
@@ -239,7 +243,7 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
             assert gathered is None or torch.equal(gathered.double(), drawn.whole["A"].view(gathered.shape))
     for workspace in machine.workspaces:
         words = {address: value for address, value in machine.words.items() if address >> 32 == workspace.rank}
-        left = [words.pop(workspace._left(workspace.rank, peer)) for peer in workspace.peers]
+        left = [words.pop(half.left(workspace.rank, peer)) for half in workspace.halves for peer in half.peers]
         assert set(left) <= {1} and set(words.values()) <= {0}
 
 
@@ -264,8 +268,8 @@ def test_without_a_word_the_emulation_fails(forgotten: str, recorded: list[Task]
             size = machine.workspaces[rank].world_size * 4
             for plan, drawn in zip(script, data, strict=True):
                 one = made[plan]
-                tasks = one.tasks(drawn.calls[rank], recorded)
-                base = machine.workspaces[rank].bases[rank]
+                tasks = one.tasks(drawn.calls[rank], recorded, 0)
+                base = machine.workspaces[rank].halves[0].bases[rank]
                 spans = {"left": (0, size), "entered": (size, 2 * size), "arrival": (2 * size + 4, 1 << 31)}
                 low, high = spans[forgotten]
                 kept = [
@@ -384,11 +388,20 @@ def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: s
     assert "cannot be read" in _explain(exe, None, 2.0)
 
 
-def test_words_are_read_as_they_are_written() -> None:
+@pytest.mark.parametrize("half", range(2))
+def test_words_are_read_as_they_are_written(half: int) -> None:
     workspace = Machine(3, 256).workspaces[1]
-    words = torch.arange(workspace._first_flag + 4, dtype=torch.int32)
-    words[6] = 5 * 4 + BODY
-    assert workspace.read(words) == (5, BODY, [0, 1, 2], [3, 4, 5], [7, 8, 9, 10])
-    steps = [op for step in workspace.steps(5, []).values() for op in step]
-    stages = [op.value for op in steps if op.address == workspace.bases[1] + 24]
+    words = torch.zeros(2, first_flag(3) + 4, dtype=torch.int32)
+    words[half] = torch.arange(words.shape[1])
+    words[half, 6] = 5 * 4 + BODY
+    assert workspace.read(words.flatten()) == (5, BODY, [0, 1, 2], [3, 4, 5], [7, 8, 9, 10])
+    here = workspace.halves[half]
+    steps = [op for step in here.steps(5, []).values() for op in step]
+    stages = [op.value for op in steps if op.address == here.bases[1] + 6 * WORD]
     assert stages == [5 * 4 + ENTRY, 5 * 4 + BODY, 5 * 4 + EXIT, 0]
+    assert here.flag(1, 0) == here.bases[1] + 7 * WORD
+
+
+def test_replays_take_the_halves_in_turn() -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    assert [workspace.turn() for _ in range(4)] in ([0, 1, 0, 1], [1, 0, 1, 0])

@@ -35,7 +35,7 @@ __all__ = ["CudaExecutable", "Replay", "compile"]
 Tensor = torch.Tensor
 
 GRAPHS = 32
-"""Graphs that an executable keeps for eager calls, each for one set of tensors."""
+"""Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
 
 
 class CudaExecutable:
@@ -83,11 +83,12 @@ class CudaExecutable:
         self.number = self.workspace.register(self)
         watchdog().add(self.workspace)
         waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
-        self._steps = self.workspace.steps(self.number, [op.flag.number for op in waits])
+        flags_here = [op.flag.number for op in waits]
+        self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
-        self._recorded: OrderedDict[tuple[Any, ...], torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
 
     @property
     def workspace_bytes(self) -> int:
@@ -120,8 +121,9 @@ class CudaExecutable:
         The unfused program is that of :class:`distgemm.CollectiveExecutable`. Sums accumulate in float32; partial
         sums are rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
 
-        Nothing here waits for the GPU. Tensors that come again are served by a graph: recorded at the second call,
-        replayed from then on. While the current stream is captured, the ops become part of that graph.
+        Nothing here waits for the GPU. Tensors that come again are served by graphs: recorded at the second and third
+        call, one for each half of the workspace, and replayed from then on. While the current stream is captured, the
+        ops become part of that graph.
 
         Raises ValueError for tensors of another shape, type or device, before anything is sent; ReplayTimeoutError
         once a replay on this workspace has not ended in time on any rank.
@@ -129,6 +131,7 @@ class CudaExecutable:
         self.raise_if_dead()
         given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
         call = _Call(given, alpha, beta, bias, scale_a, scale_b)
+        call.half = self.workspace.turn()
         if torch.cuda.is_current_stream_capturing():
             self._issue(call, captured=True)
             return call.out
@@ -137,20 +140,20 @@ class CudaExecutable:
         return call.out
 
     def _run(self, call: _Call) -> None:
-        """Eagerly the first time, recorded the second, replayed from then on."""
+        """Eagerly the first time, then recorded, once for each half of the workspace, and replayed."""
         key = call.key()
         if key not in self._recorded:
-            self._recorded[key] = None
+            self._recorded[key] = {}
             while len(self._recorded) > GRAPHS:
                 self._recorded.popitem(last=False)
             self._issue(call)
             return
-        graph = self._recorded[key]
-        if graph is None:
-            graph = self._recorded[key] = self._record(call)
+        graphs = self._recorded[key]
+        if call.half not in graphs:
+            graphs[call.half] = self._record(call)
             self.graphs += 1
         self._recorded.move_to_end(key)
-        graph.replay()
+        graphs[call.half].replay()
 
     def raise_if_dead(self) -> None:
         """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank; RuntimeError
@@ -170,7 +173,11 @@ class CudaExecutable:
         )
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
         call = _Call(given, **numbers)
-        return Replay(self, self._record(call), call)
+        graphs = []
+        for half in range(2):
+            call.half = half
+            graphs.append(self._record(call))
+        return Replay(self, graphs, call)
 
     def _check(
         self,
@@ -220,7 +227,7 @@ class CudaExecutable:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._put(launches)
+                    self._put(launches, call.half)
                 finally:
                     graph.capture_end()
             finally:
@@ -233,7 +240,7 @@ class CudaExecutable:
         launches = self._bind(call)
         if captured:
             self.workspace.keep(self)
-        self._put(launches, counted=captured)
+        self._put(launches, call.half, counted=captured)
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
@@ -270,7 +277,7 @@ class CudaExecutable:
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
         if action.step is not None:
-            step = self._steps[action.step]
+            step = self._steps[call.half][action.step]
             return lambda stream: mem_ops(step, stream)
         first = action.ops[0]
         if isinstance(first, Gemm):
@@ -281,7 +288,7 @@ class CudaExecutable:
             target, source = self._tensor(first.dst, call), self._tensor(first.src, call)
             return lambda stream: copy_box(target, source, stream)
         else:
-            ops = [self._memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
+            ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
             return lambda stream: mem_ops(ops, stream)
 
         def launch(stream: int) -> None:
@@ -290,8 +297,8 @@ class CudaExecutable:
 
         return launch
 
-    def _memop(self, op: Wait | Signal) -> MemOp:
-        address = self.workspace.flag(op.flag.rank, op.flag.number)
+    def _memop(self, op: Wait | Signal, half: int) -> MemOp:
+        address = self.workspace.halves[half].flag(op.flag.rank, op.flag.number)
         return wait_for(address) if isinstance(op, Wait) else write(address)
 
     def _tensor(self, view: View, call: _Call) -> Tensor:
@@ -302,7 +309,7 @@ class CudaExecutable:
         if call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
             memory = torch.empty(slot.bytes, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
         else:
-            memory = self.workspace.slot(view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
+            memory = self.workspace.slot(call.half, view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
         batches, rows, columns = box_extents(view.frame)
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
@@ -354,7 +361,7 @@ class CudaExecutable:
 
     # --- issuing: launches to streams -----------------------------------------------------------------
 
-    def _put(self, launches: list[Callable[[int], None]], counted: bool = False) -> None:
+    def _put(self, launches: list[Callable[[int], None]], half: int, counted: bool = False) -> None:
         """Put all actions on streams that begin and end with the current one.
 
         counted: also count the replay, where the watchdog cannot see it begin and end
@@ -379,7 +386,7 @@ class CudaExecutable:
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
-        mem_ops(self._steps[Step.EXIT], main.cuda_stream)
+        mem_ops(self._steps[half][Step.EXIT], main.cuda_stream)
 
 
 def tiles_of_a(plan: Plan, rank: int) -> set[int]:
@@ -396,7 +403,7 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
 
 
 class _Call:
-    """The tensors and numbers of one call, shards as (l, rows, columns)."""
+    """The tensors and numbers of one call, shards as (l, rows, columns), and the half of the workspace it takes."""
 
     def __init__(
         self,
@@ -408,6 +415,7 @@ class _Call:
         scale_b: Tensor | None,
     ) -> None:
         self.out = given["D"]
+        self.half = 0
         self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
         self.alpha, self.beta = float(alpha), float(beta)
         self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
@@ -439,19 +447,19 @@ def _rows(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
 class Replay:
     """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes."""
 
-    def __init__(self, executable: CudaExecutable, graph: torch.cuda.CUDAGraph, call: _Call) -> None:
-        self._executable, self._graph, self._call = executable, graph, call
+    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: _Call) -> None:
+        self._executable, self._graphs, self._call = executable, graphs, call
         self.out = call.out
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
-        """The graph, to be looked at."""
-        return self._graph
+        """The graph for one half of the workspace, to be looked at."""
+        return self._graphs[0]
 
     def __call__(self) -> Tensor:
         self._executable.raise_if_dead()
         with watchdog().call(self._executable, self.out):
-            self._graph.replay()
+            self._graphs[self._executable.workspace.turn()].replay()
         return self.out
 
 

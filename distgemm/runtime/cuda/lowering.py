@@ -9,14 +9,14 @@ from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
 from distgemm.plan import Plan, PlanError
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "SIGNALS", "Action", "lower"]
+__all__ = ["BRANCH", "COMM", "Action", "lower"]
 
 COMM = 0
-"""The one stream on which copies to peers leave: with two copies under way, the bandwidth of both together would be
-half of one's."""
-SIGNALS = 1
-"""Writes of words that nothing here waits for: each takes 0.7 us, and between copies several more."""
-BRANCH = 2
+"""The one stream on which copies to peers leave, for with two copies under way the bandwidth of both together would be
+half of one's. Their arrivals are signalled here too: a word that another stream writes, once an event says that a copy
+is done, was seen to reach the peer before the copy's last bytes.
+"""
+BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow."""
 
 
@@ -24,7 +24,7 @@ BRANCH = 2
 class Action:
     """Something put on a stream at once.
 
-    stream: COMM, SIGNALS, or BRANCH and up
+    stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: a step of the workspace's protocol
     after:  actions on other streams that come before, by number
     step:   the step (see :mod:`distgemm.runtime.cuda.workspace`)
@@ -41,8 +41,8 @@ class Action:
 def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
-    Streams are first in, first out. What needs nothing from other ranks is issued first, then all else in the plan's
-    order, in which no op waits for a later one: whatever streams the hardware serialises, the ranks come to an end.
+    Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
+    one: whatever streams the hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
@@ -54,24 +54,19 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
     ops = [op for op in ops if not _is_entry(op)]
-    free = _free(ops)
-    streams = _streams(ops, free, branches)
-    actions = [
-        Action(SIGNALS, (), step=Step.BEGIN),
-        Action(COMM, (), step=Step.ENTRY),
-        Action(SIGNALS, (), after=(1,), step=Step.ENTERED),
-    ]
-    of: dict[int, int] = dict.fromkeys(entered, 1)
+    streams = _streams(ops, branches)
+    actions = [Action(COMM, (), step=Step.ENTRY)]
+    of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
-    first = _behind_copies(_runs([op for op in ops if op.id in free], streams), streams)
-    for run in [*first, *_runs([op for op in ops if op.id not in free], streams)]:
+    for run in _runs(ops, streams):
         needed = {of[dep] for op in run for dep in op.deps}
         for op in run:
             of[op.id] = len(actions)
         if isinstance(run[0], Wait):
             waits.append(len(actions))
         actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
-    actions.append(Action(SIGNALS, (), after=tuple(waits), step=Step.FINISH))
+    actions.append(Action(COMM, (), step=Step.ENTERED))
+    actions.append(Action(COMM, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
     return actions
 
@@ -100,32 +95,7 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _free(ops: Sequence[Op]) -> set[int]:
-    """The ops that need nothing from other ranks, by id."""
-    bound: set[int] = set()
-    for op in ops:
-        if isinstance(op, Wait) or not bound.isdisjoint(op.deps):
-            bound.add(op.id)
-    return {op.id for op in ops} - bound
-
-
-def _behind_copies(runs: Sequence[tuple[Op, ...]], streams: dict[int, int]) -> list[tuple[Op, ...]]:
-    """Runs in an order in which what is on SIGNALS follows the next copy. A graph continues a copy's own stream with
-    what was put behind it first: were that the signal, the next copy would change streams, at some microseconds."""
-    found: list[tuple[Op, ...]] = []
-    late: list[tuple[Op, ...]] = []
-    for run in runs:
-        if streams[run[0].id] == SIGNALS:
-            late.append(run)
-            continue
-        found.append(run)
-        if streams[run[0].id] == COMM:
-            found += late
-            late.clear()
-    return found + late
-
-
-def _streams(ops: Sequence[Op], free: set[int], branches: int) -> dict[int, int]:
+def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
     """The stream of each op."""
     found: dict[int, int] = {}
     computed = 0
@@ -144,8 +114,6 @@ def _streams(ops: Sequence[Op], free: set[int], branches: int) -> dict[int, int]
     for op in ops:
         if isinstance(op, Signal):
             found[op.id] = found.get(op.deps[-1], COMM) if op.deps else COMM
-            if found[op.id] == COMM and op.deps and op.id in free:
-                found[op.id] = SIGNALS
         found.setdefault(op.id, COMM)
     return found
 

@@ -32,7 +32,7 @@ from cuda.bindings import runtime
 from distgemm.gemm.streams import new_stream
 from distgemm.ops import Wait
 from distgemm.runtime.cuda.memops import raise_on
-from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, Words, Workspace
+from distgemm.runtime.cuda.workspace import ENTRY, EXIT, Words, Workspace
 
 if TYPE_CHECKING:
     from distgemm.runtime.cuda.executable import CudaExecutable
@@ -231,16 +231,18 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
     if words is None:
         return f"{head}; its words cannot be read, the GPU answers nothing"
     if not words.stage:
-        return f"{head}: it waits for no word; something before it on its streams, or a kernel of its end, has not ended"
-    if words.stage == ENTRY:
-        late = [peer for peer in executable.workspace.peers if not words.left[peer]]
+        return (
+            f"{head}: it waits for no word; something before it on its streams, or a kernel of its end, has not ended"
+        )
+    late = [peer for peer in executable.workspace.peers if not words.left[peer]]
+    if words.stage == ENTRY and late:
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"
     waits = [op for op in plan.ops(rank) if isinstance(op, Wait) and not op.flag.initial]
     missing = [op for op in waits if not words.flags[op.flag.number]]
     if words.stage == EXIT:
         late = [peer for peer in executable.workspace.peers if not words.entered[peer]]
         return f"{head}: at its end it waits for ranks {late} to begin this replay"
-    if words.stage == BODY and missing:
+    if missing:
         first = missing[0]
         more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
         return f"{head}: it waits for rank {first.peer} at {first.describe()}{more}"

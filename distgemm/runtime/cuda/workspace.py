@@ -6,24 +6,27 @@
     stage                   rank               itself       how far the replay is, for the watchdog
     flag[number]            rank               one peer     what the plan's flag says, within one replay
 
-Every replay of every executable takes these steps; on streams of their own, but for what others wait for:
+Every replay of every executable takes these steps:
 
-    begin    nothing has been done
     entry    before any copy to a peer: wait for left of every peer
-    entered  behind entry: reset left; write entered at every peer
+    entered  behind all copies: reset left; write entered at every peer
     finish   behind the last wait for a flag: wait for entered of every peer; reset them and all flags
     exit     behind all else: write left at every peer
 
-Each says at its start, in ``stage``, how far the replay is. So a rank writes another's memory only after that one has
-left its last replay, whichever executable that was: they can share slots and flags. Between replays, ``left`` is 1 or on its way, all other words are 0. ``entered`` keeps a
-``left`` from being written before the one before it was seen: no word ever counts.
+``stage`` says how far they are. So a rank writes another's memory only after that one has left its last replay,
+whichever executable that was: they can share slots and flags. Between replays, ``left`` is 1 or on its way, all other
+words are 0. ``entered`` keeps a ``left`` from being written before the one before it was seen: no word ever counts.
+
+All of this exists twice. Replays take the two halves in turn, so that the peers have usually left a half long before
+it is entered again: else each would begin with a word's way from GPU to GPU. Two replays in a row on one half, as
+where a captured graph of a single call is replayed, are right too, only slower.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +37,7 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan import SLOT_ALIGNMENT
 from distgemm.runtime.cuda.memops import MemOp, wait_for, write
 
-__all__ = ["Step", "Workspace", "close_workspace", "workspace_for"]
+__all__ = ["Half", "Step", "Workspace", "close_workspace", "workspace_for"]
 
 WORD = 4
 FLAGS = 1024
@@ -48,7 +51,6 @@ STAGES = 4
 class Step(enum.Enum):
     """A step of the protocol above."""
 
-    BEGIN = "begin"
     ENTRY = "entry"
     ENTERED = "entered"
     FINISH = "finish"
@@ -65,12 +67,62 @@ class Words(NamedTuple):
     flags: list[int]
 
 
+class Half:
+    """Addresses of the words of one half.
+
+    bases: where its words begin in the memory of each rank
+    """
+
+    def __init__(self, rank: int, bases: Sequence[int]) -> None:
+        self.rank, self.bases, self.world_size = rank, tuple(bases), len(bases)
+        self.peers = [peer for peer in range(self.world_size) if peer != rank]
+
+    def left(self, at: int, by: int) -> int:
+        return self.bases[at] + by * WORD
+
+    def entered(self, at: int, by: int) -> int:
+        return self.bases[at] + (self.world_size + by) * WORD
+
+    def flag(self, rank: int, number: int) -> int:
+        """Address of a flag."""
+        return self.bases[rank] + (first_flag(self.world_size) + number) * WORD
+
+    def steps(self, executable: int, flags: Iterable[int]) -> dict[Step, list[MemOp]]:
+        """What the steps of a replay are, for the executable of that number, which waits for the flags of these."""
+        left = [self.left(self.rank, peer) for peer in self.peers]
+        entered = [self.entered(self.rank, peer) for peer in self.peers]
+        return {
+            Step.ENTRY: [self._stage(executable, ENTRY), *map(wait_for, left)],
+            Step.ENTERED: [
+                self._stage(executable, BODY),
+                *(write(address, 0) for address in left),
+                *(write(self.entered(peer, self.rank)) for peer in self.peers),
+            ],
+            Step.FINISH: [
+                self._stage(executable, EXIT),
+                *map(wait_for, entered),
+                *(write(address, 0) for address in entered),
+                *(write(self.flag(self.rank, number), 0) for number in flags),
+                self._stage(0, 0),
+            ],
+            Step.EXIT: [write(self.left(peer, self.rank)) for peer in self.peers],
+        }
+
+    def _stage(self, executable: int, stage: int) -> MemOp:
+        return write(self.bases[self.rank] + 2 * self.world_size * WORD, executable * STAGES + stage)
+
+
+def first_flag(world_size: int) -> int:
+    """Words before the flags: left and entered of all ranks, and the stage."""
+    return 2 * world_size + 1
+
+
 class Workspace:
-    """Symmetric memory of a group.
+    """Symmetric memory of a group: the words of both halves, then their slots.
 
     group:      its ranks all make it, with the same sizes
-    slot_bytes: for slots, on each rank
-    flags:      number of flags
+    slot_bytes: for slots, on each rank, in each half
+    flags:      number of flags of a half
 
     Executables that share it are issued in one order, the same on all ranks, and one after the other: calls on
     several streams at once take groups of their own.
@@ -79,17 +131,20 @@ class Workspace:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = FLAGS) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.slot_bytes, self.flags = slot_bytes, flags
-        self._first_flag = 2 * self.world_size + 1
-        words = (self._first_flag + flags) * WORD
-        self._slots_at = -(-words // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        size = self._slots_at + max(slot_bytes, SLOT_ALIGNMENT)
+        self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
+        self._half_words = first_flag(self.world_size) + flags
+        self._slots_at = _aligned(2 * self._half_words * WORD)
+        size = self._slots_at + 2 * self.slot_bytes
         self.memory: torch.Tensor | None = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
-        self.bases: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
-        self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        # For copies, signals and a second branch of GEMMs; executables here run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(3)]
+        bases = self._handle.buffer_ptrs
+        self.halves = tuple(
+            Half(self.rank, [base + half * self._half_words * WORD for base in bases]) for half in range(2)
+        )
+        self._turn = 0
+        self.peers = self.halves[0].peers
+        # For copies and a second branch of GEMMs; executables here run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(2)]
         self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
@@ -97,10 +152,16 @@ class Workspace:
         # How many replays of graphs that callers captured are past their copies.
         self.replays = torch.zeros(1, dtype=torch.int32, device=device).add_(1)
         self.memory.fill_(0xFF)  # slots begin as NaN
-        self.memory[: self._slots_at].zero_()
-        self.memory[: self.world_size * WORD].view(torch.int32).fill_(1)
+        words = self.words().zero_()
+        for half in words.view(2, -1):
+            half[: self.world_size] = 1
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
+
+    def turn(self) -> int:
+        """The half that the next replay takes: the same on all ranks, for all issue replays in one order."""
+        self._turn ^= 1
+        return self._turn
 
     def register(self, executable: Any) -> int:
         """The number by which an executable is known here, from 1."""
@@ -112,65 +173,37 @@ class Workspace:
         if not any(executable is kept for kept in self._kept):
             self._kept.append(executable)
 
-    def _left(self, at: int, by: int) -> int:
-        return self.bases[at] + by * WORD
-
-    def _entered(self, at: int, by: int) -> int:
-        return self.bases[at] + (self.world_size + by) * WORD
-
-    def flag(self, rank: int, number: int) -> int:
-        """Address of a flag."""
-        return self.bases[rank] + (self._first_flag + number) * WORD
-
-    def steps(self, executable: int, flags: Iterable[int]) -> dict[Step, list[MemOp]]:
-        """What the steps of a replay are, for the executable of that number, which waits for the flags of these."""
-        left = [self._left(self.rank, peer) for peer in self.peers]
-        entered = [self._entered(self.rank, peer) for peer in self.peers]
-        return {
-            Step.BEGIN: [self._stage(executable, ENTRY)],
-            Step.ENTRY: [wait_for(address) for address in left],
-            Step.ENTERED: [
-                self._stage(executable, BODY),
-                *(write(address, 0) for address in left),
-                *(write(self._entered(peer, self.rank)) for peer in self.peers),
-            ],
-            Step.FINISH: [
-                self._stage(executable, EXIT),
-                *map(wait_for, entered),
-                *(write(address, 0) for address in entered),
-                *(write(self.flag(self.rank, number), 0) for number in flags),
-                self._stage(0, 0),
-            ],
-            Step.EXIT: [write(self._left(peer, self.rank)) for peer in self.peers],
-        }
-
-    def _stage(self, executable: int, stage: int) -> MemOp:
-        return write(self.bases[self.rank] + 2 * self.world_size * WORD, executable * STAGES + stage)
-
     def read(self, words: torch.Tensor) -> Words:
-        """What a copy of the words says."""
-        values, size = words.tolist(), self.world_size
+        """What a copy of the words says of the half that a replay is on; of the first if there is none."""
+        size, flags = self.world_size, first_flag(self.world_size)
+        halves: list[list[int]] = words.view(2, -1).tolist()
+        values = max(halves, key=lambda values: values[2 * size] > 0)
         executable, stage = divmod(values[2 * size], STAGES)
-        return Words(executable, stage, values[:size], values[size : 2 * size], values[self._first_flag :])
+        return Words(executable, stage, values[:size], values[size : 2 * size], values[flags:])
 
-    def slot(self, rank: int, offset: int, size: int) -> torch.Tensor:
-        """Bytes of a rank's workspace, as a tensor on this device."""
+    def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
+        """Bytes of a rank's slots, as a tensor on this device."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        found: torch.Tensor = self._handle.get_buffer(rank, (size,), torch.uint8, self._slots_at + offset)
+        at = self._slots_at + half * self.slot_bytes + offset
+        found: torch.Tensor = self._handle.get_buffer(rank, (size,), torch.uint8, at)
         return found
 
     def words(self) -> torch.Tensor:
-        """This rank's words, as :meth:`read` takes them."""
+        """This rank's words of both halves, as :meth:`read` takes them."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        return self.memory[: (self._first_flag + self.flags) * WORD].view(torch.int32)
+        return self.memory[: 2 * self._half_words * WORD].view(torch.int32)
 
     def close(self) -> None:
         """Give the memory back, once no executable on it is called any more."""
         self.memory = None
         self._handle = None
         self._kept.clear()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 _WORKSPACES: dict[tuple[str, int], Workspace] = {}
