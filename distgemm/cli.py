@@ -29,6 +29,7 @@ from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, s
 from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
 from distgemm.trace_command import trace_command
+from distgemm.tune_command import tune_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -878,4 +879,5 @@ def doctor_command(
 app.command("bench", cls=BenchCommand)(bench_command)
 app.command("build")(build_command)
 app.command("tune-gemm")(tune_gemm_command)
+app.command("tune")(tune_command)
 app.command("trace")(trace_command)

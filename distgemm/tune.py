@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
 from distgemm.simulate import predict_unfused, simulate
 
 if TYPE_CHECKING:
-    from distgemm.bench import Method, Operation
+    from distgemm.bench import Operation
     from distgemm.runtime.cuda import CudaExecutable
 
 __all__ = [
@@ -230,7 +230,6 @@ def _providers() -> dict[str, Any]:
 def _specs(plan: Plan, terms: bool = False) -> list[GemmSpec]:
     """The GEMMs of all ranks with dense shards, each once, without C and bias; with ``terms``, also with either."""
     p = plan.problem
-    scale = "tensor" if p.dtype == "float8_e4m3fn" else "none"
 
     def matrix(view: View) -> MatrixSpec:
         batches, rows, columns = box_extents(view.box)
@@ -248,7 +247,7 @@ def _specs(plan: Plan, terms: bool = False) -> list[GemmSpec]:
         d = matrix(op.out)
         a, b = (replace(matrix(view), dtype=p.dtype) for view in (op.a, op.b))
         partial = matrix(op.sources[0]) if op.sources else None
-        spec = GemmSpec(a, b, d, partial=partial, scale_a=scale, scale_b=scale)
+        spec = GemmSpec(a, b, d, partial=partial)
         found[spec] = None
         if terms and op.c is not None:
             found[replace(spec, c=replace(d, dtype=str(p.out_dtype)))] = None
@@ -326,7 +325,7 @@ def choose(
     tune: where nothing is recorded: True: measure now, at the :func:`bucket` of m, and record it; False: what the cost
           model predicts; None: True, unless DISTGEMM_TUNE is 0 in the environment of rank 0
 
-    Products that :func:`distgemm.bench.measure` does not take (batches, fp8) are predicted.
+    Products that are not :func:`measurable` (batches, fp8) are predicted.
 
     Raises RuntimeError while the current stream is captured; on all ranks, ValueError where rank 0's file is broken.
     """
@@ -417,7 +416,7 @@ class Tuned:
 
     choice:  the fastest
     times:   ms of all that were measured, by their text; of the slowest rank
-    refused: candidates that could not be compiled, with the reason
+    refused: candidates that could not be compiled or measured, with the reason
     path:    the file that the choice was written to; None: to none
     """
 
@@ -465,8 +464,8 @@ def tune(
     progress: is told, on every rank, what is being done
 
     Extents are measured as they are, rounded up to multiples of the number of ranks; all operands are drawn anew.
-    Raises ValueError for products that :func:`measurable` says cannot be measured, RuntimeError where no candidate
-    can be compiled or one computes something wrong.
+    Raises ValueError for products that :func:`measurable` says cannot be measured; RuntimeError where no candidate is
+    left, or where one computes something wrong (:class:`distgemm.bench.WrongResultError`).
     """
     return _tune(problem, op, resolve_group(group), _device(device), write, kernels, progress)
 
@@ -491,12 +490,26 @@ def _tune(
     if kernels:
         _tune_gemms(trial, tried, group, device, say)
     operation = bench.Operation(trial, op, group, device)
-    methods, refused = _methods(operation, tried, group, device, say)
-    if not methods:
+    made, refused = _executables(operation, tried, group, device, say)
+    if not made:
         raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
-    say(f"measuring {len(methods)} candidates")
-    times = bench.measure(operation, list(methods.values()))
-    fastest = min(methods, key=lambda choice: (times[str(choice)], choice.method != "unfused"))
+    say(f"measuring {len(made)} candidates")
+    methods = [bench.Method(str(choice), _call(exe, operation)) for choice, exe in made.items()]
+    try:
+        samples = bench.sample(operation, methods)
+    finally:
+        _release(made.values())
+    for name, one in samples.items():
+        if one.wrong:
+            raise bench.WrongResultError(f"{name}: {one.error}")
+        if one.error:
+            refused[name] = one.error
+            logger.warning("not measured: %s: %s", name, one.error)
+    times = {name: one.ms for name, one in samples.items() if not one.error}
+    if not times:
+        raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be measured: {refused}")
+    ran = [choice for choice in made if str(choice) in times]
+    fastest = min(ran, key=lambda choice: (times[str(choice)], choice.method != "unfused"))
 
     def settle() -> tuple[Choice, dict[str, float], Path | None]:
         if not write:
@@ -516,39 +529,56 @@ def _divisible(problem: GemmProblem, size: int) -> GemmProblem:
     return replace(problem, m=m, n=n, k=k, m_per_rank=None)
 
 
-def _methods(
+def _executables(
     operation: Operation,
     tried: list[Choice],
     group: dist.ProcessGroup,
     device: torch.device,
     say: Callable[[str], object],
-) -> tuple[dict[Choice, Method], dict[str, str]]:
+) -> tuple[dict[Choice, Any], dict[str, str]]:
     """Executables of the candidates, and why some have none: the same on all ranks."""
-    from distgemm import bench
     from distgemm.gemm.compiler import CompileError, CompilerNotFoundError
 
-    made: dict[Choice, Method] = {}
+    made: dict[Choice, Any] = {}
     refused: dict[str, str] = {}
-    for choice in tried:
+    # The largest workspace first: all the others fit in.
+    for choice in sorted(tried, key=lambda choice: _workspace_bytes(operation.problem, choice, group), reverse=True):
         say(f"compiling {choice}")
         try:
-            exe = make(operation.problem, operation.op, choice, group, device)
+            made[choice] = make(operation.problem, operation.op, choice, group, device)
         except (ValueError, PlanError, CompileError, CompilerNotFoundError) as error:
             refused[str(choice)] = str(error)
             logger.warning("not measured: %s: %s", choice, error)
-            continue
-        shape = exe.plan.shard_shape("D", exe.rank)
-        out = torch.empty(shape, dtype=TORCH_DTYPES[str(operation.problem.out_dtype)], device=device)
-        made[choice] = bench.Method(str(choice), _call(exe, operation, out))
     return made, refused
 
 
-def _call(exe: Any, operation: Operation, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _plan(problem: GemmProblem, choice: Choice, group: dist.ProcessGroup) -> Plan:
+    return make_plan(problem, choice.schedule, group.size(), sync="barrier", **dict(choice.options))
+
+
+def _workspace_bytes(problem: GemmProblem, choice: Choice, group: dist.ProcessGroup) -> int:
+    if choice.method == "unfused":
+        return 0
+    plan = _plan(problem, choice, group)
+    return max(map(plan.workspace_bytes, range(group.size())))
+
+
+def _call(exe: Any, operation: Operation) -> Callable[[], torch.Tensor]:
+    shape = exe.plan.shard_shape("D", exe.rank)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[str(operation.problem.out_dtype)], device=operation.device)
+
     def run() -> torch.Tensor:
         found: torch.Tensor = exe(operation.a, operation.b, out=out)
         return found
 
     return run
+
+
+def _release(executables: Iterable[Any]) -> None:
+    """A workspace keeps the executables that are in a caller's graph; those of measurements are gone."""
+    for exe in executables:
+        if not isinstance(exe, UnfusedExecutable) and exe in exe.workspace._kept:
+            exe.workspace._kept.remove(exe)
 
 
 def _tune_gemms(
@@ -572,8 +602,7 @@ def _tune_gemms(
     wanted: dict[str, tuple[GemmSpec, int]] = {}
     for choice in tried:
         if choice.method == "plan" and choice.provider == "cutlass":
-            plan = make_plan(problem, choice.schedule, size, sync="barrier", **dict(choice.options))
-            for spec in _specs(plan):
+            for spec in _specs(_plan(problem, choice, group)):
                 key = gemm_choices.key_of(spec, choice.branches)
                 if key not in known:
                     wanted.setdefault(key, (spec, choice.branches))

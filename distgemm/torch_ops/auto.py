@@ -1,19 +1,27 @@
-"""What schedule="auto" takes. A tuner replaces this one function."""
+"""What schedule="auto" takes: on GPUs what was measured, else a rule."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from distgemm.problem import GemmProblem
 
-__all__ = ["CHAIN_TOKENS", "choose_schedule"]
+if TYPE_CHECKING:
+    from distgemm.runtime.cuda import CudaExecutable
+    from distgemm.runtime.unfused import UnfusedExecutable
+
+__all__ = ["CHAIN_TOKENS", "choose_schedule", "measured_executable"]
 
 CHAIN_TOKENS = 6144
 """From so many tokens on the chain is ahead of pairwise sums, as docs/which_schedule.md predicts for Llama 70B."""
 
 
 def choose_schedule(kind: str, problem: GemmProblem, world_size: int) -> tuple[str, dict[str, Any]]:
-    """The schedule, and its options, for a product of a kind: "ag+gemm", "gemm+rs" or "gemm+ar".
+    """The schedule, and its options, for a product of a kind: "ag+gemm", "gemm+rs" or "gemm+ar". For CPU tensors, and
+    where the caller names the chunks.
 
     An all-gather takes each shard straight from its owner. Sums go round the ring in two chunks where there are
     many tokens, and else straight to their owner. An all-reduce is chosen as its reduce-scatter.
@@ -24,3 +32,12 @@ def choose_schedule(kind: str, problem: GemmProblem, world_size: int) -> tuple[s
     if problem.m >= CHAIN_TOKENS:
         return f"{stem}_tiling_a_rotating_c", {"chunks": 2}
     return f"{stem}_pairwise_a", {"chunks": 1}
+
+
+def measured_executable(
+    kind: str, problem: GemmProblem, group: dist.ProcessGroup, device: torch.device
+) -> CudaExecutable | UnfusedExecutable:
+    """The executable of what :func:`distgemm.tune.choose` chooses for CUDA tensors. A collective call."""
+    from distgemm.tune import executable
+
+    return executable(problem, kind, group, device=device)

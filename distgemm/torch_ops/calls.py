@@ -6,7 +6,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,10 @@ from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.schedulers import get_schedule, list_schedules
-from distgemm.torch_ops.auto import choose_schedule
+from distgemm.torch_ops.auto import choose_schedule, measured_executable
+
+if TYPE_CHECKING:
+    from distgemm.tune import Choice
 
 __all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
@@ -37,6 +40,7 @@ class Call:
     options: of the schedule
     runtime: that executed it
     provider: of its GEMMs
+    choice:  what "auto" chose on a GPU: of the unfused program, ``plan`` only says which shards it took; else None
     """
 
     op: str
@@ -44,12 +48,20 @@ class Call:
     options: tuple[tuple[str, Any], ...]
     runtime: str
     provider: str
+    choice: Choice | None = None
+
+    @property
+    def unfused(self) -> bool:
+        """Whether a collective and one product ran, and no plan."""
+        return self.choice is not None and self.choice.method == "unfused"
 
     @property
     def not_overlapped(self) -> str | None:
         """Why nothing travels while something else is multiplied; None where it does."""
         if self.plan.world_size == 1:
             return "one rank: nothing moves"
+        if self.unfused:
+            return "unfused: a collective, and one product"
         if self.op == "gather":
             return "the gather alone: its product is a single column"
         if "rotating_c" in self.plan.schedule and dict(self.options).get("chunks") == 1:
@@ -58,11 +70,16 @@ class Call:
 
     def __str__(self) -> str:
         p = self.plan.problem
+        ran = "unfused" if self.unfused else self.plan.schedule
         options = "".join(f", {name}={value}" for name, value in self.options)
+        runtime = f"{self.runtime}, GEMMs by {self.provider}"
+        if self.choice is not None:
+            branches = "" if self.unfused else f" on {self.choice.branches} branch{'es' * (self.choice.branches > 1)}"
+            runtime += f"{branches}, {self.choice.how} choice"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
         return (
-            f"{self.op}: {self.plan.schedule}{options} on {self.plan.world_size} ranks, "
-            f"m {p.m} x n {p.n} x k {p.k}, {p.dtype}; {self.runtime}, GEMMs by {self.provider}; {overlap}"
+            f"{self.op}: {ran}{options} on {self.plan.world_size} ranks, "
+            f"m {p.m} x n {p.n} x k {p.k}, {p.dtype}; {runtime}; {overlap}"
         )
 
 
@@ -117,6 +134,7 @@ class Product:
     runtime: str
     provider: str
     options: tuple[tuple[str, Any], ...]
+    choice: Choice | None = None
 
     def __call__(
         self, op: str, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
@@ -129,7 +147,7 @@ class Product:
             # Added before the result is rounded, once: by the op that completes a tile.
             more |= {"c_shard": bias.expand(self.plan.shard_shape("D", self.rank)), "beta": 1.0}
         d: Tensor = self.run(_rows(a), _rows_or_columns(b), **more)
-        call = Call(op, self.plan, self.options, self.runtime, self.provider)
+        call = Call(op, self.plan, self.options, self.runtime, self.provider, self.choice)
         _Last.call = call
         for calls in _Last.recorders:
             calls.append(call)
@@ -200,7 +218,12 @@ def _make(
     schedule: str,
     chunks: int | None,
 ) -> Product:
-    size = group.size()
+    size, rank = group.size(), dist.get_rank(group)
+    if schedule == "auto" and chunks is None and device.type == "cuda":
+        made = measured_executable(kind, problem, group, device)
+        assert made.choice is not None
+        runtime = "NCCL" if made.choice.method == "unfused" else "CUDA runtime"
+        return Product(made.plan, rank, made, runtime, made.provider, made.choice.options, made.choice)
     options: dict[str, Any] = {}
     if schedule == "auto":
         schedule, options = choose_schedule(kind, problem, size)
@@ -214,7 +237,7 @@ def _make(
         raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
     run, runtime, provider = executable(plan, group, device)
     shown = tuple(sorted(options.items()))
-    return Product(plan, dist.get_rank(group), run, runtime, provider, shown)
+    return Product(plan, rank, run, runtime, provider, shown)
 
 
 def _does(plan: Plan, kind: str) -> bool:

@@ -1,0 +1,144 @@
+"""One choice on all ranks, measuring with fakes, and schedule="auto", over gloo. All in one launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.multiprocess import tune_worker as worker
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture
+def found(folder: str) -> list[dict[str, Any]]:
+    return _results(folder)
+
+
+@lru_cache
+def _results(folder: str) -> list[dict[str, Any]]:
+    checks: list[Any] = [(check, (folder,)) for check in (worker.agreement, worker.measuring, worker.compiled)]
+    return launch(worker.run_all, 2, checks, timeout=120)
+
+
+def test_all_ranks_take_what_rank_0_finds(found: list[dict[str, Any]]) -> None:
+    for each in (rank["agreement"] for rank in found):
+        assert each["different"] == worker.PLAN != worker.OTHER
+        assert each["different"].how == "recorded"
+        assert each["elsewhere"].how == "predicted"
+        assert each["broken elsewhere"] == worker.PLAN
+
+
+def test_a_broken_file_on_rank_0_raises_everywhere(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        said = rank["agreement"]["broken on rank 0"]
+        assert said.startswith("ValueError") and said.endswith("measure anew with: distgemm tune")
+
+
+def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str, Any]]) -> None:
+    name = "reduce_scatter_1d_tiling_a_rotating_c chunks=2, GEMMs by cutlass, 1 branch"
+    for number, each in enumerate(rank["measuring"] for rank in found):
+        tuned = each["fastest"]
+        assert str(tuned.choice) == name and tuned.choice.how == "measured"
+        assert tuned.ms == 1.0 and tuned.unfused_ms == 2.0 and not tuned.refused
+        assert each["kept"] == 0  # the workspace keeps nothing of it
+        assert each["said"][-1] == f"measuring {len(tuned.times)} candidates"
+        assert each["files"] == (["plans_NVIDIA_Test.json", "plans_NVIDIA_Test.lock"] if number == 0 else [])
+        choice, how, times = each["again"]
+        assert (choice, how, times) == (tuned.choice, "recorded", 1)
+
+
+def test_a_plan_must_be_faster_than_the_unfused_program(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert str(each["tie"]) == str(each["slower"]) == "unfused"
+
+
+def test_what_cannot_be_compiled_is_left_out_and_said(found: list[dict[str, Any]]) -> None:
+    for number, each in enumerate(rank["measuring"] for rank in found):
+        tuned = each["refused"]
+        assert "cublas" not in str(tuned.choice) and all("cublas" not in name for name in tuned.times)
+        assert tuned.refused and all("cublas" in name for name in tuned.refused)
+        assert set(tuned.refused.values()) == {f"no kernel on rank {number}"}
+        assert tuned.path is None and each["not written"] is None
+        assert each["nothing"].startswith("RuntimeError: no candidate for ag+gemm 256x128x64x1 bfloat16")
+
+
+def test_what_fails_is_left_out_and_what_is_wrong_raises(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        tuned = each["fails"]
+        assert "cublas" not in str(tuned.choice) and set(tuned.refused.values()) == {"no memory"}
+        assert all("cublas" in name for name in tuned.refused) and not set(tuned.refused) & set(tuned.times)
+        assert each["all fail"].startswith("RuntimeError: no candidate for ag+gemm 256x128x64x1 bfloat16")
+        assert each["wrong"].startswith("WrongResultError: all_gather_1d_tiling_cd_rotating_a chunks=")
+
+
+def test_ranks_that_measure_otherwise_take_the_same(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert "cutlass" in each["ranks disagree"]
+
+
+def test_one_measurement_serves_all_m_of_a_bucket(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert each["buckets"] == [
+            (100, "measured", [128]),
+            (65, "recorded", [128]),
+            (128, "recorded", [128]),
+            (127, "recorded", [128]),
+            (129, "measured", [128, 256]),
+            (1, "measured", [128, 256, 64]),
+            (2, "recorded", [128, 256, 64]),
+            (64, "recorded", [128, 256, 64]),
+            (1000, "measured", [128, 256, 64, 1024]),
+        ]
+        assert each["uneven"] == "recorded"
+        p = each["rounded up"]
+        assert (p.m, p.n, p.k) == (102, 128, 64)
+        assert each["odd"]
+
+
+def test_nothing_is_measured_where_that_is_off_or_cannot_be(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert [choice.how for choice in each["off"]] == ["predicted"] * 3
+        assert each["off measured"] == 0
+        assert each["batches"] == "ValueError: single products are measured, not l = 2 of them"
+
+
+def test_a_file_that_cannot_be_written_raises_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "plans_NVIDIA_Test" in rank["measuring"]["unwritable"]
+
+
+def test_compile_makes_what_is_recorded(found: list[dict[str, Any]]) -> None:
+    for each in (rank["compiled"] for rank in found):
+        choice, how, kind = each["choice"]
+        assert (str(choice), how, kind) == ("unfused", "recorded", "UnfusedExecutable")
+        assert each["equal"] and each["op"]
+        assert each["a plan on CPUs"].startswith("ValueError: device is a GPU, got cpu")
+        said, of_call = each["last"]
+        assert of_call == choice
+        assert said == (
+            "all_gather_matmul: unfused on 2 ranks, m 16 x n 8 x k 16, float64; NCCL, GEMMs by torch, recorded "
+            "choice; not overlapped, because unfused: a collective, and one product"
+        )
+
+
+def test_what_compile_refuses(found: list[dict[str, Any]]) -> None:
+    for each in (rank["compiled"] for rank in found):
+        first, second, third, *chooses, last = each["wrong"]
+        for said in (first, second, third):
+            assert said.startswith("ValueError: op and tune are for a problem with schedule='auto', got ")
+        assert all(said.startswith("ValueError: schedule='auto' chooses provider, config, br") for said in chooses)
+        assert last == "ValueError: op is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'"
+
+
+def test_in_a_capture_the_error_names_the_call_to_make_before(found: list[dict[str, Any]]) -> None:
+    for each in (rank["compiled"] for rank in found):
+        said = each["capturing"]
+        assert said.startswith("RuntimeError: schedule='auto' has no executable for ag+gemm 16x8x16x1 float64")
+        assert "make this call once before capturing" in said and "distgemm.tune.tune(problem, 'ag+gemm'" in said

@@ -1,0 +1,59 @@
+"""The unfused program over gloo, against float64. All of a world size runs in one launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.multiprocess import tune_worker as worker
+
+
+@lru_cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    checks: list[Any] = [(worker.equal_to_numpy, ())]
+    if ranks == 2:
+        checks += [(worker.no_allocation, ()), (worker.misuse, ())]
+    return launch(worker.run_all, ranks, checks, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_integers_come_out_exactly(ranks: int) -> None:
+    assert [failure for found in results(ranks) for failure in found["equal_to_numpy"]] == []
+
+
+def test_every_value_of_every_argument_occurs() -> None:
+    cases = worker.unfused_cases()
+    for op in worker.OPS:
+        of_op = [case for case in cases if case.op == op]
+        names = ["alpha", "beta", "bias", "l", "strided", "out", "dtypes", *["rows"] * (op != "gemm+ar")]
+        for name in names:
+            assert len({getattr(case, name) for case in of_op}) > 1, (op, name)
+        assert {(case.l > 1, case.rows) for case in of_op} >= {(False, False), (True, False)}
+        assert len({case.shape for case in of_op}) == 5
+    assert any(case.gathered and case.rows for case in cases)
+    assert any(case.gathered and case.l > 1 for case in cases)
+
+
+def test_warm_calls_allocate_nothing() -> None:
+    assert [found["no_allocation"] for found in results(2)] == [[], []]
+
+
+def test_wrong_calls() -> None:
+    for found in results(2):
+        wanted = [
+            "ValueError: the unfused program has no scales",
+            "ValueError: bias on rank",
+            "ValueError: beta is 1.0, which needs c_shard",
+            "ValueError: gathered on rank",
+            "ValueError: gemm+rs does not bring all of A",
+            "ValueError: graphs are of GPUs, this executable is on cpu",
+            "ValueError: the unfused program has no products of float8_e4m3fn",
+            "ValueError: the unfused program has no products of tfloat32",
+            "ValueError: the unfused program multiplies bfloat16 into bfloat16 or, from 16 bits, float32, not float16",
+            "ValueError: op is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'",
+        ]
+        for said, start in zip(found["misuse"], wanted, strict=True):
+            assert said.startswith(start)

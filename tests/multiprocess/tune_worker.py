@@ -1,0 +1,446 @@
+"""What each rank does in the tests of the unfused program and of schedule="auto". Runs on gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import distgemm
+from distgemm import GemmProblem, bench, tune
+from distgemm.runtime import unfused
+from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.runtime.unfused import UnfusedExecutable
+from distgemm.torch_ops import calls
+from distgemm.tune import UNFUSED, Choice
+
+CPU = torch.device("cpu")
+GPU = "NVIDIA Test"
+OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
+ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2)}
+
+
+def run_all(checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    return {check.__name__: check(*args) for check, args in checks}
+
+
+# --- the unfused program --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem and how it is called."""
+
+    op: str
+    shape: tuple[int, int, int] = (8, 12, 16)
+    l: int = 1  # noqa: E741
+    dtypes: tuple[str, str | None, str | None] = ("float64", None, None)
+    rows: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    bias: bool = False
+    gathered: bool = False
+    strided: bool = False
+    out: bool = False
+
+    def problem(self, ranks: int) -> GemmProblem:
+        m, n, k = self.shape
+        rows = ROWS[ranks] if self.rows else None
+        dtype, out, partial = self.dtypes
+        return GemmProblem(sum(rows) if rows else m, n, k, self.l, dtype, out, partial, rows)
+
+
+def unfused_cases() -> list[Case]:
+    """For each op 16 combinations in which every value of every argument occurs."""
+    axes: dict[str, list[Any]] = {
+        "shape": [(8, 12, 16), (10, 7, 9), (1, 9, 6), (5, 1, 7), (13, 6, 1)],
+        "l": [1, 1, 3],
+        "dtypes": [
+            ("float64", None, None),
+            ("float32", None, None),
+            ("bfloat16", None, None),
+            ("float16", None, None),
+            ("bfloat16", "float32", None),
+            ("bfloat16", "bfloat16", "float32"),
+        ],
+        "rows": [False, False, True],
+        "alpha": [1.0, 2.0],
+        "beta": [0.0, 3.0],
+        "bias": [False, True],
+        "gathered": [False, True],
+        "strided": [False, True],
+        "out": [False, True],
+    }
+    found = []
+    for op in OPS:
+        rng = random.Random(op)
+        columns = {key: (values * 16)[:16] for key, values in axes.items()}
+        for column in columns.values():
+            rng.shuffle(column)
+        for number in range(16):
+            values = {key: column[number] for key, column in columns.items()}
+            case = Case(op, **values | {"rows": values["rows"] and op != "gemm+ar"})
+            ok = unfused.unfused_status(case.problem(1), op)
+            case = case if ok else dataclasses.replace(case, dtypes=("bfloat16", None, None))
+            found.append(dataclasses.replace(case, gathered=case.gathered and op == "ag+gemm"))
+    return found
+
+
+def equal_to_numpy() -> list[str]:
+    """Integers come out exactly, in two calls on poisoned buffers."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    failures = []
+    for case in unfused_cases():
+        problem = case.problem(ranks)
+        exe = UnfusedExecutable(problem, case.op)
+        for seed in (0, 1):
+            a, b, c, bias = drawn(problem, seed)
+            product = a @ b.swapaxes(-1, -2)
+            wanted = case.alpha * product + case.beta * c + (bias if case.bias else 0)
+            plan = exe.plan
+            wholes = {"A": a, "B": b, "C": c}
+            shards = {name: tensor(x[plan.shard(name, rank)], name, problem) for name, x in wholes.items()}
+            more: dict[str, Any] = {}
+            if case.bias:
+                more["bias"] = tensor(bias[plan.shard("D", rank)[-1]], "D", problem)
+            if case.strided:
+                shards = {name: widened(x) for name, x in shards.items()}
+            if case.out:
+                more["out"] = torch.full(plan.shard_shape("D", rank), torch.nan, dtype=dtype_of("D", problem))
+                if case.strided:
+                    more["out"] = widened(more["out"])
+            if case.gathered:
+                more["gathered"] = torch.full(a.shape, torch.nan, dtype=dtype_of("A", problem))
+            for scratch in unfused._scratch.values():
+                scratch.fill_(0xFF)
+            found = exe(
+                shards["A"], shards["B"], shards["C"] if case.beta else None, alpha=case.alpha, beta=case.beta, **more
+            )
+            if case.out and found is not more["out"]:
+                failures.append(f"{case}: not out")
+            if not np.array_equal(found.double().numpy(), wanted[plan.shard("D", rank)]):
+                failures.append(f"{case} seed {seed} rank {rank}: D")
+            if case.gathered and not np.array_equal(more["gathered"].double().numpy(), a):
+                failures.append(f"{case} seed {seed} rank {rank}: gathered")
+    return failures
+
+
+def drawn(problem: GemmProblem, seed: int) -> list[np.ndarray[Any, Any]]:
+    """A, B, C and a bias, the same on all ranks: integers whose sums 8 bits of mantissa hold."""
+    rng = np.random.default_rng(seed)
+    l, m, n, k = problem.l, problem.m, problem.n, problem.k  # noqa: E741
+    shapes = [(l, m, k), (l, n, k), (l, m, n), (n,)]
+    found = [rng.integers(-2, 3, shape).astype(np.float64) for shape in shapes]
+    return found if l > 1 else [x[0] if x.ndim == 3 else x for x in found]
+
+
+def dtype_of(name: str, problem: GemmProblem) -> torch.dtype:
+    return TORCH_DTYPES[str(problem.dtype if name in "AB" else problem.out_dtype)]
+
+
+def tensor(x: np.ndarray[Any, Any], name: str, problem: GemmProblem) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x)).to(dtype_of(name, problem))
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """The same with rows apart."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def no_allocation() -> list[str]:
+    """A warm call on equal shards, without C, allocates nothing; executables share their buffers."""
+    rank, failures = dist.get_rank(), []
+    for op in OPS:
+        problem = GemmProblem(64, 64, 64, dtype="float32")
+        exe = UnfusedExecutable(problem, op)
+        before = dict(unfused._scratch)
+        other = UnfusedExecutable(GemmProblem(32, 64, 64, dtype="float32"), op)
+        if unfused._scratch != before or other.workspace_bytes > exe.workspace_bytes:
+            failures.append(f"{op}: buffers are not shared")
+        a, b, d = (torch.ones(exe.plan.shard_shape(name, rank)) for name in "ABD")
+        exe(a, b, out=d)
+        known = {x.untyped_storage().data_ptr() for x in (a, b, d, *unfused._scratch.values())}
+        with Made(known) as mode:
+            exe(a, b, out=d)
+        if mode.new or "mm" not in mode.seen:
+            failures.append(f"{op}: {mode.new}, {mode.seen}")
+    return failures
+
+
+class Made(TorchDispatchMode):
+    """Notes the ops that give tensors in other memory than is known."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known, self.new, self.seen = known, [], set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        self.seen.add(func.__name__.split(".")[0])
+        for x in tree_leaves(found):
+            # "split" is gloo's, of memory of its own.
+            if func is torch.ops.aten.split.Tensor:
+                continue
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.new.append(func.__name__)
+        return found
+
+
+def misuse() -> list[str]:
+    """The messages of wrong calls."""
+    exe, reduce = (UnfusedExecutable(GemmProblem(8, 8, 8), op) for op in ("ag+gemm", "gemm+rs"))
+    a, b = (torch.zeros(exe.plan.shard_shape(name, exe.rank), dtype=torch.bfloat16) for name in "AB")
+    half = torch.zeros(8, 4, dtype=torch.bfloat16)
+    wrong: list[Callable[[], Any]] = [
+        lambda: exe(a, b, scale_a=torch.ones(1)),
+        lambda: exe(a, b, bias=torch.ones(3)),
+        lambda: exe(a, b, beta=1.0),
+        lambda: exe(a, b, gathered=torch.ones(2, 2)),
+        lambda: reduce(half, half, gathered=torch.ones(8, 8)),
+        lambda: exe.capture(a, b),
+        lambda: UnfusedExecutable(GemmProblem(8, 8, 8, dtype="float8_e4m3fn"), "ag+gemm"),
+        lambda: UnfusedExecutable(GemmProblem(8, 8, 8, dtype="tfloat32"), "gemm+rs"),
+        lambda: UnfusedExecutable(GemmProblem(8, 8, 8, out_dtype="float16"), "gemm+rs"),
+        lambda: UnfusedExecutable(GemmProblem(8, 8, 8), "ag"),
+    ]
+    return [message(call) for call in wrong]
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- schedule="auto" ------------------------------------------------------------------------------------
+
+PROBLEM = GemmProblem(256, 128, 64)
+PLAN = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), "cublas", 1)
+OTHER = dataclasses.replace(PLAN, branches=2)
+
+
+def own_cache(folder: str, name: str) -> Path:
+    """A cache folder of this rank's own."""
+    path = Path(folder) / name / str(dist.get_rank())
+    path.mkdir(parents=True, exist_ok=True)
+    os.environ["DISTGEMM_CACHE_DIR"] = str(path)
+    os.environ.pop("DISTGEMM_TUNE", None)
+    return path
+
+
+def recorded(choice: Choice, problem: GemmProblem = PROBLEM, op: str = "gemm+rs") -> None:
+    tune.record(GPU, {tune.key_of(problem, op, dist.get_world_size()): choice.to_dict()})
+
+
+def agreement(folder: str) -> dict[str, Any]:
+    """What ranks choose whose files differ."""
+    rank, found = dist.get_rank(), {}
+    with mock.patch.object(tune, "_gpu", return_value=GPU):
+        own_cache(folder, "different")
+        recorded(PLAN if rank == 0 else OTHER)
+        found["different"] = tune.choose(PROBLEM, "gemm+rs", device=CPU)
+        own_cache(folder, "elsewhere")
+        if rank == 1:
+            recorded(OTHER)
+        found["elsewhere"] = tune.choose(PROBLEM, "gemm+rs", device=CPU, tune=False)
+        path = own_cache(folder, "broken")
+        if rank == 0:
+            (path / "plans_NVIDIA_Test.json").write_text("{")
+        else:
+            recorded(OTHER)
+        found["broken on rank 0"] = message(lambda: tune.choose(PROBLEM, "gemm+rs", device=CPU))
+        path = own_cache(folder, "broken elsewhere")
+        if rank == 0:
+            recorded(PLAN)
+        else:
+            (path / "plans_NVIDIA_Test.json").write_text("{")
+        found["broken elsewhere"] = tune.choose(PROBLEM, "gemm+rs", device=CPU)
+    return found
+
+
+class FakeExecutable:
+    """Stands for a plan's executable: takes its shards, and gives zeros."""
+
+    def __init__(self, problem: GemmProblem, choice: Choice, released: list[Any]) -> None:
+        self.rank, self.choice = dist.get_rank(), choice
+        size = dist.get_world_size()
+        self.plan = distgemm.make_plan(problem, choice.schedule, size, sync="barrier", **dict(choice.options))
+        released.append(self)
+        self.workspace = SimpleNamespace(_kept=released)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert tuple(a.shape) == self.plan.shard_shape("A", self.rank)
+        assert tuple(b.shape) == self.plan.shard_shape("B", self.rank)
+        return out.zero_()
+
+
+class Bench:
+    """Fakes of what measures: executables, and times by a candidate's text."""
+
+    def __init__(self, time: Callable[[str], float], refused: str = "-", fails: str = "-", wrong: bool = False) -> None:
+        self.time, self.refused, self.fails, self.wrong = time, refused, fails, wrong
+        self.measured: list[tuple[GemmProblem, tuple[str, ...]]] = []
+        self.kept: list[Any] = []
+        self.real = tune.make
+
+    def make(self, problem: Any, op: str, choice: Choice, group: Any, device: Any, **more: Any) -> Any:
+        if self.refused in str(choice):
+            raise ValueError(f"no kernel on rank {dist.get_rank()}")
+        if choice.method == "unfused":
+            return self.real(problem, op, choice, group, device)
+        return FakeExecutable(problem, choice, self.kept)
+
+    def sample(self, operation: bench.Operation, methods: list[bench.Method]) -> dict[str, bench.Sample]:
+        for method in methods:
+            found = method.run()
+            assert found is not None
+        self.measured.append((operation.problem, tuple(method.name for method in methods)))
+        return {method.name: self.sampled(method.name) for method in methods}
+
+    def sampled(self, name: str) -> bench.Sample:
+        if self.fails in name:
+            return bench.Sample(error="no memory", wrong=self.wrong)
+        return bench.Sample((self.time(name),))
+
+    def __enter__(self) -> Bench:
+        self.patches = [
+            mock.patch.object(tune, "_gpu", return_value=GPU),
+            mock.patch.object(tune, "make", self.make),
+            mock.patch.object(bench, "sample", self.sample),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+def by_name(fast: str, ms: float = 1.0, others: float = 2.0) -> Callable[[str], float]:
+    return lambda name: ms if fast in name else others
+
+
+def measuring(folder: str) -> dict[str, Any]:
+    """Tuning with fakes."""
+    rank, found = dist.get_rank(), {}
+    group = dist.group.WORLD
+
+    path = own_cache(folder, "fastest")
+    said: list[str] = []
+    with Bench(by_name("rotating_c chunks=2, GEMMs by cutlass, 1")) as fakes:
+        found["fastest"] = tune.tune(PROBLEM, "gemm+rs", group, device=CPU, progress=said.append)
+        found["kept"], found["said"] = len(fakes.kept), said
+        found["files"] = sorted(each.name for each in path.iterdir())
+        again = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
+        found["again"] = again, again.how, len(fakes.measured)
+
+    own_cache(folder, "tie")
+    with Bench(lambda name: 1.0):
+        found["tie"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+    own_cache(folder, "slower")
+    with Bench(by_name("unfused", others=1.0001)):
+        found["slower"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+
+    own_cache(folder, "refused")
+    with Bench(by_name("cublas"), refused="cublas") as fakes:
+        found["refused"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU, write=False)
+        found["not written"] = tune.look_up(PROBLEM, "ag+gemm", dist.get_world_size(), GPU)
+    with Bench(by_name("-"), refused=""):
+        found["nothing"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
+
+    own_cache(folder, "fails")
+    with Bench(by_name("cublas"), fails="cublas"):
+        found["fails"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU)
+    with Bench(by_name("cublas"), fails=""):
+        found["all fail"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
+    with Bench(by_name("cublas"), fails="1 branch", wrong=True):
+        found["wrong"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
+
+    own_cache(folder, "ranks disagree")
+    with Bench(by_name("cutlass" if rank == 0 else "unfused")):
+        found["ranks disagree"] = str(tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice)
+
+    own_cache(folder, "buckets")
+    with Bench(by_name("chunks=2")) as fakes:
+        for m in (100, 65, 128, 127, 129, 1, 2, 64, 1000):
+            problem = dataclasses.replace(PROBLEM, m=m)
+            choice = tune.choose(problem, "gemm+rs", group, device=CPU)
+            found.setdefault("buckets", []).append((m, choice.how, [each[0].m for each in fakes.measured]))
+        uneven = dataclasses.replace(PROBLEM, m=99, m_per_rank=(99, *[0] * (dist.get_world_size() - 1)))
+        found["uneven"] = tune.choose(uneven, "gemm+rs", group, device=CPU).how
+        odd = GemmProblem(101, 127, 63)
+        tune.tune(odd, "gemm+rs", group, device=CPU)
+        found["rounded up"] = fakes.measured[-1][0]
+        found["odd"] = tune.look_up(odd, "gemm+rs", dist.get_world_size(), GPU) is not None if rank == 0 else True
+
+    own_cache(folder, "off")
+    with Bench(by_name("chunks=2")) as fakes:
+        found["off"] = [tune.choose(PROBLEM, "gemm+rs", group, device=CPU, tune=False)]
+        if rank == 0:
+            os.environ["DISTGEMM_TUNE"] = "0"
+        found["off"].append(tune.choose(PROBLEM, "gemm+rs", group, device=CPU))
+        os.environ.pop("DISTGEMM_TUNE", None)
+        batches = dataclasses.replace(PROBLEM, l=2)
+        found["off"].append(tune.choose(batches, "gemm+rs", group, device=CPU))
+        found["off measured"] = len(fakes.measured)
+        found["batches"] = message(lambda: tune.tune(batches, "gemm+rs", group, device=CPU))
+
+    read_only = own_cache(folder, "unwritable")
+    (read_only / "plans_NVIDIA_Test.lock").mkdir()
+    with Bench(by_name("chunks=2")):
+        found["unwritable"] = message(lambda: tune.tune(PROBLEM, "gemm+rs", group, device=CPU))
+    return found
+
+
+def compiled(folder: str) -> dict[str, Any]:
+    """distgemm.compile with "auto", and the torch ops; the unfused program is recorded, which runs here too."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), {}
+    own_cache(folder, "compiled")
+    problem = GemmProblem(8 * size, 4 * size, 16, dtype="float64")
+    with mock.patch.object(tune, "_gpu", return_value=GPU):
+        recorded(UNFUSED, tune._bucketed(problem), "ag+gemm")
+        exe = distgemm.compile(problem, "auto", op="ag+gemm", device="cpu")
+        a, b, _, bias = drawn(problem, 0)
+        shards = [torch.from_numpy(x[exe.plan.shard(name, rank)]) for name, x in (("A", a), ("B", b))]
+        wanted = (a @ b.T)[exe.plan.shard("D", rank)]
+        found["equal"] = np.array_equal(exe(*shards).numpy(), wanted)
+        found["choice"] = exe.choice, exe.choice and exe.choice.how, type(exe).__name__
+        recorded(PLAN, problem)
+        found["a plan on CPUs"] = message(lambda: distgemm.compile(problem, "auto", op="gemm+rs", device="cpu"))
+        # As on a GPU, but for the tensors.
+        real = tune.executable
+        with mock.patch.object(tune, "executable", lambda *args, **more: real(*args, **more | {"device": CPU})):
+            made = calls._make("ag+gemm", problem, dist.group.WORLD, torch.device("cuda", 0), "auto", None)
+        row = torch.from_numpy(bias)[exe.plan.shard("D", rank)[-1]]
+        whole = torch.empty(problem.m, problem.k, dtype=torch.float64)
+        d = made("all_gather_matmul", *shards, row, whole)
+        found["op"] = np.array_equal(d.numpy(), wanted + row.numpy()) and np.array_equal(whole.numpy(), a)
+        found["last"] = str(distgemm.last_call()), distgemm.last_call().choice
+    wrong: list[Callable[[], Any]] = [
+        lambda: distgemm.compile(problem, "auto"),
+        lambda: distgemm.compile(problem, "ag+gemm", op="ag+gemm"),
+        lambda: distgemm.compile(exe.plan, "auto", op="ag+gemm"),
+        lambda: distgemm.compile(problem, "auto", op="ag+gemm", chunks=2),
+        lambda: distgemm.compile(problem, "auto", op="ag+gemm", branches=1),
+        lambda: distgemm.compile(problem, "auto", op="ag"),
+    ]
+    found["wrong"] = [message(call) for call in wrong]
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        gpu = torch.device("cuda", 0)
+        found["capturing"] = message(lambda: distgemm.compile(problem, "auto", op="ag+gemm", device=gpu))
+    return found

@@ -1,0 +1,341 @@
+"""Choices, what they depend on, their files, and which candidates are measured. No GPU, no process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
+from distgemm.gemm.cublas import CublasProvider
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.models import MODELS
+from distgemm.tune import (
+    SCHEDULES,
+    UNFUSED,
+    WITHIN,
+    Choice,
+    Tuned,
+    bucket,
+    candidates,
+    choices_file,
+    key_of,
+    look_up,
+    predicted,
+    record,
+)
+
+GPU = "NVIDIA Test"
+PLAN = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), "cublas", 2)
+OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), "cutlass", 1, "64x128x64_1x1_pingpong")
+PROBLEM = GemmProblem(2048, 8192, 4096)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no choices that ship with the package."""
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tune, "_providers", lambda: {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()})
+    return tmp_path / "cache"
+
+
+# --- choices --------------------------------------------------------------------------------------------
+
+
+def test_choices_as_text() -> None:
+    assert str(PLAN) == "all_gather_1d_tiling_cd_rotating_a chunks=2, GEMMs by cublas, 2 branches"
+    assert str(OTHER) == "reduce_scatter_1d_pairwise_a chunks=1, GEMMs by cutlass 64x128x64_1x1_pingpong, 1 branch"
+    assert str(UNFUSED) == "unfused"
+
+
+@pytest.mark.parametrize("choice", [PLAN, OTHER, UNFUSED], ids=str)
+def test_choices_come_back_from_json(choice: Choice) -> None:
+    fields = json.loads(json.dumps(choice.to_dict()))
+    found = Choice.from_dict(fields | {"ms": 1.5}, "recorded")
+    assert found == choice
+    assert found.how == "recorded" and choice.how == ""
+
+
+def test_a_choice_pins_what_compile_takes() -> None:
+    arguments = PLAN.arguments()
+    assert arguments == {
+        "schedule": PLAN.schedule, "chunks": 2, "provider": "cublas", "branches": 2, "config": None,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no plan"):
+        UNFUSED.arguments()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"method": "fused"},
+        {"method": "plan", "schedule": ""},
+        {"method": "unfused", "schedule": "x"},
+        {"provider": "mkl"},
+        {"branches": 3},
+        {"config": "fast"},
+    ],
+)
+def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is"):
+        dataclasses.replace(PLAN, **wrong)
+
+
+# --- keys and buckets -----------------------------------------------------------------------------------
+
+
+def test_what_a_choice_depends_on() -> None:
+    problems = [
+        PROBLEM,
+        *(dataclasses.replace(PROBLEM, **{mode: 1024}) for mode in "mnk"),
+        dataclasses.replace(PROBLEM, l=2),
+        dataclasses.replace(PROBLEM, dtype="float16", out_dtype=None),
+        dataclasses.replace(PROBLEM, out_dtype="float32"),
+        dataclasses.replace(PROBLEM, partial_dtype="float32"),
+    ]
+    keys = [key_of(problem, op, size) for problem in problems for op in SCHEDULES for size in (4, 8)]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "ag+gemm 2048x8192x4096x1 bfloat16 bfloat16 bfloat16 tp:4"
+    uneven = dataclasses.replace(PROBLEM, m_per_rank=(2000, 48))
+    assert key_of(uneven, "ag+gemm", 2) == key_of(PROBLEM, "ag+gemm", 2)
+
+
+def test_buckets_are_powers_of_two_that_hold_m() -> None:
+    assert [bucket(m) for m in (1, 64, 65, 128, 129, 8192, 8193)] == [64, 64, 128, 128, 256, 8192, 16384]
+    for m in range(1, 3000):
+        found = bucket(m)
+        assert found >= m and found & (found - 1) == 0 and bucket(found) == found
+
+
+def test_the_exact_m_stands_before_its_bucket() -> None:
+    odd = dataclasses.replace(PROBLEM, m=1500)
+    assert look_up(odd, "ag+gemm", 4, GPU) is None
+    record(GPU, {key_of(PROBLEM, "ag+gemm", 4): PLAN.to_dict()})
+    assert look_up(odd, "ag+gemm", 4, GPU) == look_up(PROBLEM, "ag+gemm", 4, GPU) == PLAN
+    record(GPU, {key_of(odd, "ag+gemm", 4): UNFUSED.to_dict()})
+    assert look_up(odd, "ag+gemm", 4, GPU) == UNFUSED
+    assert look_up(PROBLEM, "ag+gemm", 4, GPU) == PLAN
+    for problem, op, size, device in (
+        (PROBLEM, "gemm+rs", 4, GPU),
+        (PROBLEM, "ag+gemm", 8, GPU),
+        (PROBLEM, "ag+gemm", 4, "NVIDIA Other"),
+        (dataclasses.replace(PROBLEM, m=1024), "ag+gemm", 4, GPU),
+    ):
+        assert look_up(problem, op, size, device) is None
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def test_ones_own_choice_stands_before_the_shipped_one(cache: Path) -> None:
+    key, further = (key_of(PROBLEM, "ag+gemm", size) for size in (4, 8))
+    tune.SHIPPED.mkdir()
+    shipped = {"device": GPU, "choices": {key: OTHER.to_dict(), further: OTHER.to_dict()}}
+    (tune.SHIPPED / "plans_NVIDIA_Test.json").write_text(json.dumps(shipped))
+    assert look_up(PROBLEM, "ag+gemm", 4, GPU) == OTHER
+    path = record(GPU, {key: PLAN.to_dict() | {"ms": 0.25, "unfused_ms": 0.5}})
+    assert path == choices_file(GPU) == cache / "plans_NVIDIA_Test.json"
+    assert look_up(PROBLEM, "ag+gemm", 4, GPU) == PLAN
+    assert look_up(PROBLEM, "ag+gemm", 8, GPU) == OTHER
+    written = json.loads(path.read_text())
+    assert written["device"] == GPU and list(written["choices"]) == [key]
+    assert written["choices"][key]["ms"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"choices": {"one": "fast"}}',
+        '{"choices": {"one": {"method": "plan"}}}',
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"provider": "mkl"}}}),
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"config": 5}}}),
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"schedule": None}}}),
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"options": [2]}}}),
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"branches": "2"}}}),
+    ],
+)
+def test_a_broken_file_is_named(text: str) -> None:
+    path = choices_file(GPU)
+    path.parent.mkdir()
+    path.write_text(text)
+    for call in (lambda: look_up(PROBLEM, "ag+gemm", 4, GPU), lambda: record(GPU, {"two": PLAN.to_dict()})):
+        with pytest.raises(ValueError, match=r"does not hold measured choices .*with: distgemm tune$") as raised:
+            call()
+        assert str(raised.value).startswith(f"{path} ")
+    assert path.read_text() == text
+
+
+def test_shipped_files_hold_choices() -> None:
+    for path in (Path(tune.__file__).parent / "tuned").glob("*.json"):
+        written = json.loads(path.read_text())
+        assert path.name == tune.file_name("plans", written["device"])
+        for entry in written["choices"].values():
+            choice = Choice.from_dict(entry)
+            assert choice.method == "unfused" or choice.schedule in list_schedules()
+
+
+# --- candidates -----------------------------------------------------------------------------------------
+
+LAYERS = [
+    (layer.op, GemmProblem(m, layer.n, layer.k)) for layer in MODELS["llama-3-70b"].layers for m in (128, 2048, 8192)
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks: int) -> None:
+    for op, problem in [*LAYERS, *(("gemm+ar", problem) for op, problem in LAYERS if op == "gemm+rs")]:
+        found = candidates(problem, op, ranks)
+        times = tune._predictions(problem, op, ranks)
+        plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
+        assert found[-1] == UNFUSED and UNFUSED not in found[:-1]
+        assert found[0] in plans and plans[found[0]] == min(plans.values())
+        limit = WITHIN * min(plans.values())
+        assert set(found[:-1]) == {choice for choice, time in plans.items() if time <= limit}
+        assert len({str(choice) for choice in found}) == len(found) <= 21
+        assert {choice.schedule for choice in found[:-1]} <= {name for name, _ in SCHEDULES[op]}
+
+
+def test_slow_plans_are_left_out() -> None:
+    assert len(candidates(GemmProblem(64, 8192, 28672), "gemm+rs", 4)) < len(
+        candidates(GemmProblem(8192, 8192, 28672), "gemm+rs", 4)
+    )
+
+
+def test_branches_matter_where_a_rank_has_several_gemms() -> None:
+    assert {choice.branches for choice in candidates(PROBLEM, "ag+gemm", 1)} == {1, 2}  # in chunks
+    one = [choice for choice in candidates(PROBLEM, "ag+gemm", 1) if choice.options == (("chunks", 1),)]
+    assert one and {choice.branches for choice in one} == {1}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "op", "providers", "unfused"),
+    [
+        (("bfloat16", None, None), "ag+gemm", {"cutlass", "cublas"}, True),
+        (("bfloat16", "float32", None), "ag+gemm", {"cutlass"}, True),
+        (("bfloat16", None, "float32"), "gemm+rs", {"cutlass"}, True),
+        (("float16", "bfloat16", "float16"), "gemm+rs", {"cutlass", "cublas"}, True),
+        (("float16", None, "bfloat16"), "gemm+rs", {"cutlass"}, False),
+        (("float8_e4m3fn", None, None), "ag+gemm", {"cutlass"}, False),
+        (("tfloat32", None, None), "ag+gemm", {"cutlass", "cublas"}, False),
+        (("float64", None, None), "ag+gemm", {"cublas"}, True),
+        (("float64", None, None), "gemm+rs", set(), True),
+    ],
+)
+def test_providers_are_tried_where_they_compute_it(
+    dtypes: tuple[str, str | None, str | None], op: str, providers: set[str], unfused: bool
+) -> None:
+    found = candidates(GemmProblem(512, 512, 512, 1, *dtypes), op, 4)
+    assert {choice.provider for choice in found if choice.method == "plan"} == providers
+    assert (UNFUSED in found) == unfused
+
+
+def test_gemms_by_cublas_take_a_bias_in_every_plan() -> None:
+    """torch adds one matrix or a bias to a product, so none of these has a partial sum in the epilogue."""
+    for op in SCHEDULES:
+        for choice in candidates(GemmProblem(8192, 8192, 8192), op, 4):
+            if choice.method == "plan" and choice.provider == "cublas":
+                plan = make_plan(GemmProblem(64, 64, 64), choice.schedule, 4, **dict(choice.options))
+                assert all(spec.partial is None for spec in tune._specs(plan))
+
+
+def test_the_prediction_is_a_candidate_that_computes_it() -> None:
+    for op, problem in LAYERS:
+        found = predicted(problem, op, 4)
+        assert found in candidates(problem, op, 4) and found.how == "predicted"
+    assert predicted(GemmProblem(64, 8192, 28672), "gemm+rs", 4) == UNFUSED
+    assert predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4).method == "plan"
+
+
+def test_nothing_computes_it() -> None:
+    problem = GemmProblem(64, 64, 64, dtype="float64", out_dtype="float32")
+    assert candidates(problem, "ag+gemm", 2) == []
+    with pytest.raises(ValueError, match="nothing multiplies"):
+        predicted(problem, "ag+gemm", 2)
+    with pytest.raises(ValueError, match=r"op is one of ag\+gemm, gemm\+rs, gemm\+ar, got 'ag'"):
+        candidates(problem, "ag", 2)
+
+
+def test_the_gemms_of_a_plan() -> None:
+    """A chain's epilogue adds what arrived; C and a bias come where a tile is complete."""
+    plan = make_plan(GemmProblem(64, 32, 48), "reduce_scatter_1d_tiling_a_rotating_c", 2, chunks=2)
+    plain, terms = tune._specs(plan), tune._specs(plan, terms=True)
+    assert {(spec.m, spec.n, spec.k) for spec in plain} == {(16, 32, 24)}
+    assert {spec.partial is None for spec in plain} == {True, False}
+    assert all(spec.c is None and spec.bias is None for spec in plain)
+    assert set(plain) < set(terms)
+    assert {(spec.c is None, spec.bias) for spec in set(terms) - set(plain)} == {(False, None), (True, "bfloat16")}
+    assert all(spec.partial is not None for spec in set(terms) - set(plain))
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def test_the_cases_of_a_model() -> None:
+    found = tune_command.cases("llama-3-70b", [2048, 8192], ["ag+gemm", "gemm+ar"], 8, 4, "float16")
+    assert [(case.label, case.op) for case in found[:4]] == [
+        ("70b qkv", "ag+gemm"), ("70b out", "gemm+ar"), ("70b fc1", "ag+gemm"), ("70b fc2", "gemm+ar"),
+    ]  # fmt: skip
+    fc1, fc2 = (case.problem for case in found[6:])
+    assert (fc1.m, fc1.n, fc1.k, fc1.dtype) == (8192, 57344 // 2, 8192, "float16")  # per rank as with 8
+    assert (fc2.m, fc2.n, fc2.k) == (8192, 8192, 28672 // 2)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    launched: list[Any] = []
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def launch(function: Any, ranks: int, found: list[Any], write: bool, kernels: bool, **more: Any) -> list[Any]:
+        launched.append((ranks, [(case.op, case.problem.m) for case in found], write, kernels, more["backend"]))
+        path = choices_file(GPU) if write else None
+        times = {str(PLAN): 0.5, str(UNFUSED): 0.75}
+        return [[Tuned(PLAN, times, {"some plan": "no kernel"}, path) for _ in found]]
+
+    monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
+    run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048,8192", "--ops", "ag+gemm"])
+    assert run.exit_code == 0, run.output
+    ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
+    assert launched == [(4, ops, True, True, "nccl")]
+    assert run.output.count("chunks=2, GEMMs by cublas, 2 branches") == 4
+    assert "0.5000" in run.output and "1.500" in run.output
+    assert "not measured: some plan: no kernel" in run.output
+    assert str(cache / "plans_NVIDIA_Test.json") in run.output
+    run = CliRunner().invoke(cli.app, ["tune", "--no-write", "--no-kernels", "--tp", "4"])
+    assert launched[1][0] == 4 and launched[1][2:4] == (False, False)
+    assert "choices are in" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--m", "many"], "--m is given as 8192 or 2048,8192, got 'many'"),
+        (["--ops", "ag"], "--ops are some of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
+        (["--model", "gpt"], "model is one of"),
+        (["--tp", "7"], "7 ranks cannot share n = 10240 of qkv evenly"),
+    ],
+)
+def test_wrong_arguments(words: list[str], said: str) -> None:
+    run = CliRunner().invoke(cli.app, ["tune", *words])
+    assert run.exit_code == 2 and said in run.output
+
+
+def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fake(problem: GemmProblem, op: str, *, write: bool, kernels: bool, progress: Any) -> Any:
+        progress("measuring")
+        seen.append((problem.m, op, write, kernels))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    found = tune_command.cases("llama-3-8b", [128], ["gemm+rs"], 8, 8, "bfloat16")
+    assert len(tune_command._rank_main(found, True, False)) == 2
+    assert seen == [(128, "gemm+rs", True, False)] * 2
