@@ -219,7 +219,7 @@ def _check_plots(paths: Sequence[Path]) -> None:
 
 def _report(result: dict[str, Any], plots: Sequence[Path]) -> None:
     """All tables, what stands below them, and the pictures."""
-    from distgemm.benchmarking.report import draw, notes, row_table, summary_table, wrong
+    from distgemm.benchmarking.report import draw, failures, notes, row_table, summary_table, wrong
     from distgemm.cli import _console, _write
 
     console = _console()
@@ -230,6 +230,8 @@ def _report(result: dict[str, Any], plots: Sequence[Path]) -> None:
     )
     for row in result["rows"]:
         console.print(row_table(row))
+        for line in failures(row):
+            typer.echo(line)
         console.print()
     console.print(summary_table(result))
     console.print()

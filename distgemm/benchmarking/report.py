@@ -24,6 +24,7 @@ __all__ = [
     "PEER",
     "best",
     "draw",
+    "failures",
     "figures",
     "hidden_share",
     "label",
@@ -161,8 +162,8 @@ def load(path: Path) -> Result:
     try:
         found = json.loads(path.read_text())
         found["rows"] = [figures(row) for row in found["rows"]]
-        for key in ("about", "date", "rounds", "planned", "complete", "peers"):
-            found[key]
+        if lacking := {"about", "date", "rounds", "planned", "complete", "peers"} - set(found):
+            raise KeyError(*sorted(lacking))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -201,7 +202,7 @@ def _ms(value: float | None) -> str:
 
 
 def row_table(row: Row) -> Table:
-    """The methods of a row with figures, the fastest first; those that failed last, with the reason."""
+    """The methods of a row with figures, the fastest first; those that failed last."""
     from rich.text import Text
 
     as_with = f", n and k of each rank as with {row['tp']}" if row["tp"] != row["ranks"] else ""
@@ -210,8 +211,7 @@ def row_table(row: Row) -> Table:
     for each in sorted(row["methods"], key=lambda each: math.inf if each["ms"] is None else each["ms"]):
         name = Text(each["name"] + (f" ({each['detail']})" if each["detail"] else ""))
         if each["ms"] is None:
-            name.append(f"\n{'WRONG' if each['wrong'] else 'failed'}: {each['error']}")
-            table.add_row(name, *["-"] * 7, style="red")
+            table.add_row(name, "WRONG" if each["wrong"] else "failed", style="red")
             continue
         table.add_row(
             name,
@@ -224,10 +224,17 @@ def row_table(row: Row) -> Table:
             _percent(each["relative"]),
             style={OURS: "bold", PART: "dim"}.get(each["kind"]),
         )
-    for key, what in (("error", "nothing was measured"), ("tune_error", "not tuned")):
-        if row.get(key):
-            table.add_row(Text(f"{what}: {row[key]}"), *["-"] * 7, style="red")
     return table
+
+
+def failures(row: Row) -> list[str]:
+    """What went wrong in a row, and why."""
+    whole = {"error": "nothing was measured", "tune_error": "not tuned"}
+    found = [f"{what}: {row[key]}" for key, what in whole.items() if row.get(key)]
+    for each in row["methods"]:
+        if each["error"]:
+            found.append(f"{each['name']} {'is WRONG' if each['wrong'] else 'failed'}: {each['error']}")
+    return found
 
 
 def summary_table(result: Result) -> Table:

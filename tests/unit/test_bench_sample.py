@@ -162,7 +162,9 @@ def test_wrong_results_are_found() -> None:
     assert found["element"].error.startswith("rank 0: WrongResultError: element: wrong in 1 of 32 rows")
     assert "first in row 5" in found["element"].error
     assert found["nan"].wrong
-    assert found["nan"].error.startswith("all ranks: WrongResultError: nan: wrong in 1 of 32 rows, relative error up to")
+    assert found["nan"].error.startswith(
+        "all ranks: WrongResultError: nan: wrong in 1 of 32 rows, relative error up to"
+    )
     # Right when it is called; its graph writes nothing.
     assert found["stale"].wrong
     assert "all ranks: WrongResultError: stale, captured: wrong in 32 of 32 rows" in found["stale"].error
