@@ -5,7 +5,8 @@
     python examples/train_llama.py --backend nccl --dp 1 --tp 4 --graph       # on 4 GPUs, each step one CUDA graph
     torchrun --nproc-per-node=8 examples/train_llama.py --backend nccl --tp 4 # as 2 x 4 ranks on 8 GPUs
 
-The text is sums in words, one letter a token. Checkpoints, losses and their curve go into --folder.
+The text is sums in words, one letter a token. Checkpoints, losses and their curve go into --folder. On GPUs, the
+first run measures schedules and compiles kernels, for minutes; DISTGEMM_TUNE=0 in the environment leaves measuring out.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""examples/serve_tp.py as a user runs it: prefill and decoding say what the program on one rank says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "examples" / "serve_tp.py"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="a source archive has no examples/")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("auto", "4"), ("named", "2")])
+def test_what_is_said_is_that_of_one_rank(schedule: str, ranks: str) -> None:
+    """Over several lengths of the cache that counts; raises where logits differ."""
+    done = run(
+        *("--tp", ranks, "--batch", "3", "--prompt", "12", "--tokens", "9", "--bucket", "8"),
+        *("--schedule", schedule, "--check"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "logits, relative error" in done.stdout and "tokens/s" in done.stdout
+    for op, rows in (("all_gather_matmul", 36), ("matmul_reduce_scatter", 36), ("matmul_all_reduce", 3)):
+        (used,) = {line.split(", m ")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(op)}
+        assert int(used) == rows
+
+
+def test_extents_that_do_not_divide_are_refused() -> None:
+    done = run("--tp", "3")
+    assert done.returncode == 2 and "multiples of --tp" in done.stderr
