@@ -178,6 +178,7 @@ def _measure(todo: list[Any], size: int, settings: Any, path: Path, timeout: flo
     from distgemm.runtime.launch import init_from_env, launch
 
     failed = ""
+    before = _written(path)
     if "WORLD_SIZE" in os.environ:
         import torch.distributed as dist
 
@@ -191,7 +192,7 @@ def _measure(todo: list[Any], size: int, settings: Any, path: Path, timeout: flo
             result = launch(run_rank, size, todo, settings, path, backend="nccl", timeout=timeout)[0]
         except RuntimeError as error:
             failed = str(error)
-            if not path.exists():
+            if _written(path) == before:
                 typer.echo(f"error: {failed}", err=True)
                 raise typer.Exit(1) from None
             result = load(path)
@@ -201,6 +202,11 @@ def _measure(todo: list[Any], size: int, settings: Any, path: Path, timeout: flo
         typer.echo(f"error: {failed}", err=True)
     if failed or wrong(result):
         raise typer.Exit(1)
+
+
+def _written(path: Path) -> int | None:
+    """When a file was written; None where there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 # --- showing --------------------------------------------------------------------------------------------

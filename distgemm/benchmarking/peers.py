@@ -84,6 +84,8 @@ def quack_methods(operation: Operation) -> list[Method]:
         # Graphs that are replayed in a row are faster with capture_lockstep, its documentation says. Each method has a
         # runner of its own: one may not be called between replays of its graphs.
         runner = runner_of(rows, p.k, a.dtype, operation.group, operation.device, capture_lockstep=True)
+        runner.handle.barrier(channel=0)  # loads its kernel, which must not happen beside a kernel that waits
+        torch.cuda.synchronize(operation.device)
         d = torch.empty(p.m, b.shape[0], dtype=a.dtype, device=a.device)
 
         def run(

@@ -290,5 +290,6 @@ def test_a_run_that_is_cut_short_shows_what_it_has(monkeypatch: pytest.MonkeyPat
     assert (done.exit_code, "all rows" in done.stdout) == (1, True)
     assert done.stderr == "error: rank 1 was killed\n"
     (tmp_path / "nothing").mkdir()
+    save(example(), tmp_path / "nothing" / "x.json")  # of an earlier run
     done = measure(monkeypatch, tmp_path / "nothing" / "x.json", RuntimeError("rank 1 was killed"))
     assert (done.exit_code, done.stdout, done.stderr) == (1, "", "error: rank 1 was killed\n")
