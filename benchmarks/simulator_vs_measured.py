@@ -2,6 +2,9 @@
 
 Measured: ms on H200s, bf16, in CUDA graphs, slowest rank, median. One description of the machine predicts all
 rows; where the measured figure is the best of several variants, so is the predicted one.
+
+Two programs were measured: prototypes, whose replays began and signalled in another way, which ``PROTOTYPE`` says, and
+the CUDA runtime, as the machine has it.
 """
 
 from __future__ import annotations
@@ -129,6 +132,13 @@ FLOOR_4 = {
     "RS 70B fc2 M=2048": 0.206,
 }
 
+PROTOTYPE = {"replay": 24.0, "entry": 0.0, "copy_launch": 0.0, "signal_gap": 0.0}
+PROTOTYPE_LINK = {"gap": 1.0, "latency": 14.0}
+"""What the prototypes' replays, signals and copies cost besides bytes; of the machine, in the runtime."""
+
+RUNTIME = Path(__file__).parent / "results" / "tensor_parallel_timelines_4xh200.json"
+"""What benchmarks/tensor_parallel.py --timelines measured."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -158,13 +168,20 @@ def problem(op: str, ranks: int) -> GemmProblem:
     return GemmProblem(m, n, k // 8 * ranks)
 
 
+def prototype(machine: Machine) -> Machine:
+    """The machine as the prototypes used it."""
+    return dataclasses.replace(machine, **PROTOTYPE, nvlink=machine.nvlink._replace(**PROTOTYPE_LINK))
+
+
 def _best(op: str, ranks: int, machine: Machine, schedule: str, chunks: list[int], branches: list[int]) -> float:
+    machine = prototype(machine)
     plans = [make_plan(problem(op, ranks), schedule, ranks, chunks=count) for count in chunks]
     return min(simulate(plan, machine, branches=count).time for plan in plans for count in branches) / 1e3
 
 
 def _naive(op: str, ranks: int, machine: Machine, schedule: str) -> float:
     """Pulled by the copy engine, one chunk per rank, one stream of GEMMs, a barrier per replay."""
+    machine = prototype(machine)
     pull = machine.nvlink._replace(bandwidth=machine.pull_bandwidth)
     plan = make_plan(problem(op, ranks), schedule, ranks, sync="barrier")
     return simulate(plan, dataclasses.replace(machine, nvlink=pull), branches=1).time / 1e3
@@ -194,8 +211,32 @@ def predict(machine: Machine) -> list[Row]:
     return rows
 
 
+def runtime(machine: Machine) -> list[Row]:
+    """The CUDA runtime on layers of Llama 70B, and cuBLAS on the whole local product; not in the statistics of the
+    prototypes."""
+    measured = json.loads(RUNTIME.read_text())
+    rows = []
+    for layer in measured["rows"]:
+        product = GemmProblem(layer["m"], layer["n"], layer["k"])
+        for method, ms in layer["ms"].items():
+            name, *given = method.split()
+            if name not in (GATHER, RING, PAIRWISE) and method != "cuBLAS alone":
+                continue
+            options = dict(pair.split("=") for pair in given) if "=" in method else {}
+            schedule = name if "=" in method or not given else (GATHER if layer["op"] == "ag+gemm" else RING)
+            chunks = int(options.get("chunks", 1))
+            timeline = simulate(make_plan(product, schedule, measured["ranks"], chunks=chunks, sync="barrier"), machine)
+            how = {GATHER: "push", RING: "ring", PAIRWISE: "push + sum"}[schedule]
+            how = f"{how}, chunks={chunks}, {options.get('provider', 'cutlass')}"
+            alone = method == "cuBLAS alone"
+            predicted = timeline.gemm_alone if alone else timeline.time
+            rows.append(Row(measured["ranks"], layer["layer"], method if alone else how, ms, predicted / 1e3, schedule))
+    return rows
+
+
 def floors(machine: Machine) -> list[Row]:
     """The floor of each row, max(whole GEMM, copies alone); no plan's time, so not in the statistics."""
+    machine = prototype(machine)
     rows = []
     for ranks, table in ((8, FLOOR_8), (4, FLOOR_4)):
         for op, time in table.items():
@@ -257,11 +298,11 @@ def main(
 ) -> None:
     """Print measured and predicted times, the error of each, and whether their order is right."""
     described = Machine.load(machine)
-    rows, roofs = predict(described), floors(described)
+    rows, roofs, built = predict(described), floors(described), runtime(described)
     table = Table("ranks", "op", "how", title=f"simulator against measurement: {described.name}")
     for title in ("measured ms", "predicted ms", "error %"):
         table.add_column(title, justify="right")
-    for group in (rows, roofs):
+    for group in (rows, roofs, built):
         for row in group:
             figures = f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{100 * row.error:+.1f}"
             table.add_row(str(row.ranks), row.op, row.how, *figures)
@@ -269,7 +310,14 @@ def main(
     summary = Table("rows", title="by how it was done")
     for title in ("number", "Spearman", "mean error %", "mean |error| %", "largest |error| %"):
         summary.add_column(title, justify="right")
-    stats = {name: statistics(group) for name, group in {**groups(rows), "floors": roofs}.items()}
+    stats = {
+        name: statistics(group)
+        for name, group in {
+            **groups(rows),
+            "floors": roofs,
+            "CUDA runtime": [row for row in built if "alone" not in row.how],
+        }.items()
+    }
     for name, one in stats.items():
         errors = (f"{100 * one[key]:+.1f}" if key == "mean_error" else f"{100 * one[key]:.1f}" for key in ERRORS)
         summary.add_row(name, f"{one['rows']:.0f}", f"{one['spearman']:.3f}", *errors)
@@ -285,6 +333,7 @@ def main(
         listed = [{**dataclasses.asdict(row), "error": row.error} for row in rows + roofs]
         found = {"benchmark": "simulator_vs_measured", "unit": "ms", "machine": described.to_dict()}
         found |= {"statistics": stats, "pairs_in_order": order, "rows": listed}
+        found["runtime"] = [{**dataclasses.asdict(row), "error": row.error} for row in built]
         output.write_text(json.dumps(found, indent=1) + "\n")
 
 

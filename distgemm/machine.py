@@ -90,8 +90,11 @@ class Machine:
     network:         links between hosts
     ranks_per_host:  ranks that NVLink connects; None: all
     signal, wait:    us until a flag is seen by its reader; from there until what waited starts
+    copy_launch:     us from the moment a copy may start to its start, unless the copy before it takes longer
+    signal_gap:      us for which a signal behind a copy keeps the copy's stream from going on
     barrier:         us of a barrier, from the last arrival
-    replay:          us from the end of a replay to the first op of the next: exit, launch, entry
+    replay:          us from the end of a replay to the beginning of the next: exit and launch
+    entry:           us from there until copies may leave: each rank hears that the others have left their last replay
     branches:        GEMMs of one rank in flight
     collective:      a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives
     sources:         where the figures come from
@@ -117,8 +120,11 @@ class Machine:
     ranks_per_host: int | None
     signal: float
     wait: float
+    copy_launch: float
+    signal_gap: float
     barrier: float
     replay: float
+    entry: float
     branches: int
     collective: Link
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -130,7 +136,8 @@ class Machine:
             _integer("ranks_per_host", self.ranks_per_host)
         for name in ("sustained", "memory", "sum_memory", "pull_bandwidth", "contended"):
             _positive(name, getattr(self, name))
-        for name in ("gemm_launch", "tile_overhead", "boost", "signal", "wait", "barrier", "replay"):
+        waits = ("signal", "wait", "signal_gap", "barrier", "replay", "entry")
+        for name in ("gemm_launch", "tile_overhead", "copy_launch", "boost", *waits):
             _nonnegative(name, getattr(self, name))
         if self.sustained > 1:
             raise ValueError(f"sustained is a share, at most 1, got {self.sustained}")

@@ -33,6 +33,9 @@ __all__ = ["FLAGS", "Event", "Timeline", "arrivals", "predict_unfused", "simulat
 FLAGS = "flags"
 """The lane of signals, waits and barriers: they overlap, and occupy nothing."""
 
+OUTWARD = ("copy", "network")
+"""How lanes of copies to other ranks begin."""
+
 Hook = Callable[[Gemm], float]
 Interval = tuple[float, float]
 
@@ -393,7 +396,7 @@ def _copies_alone(plan: Plan, machine: Machine) -> float:
                 sends[op.src.rank, link] += link.gap + flow
                 receives[op.dst.rank, link] += flow
     found = [busy + link.latency for (_, link), busy in (*sends.items(), *receives.items())]
-    return machine.replay + max(found) if found else 0.0
+    return machine.replay + machine.entry + machine.copy_launch + max(found) if found else 0.0
 
 
 # --- what bounds a timeline -----------------------------------------------------------------------------
@@ -485,6 +488,7 @@ class _Work:
         self.lanes: list[dict[str, list[int]]] = []
         self.missing: list[list[int]] = []
         self.dependents: list[list[list[int]]] = []
+        self.signalled: list[set[int]] = []  # copies that a signal follows
         self.roots: list[list[int]] = []
         self.cost: list[list[Any]] = []
         self.power: list[float] = []  # flop per us
@@ -515,6 +519,9 @@ class _Work:
                     raise PlanError(f"{op.describe()}: depends on op {dep}, which does not exist")
                 dependents[index[dep]].append(at)
         self.dependents.append(dependents)
+        self.signalled.append(
+            {at for at, after in enumerate(dependents) if any(isinstance(ops[each], Signal) for each in after)}
+        )
         self.missing.append([len(op.deps) for op in ops])
         self.roots.append([at for at, op in enumerate(ops) if not op.deps])
 
@@ -587,13 +594,15 @@ class _Rank:
     power_free: float = 0.0
     replay: int = -1
     left: int = 0
+    entered: float | None = None  # when it might write to others
     missing: list[int] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)  # when nothing was missing any more
     heads: dict[str, int] = field(default_factory=dict)
     busy: dict[str, bool] = field(default_factory=dict)
 
 
 # What can happen, in the order in which it happens at equal times.
-_END, _DONE, _SET, _FLOWS, _BEGIN = range(5)
+_END, _DONE, _SET, _FLOWS, _ENTERED, _BEGIN = range(6)
 
 
 class _Simulation:
@@ -641,6 +650,9 @@ class _Simulation:
             elif kind == _FLOWS:
                 flow, version = what
                 self._flow_event(flow, version, time)
+            elif kind == _ENTERED:
+                number, cause = what
+                self._enter(number, cause, time)
             else:
                 number, cause = what
                 self._begin(number, cause, time)
@@ -654,6 +666,7 @@ class _Simulation:
         rank.replay += 1
         rank.left = len(work.ops[number])
         rank.missing = list(work.missing[number])
+        rank.ready = [time] * rank.left
         rank.heads = dict.fromkeys(work.lanes[number], 0)
         rank.busy = dict.fromkeys(work.lanes[number], False)
         self.begins[number] = time
@@ -663,8 +676,18 @@ class _Simulation:
         for at in work.roots[number]:
             if work.lane[number][at] == FLAGS:
                 self._flag_op(number, at, cause, time)
+        rank.entered = None
+        self.post(time + self.machine.entry, _ENTERED, (number, cause))
         for lane in rank.heads:
             self._turn(number, lane, cause, time)
+
+    def _enter(self, number: int, cause: _Job | None, time: float) -> None:
+        """From now on the rank may write to others."""
+        rank = self.ranks[number]
+        rank.entered = time
+        for lane in rank.heads:
+            if lane.startswith(OUTWARD):
+                self._turn(number, lane, cause, time)
 
     def _finish(self, number: int, job: _Job | None, time: float) -> None:
         rank = self.ranks[number]
@@ -681,6 +704,8 @@ class _Simulation:
         head = rank.heads[lane]
         if rank.busy[lane] or head == len(order) or rank.missing[order[head]]:
             return
+        if lane.startswith(OUTWARD) and rank.entered is None:
+            return
         at = order[head]
         rank.busy[lane] = True
         rank.heads[lane] = head + 1
@@ -695,7 +720,9 @@ class _Simulation:
             self._sum(job, self.work.cost[number][at], time)
 
     def _end(self, job: _Job, time: float) -> None:
-        """An op frees its lane."""
+        """An op frees its lane; of a replay that is over, nothing is left to free."""
+        if job.replay != self.ranks[job.rank].replay:
+            return
         lane = self.work.lane[job.rank][job.at]
         self.ranks[job.rank].busy[lane] = False
         self._turn(job.rank, lane, job, time)
@@ -708,6 +735,7 @@ class _Simulation:
             rank.missing[at] -= 1
             if rank.missing[at]:
                 continue
+            rank.ready[at] = time
             lane = work.lane[job.rank][at]
             if lane == FLAGS:
                 self._flag_op(job.rank, at, job, time)
@@ -739,7 +767,10 @@ class _Simulation:
                 for each in here:
                     each.cause = job if each is not job else job.cause
                     each.issued = each.start = time
-                    each.end = time + self.machine.barrier
+                    # One at the start is what the entry consists of: every rank hears from all others.
+                    each.end = time + (
+                        self.machine.barrier if op.deps else max(self.machine.barrier, self.machine.entry)
+                    )
                     self.post(each.end, _DONE, each, each.at)
 
     def _set(self, flag: Flag, setter: _Job, time: float) -> None:
@@ -802,7 +833,9 @@ class _Simulation:
 
     def _copy(self, job: _Job, op: Copy, lane: str, time: float) -> None:
         link = self.machine.link(op.src.rank, op.dst.rank)
-        job.start = time
+        rank = self.ranks[job.rank]
+        assert rank.entered is not None
+        time = job.start = max(time, max(rank.ready[job.at], rank.entered) + self.machine.copy_launch)
         job.moves = True
         flow = _Flow(job, op.src.rank, op.dst.rank, lane, link, float(self.work.cost[job.rank][job.at]), time)
         self.post(time + link.gap, _FLOWS, (flow, -1), job.at)
@@ -819,7 +852,8 @@ class _Simulation:
             self.incoming[flow.dst, flow.link].remove(flow)
             flow.job.end = time
             self.post(time + flow.link.latency, _DONE, flow.job, flow.job.at)
-            self.post(time, _END, flow.job, flow.job.at)
+            held = self.machine.signal_gap if flow.job.at in self.work.signalled[flow.src] else 0.0
+            self.post(time + held, _END, flow.job, flow.job.at)
             self._rates(flow, time)
 
     def _rates(self, changed: _Flow, time: float) -> None:

@@ -36,7 +36,18 @@ def changed(**values: Any) -> Machine:
 def ideal(bandwidth: float = math.inf, peak: float = math.inf, **values: Any) -> Machine:
     """A machine without latencies, that is never held back by memory or power."""
     link = Link(bandwidth, 0.0, 0.0)
-    nothing = dict.fromkeys(("gemm_launch", "tile_overhead", "signal", "wait", "barrier", "replay"), 0.0)
+    latencies = (
+        "gemm_launch",
+        "tile_overhead",
+        "copy_launch",
+        "signal",
+        "wait",
+        "signal_gap",
+        "barrier",
+        "replay",
+        "entry",
+    )
+    nothing = dict.fromkeys(latencies, 0.0)
     rest: dict[str, Any] = {
         "rates": {"bfloat16": Rate(peak, math.inf)},
         "tiles": (KernelTile(128, 128, 1.0),),
@@ -48,6 +59,18 @@ def ideal(bandwidth: float = math.inf, peak: float = math.inf, **values: Any) ->
         "collective": link,
     }
     return dataclasses.replace(H200, **{**nothing, **rest, **values})
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    pytest.importorskip("typer")
+    spec = importlib.util.spec_from_file_location("simulator_vs_measured", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- machines -------------------------------------------------------------------------------------------
@@ -121,14 +144,15 @@ def test_small_gemm_waits_for_memory() -> None:
     assert cost.alone == pytest.approx((2 * (1 + 8192) * 8192 + 2 * 8192) / 1e6)
 
 
-def test_measured_copies() -> None:
+def test_measured_copies(benchmark: ModuleType) -> None:
     """19, 26 and 63 us for 1, 4 and 16 MiB; 298, 334, 360 GB/s for 8, 16, 32 MiB to each of 7 peers."""
     for size, measured in ((1, 19.0), (4, 26.0), (16, 63.0)):
-        assert H200.copy_us(size << 20) == pytest.approx(measured, rel=0.08)
-    for size, measured in ((8, 298.0), (16, 334.0), (32, 360.0)):
-        problem = GemmProblem(8 * 1024, 8, size << 9)
-        time = simulate(make_plan(problem, GATHER, 8), H200).copies_alone
-        assert 7 * (size << 20) / time / 1e3 == pytest.approx(measured, rel=0.02)
+        assert benchmark.prototype(H200).copy_us(size << 20) == pytest.approx(measured, rel=0.08)
+    for machine in (H200, benchmark.prototype(H200)):
+        for size, measured in ((8, 298.0), (16, 334.0), (32, 360.0)):
+            problem = GemmProblem(8 * 1024, 8, size << 9)
+            time = simulate(make_plan(problem, GATHER, 8), machine).copies_alone
+            assert 7 * (size << 20) / time / 1e3 == pytest.approx(measured, rel=0.02)
 
 
 # --- conservation ---------------------------------------------------------------------------------------
@@ -267,6 +291,42 @@ def test_free_gemms_leave_copies(size: int) -> None:
     assert timeline.link_busy == pytest.approx(dict.fromkeys(plan.link_bytes(), closed / (size - 1)))
 
 
+def copies_of(timeline: Timeline, rank: int = 0) -> list[Event]:
+    return sorted((e for e in timeline.events if e.rank == rank and e.lane == "copy"), key=lambda e: e.start)
+
+
+@pytest.mark.parametrize("sync", ["credit", "barrier"])
+def test_entry_holds_copies_back_and_nothing_else(sync: str) -> None:
+    plan = make_plan(PROBLEM, GATHER, 4, sync=sync)
+    timeline = simulate(plan, ideal(388.0, 930.0, replay=7.0, entry=50.0))
+    gemms = [event for event in timeline.events if event.rank == 0 and event.lane.startswith("gemm")]
+    assert min(event.start for event in gemms) == pytest.approx(7.0)
+    assert copies_of(timeline)[0].start == pytest.approx(57.0)
+    assert timeline.copies_alone == pytest.approx(57.0 + sum(e.end - e.start for e in copies_of(timeline)))
+
+
+def test_signal_gap_is_between_copies() -> None:
+    """Nothing is signalled behind the last copy that a rank waits for; the engine is idle behind each."""
+    plan = make_plan(PROBLEM, GATHER, 4)
+    without, with_gap = (simulate(plan, ideal(388.0, signal_gap=gap)) for gap in (0.0, 9.0))
+    pauses = [other.start - one.end for one, other in itertools.pairwise(copies_of(with_gap))]
+    assert pauses == pytest.approx([9.0, 9.0])
+    assert with_gap.time == pytest.approx(without.time + 2 * 9.0)
+
+
+def test_copy_launch_hides_behind_the_copy_before() -> None:
+    machine = ideal(388.0, copy_launch=11.0, signal_gap=4.0)
+    copies = copies_of(simulate(make_plan(PROBLEM, GATHER, 4), machine))
+    assert copies[0].start == pytest.approx(11.0)
+    assert copies[1].start - copies[0].end == pytest.approx(4.0)
+    # In a chain each copy waits for the GEMM before it.
+    timeline = simulate(make_plan(PROBLEM, RING, 4), machine)
+    at = {(event.rank, event.op.id): event for event in timeline.events}
+    for copy in copies_of(timeline):
+        gemm = max(at[0, dep].end for dep in copy.op.deps if isinstance(at[0, dep].op, Gemm))
+        assert copy.start == pytest.approx(gemm + 11.0)
+
+
 def test_ring_reduction_without_compute() -> None:
     """Partial sums take N - 1 hops one after another; both chunks of a rank share its engine."""
     plan = make_plan(GemmProblem(64, 64, 64), RING, 4)
@@ -401,18 +461,6 @@ def test_unfused() -> None:
         assert predict_unfused(PROBLEM, H200, kind, 1) == pytest.approx(alone)
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    pytest.importorskip("typer")
-    spec = importlib.util.spec_from_file_location("simulator_vs_measured", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_measured_order(benchmark: ModuleType) -> None:
     """The order of the measured rows comes out, and each is near."""
     rows = benchmark.predict(H200)
@@ -428,6 +476,15 @@ def test_measured_order(benchmark: ModuleType) -> None:
     roofs = benchmark.statistics(benchmark.floors(H200))
     assert roofs["spearman"] >= 0.95
     assert roofs["max_abs_error"] < 0.13
+
+
+def test_measured_runtime(benchmark: ModuleType) -> None:
+    """16 of 18 times of the CUDA runtime within 10 %; what the other two are is in docs/simulator.md."""
+    rows = [row for row in benchmark.runtime(H200) if "alone" not in row.how]
+    assert len(rows) == 18
+    far = [(row.op, row.how) for row in rows if abs(row.error) >= 0.1]
+    assert far == [("70b qkv", "push, chunks=1, cutlass"), ("70b fc2", "ring, chunks=4, cutlass")]
+    assert max(abs(row.error) for row in rows) < 0.22
 
 
 def test_spearman(benchmark: ModuleType) -> None:
