@@ -60,6 +60,18 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_the_benchmarked_layer_is_the_same_by_all_methods() -> None:
+    """Output and gradients, tiny and on CPUs: by collectives, and by our ops with several schedules."""
+    program = ROOT / "benchmarks" / "layer.py"
+    if not program.exists():
+        pytest.skip("a source archive has no benchmarks/")
+    command = [sys.executable, str(program), "--ranks", "2", "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("distgemm") == 3 and "NCCL + cuBLAS" in done.stdout
+
+
 def test_the_programs_of_the_page_run(tmp_path: Path) -> None:
     """The MLP prints what it says; the plan is the example's."""
     page = ROOT / "docs" / "pytorch.md"

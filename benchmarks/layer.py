@@ -1,0 +1,387 @@
+"""A layer of Llama, forward and backward, tensor parallel over several GPUs: distgemm, NCCL with cuBLAS, torch's
+async-TP ops.
+
+    python benchmarks/layer.py --ranks 4 --tp 8 --json out.json
+    python benchmarks/layer.py --ranks 2 --check      # tiny, without timing: on CPUs, what runs there
+
+All have one autograd structure: tokens split over the ranks between products, the gathered input kept for the gradient
+of its weight, q, k, v in one product, and gate and up. All are captured into CUDA graphs, checked against one another,
+and replayed in turn. With fewer than --tp ranks, each rank has the heads and features of one of --tp ranks.
+DISTGEMM_TUNE=0 in the environment leaves out measuring schedules for "auto".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+
+import distgemm
+from distgemm.models import MODELS, Model
+from distgemm.runtime.launch import launch
+
+Tensor = torch.Tensor
+TINY = Model(hidden=64, intermediate=128, heads=8, kv_heads=4, head=16)
+TOLERANCE = 3e-2
+"""Relative difference between methods, of the output and of each gradient."""
+CALLS, ROUNDS = 5, 5
+BASE = "NCCL + cuBLAS"
+
+
+# --- two products, each with its communication -----------------------------------------------------------------
+
+
+class Nccl:
+    """A collective, then one product; or the other way round."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+
+    def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of all ranks times b.T, and the tokens of all ranks."""
+        whole = x.new_empty(self.ranks * x.shape[0], x.shape[1])
+        dist.all_gather_into_tensor(whole, x.contiguous(), self.group)
+        return whole @ b.t(), whole
+
+    def scatter(self, x: Tensor, b: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks of x times b.T."""
+        y = x.new_empty(x.shape[0] // self.ranks, b.shape[0])
+        dist.reduce_scatter_tensor(y, x @ b.t(), group=self.group)
+        return y
+
+
+class AsyncTP(Nccl):
+    """torch's fused ops, as its compiler's async tensor parallelism calls them."""
+
+    def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [b.t()], 0, self.group.group_name)
+        return y, whole
+
+    def scatter(self, x: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), b.t(), "sum", 0, self.group.group_name)
+
+
+class Ours(Nccl):
+    """distgemm's ops, with schedules by name or "auto"."""
+
+    def __init__(self, group: dist.ProcessGroup, gather: tuple[str, int | None], scatter: tuple[str, int | None]):
+        super().__init__(group)
+        self.gathering, self.scattering = gather, scatter
+
+    def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        schedule, chunks = self.gathering
+        return distgemm.all_gather_matmul(
+            x, b, group=self.group, schedule=schedule, chunks=chunks, return_gathered=True
+        )
+
+    def scatter(self, x: Tensor, b: Tensor) -> Tensor:
+        schedule, chunks = self.scattering
+        return distgemm.matmul_reduce_scatter(x, b, group=self.group, schedule=schedule, chunks=chunks)
+
+
+class Alone(Nccl):
+    """The products, and no communication: what would be reached if all of it were hidden. Results are not right."""
+
+    def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x.new_empty(self.ranks * x.shape[0], x.shape[1])
+        return whole @ b.t(), whole
+
+    def scatter(self, x: Tensor, b: Tensor) -> Tensor:
+        return (x @ b.t())[: x.shape[0] // self.ranks]
+
+
+ALONE = "products alone, no communication"
+
+
+def methods(group: dist.ProcessGroup) -> dict[str, Nccl]:
+    """Ways to do the products, by name."""
+    gather = "all_gather_1d_tiling_cd_rotating_a"
+    chain, pairwise = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
+    return {
+        BASE: Nccl(group),
+        "torch async-TP": AsyncTP(group),
+        "distgemm auto": Ours(group, ("auto", None), ("auto", None)),
+        "distgemm gather, chain of 2 chunks": Ours(group, (gather, 1), (chain, 2)),
+        "distgemm gather, pairwise": Ours(group, (gather, 1), (pairwise, 1)),
+        ALONE: Alone(group),
+    }
+
+
+# --- the layer --------------------------------------------------------------------------------------------------
+
+
+class GatherProduct(torch.autograd.Function):
+    """Tokens of all ranks times b.T."""
+
+    @staticmethod
+    def forward(ctx: Any, how: Nccl, x: Tensor, b: Tensor) -> Tensor:
+        y, whole = how.gather(x, b)
+        ctx.how = how
+        ctx.save_for_backward(whole, b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        whole, b = ctx.saved_tensors
+        return None, ctx.how.scatter(grad, b.t()), grad.t() @ whole
+
+
+class ProductScatter(torch.autograd.Function):
+    """This rank's tokens of x times b.T, summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, how: Nccl, x: Tensor, b: Tensor) -> Tensor:
+        ctx.how = how
+        ctx.save_for_backward(x, b)
+        return how.scatter(x, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, b = ctx.saved_tensors
+        dx, whole = ctx.how.gather(grad, b.t())  # the gathered gradient is what the weight needs
+        return None, dx, whole.t() @ x
+
+
+@dataclass
+class Layer:
+    """One rank's part of a layer, and what goes in.
+
+    x, incoming: (tokens of this rank, hidden): the input, and the gradient of the output
+    qkv, out, fc1, fc2: weights of this rank; norms: of both norms
+    """
+
+    model: Model
+    tp: int
+    x: Tensor
+    incoming: Tensor
+    qkv: Tensor
+    out: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    norms: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What has gradients, by name."""
+        names = ("x", "qkv", "out", "fc1", "fc2", "norms")
+        return {name: getattr(self, name) for name in names}
+
+    def run(self, how: Nccl) -> dict[str, Tensor]:
+        """The output and all gradients, by name."""
+        hidden = self.x.shape[1]
+        y = functional.rms_norm(self.x, (hidden,), self.norms[0])
+        y = self.attention(GatherProduct.apply(how, y, self.qkv))
+        x = self.x + ProductScatter.apply(how, y, self.out)
+        y = GatherProduct.apply(how, functional.rms_norm(x, (hidden,), self.norms[1]), self.fc1)
+        gate, up = y.chunk(2, -1)
+        x = x + ProductScatter.apply(how, functional.silu(gate) * up, self.fc2)
+        grads = torch.autograd.grad(x, list(self.inputs.values()), self.incoming)
+        return {"output": x.detach()} | {f"gradient of {k}": g for k, g in zip(self.inputs, grads, strict=True)}
+
+    def attention(self, qkv: Tensor) -> Tensor:
+        """Causal, of one sequence of all tokens, with this rank's heads; without rotary positions."""
+        heads, kv_heads = self.model.heads // self.tp, self.model.kv_heads // self.tp
+        every = qkv.unflatten(-1, (heads + 2 * kv_heads, self.model.head)).transpose(0, 1)[None]
+        q, k, v = every.split([heads, kv_heads, kv_heads], 1)
+        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y[0].transpose(0, 1).flatten(-2)
+
+    def parts(self, how: Nccl) -> dict[str, Callable[[], object]]:
+        """Each product of the forward and the backward pass by itself, with its communication."""
+        ranks = how.ranks
+        found: dict[str, Callable[[], object]] = {}
+        for name, gathers in (("qkv", True), ("out", False), ("fc1", True), ("fc2", False)):
+            b = getattr(self, name).detach()
+            few, many = self.x.shape[0], ranks * self.x.shape[0]
+            n, k = b.shape
+            x, grad = (b.new_empty(few if gathers else many, k).normal_(), b.new_empty(many if gathers else few, n))
+            grad.normal_()
+            forward, backward = (how.gather, how.scatter) if gathers else (how.scatter, how.gather)
+            found[f"{name} forward"] = lambda f=forward, x=x, b=b: f(x, b)
+            found[f"{name} backward"] = lambda f=backward, grad=grad, b=b: f(grad, b.t())
+        return found
+
+
+def layer_of(model: Model, tp: int, ranks: int, m: int, device: torch.device, dtype: torch.dtype) -> Layer:
+    """This rank's part: seeds differ from rank to rank, but for the norms."""
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    heads, kv_heads, inner = model.heads // tp, model.kv_heads // tp, model.intermediate // tp
+
+    def randn(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=generator, device=device, dtype=dtype)
+        return drawn.mul_(scale).requires_grad_()
+
+    hidden, wide = model.hidden, (heads + 2 * kv_heads) * model.head
+    return Layer(
+        model,
+        tp,
+        x=randn(m // ranks, hidden),
+        incoming=randn(m // ranks, hidden).detach(),
+        qkv=randn(wide, hidden, hidden**-0.5),
+        out=randn(hidden, heads * model.head, (heads * model.head * ranks) ** -0.5),
+        fc1=randn(2 * inner, hidden, hidden**-0.5),
+        fc2=randn(hidden, inner, (inner * ranks) ** -0.5),
+        norms=torch.ones(2, hidden, device=device, dtype=dtype, requires_grad=True),
+    )
+
+
+# --- measuring --------------------------------------------------------------------------------------------------
+
+
+def compare(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest relative difference. Raises RuntimeError where it is more than rounding."""
+    errors = {k: float((found[k].float() - y.float()).norm() / y.float().norm()) for k, y in wanted.items()}
+    if not all(error < TOLERANCE for error in errors.values()):
+        raise RuntimeError(f"{name} on rank {dist.get_rank()} differs from {BASE}: {errors}")
+    return max(errors.values())
+
+
+def graph_of(run: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """So many calls as a graph, and what the last of them returns."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            found = run()
+    return graph, found
+
+
+def times_of(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of a call: replays in turn, in every second round backwards; median of rounds, slowest rank."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for number in range(ROUNDS + 1):
+        for name in list(graphs)[:: -1 if number % 2 else 1]:
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[device.index])
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            if number:
+                times[name].append(start.elapsed_time(end) / calls)
+    slowest = torch.tensor(list(times.values()), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {name: statistics.median(row) for name, row in zip(times, slowest.tolist(), strict=True)}
+
+
+def rank_main(model: Model, tp: int, m: int, wanted: list[str] | None) -> dict[str, Any]:
+    """On every rank: times of the layer and of its parts, by method."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    layer = layer_of(model, tp, group.size(), m, device, torch.bfloat16)
+    every = {name: how for name, how in methods(group).items() if not wanted or name in (BASE, *wanted)}
+    right = {name: x.clone() for name, x in layer.run(every[BASE]).items()}
+    graphs, errors, ran = {}, {}, {}
+    for name, how in every.items():
+        say(f"{name}: capturing")
+        with distgemm.record_calls() as calls:
+            layer.run(how)
+        ran[name] = [str(call) for call in calls]
+        graphs[name], found = graph_of(lambda how=how: layer.run(how), CALLS)
+        for x in found.values():
+            x.fill_(float("nan"))
+        graphs[name].replay()
+        torch.cuda.synchronize()
+        if name != ALONE:
+            errors[name] = compare(name, found, right)
+        del found
+    say("measuring the layer")
+    result: dict[str, Any] = {"layer_ms": times_of(graphs, CALLS, device), "errors": errors, "ran": ran}
+    graphs.clear()
+    torch.cuda.empty_cache()
+    result["parts_ms"] = {}
+    parts = {name: layer.parts(how) for name, how in every.items()}
+    for part in parts[BASE]:
+        say(f"measuring {part}")
+        alone = {name: graph_of(runs[part], 4 * CALLS)[0] for name, runs in parts.items()}
+        result["parts_ms"][part] = times_of(alone, 4 * CALLS, device)
+        del alone
+        torch.cuda.empty_cache()
+    return result
+
+
+def say(text: str) -> None:
+    """A line of progress, from rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def check_main() -> dict[str, float]:
+    """On every rank, on CPUs: the layer by NCCL's program and by ours; the largest differences."""
+    group = dist.group.WORLD
+    assert group is not None
+    layer = layer_of(TINY, group.size(), group.size(), 8 * group.size(), torch.device("cpu"), torch.float32)
+    every = {name: how for name, how in methods(group).items() if name.startswith("distgemm") or name == BASE}
+    wanted = layer.run(every[BASE])
+    for how in every.values():
+        for part in layer.parts(how).values():
+            part()
+    return {name: compare(name, layer.run(how), wanted) for name, how in every.items()}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Tables: of the layer, and of each product."""
+    times = result["layer_ms"]
+    table = Table("method", "ms", f"of {BASE}", "relative difference", title="forward and backward of one layer")
+    for name, ms in sorted(times.items(), key=lambda pair: pair[1]):
+        error = f"{result['errors'][name]:.1e}" if name in result["errors"] else ""
+        table.add_row(name, f"{ms:.3f}", f"{ms / times[BASE]:.3f}", error)
+    console.print(table)
+    table = Table("product, ms alone", *times, title="each product with its communication")
+    for part, row in result["parts_ms"].items():
+        table.add_row(part, *(f"{row[name]:.3f}" for name in times))
+    sums = {name: sum(row[name] for row in result["parts_ms"].values()) for name in times}
+    table.add_row("all", *(f"{ms:.3f}" for ms in sums.values()))
+    table.add_row("share of the layer", *(f"{sums[name] / times[name]:.0%}" for name in times))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="llama-3-70b", help="%(default)s")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="GPUs; all")
+    parser.add_argument("--tp", type=int, help="ranks that share a layer; as many as --ranks")
+    parser.add_argument("--m", type=int, default=8192, help="tokens, of one sequence; %(default)s")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"only these, beside {BASE}")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="on CPUs, tiny, without timing")
+    args = parser.parse_args()
+    console = Console(width=200)
+    if args.check:
+        console.print(launch(check_main, args.ranks, timeout=100)[0])
+        return
+    model, tp = MODELS[args.model], args.tp or args.ranks
+    if args.m % args.ranks or model.kv_heads % tp or model.intermediate % tp:
+        parser.error(f"--m is a multiple of --ranks, and the model's kv_heads and intermediate of --tp; got {args}")
+    result = launch(rank_main, args.ranks, model, tp, args.m, args.methods, backend="nccl", timeout=560)[0]
+    show(result, console)
+    for name, calls in result["ran"].items():
+        if calls:
+            console.print(f"{name}:", *sorted(set(calls)), sep="\n  ")
+    if args.json:
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        about |= {"model": args.model, "ranks": args.ranks, "tp": tp, "m": args.m}
+        args.json.write_text(json.dumps(about | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
