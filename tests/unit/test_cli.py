@@ -338,10 +338,10 @@ def test_other_chunks_are_mentioned_where_they_are_clearly_better(monkeypatch: p
     assert hints("gemm+rs", "--chunks", "2") == hints("gemm+rs", "--chunks", "4") == hints("ag+gemm") == []
     pairwise = "reduce_scatter_1d_pairwise_a"
     times = [simulate(distgemm.make_plan(problem, pairwise, 8, chunks=c), H200).time for c in (1, 2, 4)]
-    assert 0.95 * times[0] < min(times) < times[0] < 0.95 * times[2]
+    assert 0.95 * times[0] < times[1] and times[0] < 0.95 * times[2]
     assert hints(pairwise) == []
     (line,) = hints(pairwise, "--chunks", "4")
-    assert line.startswith("--chunks 2 is") and f"{times[1]:.1f} us" in line
+    assert line.startswith("--chunks 1 is") and f"{times[0]:.1f} us" in line
     # With --json there is no line, and nothing more is simulated.
     monkeypatch.setattr(cli, "_other_chunks", None)
     assert json.loads(succeed("simulate", "gemm+rs", *fc2, "--json"))["time_us"] == one
@@ -424,7 +424,7 @@ def test_simulate_all() -> None:
     assert sorted((row[0], row[1]) for row in rows) == sorted((name, "x".join(map(str, mesh))) for name, mesh in wanted)
     assert text.splitlines()[0] == f"m 8192 x n 10240 x k 8192, bfloat16: 8 ranks on {H200.name}"
     assert "predictions of a model, not measurements" in text.splitlines()[-1]
-    assert {row[2] for row in rows} == {"1", "2", "4"}
+    assert {row[2] for row in rows} == {"1", "2"}
     for same in jobs.values():
         times = [float((row[3] if len(row) == 7 else row[1]).rstrip("*")) for row in same]
         assert times == sorted(times)
@@ -497,13 +497,13 @@ def test_no_more_chunks_are_tried_than_can_bring_anything(monkeypatch: pytest.Mo
         return simulate(plan, *arguments, **keywords)
 
     monkeypatch.setattr(cli, "simulate", watched)
-    arguments = ("simulate", "all", "--world-size", "4", "--n", "10240")
+    arguments = ("simulate", "all", "--world-size", "4", "--n", "11264")
     rows = schedules_of(compared(succeed(*arguments)))
     gather, pairwise = "all_gather_1d_ring_a", "reduce_scatter_1d_pairwise_a"
     assert next(row for row in rows if row[0] == gather)[4] == "100 %"
     assert [grid for name, grid in tried if name == gather] == [4]
     assert [grid for name, grid in tried if name == pairwise] == [4, 8, 16]
-    problem, tiling_k = distgemm.GemmProblem(8192, 10240, 8192), "all_gather_1d_tiling_k_rotating_a"
+    problem, tiling_k = distgemm.GemmProblem(8192, 11264, 8192), "all_gather_1d_tiling_k_rotating_a"
     one, two = (simulate(distgemm.make_plan(problem, tiling_k, 4, chunks=c), H200) for c in (1, 2))
     assert one.efficiency < 0.98 and two.time > 1.02 * one.time
     assert [grid for name, grid in tried if name == tiling_k] == [4, 8]
