@@ -10,6 +10,7 @@ import torch
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
+from distgemm.gemm.streams import stream_of
 from distgemm.gemm.tensors import check_device, spec_of
 
 __all__ = ["CublasKernel", "CublasProvider"]
@@ -126,7 +127,7 @@ class CublasLaunch:
     @torch.no_grad()
     def __call__(self, stream: int | None = None) -> None:
         device = self._tensors.d.device
-        on = torch.cuda.current_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
+        on = torch.cuda.current_stream(device) if stream is None else stream_of(stream, device)
         setting: Any = torch.backends.cuda.matmul
         before = setting.fp32_precision
         setting.fp32_precision = self._precision

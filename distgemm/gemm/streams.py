@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from cuda.bindings import runtime
 
-__all__ = ["new_stream"]
+__all__ = ["new_stream", "stream_of"]
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -16,4 +16,12 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     if error:
         raise RuntimeError(f"CUDA could not create a stream: {error.name}")
     found: torch.cuda.Stream = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
+    return found
+
+
+def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream with a handle. 0 is the default stream, where torch.cuda.ExternalStream(0) is one of torch's pool."""
+    if handle == 0:
+        return torch.cuda.default_stream(device)
+    found: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
     return found

@@ -49,6 +49,7 @@ class Case:
     beta: float = 0.0
     branches: int = 2
     config: str | None = CONFIG
+    provider: str = "cutlass"
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -106,7 +107,7 @@ class Data:
 def compiled(case: Case) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    exe = compile_plan(plan, branches=case.branches, config=case.config)
+    exe = compile_plan(plan, branches=case.branches, config=case.config, provider=case.provider)
     return exe, Data(case, plan, exe.device)
 
 
@@ -144,10 +145,8 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
                 exe.workspace.slot(half, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
             torch.cuda.synchronize()
             dist.barrier(device_ids=[exe.device.index])
-            if call % 2:
-                found = replay()
-            else:  # never the same tensors again: always eager
-                found = exe(data.shards["A"], data.shards["B"].clone())
+            # What was never called before is issued eagerly.
+            found = replay() if call % 2 else exe(data.shards["A"], data.shards["B"].clone())
             wrong = (found.double() != wanted).sum().item()
             if wrong:
                 failures.append(f"rank {exe.rank} call {call}: {wrong} of {wanted.numel()} wrong: {case}")

@@ -37,6 +37,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, provider="cublas", config=None),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks),
     ]

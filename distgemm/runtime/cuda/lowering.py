@@ -12,9 +12,9 @@ from distgemm.runtime.cuda.workspace import Step
 __all__ = ["BRANCH", "COMM", "Action", "lower"]
 
 COMM = 0
-"""The one stream on which copies to peers leave, for with two copies under way the bandwidth of both together would be
-half of one's. Their arrivals are signalled here too: a word that another stream writes, once an event says that a copy
-is done, was seen to reach the peer before the copy's last bytes.
+"""The one stream on which copies to peers leave, and their arrivals are signalled. With two copies under way the
+bandwidth of both together would be half of one's. Signals and the words of a replay's begin and end stay here too: on
+a stream of their own they made captured graphs of several replays hold copies back behind waits.
 """
 BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow."""
