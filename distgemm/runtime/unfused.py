@@ -239,7 +239,6 @@ class UnfusedExecutable:
             block, blocks = self._buffers["block"], self._buffers["blocks"]
             for rows, sent in zip(self._rows, blocks, strict=True):
                 sent[:, : rows.stop - rows.start] = partial[:, rows]
-                sent[:, rows.stop - rows.start :] = 0
             _reduce_scatter(block, blocks.flatten(0, 1), group=self.group)
             summed = block[:, : d.shape[1]]
         if summed is not d:

@@ -31,6 +31,11 @@ OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2)}
 
 
+def device() -> torch.device:
+    """Where the tensors of this rank are."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else CPU
+
+
 def run_all(checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
     return {check.__name__: check(*args) for check, args in checks}
 
@@ -117,11 +122,11 @@ def equal_to_numpy() -> list[str]:
             if case.strided:
                 shards = {name: widened(x) for name, x in shards.items()}
             if case.out:
-                more["out"] = torch.full(plan.shard_shape("D", rank), torch.nan, dtype=dtype_of("D", problem))
+                more["out"] = nans(plan.shard_shape("D", rank), "D", problem)
                 if case.strided:
                     more["out"] = widened(more["out"])
             if case.gathered:
-                more["gathered"] = torch.full(a.shape, torch.nan, dtype=dtype_of("A", problem))
+                more["gathered"] = nans(a.shape, "A", problem)
             for scratch in unfused._scratch.values():
                 scratch.fill_(0xFF)
             found = exe(
@@ -129,9 +134,9 @@ def equal_to_numpy() -> list[str]:
             )
             if case.out and found is not more["out"]:
                 failures.append(f"{case}: not out")
-            if not np.array_equal(found.double().numpy(), wanted[plan.shard("D", rank)]):
+            if not np.array_equal(found.double().cpu().numpy(), wanted[plan.shard("D", rank)]):
                 failures.append(f"{case} seed {seed} rank {rank}: D")
-            if case.gathered and not np.array_equal(more["gathered"].double().numpy(), a):
+            if case.gathered and not np.array_equal(more["gathered"].double().cpu().numpy(), a):
                 failures.append(f"{case} seed {seed} rank {rank}: gathered")
     return failures
 
@@ -150,12 +155,16 @@ def dtype_of(name: str, problem: GemmProblem) -> torch.dtype:
 
 
 def tensor(x: np.ndarray[Any, Any], name: str, problem: GemmProblem) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x)).to(dtype_of(name, problem))
+    return torch.from_numpy(np.ascontiguousarray(x)).to(device(), dtype_of(name, problem))
+
+
+def nans(shape: tuple[int, ...], name: str, problem: GemmProblem) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype_of(name, problem), device=device())
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """The same with rows apart."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype)
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
     return wide[..., : x.shape[-1]].copy_(x)
 
 
@@ -444,3 +453,46 @@ def compiled(folder: str) -> dict[str, Any]:
         gpu = torch.device("cuda", 0)
         found["capturing"] = message(lambda: distgemm.compile(problem, "auto", op="ag+gemm", device=gpu))
     return found
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------
+
+
+def measured(folder: str) -> list[str]:
+    """Tuning, looking up, pinning and capturing, for real."""
+    os.environ["DISTGEMM_CACHE_DIR"] = os.environ.get("DISTGEMM_CACHE_DIR") or folder
+    rank, size, failures = dist.get_rank(), dist.get_world_size(), []
+    for op in OPS:
+        problem = GemmProblem(1000, 512 * size, 512 * size)  # its bucket is 1024
+        first = distgemm.compile(problem, "auto", op=op)
+        again = distgemm.compile(problem, "auto", op=op)
+        if first.choice != again.choice or (first.choice.how, again.choice.how) != ("measured", "recorded"):
+            failures.append(f"{op}: {first.choice} {first.choice.how}, then {again.choice} {again.choice.how}")
+        tuned = tune.tune(dataclasses.replace(problem, m=1024), op, write=False)
+        if tuned.refused or min(tuned.times.values()) != tuned.ms or tuned.unfused_ms is None:
+            failures.append(f"{op}: {tuned}")
+        print(rank, op, tuned.choice, tuned.times, flush=True)
+        a, b = (torch.randn(again.plan.shard_shape(name, rank), device=device()).bfloat16() for name in "AB")
+        d = again(a, b)
+        if again.choice.method == "plan":
+            pinned = distgemm.compile(problem, **again.choice.arguments())
+            if not torch.equal(pinned(a, b), d):
+                failures.append(f"{op}: {again.choice} by name gives other bits")
+        plain = UnfusedExecutable(problem, op)
+        wanted = plain(a, b)
+        error = float((d.float() - wanted.float()).norm() / wanted.float().norm())
+        if not error < 1e-2:
+            failures.append(f"{op}: {again.choice} differs from the unfused program by {error}")
+        replay = plain.capture(a, b)
+        replay.out.fill_(torch.nan)
+        if not torch.equal(replay(), wanted):
+            failures.append(f"{op}: the unfused program's graph")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = again(a, b)
+            said = message(lambda op=op: distgemm.compile(GemmProblem(64, 512 * size, 512 * size), "auto", op=op))
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(captured, d) or "once before capturing" not in said:
+            failures.append(f"{op}: captured, {said}")
+    return failures

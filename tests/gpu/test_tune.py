@@ -1,0 +1,25 @@
+"""The unfused program over NCCL and cuBLAS, and schedule="auto", on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.multiprocess import tune_worker as worker
+
+RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_unfused_program_is_exact_on_integers(ranks: int) -> None:
+    found = launch(worker.run_all, ranks, [(worker.equal_to_numpy, ())], backend="nccl", timeout=300)
+    assert [failure for each in found for failure in each["equal_to_numpy"]] == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_measured_is_taken_and_can_be_pinned_and_captured(ranks: int, tmp_path: Path) -> None:
+    """Set DISTGEMM_CACHE_DIR to an empty folder to keep the kernels for the next run; choices there must be absent."""
+    found = launch(worker.run_all, ranks, [(worker.measured, (str(tmp_path),))], backend="nccl", timeout=580)
+    assert [failure for each in found for failure in each["measured"]] == []
