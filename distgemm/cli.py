@@ -879,5 +879,5 @@ def doctor_command(
 app.command("bench", cls=BenchCommand)(bench_command)
 app.command("build")(build_command)
 app.command("tune-gemm")(tune_gemm_command)
-app.command("tune")(tune_command)
+app.command("tune", cls=BenchCommand)(tune_command)
 app.command("trace")(trace_command)

@@ -56,10 +56,11 @@ def tune_command(
     model: Annotated[str, typer.Option(help=f"Whose layers: {', '.join(MODELS)}.")] = "llama-3-70b",
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 8,
     m: Annotated[
-        list[str] | None, typer.Option(help="Tokens, rows of A and D; several with commas. [default: 8192]")
+        list[str] | None,
+        typer.Option(help="Tokens, rows of A and D; several with blanks or commas between them. [default: 8192]"),
     ] = None,
     ops: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(OPS)}; several with commas. [default: ag+gemm,gemm+rs]")
+        list[str] | None, typer.Option(help=f"{', '.join(OPS)}; several likewise. [default: ag+gemm,gemm+rs]")
     ] = None,
     ranks: Annotated[
         int | None,

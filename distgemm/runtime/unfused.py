@@ -105,9 +105,11 @@ class UnfusedExecutable:
         self._rows = [slice(start, stop) for start, stop in boxes]
         self._most = max(stop - start for start, stop in boxes)
         equal = all(stop - start == self._most for start, stop in boxes)
+        self._ieee = self.device.type == "cuda" and problem.dtype == "float32"
         self._blocked = op != "gemm+ar" and (problem.l > 1 or not equal)
         self._allocate()
 
+    @torch.inference_mode(False)  # buffers outlive the mode that is on now
     def _allocate(self) -> None:
         p, size = self.plan.problem, self.world_size
         moved = shard_dtype(self.plan, "A") if self.op == "ag+gemm" else TORCH_DTYPES[_product_dtype(p, self.op)]
@@ -168,7 +170,7 @@ class UnfusedExecutable:
         d = given["D"]
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
-        with _ieee(self.device):
+        with _ieee() if self._ieee else contextlib.nullcontext():
             if self.op == "ag+gemm":
                 whole = self._gather(a, gathered)
                 _multiply(whole, b, whole_d, alpha, c, beta, bias)
@@ -273,11 +275,8 @@ class UnfusedReplay:
 
 
 @contextlib.contextmanager
-def _ieee(device: torch.device) -> Iterator[None]:
-    """float32 is multiplied as such, whatever torch is set to; as the GEMMs of plans do."""
-    if device.type != "cuda":
-        yield
-        return
+def _ieee() -> Iterator[None]:
+    """float32 is multiplied as such on GPUs, whatever torch is set to; as the GEMMs of plans do."""
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "ieee"

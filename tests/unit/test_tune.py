@@ -299,7 +299,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         return [[Tuned(PLAN, times, {"some plan": "no kernel"}, path) for _ in found]]
 
     monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
-    run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048,8192", "--ops", "ag+gemm"])
+    run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048", "8192", "--ops", "ag+gemm"])
     assert run.exit_code == 0, run.output
     ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
     assert launched == [(4, ops, True, True, "nccl")]
