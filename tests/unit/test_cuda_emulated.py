@@ -23,7 +23,18 @@ from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffe
 from distgemm.runtime.cuda.lowering import COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import _explain
-from distgemm.runtime.cuda.workspace import BODY, ENTRY, EXIT, WORD, Half, Step, Words, Workspace, first_flag
+from distgemm.runtime.cuda.workspace import (
+    BODY,
+    ENTRY,
+    STAGES,
+    WORD,
+    Half,
+    Step,
+    Words,
+    Workspace,
+    first_flag,
+    stage_word,
+)
 from distgemm.schedulers import schedule_options
 
 Task = MemOp | Callable[[], None]
@@ -50,7 +61,8 @@ class Machine:
         elif task.wait:
             return self.words.get(task.address, 0) == task.value
         else:
-            self.words[task.address] = task.value
+            for address in range(task.address, task.address + WORD * (1 + task.double), WORD):
+                self.words[address] = task.value
         return True
 
 
@@ -270,7 +282,7 @@ def test_without_a_word_the_emulation_fails(forgotten: str, recorded: list[Task]
                 one = made[plan]
                 tasks = one.tasks(drawn.calls[rank], recorded, 0)
                 base = machine.workspaces[rank].halves[0].bases[rank]
-                spans = {"left": (0, size), "entered": (size, 2 * size), "arrival": (2 * size + 4, 1 << 31)}
+                spans = {"left": (0, size), "entered": (size, 2 * size), "arrival": (first_flag(4) * WORD, 1 << 23)}
                 low, high = spans[forgotten]
                 kept = [
                     [t for t in part if not (isinstance(t, MemOp) and t.wait and low <= t.address - base < high)]
@@ -371,7 +383,7 @@ def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
         (ENTRY, {"left": [0, 0, 1, 0]}, r"at its start it waits for ranks \[1, 3\] to leave"),
         (BODY, {"flags": [1, 0, 0]}, r"it waits for rank 3 at rank 0 iteration 2: Wait .* \(and 1 later ones\)"),
         (BODY, {"flags": [1, 1, 1]}, "a kernel or a copy has not ended"),
-        (EXIT, {"entered": [0, 1, 0, 1]}, r"at its end it waits for ranks \[2\] to begin"),
+        (BODY, {"flags": [1, 1, 1], "entered": [0, 1, 0, 1]}, r"at its end it waits for ranks \[2\] to begin"),
     ],
 )
 def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: str) -> None:
@@ -393,13 +405,18 @@ def test_words_are_read_as_they_are_written(half: int) -> None:
     workspace = Machine(3, 256).workspaces[1]
     words = torch.zeros(2, first_flag(3) + 4, dtype=torch.int32)
     words[half] = torch.arange(words.shape[1])
-    words[half, 6] = 5 * 4 + BODY
-    assert workspace.read(words.flatten()) == (5, BODY, [0, 1, 2], [3, 4, 5], [7, 8, 9, 10])
     here = workspace.halves[half]
+    stage = stage_word(3)
+    words[half, stage] = 5 * STAGES + BODY
+    assert workspace.read(words.flatten()) == (5, BODY, [0, 1, 2], [4, 5, 6], [10, 11, 12, 13])
+    assert [here.left(1, 2), here.entered(1, 2), here.flag(1, 3)] == [here.bases[1] + WORD * n for n in (2, 6, 13)]
     steps = [op for step in here.steps(5, []).values() for op in step]
-    stages = [op.value for op in steps if op.address == here.bases[1] + 6 * WORD]
-    assert stages == [5 * 4 + ENTRY, 5 * 4 + BODY, 5 * 4 + EXIT, 0]
-    assert here.flag(1, 0) == here.bases[1] + 7 * WORD
+    stages = [op.value for op in steps if op.address == here.bases[1] + stage * WORD]
+    assert stages == [5 * STAGES + ENTRY, 5 * STAGES + BODY, 0]
+
+
+def test_two_words_are_cleared_at_once() -> None:
+    assert memops.clear([8, 12, 20, 24]) == [MemOp(False, at, 0, double=True) for at in (8, 16, 24)]
 
 
 def test_replays_take_the_halves_in_turn() -> None:

@@ -21,7 +21,7 @@ from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, bo
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
+from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
@@ -372,6 +372,9 @@ class CudaExecutable:
         for stream in streams:
             if stream != main:
                 stream.wait_stream(main)
+        if counted:
+            with torch.cuda.stream(streams[-1]):
+                self.workspace.replays.add_(1)
         events: dict[int, torch.cuda.Event] = {}
         for number, (action, launch) in enumerate(zip(self.actions, launches, strict=True)):
             stream = streams[action.stream]
@@ -380,9 +383,6 @@ class CudaExecutable:
             launch(stream.cuda_stream)
             if action.awaited:
                 events[number] = stream.record_event()
-        if counted:
-            with torch.cuda.stream(streams[COMM]):
-                self.workspace.replays.add_(1)
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)

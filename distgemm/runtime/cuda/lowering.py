@@ -41,8 +41,9 @@ class Action:
 def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
-    Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
-    one: whatever streams the hardware serialises, the ranks come to an end.
+    Streams are first in, first out. What needs nothing from other ranks is issued first, so that nothing of it stands
+    behind a wait; then all else in the plan's order, in which no op waits for a later one: whatever streams the
+    hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
@@ -53,7 +54,7 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     _check(plan, rank)
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
-    ops = [op for op in ops if not _is_entry(op)]
+    ops = _free_first([op for op in ops if not _is_entry(op)])
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -93,6 +94,14 @@ def _check(plan: Plan, rank: int) -> None:
             if op.flag in waited:
                 raise PlanError(f"{op}: the CUDA runtime waits for a flag once in a replay")
             waited.add(op.flag)
+
+
+def _free_first(ops: Sequence[Op]) -> list[Op]:
+    bound: set[int] = set()
+    for op in ops:
+        if isinstance(op, Wait) or not bound.isdisjoint(op.deps):
+            bound.add(op.id)
+    return sorted(ops, key=lambda op: op.id in bound)
 
 
 def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:

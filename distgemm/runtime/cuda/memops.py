@@ -5,24 +5,25 @@ All of it is captured into CUDA graphs as it stands: memory operations and memcp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver, runtime
 
-__all__ = ["MemOp", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
+__all__ = ["MemOp", "clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
 
 BATCH = 255
 """Memory operations that CUDA takes in one call."""
 
 
 class MemOp(NamedTuple):
-    """A wait until the word at an address equals a value, or a write of it."""
+    """A wait until the word at an address equals a value, or a write of it; double: of two words at once, to 0."""
 
     wait: bool
     address: int
     value: int
+    double: bool = False
 
 
 def wait_for(address: int, value: int = 1) -> MemOp:
@@ -33,6 +34,11 @@ def wait_for(address: int, value: int = 1) -> MemOp:
 def write(address: int, value: int = 1) -> MemOp:
     """Write the value once everything before it on the stream is visible to all."""
     return MemOp(False, address, value)
+
+
+def clear(addresses: Iterable[int]) -> list[MemOp]:
+    """Writes of 0 to words, and to neighbours in the same 8 bytes: each write takes 0.7 us, whatever its size."""
+    return [MemOp(False, address, 0, double=True) for address in sorted({address & -8 for address in addresses})]
 
 
 def raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,12 +59,18 @@ def mem_ops(ops: Sequence[MemOp], stream: int) -> None:
 def _parameters(op: MemOp) -> driver.CUstreamBatchMemOpParams:
     kinds = driver.CUstreamBatchMemOpType
     found = driver.CUstreamBatchMemOpParams()
-    kind = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if op.wait else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    if op.wait:
+        kind = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    else:
+        kind = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_64 if op.double else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
     found.operation = kind
     fields = found.waitValue if op.wait else found.writeValue
     fields.operation = kind
     fields.address = driver.CUdeviceptr(op.address)
-    fields.value = driver.cuuint32_t(op.value)
+    if op.double:
+        fields.value64 = driver.cuuint64_t(op.value)
+    else:
+        fields.value = driver.cuuint32_t(op.value)
     flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
     fields.flags = int(flags) if op.wait else int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
     return found

@@ -32,7 +32,7 @@ from cuda.bindings import runtime
 from distgemm.gemm.streams import new_stream
 from distgemm.ops import Wait
 from distgemm.runtime.cuda.memops import raise_on
-from distgemm.runtime.cuda.workspace import ENTRY, EXIT, Words, Workspace
+from distgemm.runtime.cuda.workspace import ENTRY, Words, Workspace
 
 if TYPE_CHECKING:
     from distgemm.runtime.cuda.executable import CudaExecutable
@@ -166,7 +166,7 @@ class Watchdog:
 
     def _look_at_words(self, watched: _Watched, now: float) -> None:
         """Graphs that the caller captured cannot be seen to begin and end: only their words, and how many replays
-        came past their copies."""
+        have begun."""
         words = watched.words()
         if words is None:
             return
@@ -239,13 +239,13 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"
     waits = [op for op in plan.ops(rank) if isinstance(op, Wait) and not op.flag.initial]
     missing = [op for op in waits if not words.flags[op.flag.number]]
-    if words.stage == EXIT:
-        late = [peer for peer in executable.workspace.peers if not words.entered[peer]]
-        return f"{head}: at its end it waits for ranks {late} to begin this replay"
     if missing:
         first = missing[0]
         more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
         return f"{head}: it waits for rank {first.peer} at {first.describe()}{more}"
+    late = [peer for peer in executable.workspace.peers if not words.entered[peer]]
+    if late:
+        return f"{head}: at its end it waits for ranks {late} to begin this replay"
     return f"{head}: all that it waits for has come, but a kernel or a copy has not ended"
 
 

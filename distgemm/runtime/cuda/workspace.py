@@ -35,7 +35,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from distgemm.gemm.streams import new_stream
 from distgemm.plan import SLOT_ALIGNMENT
-from distgemm.runtime.cuda.memops import MemOp, wait_for, write
+from distgemm.runtime.cuda.memops import MemOp, clear, wait_for, write
 
 __all__ = ["Half", "Step", "Workspace", "close_workspace", "workspace_for"]
 
@@ -43,9 +43,9 @@ WORD = 4
 FLAGS = 1024
 """Flags of a workspace, unless a plan has more."""
 
-ENTRY, BODY, EXIT = 1, 2, 3
+ENTRY, BODY = 1, 2
 """Stages of a replay; 0 between replays, and once no more words are waited for."""
-STAGES = 4
+STAGES = 3
 
 
 class Step(enum.Enum):
@@ -81,7 +81,7 @@ class Half:
         return self.bases[at] + by * WORD
 
     def entered(self, at: int, by: int) -> int:
-        return self.bases[at] + (self.world_size + by) * WORD
+        return self.bases[at] + (_even(self.world_size) + by) * WORD
 
     def flag(self, rank: int, number: int) -> int:
         """Address of a flag."""
@@ -95,26 +95,34 @@ class Half:
             Step.ENTRY: [self._stage(executable, ENTRY), *map(wait_for, left)],
             Step.ENTERED: [
                 self._stage(executable, BODY),
-                *(write(address, 0) for address in left),
+                *clear(left),
                 *(write(self.entered(peer, self.rank)) for peer in self.peers),
             ],
             Step.FINISH: [
-                self._stage(executable, EXIT),
                 *map(wait_for, entered),
-                *(write(address, 0) for address in entered),
-                *(write(self.flag(self.rank, number), 0) for number in flags),
+                *clear(entered),
+                *clear(self.flag(self.rank, number) for number in flags),
                 self._stage(0, 0),
             ],
             Step.EXIT: [write(self.left(peer, self.rank)) for peer in self.peers],
         }
 
     def _stage(self, executable: int, stage: int) -> MemOp:
-        return write(self.bases[self.rank] + 2 * self.world_size * WORD, executable * STAGES + stage)
+        return write(self.bases[self.rank] + stage_word(self.world_size) * WORD, executable * STAGES + stage)
+
+
+def stage_word(world_size: int) -> int:
+    """Words before the stage: left and entered of all ranks."""
+    return 2 * _even(world_size)
 
 
 def first_flag(world_size: int) -> int:
-    """Words before the flags: left and entered of all ranks, and the stage."""
-    return 2 * world_size + 1
+    """Words before the flags. What is cleared two words at once lies apart from all else."""
+    return stage_word(world_size) + 2
+
+
+def _even(count: int) -> int:
+    return count + count % 2
 
 
 class Workspace:
@@ -132,7 +140,7 @@ class Workspace:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
-        self._half_words = first_flag(self.world_size) + flags
+        self._half_words = first_flag(self.world_size) + _even(flags)
         self._slots_at = _aligned(2 * self._half_words * WORD)
         size = self._slots_at + 2 * self.slot_bytes
         self.memory: torch.Tensor | None = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -149,7 +157,7 @@ class Workspace:
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
         self._kept: list[Any] = []
-        # How many replays of graphs that callers captured are past their copies.
+        # How many replays of graphs that callers captured have begun.
         self.replays = torch.zeros(1, dtype=torch.int32, device=device).add_(1)
         self.memory.fill_(0xFF)  # slots begin as NaN
         words = self.words().zero_()
@@ -175,11 +183,12 @@ class Workspace:
 
     def read(self, words: torch.Tensor) -> Words:
         """What a copy of the words says of the half that a replay is on; of the first if there is none."""
-        size, flags = self.world_size, first_flag(self.world_size)
+        size, at = self.world_size, stage_word(self.world_size)
         halves: list[list[int]] = words.view(2, -1).tolist()
-        values = max(halves, key=lambda values: values[2 * size] > 0)
-        executable, stage = divmod(values[2 * size], STAGES)
-        return Words(executable, stage, values[:size], values[size : 2 * size], values[flags:])
+        values = max(halves, key=lambda values: values[at] > 0)
+        executable, stage = divmod(values[at], STAGES)
+        entered = _even(size)
+        return Words(executable, stage, values[:size], values[entered : entered + size], values[first_flag(size) :])
 
     def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
         """Bytes of a rank's slots, as a tensor on this device."""
