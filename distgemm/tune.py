@@ -207,12 +207,13 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
 
 
 def _computes(provider: str, plan: Plan) -> bool:
-    """Whether a provider multiplies what a plan has, whatever a call adds: C, a bias, or neither."""
+    """Whether a provider multiplies what a plan has."""
     found = _providers().get(provider)
     sums_in_float64 = "float64" in (plan.problem.out_dtype, plan.problem.partial_dtype)
-    if sums_in_float64 and any(isinstance(op, Reduce) for ops in plan.rank_ops for op in ops):
+    # Sums behind a GEMM add C and a bias, too, where the GEMM has added a partial sum and its provider adds no more.
+    if sums_in_float64 and any(isinstance(op, (Gemm, Reduce)) and op.sources for ops in plan.rank_ops for op in ops):
         return False
-    return found is not None and all(found.supports(spec) for spec in _specs(plan, terms=True))
+    return found is not None and all(found.supports(spec) for spec in _specs(plan))
 
 
 @lru_cache(maxsize=1)
@@ -227,8 +228,8 @@ def _providers() -> dict[str, Any]:
     }
 
 
-def _specs(plan: Plan, terms: bool = False) -> list[GemmSpec]:
-    """The GEMMs of all ranks with dense shards, each once, without C and bias; with ``terms``, also with either."""
+def _specs(plan: Plan) -> list[GemmSpec]:
+    """The GEMMs of all ranks with dense shards, each once, without C and bias."""
     p = plan.problem
 
     def matrix(view: View) -> MatrixSpec:
@@ -247,11 +248,7 @@ def _specs(plan: Plan, terms: bool = False) -> list[GemmSpec]:
         d = matrix(op.out)
         a, b = (replace(matrix(view), dtype=p.dtype) for view in (op.a, op.b))
         partial = matrix(op.sources[0]) if op.sources else None
-        spec = GemmSpec(a, b, d, partial=partial)
-        found[spec] = None
-        if terms and op.c is not None:
-            found[replace(spec, c=replace(d, dtype=str(p.out_dtype)))] = None
-            found[replace(spec, bias=str(p.out_dtype))] = None
+        found[GemmSpec(a, b, d, partial=partial)] = None
     return list(found)
 
 

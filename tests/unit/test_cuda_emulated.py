@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import distgemm
-from distgemm.gemm import GemmTensors
+from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.ops import Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
@@ -85,7 +85,7 @@ class Emulated:
     def __init__(self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, branches: int) -> None:
         exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
-        exe.provider, exe.config, exe._multiplied = "emulated", None, None
+        exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
         exe.actions = lower(plan, rank, branches)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
@@ -129,6 +129,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
         return lambda stream: tasks.append(add)
 
+    class Provider:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def supports(self, spec: GemmSpec) -> bool:
+            terms = [spec.partial, spec.c, spec.bias]
+            return self.name == "any terms" or sum(term is not None for term in terms) < 2
+
+    monkeypatch.setattr(executable, "get_provider", Provider)
     monkeypatch.setattr(executable, "mem_ops", lambda ops, stream: tasks.extend(ops))
     monkeypatch.setattr(executable, "copy_box", copy)
     monkeypatch.setattr(executable, "bind_gemm", bind)

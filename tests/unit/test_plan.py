@@ -258,7 +258,9 @@ def test_a_chain_adds_in_the_epilogue_only_what_was_multiplied_before(together: 
     """Where both ranks multiply a tile in one iteration, the GEMM would wait for all of the other: a Reduce adds."""
     chain = distgemm.get_schedule("gemm+rs", 2)
     both = TVLayout((2,), (2,), ((Axis(2, value=1),), WHOLE, (Axis(2, rank=1),), WHOLE))
-    schedule = distgemm.DistributedTileScheduler("chain", chain.partition, both if together else chain.work, chain.route)
+    schedule = distgemm.DistributedTileScheduler(
+        "chain", chain.partition, both if together else chain.work, chain.route
+    )
     plan = distgemm.make_plan(distgemm.GemmProblem(m=8, n=8, k=8), schedule)
     plan.verify()
     for rank in range(2):

@@ -6,7 +6,8 @@ import gc
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -251,10 +252,15 @@ class CudaExecutable:
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         call = _Call(shards, 1.0, float(c), row, None, None)
         ops = [op for op in self.plan.ops(self.rank) if isinstance(op, Gemm)]
-        specs = dict.fromkeys(spec_of(self._gemm_tensors(op, call)[0]) for op in ops)
+        gemms = [self._gemm_tensors(op, call) for op in ops]
+        specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
         config = None if self.config is None else GemmConfig.parse(self.config)
         sources = provider.sources(list(specs), config, self.branches)
+        for tensors, rest in gemms:
+            if rest is not None:
+                d = matrix_spec("D", tensors.d)
+                sources.append(sum_source_of([d], d))
         for op in self.plan.ops(self.rank):
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
@@ -315,10 +321,10 @@ class CudaExecutable:
         return frame[view.slices()]
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
-        tensors, further = self._gemm_tensors(op, call)
+        tensors, rest = self._gemm_tensors(op, call)
         launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
-        if further is not None:
-            launches.append(bind_sum([tensors.d], tensors.d, c=further, beta=call.beta))
+        if rest is not None:
+            launches.append(bind_sum([tensors.d], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
         if op.id in self._tiles_of_a and "gathered" in call.shards:
             # Behind the tile's first GEMM: its slot may be written again once all its GEMMs are done.
             (l0, l1), (m0, m1), (k0, k1) = op.a.box
@@ -326,16 +332,18 @@ class CudaExecutable:
             launches.append(lambda stream=None: copy_box(target, source, stream))
         return launches
 
-    def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, Tensor | None]:
-        """The tensors of a GEMM, and what is to be added to its result because an epilogue adds two matrices only."""
+    def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, _Rest | None]:
+        """The tensors of a GEMM, and what is to be added to its result because the GEMM does not: an epilogue adds two
+        matrices, cuBLAS one term."""
         d = self._tensor(op.out, call)
         sources = [self._tensor(view, call) for view in op.sources]
         c = self._tensor(op.c, call) if op.c is not None and call.beta else None
         beta = call.beta if c is not None else 0.0
-        further = None
+        rest = None
         if len(sources) == 2:
             # The second sum takes C's place; C, if there is one, is added to the result.
-            further, c, beta = c, sources.pop(), 1.0
+            rest = None if c is None else _Rest(_matrix(c), None)
+            c, beta = sources.pop(), 1.0
         (_, rows, _), (_, columns, _) = op.a.box, op.b.box
         tensors = GemmTensors(
             a=_matrix(self._tensor(op.a, call)),
@@ -351,7 +359,12 @@ class CudaExecutable:
             dtype=self._multiplied,
             padded=op.out.buffer == "slot",
         )
-        return tensors, None if further is None else _matrix(further)
+        provider = get_provider(self.provider)
+        if rest is None and not provider.supports(spec_of(tensors)):
+            bare = replace(tensors, c=None, beta=0.0, bias=None)
+            if provider.supports(spec_of(bare)):
+                return bare, _Rest(tensors.c, tensors.bias)
+        return tensors, rest
 
     def _reduce(self, op: Reduce, call: _Call) -> Launch:
         c = self._tensor(op.c, call) if op.c is not None and call.beta else None
@@ -400,6 +413,13 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
     """Which of the caller's "A", "B" and "D" a rank copies from or to."""
     copies = [op for op in plan.ops(rank) if isinstance(op, Copy)]
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
+
+
+class _Rest(NamedTuple):
+    """What a GEMM leaves to a sum behind it."""
+
+    c: Tensor | None
+    bias: Tensor | None
 
 
 class _Call:
