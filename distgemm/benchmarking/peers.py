@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from distgemm.bench import Method, Operation
+from distgemm.bench import Method, Operation, Sample
 from distgemm.gemm import GemmTensors, bind
 from distgemm.runtime.cuda.memops import copy_box
 
-__all__ = ["copies_alone", "cutlass_alone", "quack_methods", "quack_version"]
+__all__ = ["copies_alone", "cutlass_alone", "quack_methods", "quack_version", "without_barrier"]
 
+COPIES, BARRIER = "copies alone", "barrier alone"
 QUACK_TILES = ((128, 256, False), (128, 192, True))
 """Rows and columns of a tile, and whether it is "pingpong"."""
 
@@ -32,10 +34,14 @@ def cutlass_alone(operation: Operation) -> Method:
     return Method("CUTLASS alone", run)
 
 
-def copies_alone(operation: Operation) -> Method:
+def copies_alone(operation: Operation) -> list[Method]:
     """The operation's bytes pushed to all peers by copy engines, in turn on one stream: rank r sends to r-1, r-2, ...
 
-    "ag+gemm": a rank's shard of A; otherwise the partial sums of each peer's rows of D. No signals, no GEMMs.
+    "ag+gemm": a rank's shard of A; otherwise the partial sums of each peer's rows of D; "gemm+ar": its own rows of D
+    besides, to all. No signals, no GEMMs.
+
+    Behind a barrier of all ranks, for without one they fall out of step, and two of them send to one at half the
+    speed. What the barrier takes is the second method: the copies take the difference.
     """
     p, group = operation.problem, operation.group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -50,14 +56,29 @@ def copies_alone(operation: Operation) -> Method:
         peer = (rank - step) % size
         target = handle.get_buffer(peer, (1, rows, columns), dtype, rank * rows * columns)
         pairs.append((target, sent if sent.shape[0] == 1 else sent[peer : peer + 1]))
+    if operation.op == "gemm+ar":
+        pairs += [(target, sent[rank : rank + 1]) for target, _ in pairs]
+
+    def barrier() -> None:
+        handle.barrier(channel=0)
 
     def run() -> None:
         assert slots is not None  # kept for as long as it is written
+        barrier()
         stream = torch.cuda.current_stream(device).cuda_stream
         for target, source in pairs:
             copy_box(target, source, stream)
 
-    return Method("copies alone", run)
+    return [Method(COPIES, run), Method(BARRIER, barrier)]
+
+
+def without_barrier(found: dict[str, Sample]) -> dict[str, Sample]:
+    """Samples in which the copies alone take what they take more than the barrier; without the barrier itself."""
+    kept = {name: one for name, one in found.items() if name != BARRIER}
+    if BARRIER in found and not found[COPIES].error:
+        both = zip(found[COPIES].rounds, found[BARRIER].rounds, strict=False)
+        kept[COPIES] = replace(found[BARRIER], rounds=tuple(copies - barrier for copies, barrier in both))
+    return kept
 
 
 def quack_version() -> str | None:

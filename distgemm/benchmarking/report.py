@@ -276,8 +276,6 @@ def notes(result: Result) -> list[str]:
         "efficiency: max(best GEMM alone, copies alone) / time; of pipeline: with 1/ranks of the shorter added",
         "hidden: 1 - (time - best GEMM alone) / copies alone, clipped to 0 % and 100 %; of NCCL: time / NCCL + cuBLAS",
     ]
-    if any(row["op"] == "gemm+ar" for row in result["rows"]):
-        found.append("gemm+ar: copies alone are those of its reduce-scatter; its all-gather moves as much again")
     quack = result["about"]["quack"]
     found.append("quack: " + (f"{quack}{'' if result['peers'] else ', not measured'}" if quack else "not installed"))
     if not result["complete"]:

@@ -29,7 +29,7 @@ from distgemm.bench import (
     torch_methods,
 )
 from distgemm.benchmarking.cases import Job
-from distgemm.benchmarking.peers import copies_alone, cutlass_alone, quack_methods, quack_version
+from distgemm.benchmarking.peers import copies_alone, cutlass_alone, quack_methods, quack_version, without_barrier
 from distgemm.benchmarking.report import OURS, PART, PEER, best, figures, label, save
 
 __all__ = ["Settings", "run_rank"]
@@ -137,7 +137,7 @@ def run_case(
         for method in made or []:
             methods[method.name] = (PART if method.name.endswith(" alone") else kind, method)
     found = sample(operation, [method for _, method in methods.values()], settings.rounds, settings.burst_ms, clock)
-    for name, one in found.items():
+    for name, one in without_barrier(found).items():
         kind, method = methods[name]
         row["methods"].append(record(name, kind, one, method))
     if settings.timelines:
@@ -178,7 +178,7 @@ def makers(job: Job, settings: Settings, operation: Operation) -> list[tuple[str
     if settings.peers and operation.op == "ag+gemm" and quack_version():
         found.append(("quack", PEER, lambda: quack_methods(operation)))
     found.append(("CUTLASS alone", PART, lambda: [cutlass_alone(operation)]))
-    found.append(("copies alone", PART, lambda: [copies_alone(operation)]))
+    found.append(("copies alone", PART, lambda: copies_alone(operation)))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from distgemm.bench import Sample
 from distgemm.benchmarking import peers
 
 SIZE, M, N, K = 4, 1024, 48, 32
@@ -32,7 +33,10 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
 
     class Handle:
         def __init__(self, rank: int) -> None:
-            self.rank = rank
+            self.rank, self.barriers = rank, 0
+
+        def barrier(self, channel: int) -> None:
+            self.barriers += 1
 
         def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
             order.setdefault(self.rank, []).append(peer)
@@ -41,7 +45,13 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
 
     columns = K if op == "ag+gemm" else N
     memory += [torch.full((SIZE, M // SIZE, columns), float("nan")) for _ in range(SIZE)]
-    monkeypatch.setattr(peers, "copy_box", lambda target, source, stream: target.copy_(source))
+    moved = 0
+
+    def copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        nonlocal moved
+        moved += target.copy_(source).numel()
+
+    monkeypatch.setattr(peers, "copy_box", copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     sent = 0
     for rank in range(SIZE):
@@ -52,8 +62,9 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
         memories = SimpleNamespace(empty=empty, rendezvous=lambda slots, group, handle=handle: handle)
         monkeypatch.setattr(peers, "symmetric_memory", memories)
         given = operation(op)
-        method = peers.copies_alone(given)
-        assert method.run() is None
+        copies, barrier = peers.copies_alone(given)
+        assert copies.run() is None and handle.barriers == 1
+        assert barrier.run() is None and handle.barriers == 2
         if op == "ag+gemm":
             assert all(torch.equal(memory[peer][rank], given.a) for peer in range(SIZE) if peer != rank)
     for rank in range(SIZE):
@@ -62,6 +73,14 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
         assert filled == [sender != rank for sender in range(SIZE)]  # whole, and no other
         sent += sum(filled) * memory[rank][0].numel()
     assert sent // SIZE == M * columns * (SIZE - 1) // SIZE
+    assert moved == sent * (2 if op == "gemm+ar" else 1)
+
+
+def test_copies_take_what_they_take_more_than_the_barrier() -> None:
+    found = {"x": Sample((9.0,)), peers.COPIES: Sample((5.0, 6.0)), peers.BARRIER: Sample((1.0, 2.5))}
+    assert peers.without_barrier(found) == {"x": Sample((9.0,)), peers.COPIES: Sample((4.0, 3.5))}
+    failed = found | {peers.BARRIER: Sample(error="no")}
+    assert peers.without_barrier(failed)[peers.COPIES] == Sample(error="no")
 
 
 class Runner:
