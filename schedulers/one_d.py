@@ -165,6 +165,12 @@ def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> Distrib
 #     3  | 0 | 1 | 2 | 3 |                       | rank 3 |   | 0 | 1 | 2 | 3 |
 
 
+def _chain(name: str, last: str) -> Chain:
+    if last not in ("gemm", "sum"):
+        raise ValueError(f"{name}: last is gemm or sum, got {last!r}")
+    return Chain(fold_last=last == "gemm")
+
+
 def _scatter_m(
     name: str, mesh: Mesh, chunks: int, iterations: tuple[int, int], work_m: Axes, route: ReduceRoute
 ) -> DistributedTileScheduler:
@@ -179,12 +185,19 @@ def _scatter_m(
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_of="gemm+rs")
-def reduce_scatter_1d_tiling_a_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+def reduce_scatter_1d_tiling_a_rotating_c(
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm"
+) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r; partial sums of D go round the ring, r to r + 1, each rank adding its part
-    (CUTLASS ReduceScatter1D_TilingA_RotatingC)."""
+    (CUTLASS ReduceScatter1D_TilingA_RotatingC).
+
+    last: where an owner adds what arrives last: in the epilogue of its own "gemm", which waits for it, or in a "sum"
+          behind one that does not: the end is sooner, for more traffic of the memory.
+    """
     (ranks,) = mesh
+    name = "reduce_scatter_1d_tiling_a_rotating_c"
     work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
-    return _scatter_m("reduce_scatter_1d_tiling_a_rotating_c", mesh, chunks, (chunks, ranks), work_m, Chain())
+    return _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, _chain(name, last))
 
 
 @register_schedule()
@@ -201,7 +214,9 @@ def reduce_scatter_1d_pairwise_a(mesh: Mesh, *, chunks: int = 1) -> DistributedT
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
-def reduce_scatter_1d_tiling_b_rotating_c(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+def reduce_scatter_1d_tiling_b_rotating_c(
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm"
+) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with D sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC)."""
     (ranks,) = mesh
     partition = Partition(
@@ -212,4 +227,4 @@ def reduce_scatter_1d_tiling_b_rotating_c(mesh: Mesh, *, chunks: int = 1) -> Dis
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
     work = TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE))
     name = "reduce_scatter_1d_tiling_b_rotating_c"
-    return DistributedTileScheduler(name, partition, work, Route(d=Chain()), TileCoord(1, chunks, 1, 1))
+    return DistributedTileScheduler(name, partition, work, Route(d=_chain(name, last)), TileCoord(1, chunks, 1, 1))

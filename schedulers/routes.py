@@ -52,6 +52,8 @@ class ReduceRoute(Protocol):
 
     fold: True: a rank adds the partial sum it receives in the epilogue of its own GEMM;
           False: all partial sums are added at the end, in one final sum.
+
+    A route may have ``fold_last`` besides: the same for the reducer alone.
     """
 
     @property
@@ -145,9 +147,13 @@ class BidirectionalSplit:
 
 @dataclass(frozen=True)
 class Chain:
-    """Each contributor adds its part to the partial sum and passes it on; the reducer is last."""
+    """Each contributor adds its part to the partial sum and passes it on; the reducer is last.
+
+    fold_last: False: the reducer's product waits for nothing, and a sum adds to it what arrives
+    """
 
     fold: bool = True
+    fold_last: bool = True
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(src, dst) for src, dst in zip(contributors, [*contributors[1:], reducer], strict=True)]

@@ -15,12 +15,12 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
-from distgemm.ops import Signal, Wait
+from distgemm.ops import Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers, tiles_of_a
-from distgemm.runtime.cuda.lowering import COMM, lower
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import _explain
 from distgemm.runtime.cuda.workspace import (
@@ -232,6 +232,8 @@ def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
         for how in ({"sync": "barrier"}, {"sync": "credit", "workspace": "bounded"}, {"workspace": "bounded"}):
             problem = distgemm.GemmProblem(**shape, dtype="float32")
             found.append(distgemm.make_plan(problem, schedule, mesh=mesh, **how, **chunked))
+        if "last" in schedule_options(schedule):
+            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, sync="barrier", last="sum", **chunked))
     return found
 
 
@@ -315,6 +317,18 @@ def test_copies_leave_on_one_stream() -> None:
             for action in lower(plan, 1, 2):
                 crosses = [op for op in action.ops if getattr(op, "dst", None) is not None and op.dst.rank != op.rank]
                 assert not crosses or action.stream == COMM
+
+
+def test_gemms_do_not_stand_behind_sums() -> None:
+    """Sums have a stream of their own where GEMMs of a later chunk follow, and none where they come last."""
+    problem = distgemm.GemmProblem(m=64, n=16, k=16)
+    for chunks, streams in ((1, {COMM, BRANCH, BRANCH + 1}), (2, {COMM, BRANCH, BRANCH + 1, BRANCH + 2})):
+        plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", 4, chunks=chunks, sync="barrier")
+        actions = lower(plan, 1, 2)
+        assert {action.stream for action in actions} == streams
+        waited = {action.stream for action in actions if action.ops and isinstance(action.ops[0], Wait)}
+        multiplied = {action.stream for action in actions if action.ops and isinstance(action.ops[0], Gemm)}
+        assert multiplied == {BRANCH, BRANCH + 1} and (chunks == 1 or not waited & multiplied)
 
 
 def test_a_barrier_in_the_middle_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import distgemm
 from distgemm.ops import Copy, Gemm, Op, Reduce, Wait, accesses, box_extents
 from distgemm.runtime.reference import _Machine
-from distgemm.schedulers import schedule_mesh_rank
+from distgemm.schedulers import schedule_mesh_rank, schedule_options
 from tests.unit.reference_data import Data
 
 NAMES = distgemm.list_schedules()
@@ -53,6 +53,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
     for mesh in meshes(name):
         rng = random.Random(f"{name}{mesh}{beta}")
         for draw in range(6):
+            options = {"last": rng.choice(["gemm", "sum"])} if "last" in schedule_options(name) else {}
             plan = distgemm.make_plan(
                 random_problem(rng),
                 name,
@@ -60,6 +61,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
                 chunks=rng.choice([1, 1, 2, 3]),
                 workspace=rng.choice(["full", "bounded"]),
                 sync=rng.choice(["credit", "barrier"]),
+                **options,
             )
             data = Data.draw(plan, draw)
             got = distgemm.run_reference(
@@ -74,6 +76,22 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
                 replays=rng.choice([1, 2, 3]),
             )
             data.assert_delivered(got, 2.0, beta)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "last" in schedule_options(name)])
+def test_the_last_product_of_a_chain_waits_for_nothing_where_a_sum_follows(name: str):
+    for workspace, partial in (("full", None), ("bounded", "float32")):
+        problem = distgemm.GemmProblem(m=16, n=16, k=16, partial_dtype=partial)
+        plan = distgemm.make_plan(problem, name, 4, chunks=2, last="sum", workspace=workspace)
+        plan.verify()
+        for rank in range(4):
+            ops = plan.ops(rank)
+            own = [op for op in ops if isinstance(op, Gemm)][-2:]
+            assert not any(op.sources for op in own)
+            sums = [op for op in ops if isinstance(op, Reduce)]
+            assert [len(op.sources) for op in sums] == [2, 2] and all(op.out.buffer == "D" for op in sums)
+    with pytest.raises(ValueError, match="last is gemm or sum, got 'none'"):
+        distgemm.make_plan(problem, name, 4, last="none")
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

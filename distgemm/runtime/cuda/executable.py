@@ -381,7 +381,7 @@ class CudaExecutable:
         """
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
-        streams = [*side[:BRANCH], main, *side[BRANCH:]][: BRANCH + self.branches]
+        streams = [*side[:BRANCH], main, *side[BRANCH:]][: 1 + max(action.stream for action in self.actions)]
         for stream in streams:
             if stream != main:
                 stream.wait_stream(main)

@@ -17,7 +17,7 @@ bandwidth of both together would be half of one's. Signals and the words of a re
 a stream of their own they made captured graphs of several replays hold copies back behind waits.
 """
 BRANCH = 1
-"""The first stream of GEMMs, the caller's own; further branches follow."""
+"""The first stream of GEMMs, the caller's own; further branches follow, and a stream of sums."""
 
 
 @dataclass(eq=False)
@@ -41,9 +41,8 @@ class Action:
 def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
-    Streams are first in, first out. What needs nothing from other ranks is issued first, so that nothing of it stands
-    behind a wait; then all else in the plan's order, in which no op waits for a later one: whatever streams the
-    hardware serialises, the ranks come to an end.
+    Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
+    one: whatever streams the hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
@@ -54,7 +53,7 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     _check(plan, rank)
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
-    ops = _free_first([op for op in ops if not _is_entry(op)])
+    ops = [op for op in ops if not _is_entry(op)]
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -96,21 +95,17 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _free_first(ops: Sequence[Op]) -> list[Op]:
-    bound: set[int] = set()
-    for op in ops:
-        if isinstance(op, Wait) or not bound.isdisjoint(op.deps):
-            bound.add(op.id)
-    return sorted(ops, key=lambda op: op.id in bound)
-
-
 def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
-    """The stream of each op."""
+    """The stream of each op. Sums, and copies within a rank, have one of their own behind the branches where GEMMs
+    follow that need no sum: those are not to stand behind what a sum waits for."""
     found: dict[int, int] = {}
     computed = 0
+    sums = BRANCH + branches if _sums_in_between(ops) else None
     for op in ops:
         if isinstance(op, Copy) and op.dst.rank != op.rank:
             found[op.id] = COMM
+        elif isinstance(op, (Reduce, Copy)) and sums is not None:
+            found[op.id] = sums
         elif isinstance(op, (Gemm, Reduce, Copy)):
             found[op.id] = BRANCH + computed % branches
             computed += 1
@@ -125,6 +120,19 @@ def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
             found[op.id] = found.get(op.deps[-1], COMM) if op.deps else COMM
         found.setdefault(op.id, COMM)
     return found
+
+
+def _sums_in_between(ops: Sequence[Op]) -> bool:
+    """Whether a GEMM follows a sum that it does not need."""
+    needs_sums: set[int] = set()
+    summed = False
+    for op in ops:
+        if isinstance(op, Reduce) or not needs_sums.isdisjoint(op.deps):
+            needs_sums.add(op.id)
+            summed = True
+        elif isinstance(op, Gemm) and summed:
+            return True
+    return False
 
 
 def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:

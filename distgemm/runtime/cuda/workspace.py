@@ -151,8 +151,8 @@ class Workspace:
         )
         self._turn = 0
         self.peers = self.halves[0].peers
-        # For copies and a second branch of GEMMs; executables here run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(2)]
+        # For copies, a second branch of GEMMs, and sums; executables here run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(3)]
         self.capturing = new_stream(device)
         self.dead: str | None = None
         self.executables: list[weakref.ref[Any]] = []
