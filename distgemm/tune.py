@@ -55,24 +55,27 @@ COMMAND = "distgemm tune"
 MACHINE = "h200"
 """The machine on which candidates are predicted, whatever the GPU: it only says which are worth measuring."""
 
-WITHIN = 1.35
+WITHIN = 1.25
 """Plans predicted to take longer than the best one by more than this factor are not measured."""
 
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
 
-SCHEDULES: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {
-    "ag+gemm": (("all_gather_1d_tiling_cd_rotating_a", (1, 2, 4)),),
-    "gemm+rs": (
-        ("reduce_scatter_1d_pairwise_a", (1, 2, 4)),
-        ("reduce_scatter_1d_tiling_a_rotating_c", (2, 4)),
-    ),
-    "gemm+ar": (
-        ("all_reduce_1d_pairwise_a", (1, 2, 4)),
-        ("all_reduce_1d_tiling_a_rotating_c", (2, 4)),
-    ),
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+SUMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("pairwise_a", {"chunks": 1}),
+    ("pairwise_a", {"chunks": 2}),
+    ("pairwise_a", {"chunks": 4}),
+    ("tiling_a_rotating_c", {"chunks": 2}),
+    ("tiling_a_rotating_c", {"chunks": 2, "last": "sum"}),
+    ("tiling_a_rotating_c", {"chunks": 4}),
+)
+SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4)),
+    "gemm+rs": tuple((f"reduce_scatter_1d_{name}", options) for name, options in SUMS),
+    "gemm+ar": tuple((f"all_reduce_1d_{name}", options) for name, options in SUMS),
 }
-"""For each op, the schedules that are tried, with their chunks."""
+"""For each op, the schedules that are tried, with their options."""
 
 logger = logging.getLogger("distgemm")
 
@@ -192,15 +195,14 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
     """us of everything that could be tried."""
     machine = Machine.load(MACHINE)
     times: dict[Choice, float] = {}
-    for schedule, all_chunks in SCHEDULES[op]:
-        for chunks in all_chunks:
-            plan = make_plan(problem, schedule, world_size, sync="barrier", chunks=chunks)
-            providers = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
-            most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
-            for branches in (1, 2) if most > 1 and providers else (1,):
-                time = simulate(plan, machine, branches=branches).time
-                for provider in providers:
-                    times[Choice("plan", schedule, (("chunks", chunks),), provider, branches)] = time
+    for schedule, options in SCHEDULES[op]:
+        plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
+        providers = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
+        most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
+        for branches in (1, 2) if most > 1 and providers else (1,):
+            time = simulate(plan, machine, branches=branches).time
+            for provider in providers:
+                times[Choice("plan", schedule, tuple(options.items()), provider, branches)] = time
     if unfused_status(problem, op):
         times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
     return times
@@ -574,8 +576,8 @@ def _call(exe: Any, operation: Operation) -> Callable[[], torch.Tensor]:
 def _release(executables: Iterable[Any]) -> None:
     """A workspace keeps the executables that are in a caller's graph; those of measurements are gone."""
     for exe in executables:
-        if not isinstance(exe, UnfusedExecutable) and exe in exe.workspace._kept:
-            exe.workspace._kept.remove(exe)
+        if not isinstance(exe, UnfusedExecutable):
+            exe.workspace.release(exe)
 
 
 def _tune_gemms(

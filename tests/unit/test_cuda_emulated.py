@@ -72,7 +72,7 @@ class FakeWorkspace(Workspace):
         self.halves = tuple(Half(rank, [(peer << 32) + (half << 24) for peer in range(ranks)]) for half in range(2))
         self.peers = self.halves[0].peers
         self._turn = 0
-        self.dead = None
+        self.dead, self.replaced, self._kept = None, False, []
         self.executables: list[Any] = []
 
     def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
@@ -436,6 +436,23 @@ def test_words_are_read_as_they_are_written(half: int) -> None:
     steps = [op for step in here.steps(5, []).values() for op in step]
     stages = [op.value for op in steps if op.address == here.bases[1] + stage * WORD]
     assert stages == [5 * STAGES + ENTRY, 5 * STAGES + BODY, 0]
+
+
+def test_a_replaced_workspace_is_unused_once_its_executables_are_gone() -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    exe = Emulated(
+        distgemm.make_plan(distgemm.GemmProblem(16, 16, 16, dtype="float32"), "all_gather_1d_ring_a", 2),
+        0,
+        workspace,
+        1,
+    ).exe
+    workspace.keep(exe)
+    del exe
+    assert not workspace.unused
+    workspace.replaced = True
+    assert not workspace.unused  # kept for a caller's graph
+    workspace.release(workspace._kept[0])
+    assert workspace.unused
 
 
 def test_two_words_are_cleared_at_once() -> None:

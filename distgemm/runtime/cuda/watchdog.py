@@ -126,8 +126,9 @@ class Watchdog:
         while True:
             time.sleep(INTERVAL)
             with self._lock:
-                for workspace in [workspace for workspace in self._watched if workspace.memory is None]:
-                    del self._watched[workspace]
+                for workspace, watched in list(self._watched.items()):
+                    if workspace.memory is None or (workspace.unused and not watched.pending):
+                        del self._watched[workspace]
                 every = list(self._watched.values())
             for watched in every:
                 workspace = watched.workspace

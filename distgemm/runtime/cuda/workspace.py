@@ -43,6 +43,9 @@ WORD = 4
 FLAGS = 1024
 """Flags of a workspace, unless a plan has more."""
 
+GROWTH = 256 << 20
+"""Bytes by which a workspace at most grows beyond what is asked for."""
+
 ENTRY, BODY = 1, 2
 """Stages of a replay; 0 between replays, and once no more words are waited for."""
 STAGES = 3
@@ -155,6 +158,7 @@ class Workspace:
         self.streams = [new_stream(device) for _ in range(3)]
         self.capturing = new_stream(device)
         self.dead: str | None = None
+        self.replaced = False  # by a larger one
         self.executables: list[weakref.ref[Any]] = []
         self._kept: list[Any] = []
         # How many replays of graphs that callers captured have begun.
@@ -165,6 +169,15 @@ class Workspace:
             half[: self.world_size] = 1
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
+
+    def release(self, executable: Any) -> None:
+        """Do not keep an executable any longer: the caller's graphs with it are gone."""
+        self._kept = [kept for kept in self._kept if kept is not executable]
+
+    @property
+    def unused(self) -> bool:
+        """Whether nobody can make a replay on it any more."""
+        return self.replaced and not self._kept and all(ref() is None for ref in self.executables)
 
     def turn(self) -> int:
         """The half that the next replay takes: the same on all ranks, for all issue replays in one order."""
@@ -229,7 +242,10 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
     if found is not None and found.memory is not None and found.dead is None:
         if found.slot_bytes >= slot_bytes and found.flags >= flags:
             return found
-        slot_bytes, flags = max(slot_bytes, found.slot_bytes), max(flags, found.flags)
+        # Some more than is asked for: shapes that grow slowly would take a new one each.
+        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
+        flags = max(flags, found.flags)
+        found.replaced = True
     found = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
     return found
 
