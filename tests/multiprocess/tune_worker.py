@@ -291,7 +291,7 @@ class FakeExecutable:
         size = dist.get_world_size()
         self.plan = distgemm.make_plan(problem, choice.schedule, size, sync="barrier", **dict(choice.options))
         released.append(self)
-        self.workspace = SimpleNamespace(_kept=released)
+        self.workspace = SimpleNamespace(release=released.remove)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         assert tuple(a.shape) == self.plan.shard_shape("A", self.rank)
