@@ -207,3 +207,13 @@ def test_init_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_that_was_never_launched_makes_the_others_raise() -> None:
+    program = 'from distgemm.runtime.launch import init_from_env; init_from_env("gloo", timeout=3)'
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | rank, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "Timed out after" in ended.stderr and "1/2 clients joined" in ended.stderr
