@@ -16,7 +16,7 @@ from distgemm.schedulers import (
 )
 
 if TYPE_CHECKING:
-    from distgemm import nn
+    from distgemm import nn, tune
     from distgemm.runtime.collective import CollectiveExecutable, run_collective
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError, compile
     from distgemm.torch_ops import (
@@ -53,6 +53,8 @@ __all__ = [
     "matmul_reduce_scatter",
     "nn",
     "record_calls",
+    # measured choices
+    "tune",
 ]
 
 
@@ -70,6 +72,6 @@ def __getattr__(name: str) -> Any:
         from distgemm import torch_ops
 
         return getattr(torch_ops, name)
-    if name == "nn":
-        return importlib.import_module("distgemm.nn")
+    if name in ("nn", "tune"):
+        return importlib.import_module(f"distgemm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

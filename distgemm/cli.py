@@ -1,4 +1,5 @@
-"""The ``distgemm`` command: schedules listed and drawn, plans printed, proved and simulated, kernels built."""
+"""The ``distgemm`` command: schedules listed and drawn, plans printed, proved and simulated, kernels built, GPUs
+measured."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="distgemm",
     cls=_Commands,
-    help="Tensor-parallel GEMMs: schedules, plans, their proofs and predictions, kernels. Only tune-gemm needs a GPU.",
+    help="Tensor-parallel GEMMs: schedules, plans, their proofs and predictions, kernels, measurements. bench, trace, "
+    "tune and tune-gemm need GPUs, the rest does not; demo uses them where there are some.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -33,6 +33,13 @@ def test_import_is_light() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_names_that_need_torch_are_there() -> None:
+    done = python("import distgemm; print(distgemm.tune.tune.__name__, distgemm.nn.__name__)")
+    assert (done.stdout, done.stderr) == ("tune distgemm.nn\n", "")
+    done = python("import distgemm; print([getattr(distgemm, name) for name in distgemm.__all__] and distgemm.none)")
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'distgemm' has no attribute 'none'"
+
+
 @pytest.mark.parametrize("arguments", [["list"], ["show", "ag+gemm", "--world-size", "8"], ["--version"]])
 def test_command_is_light(arguments: list[str]) -> None:
     code = (
