@@ -86,7 +86,7 @@ class Choice:
 
     method:   "plan", or "unfused": a collective and one product
     schedule, options: of the plan, options as (name, value) pairs
-    provider, branches, config: as :func:`distgemm.compile` takes them; config None: by shape, for each GEMM
+    provider, branches, config, waits: as :func:`distgemm.compile` takes them; config None: by shape, for each GEMM
     how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
               part of what is compared
     """
@@ -97,6 +97,7 @@ class Choice:
     provider: str = "cutlass"
     branches: int = 2
     config: str | None = None
+    waits: str = "memory"
     how: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +110,8 @@ class Choice:
                 f"provider is one of {', '.join(list_providers())} and branches 1 or 2, got {self.provider!r} and "
                 f"{self.branches!r}"
             )
+        if self.waits not in ("memory", "kernel"):
+            raise ValueError(f"waits is memory or kernel, got {self.waits!r}")
         if self.config is not None:
             GemmConfig.parse(self.config)
 
@@ -117,7 +120,8 @@ class Choice:
             return "unfused"
         name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
         config = "" if self.config is None else f" {self.config}"
-        return f"{name}, GEMMs by {self.provider}{config}, {self.branches} branch{'es' * (self.branches > 1)}"
+        waits = "" if self.waits == "memory" else f", waits by {self.waits}"
+        return f"{name}, GEMMs by {self.provider}{config}, {self.branches} branch{'es' * (self.branches > 1)}{waits}"
 
     def arguments(self) -> dict[str, Any]:
         """What :func:`distgemm.compile` takes, beside the problem, to make the same again. Raises ValueError for the
@@ -129,6 +133,7 @@ class Choice:
             "provider": self.provider,
             "branches": self.branches,
             "config": self.config,
+            "waits": self.waits,
             **dict(self.options),
         }
 
@@ -143,6 +148,7 @@ class Choice:
             "provider": self.provider,
             "branches": self.branches,
             "config": self.config,
+            "waits": self.waits,
         }
 
     @classmethod
@@ -157,7 +163,10 @@ class Choice:
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
         pairs = tuple(sorted(options.items()))
-        return cls(fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config, how)
+        waits = fields.get("waits", "memory")
+        return cls(
+            fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config, waits, how
+        )
 
 
 UNFUSED = Choice("unfused", provider="cublas", branches=1)
@@ -193,6 +202,8 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
 @lru_cache(maxsize=256)
 def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
     """us of everything that could be tried."""
+    from distgemm.runtime.cuda.lowering import BRANCH, lower
+
     machine = Machine.load(MACHINE)
     times: dict[Choice, float] = {}
     for schedule, options in SCHEDULES[op]:
@@ -201,8 +212,11 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
         most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
         for branches in (1, 2) if most > 1 and providers else (1,):
             time = simulate(plan, machine, branches=branches).time
+            one_stream = all(action.stream <= BRANCH for action in lower(plan, 0, branches))
             for provider in providers:
-                times[Choice("plan", schedule, tuple(options.items()), provider, branches)] = time
+                for waits in ("memory", "kernel") if one_stream and world_size > 1 else ("memory",):
+                    choice = Choice("plan", schedule, tuple(options.items()), provider, branches, waits=waits)
+                    times[choice] = time
     if unfused_status(problem, op):
         times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
     return times

@@ -50,6 +50,7 @@ class Case:
     branches: int = 2
     config: str | None = CONFIG
     provider: str = "cutlass"
+    waits: str = "memory"
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -107,7 +108,7 @@ class Data:
 def compiled(case: Case) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    exe = compile_plan(plan, branches=case.branches, config=case.config, provider=case.provider)
+    exe = compile_plan(plan, branches=case.branches, config=case.config, provider=case.provider, waits=case.waits)
     return exe, Data(case, plan, exe.device)
 
 
@@ -415,7 +416,7 @@ def cases(ranks: int) -> list[Case]:
         {"dtype": "tfloat32", "m": 256, "n": 256, "k": 128},
         {"partial_dtype": "float32", "chunks": 2},
         {"sync": "credit", "chunks": 2, "workspace": "bounded"},
-        {"branches": 1},
+        {"branches": 1, "waits": "kernel"},
         {"l": 2, "m": 256, "n": 128, "k": 128},
     ]
     for number, schedule in enumerate(distgemm.list_schedules()):

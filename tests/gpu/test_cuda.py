@@ -34,12 +34,15 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(PAIRWISE, (ranks,), beta=1.0),
         Case(ALL_REDUCE, (ranks,), chunks=2, workspace="bounded"),
         Case(RING, (ranks,), chunks=2, m=1024),
+        Case(GATHER, (ranks,), branches=1, waits="kernel"),
+        Case(CHAIN, (ranks,), chunks=2, branches=1, waits="kernel"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, provider="cublas", config=None),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, branches=1, waits="kernel"),
     ]
     checks: list[Any] = [
         (worker.exact, (worker.cases(ranks),)),

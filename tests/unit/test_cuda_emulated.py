@@ -18,7 +18,7 @@ from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.ops import Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.cuda import executable, memops
+from distgemm.runtime.cuda import executable, memops, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
@@ -29,7 +29,6 @@ from distgemm.runtime.cuda.workspace import (
     STAGES,
     WORD,
     Half,
-    Step,
     Words,
     Workspace,
     first_flag,
@@ -82,10 +81,13 @@ class FakeWorkspace(Workspace):
 class Emulated:
     """A rank's executable, and the tasks of each of its actions."""
 
-    def __init__(self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, branches: int) -> None:
+    def __init__(
+        self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, branches: int, waits: str = "memory"
+    ) -> None:
         exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
         exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
+        exe.device, exe.waits = torch.device("cpu"), waits
         exe.actions = lower(plan, rank, branches)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
@@ -99,7 +101,7 @@ class Emulated:
             recorded.clear()
             launch(0)
             found.append(list(recorded))
-        return [*found, list(self.exe._steps[half][Step.EXIT])]
+        return found
 
 
 @pytest.fixture
@@ -137,6 +139,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             terms = [spec.partial, spec.c, spec.bias]
             return self.name == "any terms" or sum(term is not None for term in terms) < 2
 
+    def bind_words(phases: Any, device: int) -> Any:
+        return lambda stream: tasks.extend(op for phase in phases for op in phase)
+
+    monkeypatch.setattr(executable, "bind_words", bind_words)
     monkeypatch.setattr(executable, "get_provider", Provider)
     monkeypatch.setattr(executable, "mem_ops", lambda ops, stream: tasks.extend(ops))
     monkeypatch.setattr(executable, "copy_box", copy)
@@ -246,7 +252,10 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
     machine = Machine(ranks, max(plan.workspace_bytes(rank) for plan in every for rank in range(ranks)))
     order = random.Random(schedule)
     emulated = [
-        [Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2) for rank in range(ranks)]
+        [
+            Emulated(plan, rank, machine.workspaces[rank], 1 + number % 2, ("memory", "kernel")[number // 2 % 2])
+            for rank in range(ranks)
+        ]
         for number, plan in enumerate(every)
     ]
     script = [order.randrange(len(every)) for _ in range(3 * len(every))]
@@ -346,9 +355,7 @@ def _emulated(schedule: str, ranks: int = 2, **options: Any) -> CudaExecutable:
         distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32"), schedule, ranks, sync="barrier", **options
     )
     machine = Machine(ranks, plan.workspace_bytes(0))
-    exe = Emulated(plan, 0, machine.workspaces[0], 2).exe
-    exe.device = torch.device("cpu")
-    return exe
+    return Emulated(plan, 0, machine.workspaces[0], 2).exe
 
 
 def test_shards_that_travel_have_contiguous_rows() -> None:
@@ -453,6 +460,18 @@ def test_a_replaced_workspace_is_unused_once_its_executables_are_gone() -> None:
     assert not workspace.unused  # kept for a caller's graph
     workspace.release(workspace._kept[0])
     assert workspace.unused
+
+
+def test_words_of_a_kernel_are_split_into_launches() -> None:
+    ops = [memops.write(8 * number) for number in range(2 * words.OPERATIONS + 1)]
+    launches = words.split([ops, ops[:2], [], *[ops[:1]] * words.PHASES])
+    assert all(len(phases) <= words.PHASES and sum(map(len, phases)) <= words.OPERATIONS for phases in launches)
+    assert [op for phases in launches for phase in phases for op in phase] == ops + ops[:2] + ops[:1] * words.PHASES
+    (phases,) = words.split([[memops.wait_for(8)], [*memops.clear([16]), memops.write(24, 7)]])
+    encoded = words._arguments(phases)
+    assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
+    found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
+    assert found == [(8, 1, words.WAIT), (16, 0, words.WRITE_DOUBLE), (24, 7, words.WRITE)]
 
 
 def test_two_words_are_cleared_at_once() -> None:

@@ -25,6 +25,7 @@ from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolv
 from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
+from distgemm.runtime.cuda.words import bind_words, word_source
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
 
 if TYPE_CHECKING:
@@ -61,10 +62,11 @@ class CudaExecutable:
         provider: str = "cutlass",
         config: str | None = None,
         branches: int = 2,
+        waits: str = "memory",
         timeout: float = 300.0,
         on_timeout: str = "raise",
     ) -> None:
-        self.timeout, self.on_timeout = timeout, on_timeout
+        self.timeout, self.on_timeout, self.waits = timeout, on_timeout, waits
         self.plan, self.group, self.device = plan, group, device
         self.rank = dist.get_rank(group)
         self.provider, self.config, self.branches = provider, config, branches
@@ -73,18 +75,24 @@ class CudaExecutable:
         problem: Exception | None = None
         try:
             self.actions = lower(plan, self.rank, branches)
+            if waits == "kernel" and max(action.stream for action in self.actions) > BRANCH:
+                raise ValueError(
+                    f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
+                    f"branches={branches} does not: beside other kernels, one that waits may keep an SM from what it "
+                    "waits for. waits='memory' does"
+                )
             self._compile()
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        agree(plan, f"{provider} {config} {branches} {timeout} {on_timeout}", group, device, problem)
+        agree(plan, f"{provider} {config} {branches} {waits} {timeout} {on_timeout}", group, device, problem)
         flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
         )
         self.number = self.workspace.register(self)
         watchdog().add(self.workspace)
-        waits = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
-        flags_here = [op.flag.number for op in waits]
+        waited = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
+        flags_here = [op.flag.number for op in waited]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
@@ -228,7 +236,7 @@ class CudaExecutable:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._put(launches, call.half)
+                    self._put(launches)
                 finally:
                     graph.capture_end()
             finally:
@@ -241,7 +249,7 @@ class CudaExecutable:
         launches = self._bind(call)
         if captured:
             self.workspace.keep(self)
-        self._put(launches, call.half, counted=captured)
+        self._put(launches, counted=captured)
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
@@ -265,6 +273,8 @@ class CudaExecutable:
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
                 sources.append(sum_source_of(summed, matrix_spec("D", self._tensor(op.out, call))))
+        if self.waits == "kernel":
+            sources.append(word_source())
         return list(dict.fromkeys(sources))
 
     def _compile(self) -> None:
@@ -278,10 +288,12 @@ class CudaExecutable:
     # --- binding: ops to launches ---------------------------------------------------------------------
 
     def _bind(self, call: _Call) -> list[Callable[[int], None]]:
-        """What each action does to a stream."""
-        return [self._action(action, call) for action in self.actions]
+        """What each action does to a stream, and what the exit does."""
+        return [*(self._action(action, call) for action in self.actions), self._exit(call.half)]
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
+        if action.step is Step.FINISH and self.waits == "kernel":
+            return lambda stream: None  # a part of the exit
         if action.step is not None:
             step = self._steps[call.half][action.step]
             return lambda stream: mem_ops(step, stream)
@@ -295,6 +307,8 @@ class CudaExecutable:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
+            if self.waits == "kernel" and isinstance(first, Wait):
+                return bind_words([ops], self._index)
             return lambda stream: mem_ops(ops, stream)
 
         def launch(stream: int) -> None:
@@ -302,6 +316,20 @@ class CudaExecutable:
                 each(stream)
 
         return launch
+
+    def _exit(self, half: int) -> Callable[[int], None]:
+        """What is done behind all else."""
+        steps = self._steps[half]
+        if self.waits == "memory":
+            return lambda stream: mem_ops(steps[Step.EXIT], stream)
+        finish = steps[Step.FINISH]
+        return bind_words(
+            [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]], self._index
+        )
+
+    @property
+    def _index(self) -> int:
+        return self.device.index or 0
 
     def _memop(self, op: Wait | Signal, half: int) -> MemOp:
         address = self.workspace.halves[half].flag(op.flag.rank, op.flag.number)
@@ -374,7 +402,7 @@ class CudaExecutable:
 
     # --- issuing: launches to streams -----------------------------------------------------------------
 
-    def _put(self, launches: list[Callable[[int], None]], half: int, counted: bool = False) -> None:
+    def _put(self, launches: list[Callable[[int], None]], counted: bool = False) -> None:
         """Put all actions on streams that begin and end with the current one.
 
         counted: also count the replay, where the watchdog cannot see it begin and end
@@ -389,7 +417,8 @@ class CudaExecutable:
             with torch.cuda.stream(streams[-1]):
                 self.workspace.replays.add_(1)
         events: dict[int, torch.cuda.Event] = {}
-        for number, (action, launch) in enumerate(zip(self.actions, launches, strict=True)):
+        *of_actions, leave = launches
+        for number, (action, launch) in enumerate(zip(self.actions, of_actions, strict=True)):
             stream = streams[action.stream]
             for before in action.after:
                 stream.wait_event(events[before])
@@ -399,7 +428,7 @@ class CudaExecutable:
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
-        mem_ops(self._steps[half][Step.EXIT], main.cuda_stream)
+        leave(main.cuda_stream)
 
 
 def tiles_of_a(plan: Plan, rank: int) -> set[int]:
@@ -492,6 +521,7 @@ def compile(
     provider: str = "cutlass",
     config: str | None = None,
     branches: int = 2,
+    waits: str = "memory",
     timeout: float = 300.0,
     on_timeout: str = "raise",
     op: str | None = None,
@@ -502,7 +532,7 @@ def compile(
 
     plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...), or
               with "auto": the measured choice, which may be the unfused program; it chooses options, provider,
-              config and branches
+              config, branches and waits
     op:       with "auto": "ag+gemm", "gemm+rs" or "gemm+ar"
     tune:     with "auto", where nothing is recorded: as :func:`distgemm.tune.choose` takes it
     group:    the ranks that take part, with NCCL; None: all
@@ -510,6 +540,8 @@ def compile(
     provider: of the GEMMs
     config:   a configuration of the provider for all GEMMs; None: chosen by shape
     branches: streams on which GEMMs alternate, 1 or 2
+    waits:    for other ranks: by operations on "memory", which occupy no SM, or by a "kernel" of one warp, which
+              notices some microseconds sooner; for plans that multiply and add on one stream, so with 1 branch
     timeout:  seconds from the beginning of a replay to its end, after which it counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
@@ -523,8 +555,10 @@ def compile(
     if schedule == "auto" or op is not None or tune is not None:
         if schedule != "auto" or op is None or not isinstance(plan, GemmProblem):
             raise ValueError(f"op and tune are for a problem with schedule='auto', got {schedule!r} and op {op!r}")
-        if options or (provider, config, branches) != ("cutlass", None, 2):
-            raise ValueError("schedule='auto' chooses provider, config, branches and options; name a schedule for them")
+        if options or (provider, config, branches, waits) != ("cutlass", None, 2, "memory"):
+            raise ValueError(
+                "schedule='auto' chooses provider, config, branches, waits and options; name a schedule for them"
+            )
         from distgemm.tune import executable
 
         return executable(plan, op, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
@@ -537,6 +571,8 @@ def compile(
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
     if branches not in (1, 2):
         raise ValueError(f"branches is 1 or 2, got {branches!r}")
+    if waits not in ("memory", "kernel"):
+        raise ValueError(f"waits is memory or kernel, got {waits!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)
@@ -553,5 +589,13 @@ def compile(
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
     return CudaExecutable(
-        plan, whole, at, provider=provider, config=config, branches=branches, timeout=timeout, on_timeout=on_timeout
+        plan,
+        whole,
+        at,
+        provider=provider,
+        config=config,
+        branches=branches,
+        waits=waits,
+        timeout=timeout,
+        on_timeout=on_timeout,
     )

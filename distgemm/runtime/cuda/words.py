@@ -1,0 +1,103 @@
+"""Waits for words and writes of words by a kernel of one warp, where memory operations take longer.
+
+A memory operation occupies no SM, but a wait by one costs some microseconds more than a kernel that spins, and each
+write 0.7 us. The kernel needs an SM of its own to be free: it is for plans whose GEMMs run one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.runtime.cuda.memops import MemOp
+
+__all__ = ["bind_words", "word_source"]
+
+OPERATIONS, PHASES = 192, 8
+WAIT, WRITE, WRITE_DOUBLE = range(3)
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_uint64), ("value", ctypes.c_uint32), ("kind", ctypes.c_uint32))
+
+
+class _Arguments(ctypes.Structure):
+    """The struct Arguments of words.cu."""
+
+    _fields_ = (
+        ("phases", ctypes.c_int32),
+        ("ends", ctypes.c_int32 * PHASES),
+        ("operations", _Operation * OPERATIONS),
+    )
+
+
+def word_source() -> KernelSource:
+    """What the kernel is compiled from."""
+    return KernelSource("words", (), CutlassProvider().arch, "words.cu")
+
+
+@functools.cache
+def _load(device: int) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(library(word_source())))
+    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
+        raise RuntimeError("words.cu was compiled for other arguments than this version passes")
+    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.distgemm_error_string.restype = ctypes.c_char_p
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        _raise_on(found, found.distgemm_load())
+    return found
+
+
+def _raise_on(found: ctypes.CDLL, error: int) -> None:
+    if error:
+        said = found.distgemm_error_string(error).decode()
+        raise RuntimeError(f"CUDA could not launch the kernel of words: {said} (error {error})")
+
+
+def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
+    """Phases as launches: as many at once as fit, and longer ones in several parts."""
+    launches: list[list[list[MemOp]]] = []
+    for phase in phases:
+        for start in range(0, len(phase), OPERATIONS):
+            part = list(phase[start : start + OPERATIONS])
+            last = launches[-1] if launches else []
+            if last and len(last) < PHASES and sum(map(len, last)) + len(part) <= OPERATIONS:
+                last.append(part)
+            else:
+                launches.append([part])
+    return launches
+
+
+def _arguments(phases: Sequence[Sequence[MemOp]]) -> _Arguments:
+    arguments = _Arguments(len(phases))
+    end = 0
+    for number, phase in enumerate(phases):
+        for op in phase:
+            kind = WAIT if op.wait else WRITE_DOUBLE if op.double else WRITE
+            arguments.operations[end] = _Operation(op.address, op.value, kind)
+            end += 1
+        arguments.ends[number] = end
+    return arguments
+
+
+class WordLaunch:
+    """The kernel with its operations; called with a stream."""
+
+    def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
+        self._library = _load(device)
+        self._arguments = [_arguments(part) for part in split(phases)]
+
+    def __call__(self, stream: int) -> None:
+        for arguments in self._arguments:
+            _raise_on(self._library, self._library.distgemm_launch(ctypes.addressof(arguments), stream))
+
+
+def bind_words(phases: Sequence[Sequence[MemOp]], device: int) -> WordLaunch:
+    """The operations of each phase at once, the phases one after the other."""
+    return WordLaunch(phases, device)
