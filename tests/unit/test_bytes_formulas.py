@@ -32,7 +32,7 @@ SIDES = {
     "tensor_parallel_2d_nested": "HL",
 }
 GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
-OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise")}
+OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "last": ("gemm", "sum")}
 SHAPES = {
     "aligned": (26, 40, 24),
     "padded": (26, 34, 37),  # rows of 68 and 74 bytes in bfloat16
@@ -151,8 +151,9 @@ def compare(
     where = f"{name} on {mesh} with {options}, {problem}"
     compare_links(plan, moves, sides, symbols | sizes(problem, scheduler.grid), by, where)
     if ": " in waiting:
-        by_route = dict(part.split(": ") for part in waiting.split("; "))
-        waiting = by_route[f"`{options['reduce']}`"]
+        by_option = dict(part.split(": ") for part in waiting.split("; "))
+        (chosen,) = by_option.keys() & {f"`{option}`" for option in options.values()}
+        waiting = by_option[chosen]
     compare_workspace(plan, workspace, waiting, symbols | sizes(problem, scheduler.grid, 16), where)
 
 
