@@ -342,6 +342,43 @@ def mutation_score() -> str:
     )
 
 
+def benchmark(file: str) -> str:
+    """What schedule="auto" takes in each row of a benchmark, beside its peers and roofs; ms."""
+    found = json.loads((RESULTS / file).read_text())
+    lines = [
+        "| row | auto | its choice | NCCL + cuBLAS | torch fused | cuBLAS alone | copies alone | peer / auto "
+        "| efficiency | of pipeline |",
+        f"|{' --- |' * 10}",
+    ]
+    for row in found["rows"]:
+        methods = {each["name"]: each for each in row["methods"]}
+        auto = methods["distgemm auto"]
+        peers = [each["ms"] for each in row["methods"] if each["kind"] == "peer" and each["ms"]]
+        name = f"{row['model'].removeprefix('llama-3-')} {row['layer']} {row['op'].partition('+')[2]}, {row['m']}"
+        fused = methods.get("torch fused", methods.get("torch two-shot + cuBLAS"))
+        times = [methods["NCCL + cuBLAS"], fused, methods["cuBLAS alone"], methods["copies alone"]]
+        cells = [
+            name.replace(" gemm,", ","),
+            f"**{auto['ms']:.4f}**",
+            _choice(auto["detail"]),
+            *(f"{each['ms']:.4f}" for each in times),
+            f"{min(peers) / auto['ms']:.2f}",
+            f"{auto['efficiency']:.0%}",
+            f"{auto['pipeline_efficiency']:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _choice(detail: str) -> str:
+    """A choice in a few words: what its schedule's name has in common with the row is left out."""
+    text = re.sub(r"(all_gather|reduce_scatter|all_reduce)_1d_", "", detail.removesuffix("; measured"))
+    names = {"tiling_cd_rotating_a": "direct", "tiling_a_rotating_c": "ring", "pairwise_a": "pairwise"}
+    for long, short in names.items():
+        text = text.replace(long, short)
+    return text.replace("GEMMs by ", "").replace("waits by kernel", "spinning")
+
+
 def comparison() -> str:
     """How far the simulator is from what was measured."""
     found = json.loads((RESULTS / "simulator_vs_measured.json").read_text())
@@ -414,6 +451,9 @@ MARKS: dict[str, Callable[[], str]] = {
     "planning": lambda: planning("planning.json", (8, 72)),
     "planning cubes": lambda: planning("planning_cubes.json", (8, 64, 216, 512)),
     "mutation score": mutation_score,
+    "benchmark": lambda: benchmark("bench_4xh200.json"),
+    "benchmark small": lambda: benchmark("bench_small_4xh200.json"),
+    "benchmark all reduce": lambda: benchmark("bench_all_reduce_4xh200.json"),
     "comparison": comparison,
     "against measurement": against_measurement,
     "own schedule output": own_schedule_output,
