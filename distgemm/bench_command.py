@@ -41,8 +41,8 @@ class BenchCommand(TyperCommand):
 
 
 def _names(texts: Sequence[str] | None, default: str) -> list[str]:
-    """Values given with commas between them or as several options, each once."""
-    return list(dict.fromkeys(name for text in texts or [default] for name in text.split(",") if name))
+    """Values given with blanks or commas between them, or as several options, each once."""
+    return list(dict.fromkeys(name for text in texts or [default] for name in text.replace(",", " ").split()))
 
 
 Several = "several with blanks or commas between them"

@@ -180,6 +180,12 @@ def test_refused_lines(measured: list[dict[str, Any]], line: str, said: str) -> 
     assert said in done.stderr
 
 
+def test_values_in_quotes(measured: list[dict[str, Any]]) -> None:
+    assert invoke("--m", "128 512", "--layers", "out,fc2").exit_code == 0
+    assert {case.m for case, _ in measured[0]["todo"]} == {128, 512}
+    assert {case.layer for case, _ in measured[0]["todo"]} == {"out", "fc2"}
+
+
 def test_under_torchrun(measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert invoke().exit_code == 0
