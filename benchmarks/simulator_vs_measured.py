@@ -140,6 +140,10 @@ RUNTIME = Path(__file__).parent / "results" / "tensor_parallel_timelines_4xh200.
 """Layers of Llama 70B by the CUDA runtime, measured by a script that ``distgemm bench --timelines`` has replaced."""
 
 
+BENCHMARK = Path(__file__).parent / "results" / "bench_4xh200.json"
+"""Layers of three Llamas by ``distgemm bench``; no parameter was read from it."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured figure and its prediction, ms.
@@ -234,6 +238,24 @@ def runtime(machine: Machine) -> list[Row]:
     return rows
 
 
+def benchmark(machine: Machine) -> list[Row]:
+    """What ``distgemm bench`` measured of schedules that were named, waits on memory; not in the other statistics."""
+    rows = []
+    for case in json.loads(BENCHMARK.read_text())["rows"]:
+        product = GemmProblem(case["m"], case["n"], case["k"])
+        for method in case["methods"]:
+            name, *given = method["name"].split()
+            if name not in (GATHER, RING, PAIRWISE):
+                continue
+            options = dict(pair.split("=") for pair in given)
+            chunks, branches = int(options.get("chunks", 1)), int(options.get("branches", 2))
+            plan = make_plan(product, name, case["ranks"], chunks=chunks, sync="barrier")
+            predicted = simulate(plan, machine, branches=branches).time / 1e3
+            op = f"{case['model'].removeprefix('llama-3-')} {case['layer']} {case['m']}"
+            rows.append(Row(case["ranks"], op, method["name"], method["ms"], predicted, name))
+    return rows
+
+
 def floors(machine: Machine) -> list[Row]:
     """The floor of each row, max(whole GEMM, copies alone); no plan's time, so not in the statistics."""
     machine = prototype(machine)
@@ -299,10 +321,11 @@ def main(
     """Print measured and predicted times, the error of each, and whether their order is right."""
     described = Machine.load(machine)
     rows, roofs, built = predict(described), floors(described), runtime(described)
+    benched = benchmark(described)
     table = Table("ranks", "op", "how", title=f"simulator against measurement: {described.name}")
     for title in ("measured ms", "predicted ms", "error %"):
         table.add_column(title, justify="right")
-    for group in (rows, roofs, built):
+    for group in (rows, roofs, built, benched):
         for row in group:
             figures = f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{100 * row.error:+.1f}"
             table.add_row(str(row.ranks), row.op, row.how, *figures)
@@ -316,6 +339,11 @@ def main(
             **groups(rows),
             "floors": roofs,
             "CUDA runtime": [row for row in built if "alone" not in row.how],
+            "distgemm bench": benched,
+            **{
+                f"distgemm bench, {how}": [row for row in benched if row.schedule == schedule]
+                for schedule, how in ((GATHER, "push"), (RING, "ring"), (PAIRWISE, "push + sum"))
+            },
         }.items()
     }
     for name, one in stats.items():
