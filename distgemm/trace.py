@@ -37,7 +37,7 @@ BEAM = 256
 """Ways to deal events to streams that are followed at a time."""
 
 NAMES = {"gemm": "GEMM kernels", "copy": "copies to peers", "sum": "sums", "local": "local copies"}
-ORDER = ("gemm", "copy", "network", "local")
+ORDER = ("gemm", "copy", "network", "sums", "local")
 
 Interval = tuple[float, float]
 
@@ -71,7 +71,7 @@ class Recording(NamedTuple):
 class Span(NamedTuple):
     """An op and when a GPU ran it.
 
-    lane:       as :class:`distgemm.simulate.Event` has them
+    lane:       as :class:`distgemm.simulate.Event` has them; "sums" for what has a stream of its own beside the GEMMs
     start, end: us
     name:       of the kernel, "" for a prediction
     part:       what it is of the op, where a provider does more than one thing for it; "" for the op itself
@@ -89,10 +89,10 @@ class Span(NamedTuple):
 # --- on the GPU -----------------------------------------------------------------------------------------
 
 
-def record(plan: Plan, provider: str, config: str | None, branches: int) -> Recording:
+def record(plan: Plan, provider: str, config: str | None, branches: int, waits: str = "memory") -> Recording:
     """Run a plan on this rank's GPU, replay its graph, and note what the GPU does. All ranks call it.
 
-    Shards are random. Raises what :func:`distgemm.compile` raises.
+    Shards are random; the arguments are those of :func:`distgemm.compile`. Raises what that raises.
     """
     import torch
     import torch.distributed as dist
@@ -103,7 +103,7 @@ def record(plan: Plan, provider: str, config: str | None, branches: int) -> Reco
     from distgemm.runtime.cuda import compile as compile_plan
 
     device = torch.device("cuda", torch.cuda.current_device())
-    exe = compile_plan(plan, provider=provider, config=config, branches=branches)
+    exe = compile_plan(plan, provider=provider, config=config, branches=branches, waits=waits)
     assert isinstance(exe, CudaExecutable)  # as it always is, given a plan
     generator = torch.Generator(device).manual_seed(exe.rank)
     a, b = (
@@ -142,7 +142,7 @@ def record(plan: Plan, provider: str, config: str | None, branches: int) -> Reco
 
 def what(name: str) -> str:
     """What an event is, by its name: "gemm", "sum", "copy", "local"; "memset" and "tail", which belong to a GEMM of
-    cuBLAS; "" for what is no op of a plan."""
+    cuBLAS; "" for what is no op of a plan, such as a kernel that waits for words or counts replays."""
     if name.startswith("Mem"):
         found = {"Memcpy PtoP": "copy", "Memcpy DtoD": "local"}.get(name[:11], "")
         return "memset" if name.startswith("Memset") else found
@@ -174,9 +174,10 @@ def replay_of(recording: Recording) -> tuple[list[Seen], float]:
 def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> list[Span]:
     """The events of one replay of a rank as ops of its plan, by start.
 
-    Copies to peers come in the order in which they are issued. What is computed lies on ``branches`` streams, each of
-    which keeps its order; which event is of which stream is found by the kinds of the events, the dependencies of
-    the ops, and the profiler's streams, which are not always those on which the graph was captured.
+    Copies to peers come in the order in which they are issued. What is computed lies on ``branches`` streams and, in
+    some plans, a stream of sums behind them, each of which keeps its order; which event is of which stream is found by
+    the kinds of the events, the dependencies of the ops, and the profiler's streams, which are not always those on
+    which the graph was captured. Kernels that wait for words are passed over.
 
     start and end are us of the host's clock, less the start of the first event.
 
@@ -186,12 +187,13 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
 
     if plan.problem.l > 1:
         raise ValueError(f"a trace is of a single product, got {plan.problem.l} batches: their copies come in parts")
-    issued = [(action.stream, op) for action in lower(plan, rank, branches) for op in action.ops]
+    actions = lower(plan, rank, branches)
+    issued = [(action.stream, op) for action in actions for op in action.ops]
     numbers = {op.id: number for number, (_, op) in enumerate(issued)}
     sent = [op for stream, op in issued if stream == COMM and isinstance(op, Copy)]
     chains = [
-        [op for stream, op in issued if stream == BRANCH + branch and isinstance(op, (Gemm, Reduce, Copy))]
-        for branch in range(branches)
+        [op for on, op in issued if on == stream and isinstance(op, (Gemm, Reduce, Copy))]
+        for stream in range(BRANCH, 1 + max(action.stream for action in actions))
     ]
     events = sorted((event for event in events if what(event.name)), key=lambda event: event.start)
     copies = [event for event in events if what(event.name) == "copy"]
@@ -202,8 +204,8 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
         Span(rank, "copy", op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name)
         for op, event in zip(sent, copies, strict=True)
     ]
-    for branch, op, event, part in _deal(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
-        lane = f"gemm {branch}" if isinstance(op, Gemm) else "local"
+    for number, op, event, part in _deal(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
+        lane = f"gemm {number}" if isinstance(op, Gemm) else "local" if number < branches else "sums"
         found.append(Span(rank, lane, op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name, part))
     return sorted(found, key=lambda span: span.start)
 
@@ -245,10 +247,11 @@ def _deal(
 ) -> list[tuple[int, Op, Seen, str]]:
     """(stream, op, event, part) for each event that is no copy to a peer: the way that costs least.
 
-    What costs is to begin before the op before it in its stream, or a copy that it depends on, has ended, or to end
+    What costs is to begin before the op before it in its stream, or one that it depends on, has ended, or to end
     after a copy that depends on it has begun (us); to change the profiler's stream (1 each); and a little, to go before
-    what was issued earlier.
+    what was issued earlier. No way has an op before what it depends on.
     """
+    place = {op.id: (number, at) for number, chain in enumerate(chains) for at, op in enumerate(chain)}
     ended = {op.id: event.end for op, event in copies}
     begun = {dep: event.start for op, event in reversed(copies) for dep in op.deps}
     ways = [_Way(0.0, 0.0, (0,) * len(chains), (None,) * len(chains))]
@@ -260,7 +263,13 @@ def _deal(
                     last = way.last[branch]
                     wrong = max(0.0, (last.end - event.start) / 1e3) if last else 0.0
                     if not part:
+                        needed = [place[dep] for dep in op.deps if dep in place]
+                        if any(way.at[number] <= at for number, at in needed):
+                            continue
                         early = [ended[dep] - event.start for dep in op.deps if dep in ended]
+                        # What came before the last event of its stream had ended when that began.
+                        newest = [way.last[number] for number, at in needed if way.at[number] == at + 1]
+                        early += [each.end - event.start for each in newest if each is not None]
                         late = event.end - begun.get(op.id, event.end)
                         wrong = max(wrong, max([late, *early]) / 1e3)
                     waiting = [chains[each][at] for each, at in enumerate(way.at) if at < len(chains[each])]

@@ -40,6 +40,9 @@ def trace_command(
     provider: Annotated[str, typer.Option(help="Of the GEMMs: cutlass or cublas.")] = "cutlass",
     config: Annotated[str | None, typer.Option(help="A configuration of the provider. [default: by shape]")] = None,
     branches: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
+    waits: Annotated[
+        str, typer.Option(help="Who waits for other ranks: operations on memory, or, with --branches 1, a kernel.")
+    ] = "memory",
     machine: Annotated[str, typer.Option(help=f"One of {', '.join(list_machines())}, or a .json file.")] = "h200",
     json: Annotated[
         Path | None, typer.Option("--json", help="Write a trace for ui.perfetto.dev to this file.", show_default=False)
@@ -51,13 +54,19 @@ def trace_command(
     """Run a plan on the GPUs of this machine, and show what each did when in one replay, beside the prediction.
 
     The plan is recorded as a CUDA graph on each rank and replayed under the profiler of torch; the middle replay is
-    shown. Waits and signals are no events: where something waits, there is a gap.
+    shown. Waits and signals are not shown: where something waits, there is a gap.
 
     A rank's total is the time from its first op to that of the next replay; the line above the table has what a replay
     takes without the profiler. "Without GEMM" is the time before the first GEMM, between GEMMs, and from the end of
     the last one to the next replay.
     """
     _check_outputs(json, picture)
+    if waits not in ("memory", "kernel"):
+        raise ValueError(f"--waits is memory or kernel, got {waits!r}")
+    if waits == "kernel" and branches != 1:
+        raise ValueError(
+            f"--waits kernel takes --branches 1, got {branches}: no GEMM may run beside a kernel that waits"
+        )
     sides = _mesh(mesh)
     options: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
     problem = GemmProblem(m, n, k, dtype=dtype)
@@ -74,7 +83,9 @@ def trace_command(
     from distgemm.runtime.launch import launch
     from distgemm.trace import Trace, draw_trace, record
 
-    recordings = launch(record, plan.world_size, plan, provider, config, branches, backend="nccl", timeout=PATIENCE)
+    recordings = launch(
+        record, plan.world_size, plan, provider, config, branches, waits, backend="nccl", timeout=PATIENCE
+    )
     trace = Trace.of(plan, branches, recordings, predicted)
     report(trace)
     if json is not None:

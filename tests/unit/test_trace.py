@@ -26,20 +26,21 @@ DATA = json.loads((Path(__file__).parent / "data" / "trace_4xh200.json").read_te
 ALL_REDUCE = "all_reduce_1d_pairwise_a"
 CASES = [
     *((GATHER, 4, 1), (GATHER, 4, 2), (GATHER, 8, 4), (RING, 4, 2), (RING, 8, 1)),
-    *((PAIRWISE, 4, 1), (ALL_REDUCE, 4, 1)),
+    *((PAIRWISE, 4, 1), (PAIRWISE, 4, 2), (ALL_REDUCE, 4, 1), (ALL_REDUCE, 4, 2)),
 ]
+WORDS = "distgemm::words(distgemm::Arguments)"
 NAMED = {"Gemm": "nvjet_sm90", "Copy": "Memcpy PtoP (Device -> Device)", "Reduce": "distgemm::sum(distgemm::Arguments)"}
 EPOCH = 1_760_000_000_000_000_000
 PERIOD = 2000.0
 
 
-def planned(name: str = GATHER, size: int = 4, chunks: int = 1) -> Plan:
-    return make_plan(GemmProblem(8192, 1280 * size, 8192), name, size, chunks=chunks, sync="barrier")
+def planned(name: str = GATHER, size: int = 4, chunks: int = 1, **options: str) -> Plan:
+    return make_plan(GemmProblem(8192, 1280 * size, 8192), name, size, chunks=chunks, sync="barrier", **options)
 
 
-def events_of(timeline: Timeline, rank: int, offset: float = 0.0) -> list[Seen]:
+def events_of(timeline: Timeline, rank: int, offset: float = 0.0, branches: int = 2) -> list[Seen]:
     """The simulator's events of a rank, as a profiler would have seen them; clock ahead by so many us."""
-    streams = {op.id: action.stream for action in lower(timeline.plan, rank, 2) for op in action.ops}
+    streams = {op.id: action.stream for action in lower(timeline.plan, rank, branches) for op in action.ops}
     found = []
     for event in timeline.events:
         if event.rank == rank and event.lane != FLAGS:
@@ -51,14 +52,16 @@ def events_of(timeline: Timeline, rank: int, offset: float = 0.0) -> list[Seen]:
     return found
 
 
-def recorded(timeline: Timeline, offsets: dict[int, float] | None = None, replays: int = 3) -> list[Recording]:
+def recorded(
+    timeline: Timeline, offsets: dict[int, float] | None = None, replays: int = 3, branches: int = 2
+) -> list[Recording]:
     """What the ranks would have recorded."""
     found = []
     for rank in range(timeline.plan.world_size):
         events = [
             event
             for replay in range(replays)
-            for event in events_of(timeline, rank, replay * PERIOD + (offsets or {}).get(rank, 0.0))
+            for event in events_of(timeline, rank, replay * PERIOD + (offsets or {}).get(rank, 0.0), branches)
         ]
         found.append(Recording(events, replays, timeline.time))
     return found
@@ -72,19 +75,86 @@ def traced(name: str = GATHER, size: int = 4, chunks: int = 1, offsets: dict[int
 # --- attribution ----------------------------------------------------------------------------------------
 
 
+def expected_starts(timeline: Timeline, rank: int, events: list[Seen]) -> dict[int, int]:
+    """When each op of a rank begins, ns from the first event."""
+    zero = min(event.start for event in events) - EPOCH
+    shown = (event for event in timeline.events if event.rank == rank and event.lane != FLAGS)
+    return {event.op.id: round(event.start * 1e3) - zero for event in shown}
+
+
 @pytest.mark.parametrize(("name", "size", "chunks"), CASES)
 def test_events_become_their_ops(name: str, size: int, chunks: int) -> None:
     timeline = simulate(planned(name, size, chunks), H200)
     for rank in range(size):
         events = events_of(timeline, rank)
         spans = attribute(timeline.plan, rank, 2, events)
-        zero = min(event.start for event in events)
-        expected = {
-            event.op.id: EPOCH + round(event.start * 1e3) - zero
-            for event in timeline.events
-            if event.rank == rank and event.lane != FLAGS
-        }
+        expected = expected_starts(timeline, rank, events)
         assert {span.op.id: round(span.start * 1e3) for span in spans} == pytest.approx(expected, abs=2)
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "chunks", "options", "lane"),
+    [
+        (PAIRWISE, 1, {}, "local"),
+        (PAIRWISE, 2, {}, "sums"),
+        (ALL_REDUCE, 2, {}, "sums"),
+        (RING, 2, {"last": "sum"}, "sums"),
+        ("all_reduce_1d_tiling_a_rotating_c", 2, {"last": "sum"}, "sums"),
+    ],
+)
+def test_lane_of_sums(name: str, chunks: int, options: dict[str, str], lane: str, branches: int) -> None:
+    """Sums and copies within the rank have a lane of their own where they have a stream of their own."""
+    timeline = simulate(planned(name, 4, chunks, **options), H200, branches=branches)
+    events = events_of(timeline, 0, branches=branches)
+    spans = attribute(timeline.plan, 0, branches, events)
+    expected = expected_starts(timeline, 0, events)
+    assert {span.op.id: round(span.start * 1e3) for span in spans} == pytest.approx(expected, abs=2)
+    sums = [span for span in spans if isinstance(span.op, Reduce) or (isinstance(span.op, Copy) and _local(span.op))]
+    assert sums and {span.lane for span in sums} == {lane}
+    assert {span.lane for span in spans if span not in sums} == {"copy", *(f"gemm {at}" for at in range(branches))}
+
+
+def _local(op: Copy) -> bool:
+    return op.src.rank == op.dst.rank
+
+
+@pytest.mark.parametrize("name", [GATHER, RING, PAIRWISE])
+def test_waits_by_a_kernel_are_passed_over(name: str) -> None:
+    """A kernel that waits before each GEMM, one at the end, and one that counts replays, all on the GEMMs' stream."""
+    timeline = simulate(planned(name), H200, branches=1)
+    exact = recorded(timeline, branches=1)[0]
+    waits = [
+        Seen(WORDS, event.stream, event.start - 2000, event.start - 500)
+        for event in exact.events
+        if event.name == NAMED["Gemm"]
+    ]
+    begin, end = min(event.start for event in exact.events), max(event.end for event in exact.events)
+    counts = Seen("void at::native::vectorized_elementwise_kernel<4>", 21, begin - 4000, begin - 3000)
+    leaves = Seen(WORDS, 21, end + 500, end + 2000)
+    events, period = replay_of(exact._replace(events=[counts, *waits, *exact.events, leaves]))
+    assert (events, period) == replay_of(exact)
+    again = events_of(timeline, 0, branches=1)
+    alone = attribute(timeline.plan, 0, 1, again)
+    assert attribute(timeline.plan, 0, 1, [counts, *waits[: len(waits) // 3], *again, leaves]) == alone
+    assert {span.op.kind for span in alone} <= {"Gemm", "Copy", "Reduce"}
+
+
+def test_a_sum_follows_its_own_gemm() -> None:
+    """It lies on another stream than the GEMM, and no copy is between them: only the dependency says so."""
+    timeline = simulate(planned(PAIRWISE, 4, 2), H200)
+    events = sorted(events_of(timeline, 0), key=lambda event: event.start)
+    spans = attribute(timeline.plan, 0, 2, events)
+    last, total = events[-1], spans[-1].op
+    assert isinstance(total, Reduce)
+    # The last one of its stream.
+    (gemm,) = (events[at] for at, span in enumerate(spans) if isinstance(span.op, Gemm) and span.op.id in total.deps)
+    others = [event for event in events if event not in (gemm, last)]
+    late = gemm._replace(end=last.start + 90_000)
+    with pytest.raises(RuntimeError, match=r"an op begins 90\.0 us before one that it follows has ended"):
+        attribute(timeline.plan, 0, 2, [*others, late, last])
+    with pytest.raises(RuntimeError, match="contradict the plan"):  # the GEMM begins behind the sum
+        attribute(timeline.plan, 0, 2, [*others, gemm._replace(start=last.end, end=last.end + 1000), last])
 
 
 @pytest.mark.parametrize("row", DATA, ids=lambda row: row["schedule"])
@@ -148,7 +218,8 @@ def test_kinds_of_events() -> None:
         "Memset (Unknown)": "memset",
         "distgemm::sum(distgemm::Arguments)": "sum",
         "_ZN8distgemm3sumENS_9ArgumentsE": "sum",
-        "distgemm::leave(distgemm::Words)": "",
+        WORDS: "",
+        "_ZN8distgemm5wordsENS_9ArgumentsE": "",
         "void at::native::vectorized_elementwise_kernel<4>": "",
         "ncclDevKernel_AllReduce_Sum_f32": "",
         "_ZN7cutlass13device_kernelINS_4gemm6kernel": "gemm",
@@ -281,16 +352,17 @@ def test_gaps_are_the_longest() -> None:
         assert (f"on rank {copy.rank} had ended" in last[rank].text) == (sent.end > before)
 
 
-def test_perfetto(tmp_path: Path) -> None:
-    trace = traced(PAIRWISE, 4, 1)
+@pytest.mark.parametrize(("chunks", "sums"), [(1, "local"), (2, "sums")])
+def test_perfetto(tmp_path: Path, chunks: int, sums: str) -> None:
+    trace = traced(PAIRWISE, 4, chunks)
     trace.save_perfetto(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())
     events = found["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {name for (pid, _), name in names.items() if pid == 2} == {
-        *("gemm 0", "gemm 1", "copy", "local"),
+    assert [name for (pid, _), name in sorted(names.items()) if pid == 2] == [
+        *("gemm 0", "gemm 1", "copy", sums),
         *("predicted gemm 0", "predicted gemm 1", "predicted copy", "predicted local"),
-    }
+    ]
     slices = [event for event in events if event["ph"] == "X"]
     ops = sum(isinstance(op, (Gemm, Copy, Reduce)) for each in trace.plan.rank_ops for op in each)
     assert len(slices) == 2 * ops
@@ -304,10 +376,10 @@ def test_perfetto(tmp_path: Path) -> None:
     }
     assert all(first[True, rank] == pytest.approx(first[False, rank], abs=0.002) for rank in range(4))
     copy = next(event for event in slices if event["cat"] == "copy")
-    assert copy["args"]["bytes"] == 2048 * 5120 * 2
+    assert copy["args"]["bytes"] == 2048 // chunks * 5120 * 2
     assert copy["args"]["GB/s"] == pytest.approx(copy["args"]["bytes"] / copy["dur"] / 1e3, rel=0.01)
     gemm = next(event for event in slices if event["cat"] == "gemm")
-    assert gemm["args"]["flop"] == 2 * 2048 * 5120 * 2048
+    assert gemm["args"]["flop"] == 2 * 2048 // chunks * 5120 * 2048
     assert gemm["args"]["TFLOP/s"] == pytest.approx(gemm["args"]["flop"] / gemm["dur"] / 1e6, rel=0.01)
     flows = [(event["ph"], event["id"]) for event in events if event["ph"] in "sf"]
     assert len(flows) == 2 * len(arrivals(trace.plan)) == 2 * len(set(flows)) // 2

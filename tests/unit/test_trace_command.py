@@ -37,7 +37,7 @@ def test_trace_runs_the_plan(launched: list[tuple[Any, ...]], tmp_path: Path) ->
     found = RUN.invoke(app, [*SMALL, "--chunks", "2", "--provider", "cublas", *files])
     assert found.exit_code == 0, found.output
     ((function, world_size, plan, *how),) = launched
-    assert function is record and world_size == plan.world_size == 2 and how == ["cublas", None, 2, "nccl"]
+    assert function is record and world_size == plan.world_size == 2 and how == ["cublas", None, 2, "memory", "nccl"]
     assert plan.sync == "barrier" and plan.iterations == 4 and plan.problem.n == 1024
     lines = found.stdout.splitlines()
     assert lines[0] == f"{GATHER}: 2 ranks, m 1024 x n 1024 x k 512, bfloat16"
@@ -55,6 +55,12 @@ def test_trace_runs_the_plan(launched: list[tuple[Any, ...]], tmp_path: Path) ->
     assert (tmp_path / "t.svg").stat().st_size > 5000
 
 
+def test_waits_by_a_kernel(launched: list[tuple[Any, ...]]) -> None:
+    found = RUN.invoke(app, [*SMALL, "--branches", "1", "--waits", "kernel"])
+    assert found.exit_code == 0, found.output
+    assert launched[0][3:] == ("cutlass", None, 1, "kernel", "nccl")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -63,6 +69,8 @@ def test_trace_runs_the_plan(launched: list[tuple[Any, ...]], tmp_path: Path) ->
         (["--mesh", "2by4"], "a mesh is given as 2x4, got '2by4'"),
         (["--dtype", "int3"], "int3"),
         (["--machine", "h2000"], "machine 'h2000' is none of"),
+        (["--waits", "gpu"], "--waits is memory or kernel, got 'gpu'"),
+        (["--waits", "kernel"], "--waits kernel takes --branches 1, got 2"),
     ],
 )
 def test_mistakes_start_nothing(launched: list[tuple[Any, ...]], arguments: list[str], message: str) -> None:
