@@ -103,8 +103,11 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     reduced = any(len(ranks) > 1 or not set(ranks) <= set(owners[tile]) for tile, ranks in uses["D"].items())
     result = "D stays"
     if reduced:
-        how = "each rank adds what it receives" if scheduler.route.d.fold else "one final sum"
-        result = f"D {_route_name(scheduler.route.d)} ({how})"
+        reduce = scheduler.route.d
+        how = "each rank adds what it receives" if reduce.fold else "one final sum"
+        if reduce.fold and not getattr(reduce, "fold_last", True):
+            how += ", the last one in a final sum"
+        result = f"D {_route_name(reduce)} ({how})"
     if any(len(ranks) > 1 for ranks in owners.values()):
         result += f", delivered {_route_name(scheduler.route.deliver)}"
     return f"routes: {'; '.join([*said, result])}"

@@ -112,6 +112,19 @@ m 3 | [3] 0:0 1:1 2:2 3:3 |
     )
 
 
+def test_last_sum() -> None:
+    """The owner of a tile adds what a chain brings in a sum, behind its GEMM; pairwise sums do so anyway."""
+    for name, said in (
+        (
+            "reduce_scatter_1d_tiling_a_rotating_c",
+            "D chain (each rank adds what it receives, the last one in a final sum)",
+        ),
+        ("all_reduce_1d_tiling_a_rotating_c", "in a final sum), delivered direct"),
+    ):
+        assert said in show_schedule(get_schedule(name, world_size=4, last="sum"))
+        assert "final sum" not in show_schedule(get_schedule(name, world_size=4))
+
+
 def test_chunks() -> None:
     text = show_schedule(get_schedule("reduce_scatter_1d_pairwise_a", world_size=2, chunks=2))
     assert "routes: A stays; B stays; D pairwise (one final sum)" in text
