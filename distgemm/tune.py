@@ -23,7 +23,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
 from distgemm.gemm.spec import Status
 from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
-from distgemm.plan import Plan, PlanError
+from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, resolve_group
 from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
@@ -43,6 +43,7 @@ __all__ = [
     "executable",
     "key_of",
     "look_up",
+    "make",
     "predicted",
     "record",
     "tune",
@@ -55,6 +56,8 @@ COMMAND = "distgemm tune"
 MACHINE = "h200"
 """The machine on which candidates are predicted, whatever the GPU: it only says which are worth measuring."""
 
+CLEARLY = 0.02
+"""Share of the unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
 WITHIN = 1.25
 """Plans predicted to take longer than the best one by more than this factor are not measured."""
 
@@ -344,12 +347,7 @@ def choose(
     """
     whole, at = resolve_group(group), _device(device)
     size = whole.size()
-    if at.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"schedule='auto' has no executable for {key_of(problem, op, size)} yet, and none can be made while a "
-            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {op!r}, group) "
-            "before that measures ahead"
-        )
+    _refuse_capture(problem, op, size, at)
 
     def decide() -> Choice | None:
         found = look_up(problem, op, size, _gpu(at))
@@ -370,13 +368,22 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 
+def _refuse_capture(problem: GemmProblem, op: str, size: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"schedule='auto' has no executable for {key_of(problem, op, size)} yet, and none can be made while a "
+            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {op!r}, group) "
+            "before that measures ahead"
+        )
+
+
 def _from_first(group: dist.ProcessGroup, device: torch.device, make: Callable[[], T]) -> T:
     """What the group's rank 0 makes, on all ranks; so is the error that it raises."""
     found: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
             found[0] = make()
-        except (ValueError, OSError) as error:
+        except Exception as error:  # raised below, on all ranks
             found[1] = error
     at = device if dist.get_backend(group) == "nccl" else None
     dist.broadcast_object_list(found, group=group, group_src=0, device=at)
@@ -480,7 +487,9 @@ def tune(
     Raises ValueError for products that :func:`measurable` says cannot be measured; RuntimeError where no candidate is
     left, or where one computes something wrong (:class:`distgemm.bench.WrongResultError`).
     """
-    return _tune(problem, op, resolve_group(group), _device(device), write, kernels, progress)
+    whole, at = resolve_group(group), _device(device)
+    _refuse_capture(problem, op, whole.size(), at)
+    return _tune(problem, op, whole, at, write, kernels, progress)
 
 
 def _tune(
@@ -502,7 +511,9 @@ def _tune(
     tried = _from_first(group, device, lambda: candidates(trial, op, size))
     if kernels:
         _tune_gemms(trial, tried, group, device, say)
-    operation = bench.Operation(trial, op, group, device)
+    operation, failed = bench.attempt(group, device, lambda: bench.Operation(trial, op, group, device))
+    if operation is None:
+        raise RuntimeError(f"{key_of(problem, op, size)} cannot be measured: {failed.error}")
     made, refused = _executables(operation, tried, group, device, say)
     if not made:
         raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
@@ -522,7 +533,9 @@ def _tune(
     if not times:
         raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be measured: {refused}")
     ran = [choice for choice in made if str(choice) in times]
-    fastest = min(ran, key=lambda choice: (times[str(choice)], choice.method != "unfused"))
+    fastest = min(ran, key=lambda choice: times[str(choice)])
+    if UNFUSED in ran and times[str(fastest)] > (1 - CLEARLY) * times[str(UNFUSED)]:
+        fastest = UNFUSED
 
     def settle() -> tuple[Choice, dict[str, float], Path | None]:
         if not write:
@@ -550,8 +563,6 @@ def _executables(
     say: Callable[[str], object],
 ) -> tuple[dict[Choice, Any], dict[str, str]]:
     """Executables of the candidates, and why some have none: the same on all ranks."""
-    from distgemm.gemm.compiler import CompileError, CompilerNotFoundError
-
     made: dict[Choice, Any] = {}
     refused: dict[str, str] = {}
     # The largest workspace first: all the others fit in.
@@ -559,7 +570,7 @@ def _executables(
         say(f"compiling {choice}")
         try:
             made[choice] = make(operation.problem, operation.op, choice, group, device)
-        except (ValueError, PlanError, CompileError, CompilerNotFoundError) as error:
+        except Exception as error:  # of whatever kind: the other ranks were told that this one cannot
             refused[str(choice)] = str(error)
             logger.warning("not measured: %s: %s", choice, error)
     return made, refused

@@ -81,6 +81,8 @@ def figures(row: Row) -> Row:
     ``min_ms``, ``max_ms``, ``tflops`` of each GPU; for whole operations ``efficiency`` (roof / time),
     ``pipeline_efficiency``, ``hidden`` and ``relative`` (time / that of NCCL + cuBLAS). None for what is not known."""
     times = {each["name"]: median(each["rounds"]) for each in row["methods"] if each["rounds"]}
+    if times.get(COPIES, 1.0) <= 0:  # what is left without a barrier, where that is all noise
+        del times[COPIES]
     found = roofs(times, row["ranks"])
     methods = []
     for each in row["methods"]:

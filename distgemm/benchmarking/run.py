@@ -143,6 +143,8 @@ def run_case(
     if settings.timelines:
         ours = [method for name, (kind, method) in methods.items() if kind == OURS and not found[name].error]
         row["timelines"] = {method.name: timeline(operation, method) for method in ours}
+    for _, method in methods.values():
+        method.release()
     return figures(row)
 
 

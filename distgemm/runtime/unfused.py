@@ -56,6 +56,10 @@ def _product_dtype(problem: GemmProblem, op: str) -> str:
 _scratch: dict[tuple[str, torch.device], Tensor] = {}
 
 
+_kept: list[torch.UntypedStorage] = []
+"""Buffers that graphs of callers use; for as long as the process lives."""
+
+
 def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
     """Bytes that all unfused executables of a group share; they run one after the other. Where they are too few for a
     new one there are more, and earlier executables keep theirs."""
@@ -131,6 +135,12 @@ class UnfusedExecutable:
             self._buffers[name] = used.view(moved).view(shape)
             at += sizes[name]
 
+    def _keep(self) -> None:
+        """A caller's graph may outlive this executable, and reads and writes the buffers."""
+        used = self._buffers["whole"].untyped_storage()
+        if all(used.data_ptr() != kept.data_ptr() for kept in _kept):
+            _kept.append(used)
+
     @torch.no_grad()
     def __call__(
         self,
@@ -167,6 +177,8 @@ class UnfusedExecutable:
             raise ValueError("the unfused program has no scales: those are of fp8, which it does not multiply")
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         self._check(given, bias, gathered)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._keep()
         d = given["D"]
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)

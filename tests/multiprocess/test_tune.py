@@ -56,7 +56,13 @@ def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str,
 
 def test_a_plan_must_be_faster_than_the_unfused_program(found: list[dict[str, Any]]) -> None:
     for each in (rank["measuring"] for rank in found):
-        assert str(each["tie"]) == str(each["slower"]) == "unfused"
+        assert str(each["tie"]) == str(each["slower"]) == str(each["hardly faster"]) == "unfused"
+        assert each["clearly faster"].method == "plan"
+
+
+def test_what_one_rank_cannot_make_is_left_out_on_all(found: list[dict[str, Any]]) -> None:
+    choices = [rank["measuring"]["refused by one rank"] for rank in found]
+    assert {choice.provider for choice in choices} == {"cutlass"} and len(set(choices)) == 1
 
 
 def test_what_cannot_be_compiled_is_left_out_and_said(found: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import distgemm
-from distgemm import GemmProblem, bench, tune
+from distgemm import GemmProblem, PlanError, bench, tune
 from distgemm.runtime import unfused
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.unfused import UnfusedExecutable
@@ -302,15 +302,23 @@ class FakeExecutable:
 class Bench:
     """Fakes of what measures: executables, and times by a candidate's text."""
 
-    def __init__(self, time: Callable[[str], float], refused: str = "-", fails: str = "-", wrong: bool = False) -> None:
-        self.time, self.refused, self.fails, self.wrong = time, refused, fails, wrong
+    def __init__(
+        self,
+        time: Callable[[str], float],
+        refused: str = "-",
+        fails: str = "-",
+        wrong: bool = False,
+        errors: tuple[type[Exception], ...] = (ValueError,),
+    ) -> None:
+        self.time, self.refused, self.fails, self.wrong, self.errors = time, refused, fails, wrong, errors
         self.measured: list[tuple[GemmProblem, tuple[str, ...]]] = []
         self.kept: list[Any] = []
         self.real = tune.make
 
     def make(self, problem: Any, op: str, choice: Choice, group: Any, device: Any, **more: Any) -> Any:
         if self.refused in str(choice):
-            raise ValueError(f"no kernel on rank {dist.get_rank()}")
+            rank = dist.get_rank()
+            raise self.errors[rank % len(self.errors)](f"no kernel on rank {rank}")
         if choice.method == "unfused":
             return self.real(problem, op, choice, group, device)
         return FakeExecutable(problem, choice, self.kept)
@@ -366,6 +374,14 @@ def measuring(folder: str) -> dict[str, Any]:
     own_cache(folder, "slower")
     with Bench(by_name("unfused", others=1.0001)):
         found["slower"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+
+    own_cache(folder, "hardly faster")
+    with Bench(by_name("unfused", ms=1.0, others=0.99)):
+        found["hardly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+    with Bench(by_name("unfused", ms=1.0, others=0.97)):
+        found["clearly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+    with Bench(by_name("cutlass"), refused="cublas", errors=(PlanError, OSError)):
+        found["refused by one rank"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU, write=False).choice
 
     own_cache(folder, "refused")
     with Bench(by_name("cublas"), refused="cublas") as fakes:

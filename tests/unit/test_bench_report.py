@@ -193,6 +193,14 @@ def test_table_of_a_row() -> None:
     ]
 
 
+def test_copies_that_take_nothing_are_not_measured() -> None:
+    for ms in (0.0, -0.001):
+        (ours, _, _) = figures(
+            row(method("ours", OURS, 2.0), method("cuBLAS alone", PART, 1.0), method("copies alone", PART, ms))
+        )["methods"]
+        assert ours["efficiency"] is ours["hidden"] is None and ours["ms"] == 2.0
+
+
 def test_summary_table_and_notes() -> None:
     result = example()
     said = text(summary_table(result))

@@ -232,3 +232,11 @@ def test_a_row_that_cannot_be_set_up_says_so() -> None:
     assert row["methods"] == []
     assert row["tune_error"]
     assert progress(row | {"seconds": 1.0}, 4, 4) == f"[4/4] 8b out ag+gemm m=63: {row['error']} (1 s)"
+
+
+def test_a_row_whose_terms_cancel_may_be_off_as_much_as_others() -> None:
+    operation = Operation.__new__(Operation)
+    operation.reference = torch.tensor([[1e-4], [10.0], [-10.0], [10.0]])
+    operation.check("rounded", operation.reference + 0.05)
+    with pytest.raises(WrongResultError, match="wrong in 4 of 4 rows"):
+        operation.check("wrong", operation.reference + 0.5)

@@ -7,7 +7,10 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +280,60 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
         words = {address: value for address, value in machine.words.items() if address >> 32 == workspace.rank}
         left = [words.pop(half.left(workspace.rank, peer)) for half in workspace.halves for peer in half.peers]
         assert set(left) <= {1} and set(words.values()) <= {0}
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_two_partial_sums_meet_a_gemm(branches: int, recorded: list[Task]) -> None:
+    """With one term and with several in an epilogue (see Emulated)."""
+    problem = distgemm.GemmProblem(m=24, n=16, k=16, dtype="float32")
+    plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=(2, 2, 2), sync="barrier")
+    assert any(isinstance(op, Gemm) and len(op.sources) == 2 for op in plan.ops(0))
+    machine = Machine(8, max(map(plan.workspace_bytes, range(8))))
+    todo: list[list[Any]] = [[] for _ in range(8)]
+    data = [Data(plan, turn, 2.0, float(turn % 2), turn == 2) for turn in range(3)]
+    for rank in range(8):
+        one = Emulated(plan, rank, machine.workspaces[rank], branches)
+        todo[rank] = [(one, one.tasks(drawn.calls[rank], recorded, turn % 2)) for turn, drawn in enumerate(data)]
+    run(machine, todo, random.Random(branches), queues=False)
+    for drawn in data:
+        assert all(torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank]) for rank in range(8))
+
+
+def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recorded: list[Task]) -> None:
+    exe = _emulated("all_gather_1d_ring_a")
+    exe._recorded = OrderedDict()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(executable, "watchdog", lambda: SimpleNamespace(call=lambda *_: nullcontext()))
+    monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
+    put: list[int] = []
+    monkeypatch.setattr(exe, "_put", lambda launches, counted=False: put.append(exe.workspace._turn))
+    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("no kernel")
+
+    bind = executable.bind_gemm
+    monkeypatch.setattr(executable, "bind_gemm", refuse)
+    with pytest.raises(ValueError, match="no kernel"):
+        exe(a, b)
+    with pytest.raises(ValueError, match="A's shard on rank 0 has shape"):
+        exe(a[1:], b)
+    monkeypatch.setattr(executable, "bind_gemm", bind)
+    before = exe.workspace._turn
+    exe(a, b)
+    assert put == [1 - before]
+
+
+def test_only_gemms_wait_by_a_kernel(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that pass on what came wait on memory, or a kernel would wait beside GEMMs."""
+    by_kernel = []
+    monkeypatch.setattr(executable, "bind_words", lambda phases, device: by_kernel.append(phases))
+    plan = plans("all_gather_1d_ring_a", 4)[0]
+    exe = Emulated(plan, 1, Machine(4, plan.workspace_bytes(1)).workspaces[1], 1, "kernel").exe
+    exe._bind(Data(plan, 0, 1.0, 0.0, False).calls[1])
+    waits = [action.stream for action in exe.actions if action.ops and isinstance(action.ops[0], Wait)]
+    assert COMM in waits
+    assert len(by_kernel) == 1 + sum(stream != COMM for stream in waits)  # and the exit
 
 
 @pytest.mark.parametrize("forgotten", ["entered", "left", "arrival"])

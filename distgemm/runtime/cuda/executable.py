@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, bo
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
-from distgemm.runtime.cuda.lowering import BRANCH, Action, lower
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
@@ -140,7 +140,7 @@ class CudaExecutable:
         self.raise_if_dead()
         given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
         call = _Call(given, alpha, beta, bias, scale_a, scale_b)
-        call.half = self.workspace.turn()
+        call.half = self.workspace.next_half
         if torch.cuda.is_current_stream_capturing():
             self._issue(call, captured=True)
             return call.out
@@ -162,6 +162,7 @@ class CudaExecutable:
             graphs[call.half] = self._record(call)
             self.graphs += 1
         self._recorded.move_to_end(key)
+        self.workspace.turn()
         graphs[call.half].replay()
 
     def raise_if_dead(self) -> None:
@@ -249,6 +250,8 @@ class CudaExecutable:
         launches = self._bind(call)
         if captured:
             self.workspace.keep(self)
+        # Not before: a rank that has raised until here has sent nothing, and may call again.
+        self.workspace.turn()
         self._put(launches, counted=captured)
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
@@ -267,8 +270,8 @@ class CudaExecutable:
         sources = provider.sources(list(specs), config, self.branches)
         for tensors, rest in gemms:
             if rest is not None:
-                d = matrix_spec("D", tensors.d)
-                sources.append(sum_source_of([d], d))
+                summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
+                sources.append(sum_source_of(summed, summed[0]))
         for op in self.plan.ops(self.rank):
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
@@ -307,7 +310,7 @@ class CudaExecutable:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if self.waits == "kernel" and isinstance(first, Wait):
+            if self.waits == "kernel" and isinstance(first, Wait) and action.stream != COMM:
                 return bind_words([ops], self._index)
             return lambda stream: mem_ops(ops, stream)
 
@@ -352,7 +355,7 @@ class CudaExecutable:
         tensors, rest = self._gemm_tensors(op, call)
         launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
         if rest is not None:
-            launches.append(bind_sum([tensors.d], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
+            launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
         if op.id in self._tiles_of_a and "gathered" in call.shards:
             # Behind the tile's first GEMM: its slot may be written again once all its GEMMs are done.
             (l0, l1), (m0, m1), (k0, k1) = op.a.box
@@ -368,30 +371,31 @@ class CudaExecutable:
         c = self._tensor(op.c, call) if op.c is not None and call.beta else None
         beta = call.beta if c is not None else 0.0
         rest = None
-        if len(sources) == 2:
+        further, c_term, c_factor = sources[1:], c, beta
+        if further:
             # The second sum takes C's place; C, if there is one, is added to the result.
             rest = None if c is None else _Rest(_matrix(c), None)
-            c, beta = sources.pop(), 1.0
+            c_term, c_factor = further[0], 1.0
         (_, rows, _), (_, columns, _) = op.a.box, op.b.box
         tensors = GemmTensors(
             a=_matrix(self._tensor(op.a, call)),
             b=_matrix(self._tensor(op.b, call)),
             d=_matrix(d),
-            c=None if c is None else _matrix(c),
+            c=None if c_term is None else _matrix(c_term),
             partial=_matrix(sources[0]) if sources else None,
             bias=call.bias_of(op.out) if op.c is not None else None,
             scale_a=_rows(call.scale_a, rows),
             scale_b=_rows(call.scale_b, columns),
             alpha=call.alpha,
-            beta=beta,
+            beta=c_factor,
             dtype=self._multiplied,
             padded=op.out.buffer == "slot",
         )
         provider = get_provider(self.provider)
-        if rest is None and not provider.supports(spec_of(tensors)):
+        if not provider.supports(spec_of(tensors)):
             bare = replace(tensors, c=None, beta=0.0, bias=None)
             if provider.supports(spec_of(bare)):
-                return bare, _Rest(tensors.c, tensors.bias)
+                return bare, _Rest(None if c is None else _matrix(c), tensors.bias, [_matrix(x) for x in further])
         return tensors, rest
 
     def _reduce(self, op: Reduce, call: _Call) -> Launch:
@@ -449,6 +453,7 @@ class _Rest(NamedTuple):
 
     c: Tensor | None
     bias: Tensor | None
+    sums: Sequence[Tensor] = ()
 
 
 class _Call:

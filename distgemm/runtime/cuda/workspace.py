@@ -179,9 +179,14 @@ class Workspace:
         """Whether nobody can make a replay on it any more."""
         return self.replaced and not self._kept and all(ref() is None for ref in self.executables)
 
-    def turn(self) -> int:
+    @property
+    def next_half(self) -> int:
         """The half that the next replay takes: the same on all ranks, for all issue replays in one order."""
-        self._turn ^= 1
+        return self._turn ^ 1
+
+    def turn(self) -> int:
+        """Take the next half."""
+        self._turn = self.next_half
         return self._turn
 
     def register(self, executable: Any) -> int:
