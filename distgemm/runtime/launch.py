@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -79,7 +80,8 @@ def launch(
     """Call ``function(*args)`` in ``world_size`` new processes that form a group; returns their results by rank.
 
     function:  a function of a module, so that a new process can import it. It finds torch.distributed
-               initialised and its rank in ``dist.get_rank()``. Arguments and results are pickled: return CPU tensors
+               initialised and its rank in ``dist.get_rank()``. Arguments and results are pickled: return CPU tensors.
+               Its process ends behind it, with what atexit knows: files that it leaves open are not flushed
     backend:   "gloo", or "nccl": then the rank is also the number of its CUDA device
     timeout:   seconds for everything, from the start of the processes (which import torch first)
 
@@ -187,6 +189,12 @@ def _run_rank(rank: int, job: _Job) -> None:
         os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Python's own end, without that of torch's libraries: now and then one of their threads is still there, which
+    # aborts the process ("terminate called without an active exception"), all work done.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _watch(processes: Sequence[BaseProcess], job: _Job, deadline: float) -> None:
