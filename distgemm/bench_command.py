@@ -7,13 +7,13 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from distgemm.command_line import check_files, check_folder, new_console, write_file
 from distgemm.models import MODELS
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def bench_command(
     """
     from distgemm.benchmarking.report import load
 
-    _check_plots(plot or [])
+    check_files("--plot", plot or [])
     if source is not None:
         _report(load(source), plot or [])
         return
@@ -126,8 +126,8 @@ def bench_command(
         tp,
         tried or (FEWER if quick else CANDIDATES),
     )
-    if json is not None and not json.parent.is_dir():
-        raise ValueError(f"--json {json}: there is no folder {json.parent}")
+    if json is not None:
+        check_folder("--json", json)
     from distgemm.benchmarking.run import Settings
 
     settings = Settings(
@@ -212,23 +212,11 @@ def _written(path: Path) -> int | None:
 # --- showing --------------------------------------------------------------------------------------------
 
 
-def _check_plots(paths: Sequence[Path]) -> None:
-    """Refused before anything is measured."""
-    for path in paths:
-        if path.suffix.lower() not in (".svg", ".png"):
-            raise ValueError(f"--plot takes a .svg or .png file, got {str(path)!r}")
-        if not path.parent.is_dir():
-            raise ValueError(f"--plot {path}: there is no folder {path.parent}")
-    if paths and find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")
-
-
 def _report(result: dict[str, Any], plots: Sequence[Path]) -> None:
     """All tables, what stands below them, and the pictures."""
     from distgemm.benchmarking.report import draw, failures, notes, row_table, summary_table, wrong
-    from distgemm.cli import _console, _write
 
-    console = _console()
+    console = new_console()
     facts = result["about"]
     typer.echo(
         f"{facts['gpus']} x {facts['gpu']}, driver {facts.get('driver')}, CUDA {facts['cuda']}, torch "
@@ -246,7 +234,7 @@ def _report(result: dict[str, Any], plots: Sequence[Path]) -> None:
     for line in wrong(result):
         typer.echo(f"WRONG: {line}", err=True)
     for path in plots:
-        _write(path, _drawer(draw, result))
+        write_file("--plot", path, _drawer(draw, result))
 
 
 def _drawer(draw: Callable[[dict[str, Any], Path], None], result: dict[str, Any]) -> Callable[[str], None]:

@@ -4,14 +4,13 @@ measured."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from json import dumps
 from math import prod
 from pathlib import Path
@@ -22,6 +21,16 @@ from typer.core import TyperGroup
 
 from distgemm import GemmProblem, Plan, PlanError, get_schedule, list_schedules, make_plan
 from distgemm.bench_command import BenchCommand, bench_command
+from distgemm.command_line import (
+    Mesh,
+    check_files,
+    new_console,
+    parse_mesh,
+    parse_numbers,
+    parse_options,
+    say,
+    write_file,
+)
 from distgemm.derive import SYNCS, WORKSPACES
 from distgemm.gemm.commands import build_command, tune_gemm_command
 from distgemm.machine import Machine, list_machines
@@ -33,14 +42,9 @@ from distgemm.trace_command import trace_command
 from distgemm.tune_command import tune_command
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 __all__ = ["app", "main"]
-
-Mesh = tuple[int, ...]
-
-FILE_WIDTH = 120
-"""Width of tables that go to a file or a pipe."""
 
 OPTIONS_WIDTH = 24
 """Width up to which options are listed in one line."""
@@ -69,7 +73,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ValueError as error:
-            _say(f"error: {' '.join(str(error).split())}")
+            say(f"error: {' '.join(str(error).split())}")
             raise typer.Exit(2) from None
 
 
@@ -90,56 +94,7 @@ def main() -> None:
     app()
 
 
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(stderr=stderr, width=FILE_WIDTH)
-
-
 # --- reading arguments ----------------------------------------------------------------------------------
-
-
-def _numbers(what: str, text: str) -> list[int]:
-    """ "3,0,5" and "1-8" as numbers."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
-    except ValueError:
-        raise ValueError(f"{what} is given as 4, 1,2,4 or 1-8, got {text!r}") from None
-    if not found:
-        raise ValueError(f"{what} {text!r} is empty")
-    return found
-
-
-def _mesh(text: str | None) -> Mesh | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
-
-
-def _options(texts: list[str] | None) -> dict[str, Any]:
-    """ "key=value" pairs; values that look like integers or truth values are."""
-    found: dict[str, Any] = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ValueError(f"a schedule's option is given as chunks=2, got {text!r}")
-        words = {"true": True, "false": False}
-        digits = value.removeprefix("-").isdecimal()
-        found[key] = int(value) if digits else words.get(value.lower(), value)
-    return found
 
 
 def _meshes(ranks: int, axes: int) -> list[Mesh]:
@@ -195,38 +150,10 @@ def _problem(
     partial_dtype: str | None,
     m_per_rank: str | None,
 ) -> GemmProblem:
-    rows = None if m_per_rank is None else tuple(_numbers("--m-per-rank", m_per_rank))
+    rows = None if m_per_rank is None else tuple(parse_numbers("--m-per-rank", m_per_rank))
     if m is None:
         m = 8192 if rows is None else sum(rows)
     return GemmProblem(m, n, k, batches, dtype, out_dtype, partial_dtype, rows)
-
-
-# --- writing files --------------------------------------------------------------------------------------
-
-
-def _outputs(paths: list[Path] | None, *others: str) -> list[Path]:
-    """The files to write, refused before anything is computed if they cannot be."""
-    from distgemm.draw import SUFFIXES
-
-    found = paths or []
-    suffixes = (*SUFFIXES, *others)
-    for path in found:
-        if path.suffix.lower() not in suffixes:
-            known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
-            raise ValueError(f"-o takes a {known} file, got {str(path)!r}")
-        if not path.parent.is_dir():
-            raise ValueError(f"-o {path}: there is no folder {path.parent}")
-    if any(path.suffix.lower() in SUFFIXES for path in found) and find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")
-    return found
-
-
-def _write(path: Path, write: Callable[[str], None]) -> None:
-    try:
-        write(str(path))
-    except OSError as error:
-        raise ValueError(f"-o {path}: {error.strerror or error}") from None
-    _say(f"wrote {path}")
 
 
 # --- commands -------------------------------------------------------------------------------------------
@@ -308,7 +235,7 @@ def list_command() -> None:
         options = "\n".join(f"{key}={value}" for key, value in schedule_options(name).items())
         mesh = "x".join("PQS"[: schedule_mesh_rank(name)]) if schedule_mesh_rank(name) > 1 else "N"
         table.add_row(names, families.get(name, ""), mesh, Text(options), Text(schedule_doc(name)))
-    _console().print(table)
+    new_console().print(table)
 
 
 @app.command("show")
@@ -323,11 +250,12 @@ def show_command(
     """Draw a schedule: who holds each tile, and who multiplies what when."""
     from distgemm.draw import draw_schedule
 
-    paths = _outputs(output)
-    scheduler = get_schedule(name, world_size, mesh=_mesh(mesh), **_options(option))
+    paths = output or []
+    check_files("-o", paths)
+    scheduler = get_schedule(name, world_size, mesh=parse_mesh(mesh), **parse_options(option))
     typer.echo(show_schedule(scheduler, limit=limit))
     for path in paths:
-        _write(path, lambda path: draw_schedule(scheduler, path))
+        write_file("-o", path, lambda path: draw_schedule(scheduler, path))
 
 
 @app.command("plan")
@@ -355,13 +283,14 @@ def plan_command(
     """Plan a product (a Llama-70B fc1 unless told otherwise) and print what every rank does."""
     from distgemm.draw import draw_plan
 
-    paths = _outputs(output)
+    paths = output or []
+    check_files("-o", paths)
     problem = _problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
-    options = _options(option)
-    plan = make_plan(problem, name, world_size, mesh=_mesh(mesh), workspace=workspace, sync=sync, **options)
+    options = parse_options(option)
+    plan = make_plan(problem, name, world_size, mesh=parse_mesh(mesh), workspace=workspace, sync=sync, **options)
     typer.echo(plan.to_json() if json else show_plan(plan, ops=ops, rank=rank, limit=limit))
     for path in paths:
-        _write(path, lambda path: draw_plan(plan, path))
+        write_file("-o", path, lambda path: draw_plan(plan, path))
 
 
 # --- simulate -------------------------------------------------------------------------------------------
@@ -424,12 +353,13 @@ def simulate_command(
     latencies of signals. On 51 measured times of 4 and 8 H200s, which were known when its figures were set, it is off
     by 4 % on average and 13 % at most. Other numbers of ranks and several hosts are extrapolated.
     """
-    paths = _outputs(output, ".json")
+    paths = output or []
+    check_files("-o", paths, ".json")
     problem = _problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     gpus = Machine.load(machine)
     if ranks_per_host is not None:
         gpus = dataclasses.replace(gpus, ranks_per_host=ranks_per_host)
-    ranks, options = _mesh(mesh), _options(option)
+    ranks, options = parse_mesh(mesh), parse_options(option)
     if chunks is not None and "chunks" in options:
         raise ValueError("chunks are given by --chunks or by --option chunks=, not by both")
     given = _chunks(chunks if chunks is not None else options.pop("chunks", None))
@@ -464,12 +394,12 @@ def simulate_command(
         hint = _other_chunks(timeline, name, chosen, lambda chunks: predict(name, world_size, ranks, chunks))
         typer.echo("\n".join([_about(problem), timeline.summary(), _unfused_line(timeline), *hint, PREDICTED]))
     for path in paths:
-        _write(path, lambda path: _write_timeline(timeline, path))
+        write_file("-o", path, lambda path: _write_timeline(timeline, path))
 
 
 def _chunks(given: Any) -> list[int]:
     """The values of chunks that are given; none where none are."""
-    found = [] if given is None else sorted(set(_numbers("--chunks", str(given))))
+    found = [] if given is None else sorted(set(parse_numbers("--chunks", str(given))))
     if found and found[0] < 1:
         raise ValueError(f"chunks is an integer >= 1, got {found[0]}")
     return found
@@ -551,7 +481,7 @@ def _compare(
     found: list[_Row] = []
     left_out: dict[str, None] = {}
     reason = ""
-    errors = _console(stderr=True)
+    errors = new_console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         for schedule, mesh, tries in progress.track(cases, description="simulate"):
             rows: list[_Row] = []
@@ -648,7 +578,7 @@ def _print_jobs(jobs: dict[str, list[_Row]], every: bool) -> None:
     timelines = [row.timeline for rows in jobs.values() for row in rows]
     plan, gpus = timelines[0].plan, timelines[0].machine
     typer.echo(f"{_about(plan.problem)}: {plan.world_size} ranks on {gpus.name}")
-    _console().print(table)
+    new_console().print(table)
     typer.echo(
         "A m/8: cut along m into 8 parts, one on each rank; whole: all of it on each rank. Rows below such a line"
     )
@@ -762,8 +692,8 @@ def verify_command(
     from rich.table import Table
     from rich.text import Text
 
-    cases = _cases(name, world_size, _mesh(mesh))
-    problem, options = GemmProblem(m, n, k), _options(option)
+    cases = _cases(name, world_size, parse_mesh(mesh))
+    problem, options = GemmProblem(m, n, k), parse_options(option)
     modes = [
         (one, other)
         for one in (WORKSPACES if workspace == "all" else (workspace,))
@@ -779,7 +709,7 @@ def verify_command(
     table.add_column("result", overflow="fold")
     counts = {"proved": 0, "failed": 0, "skipped": 0}
     reason = ""
-    errors = _console(stderr=True)
+    errors = new_console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         for schedule, ranks in progress.track(cases, description="verify"):
             start = time.perf_counter()
@@ -799,7 +729,7 @@ def verify_command(
                     plan.verify()
                 except PlanError as error:
                     result, detail = "failed", f" (workspace {one}, sync {other}): {error}"
-                    _say(f"{schedule} on {_sides(ranks)}, workspace {one}, sync {other}: {error}")
+                    say(f"{schedule} on {_sides(ranks)}, workspace {one}, sync {other}: {error}")
                     break
             counts[result] += 1
             took = f"{1e3 * (time.perf_counter() - start):.0f}"
@@ -807,7 +737,7 @@ def verify_command(
             table.add_row(schedule, _sides(ranks), *facts, Text(result + detail))
     if counts["skipped"] == len(cases):
         raise ValueError(reason)
-    _console().print(table)
+    new_console().print(table)
     typer.echo(", ".join(f"{count} {result}" for result, count in counts.items()))
     if counts["failed"]:
         raise typer.Exit(1)
@@ -817,7 +747,7 @@ def _cases(name: str, world_sizes: list[str] | None, mesh: Mesh | None) -> list[
     """The schedules and meshes to verify."""
     names = list_schedules() if name == "all" else [name]
     schedule_options(names[0])  # an unknown name is refused here
-    sizes = sorted({size for text in world_sizes or [] for size in _numbers("--world-size", text)})
+    sizes = sorted({size for text in world_sizes or [] for size in parse_numbers("--world-size", text)})
     if any(size < 1 for size in sizes):
         raise ValueError(f"world_size is an integer >= 1, got {sizes[0]}")
     if mesh is not None:
@@ -844,7 +774,7 @@ def demo_command(
     """Run a tensor-parallel layer on several processes of this machine; with GPUs, also measure Llama 70B on them."""
     from distgemm.demo import demo
 
-    demo(world_size=world_size, schedule_ag=schedule_ag, schedule_rs=schedule_rs, tokens=tokens, console=_console())
+    demo(world_size=world_size, schedule_ag=schedule_ag, schedule_rs=schedule_rs, tokens=tokens, console=new_console())
 
 
 @app.command("doctor")
@@ -869,12 +799,12 @@ def doctor_command(
             dumps({"checks": [each._asdict() for each in found], "runtimes": [each._asdict() for each in works]})
         )
     else:
-        console = _console()
+        console = new_console()
         console.print(table("check", found))
         console.print()
         console.print(table("runtime", works))
     if lacking := unsatisfied(works, require or []):
-        _say(f"required, and does not work here: {', '.join(lacking)}")
+        say(f"required, and does not work here: {', '.join(lacking)}")
         raise typer.Exit(1)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distgemm.command_line import check_files, check_folder, parse_mesh
 from distgemm.derive import make_plan
 from distgemm.machine import Machine, list_machines
 from distgemm.problem import GemmProblem
@@ -22,8 +22,6 @@ __all__ = ["gaps_text", "trace_command", "trace_table"]
 
 PATIENCE = 900.0
 """Seconds for everything, with the compilation of kernels."""
-
-PICTURES = (".svg", ".png")
 
 
 def trace_command(
@@ -60,14 +58,17 @@ def trace_command(
     takes without the profiler. "Without GEMM" is the time before the first GEMM, between GEMMs, and from the end of
     the last one to the next replay.
     """
-    _check_outputs(json, picture)
+    if json is not None:
+        check_folder("--json", json)
+    if picture is not None:
+        check_files("--picture", [picture])
     if waits not in ("memory", "kernel"):
         raise ValueError(f"--waits is memory or kernel, got {waits!r}")
     if waits == "kernel" and branches != 1:
         raise ValueError(
             f"--waits kernel takes --branches 1, got {branches}: no GEMM may run beside a kernel that waits"
         )
-    sides = _mesh(mesh)
+    sides = parse_mesh(mesh)
     options: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
     problem = GemmProblem(m, n, k, dtype=dtype)
     gpus = Machine.load(machine)
@@ -136,24 +137,3 @@ def gaps_text(trace: Trace) -> str:
     else:
         clocks = "clocks: no chunk is used before it has come; nothing is shifted"
     return "\n".join([*lines, clocks])
-
-
-def _mesh(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
-
-
-def _check_outputs(json: Path | None, picture: Path | None) -> None:
-    """Refuses files that cannot be written, before anything is run."""
-    for path in (json, picture):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
-    if picture is not None:
-        if picture.suffix.lower() not in PICTURES:
-            raise ValueError(f"--picture takes a {' or '.join(PICTURES)} file, got {str(picture)!r}")
-        if find_spec("matplotlib") is None:
-            raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")

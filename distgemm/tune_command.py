@@ -81,11 +81,11 @@ def tune_command(
     size = tp if ranks is None else ranks
     found = cases(model, _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype)
 
-    from distgemm.cli import _console
+    from distgemm.command_line import new_console
     from distgemm.runtime.launch import launch
 
     tuned: list[Tuned] = launch(_rank_main, size, found, write, kernels, backend="nccl", timeout=PATIENCE)[0]
-    _console().print(tuned_table(found, tuned))
+    new_console().print(tuned_table(found, tuned))
     for reason in sorted({f"not measured: {name}: {why}" for each in tuned for name, why in each.refused.items()}):
         typer.echo(reason, err=True)
     for path in sorted({str(each.path) for each in tuned if each.path is not None}):
@@ -122,10 +122,10 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[str], Callable[[str
     """A bar; what is yielded begins a case, and returns what is told of its progress."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from distgemm.cli import _console
+    from distgemm.command_line import new_console
 
     columns: Any = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=_console(stderr=True), disable=not shown) as progress:
+    with Progress(*columns, console=new_console(stderr=True), disable=not shown) as progress:
         task = progress.add_task("", total=total)
         begun = -1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distgemm.command_line import parse_mesh, parse_options
 from distgemm.derive import make_plan
 from distgemm.models import MODELS, get_model
 from distgemm.ops import Box
@@ -104,15 +105,14 @@ class Job(NamedTuple):
 
 def parse_schedule(text: str) -> Candidate:
     """ "name chunks=2 provider=cublas" as a candidate. Raises ValueError for what has no name or is no option."""
-    from distgemm.cli import _mesh, _options
     from distgemm.schedulers import schedule_options
 
     name, *words = text.split() or [""]
     if not name or "=" in name:
         raise ValueError(f"--schedule takes a name and options, as in 'gemm+rs chunks=2 provider=cublas', got {text!r}")
-    options = _options(words)
+    options = parse_options(words)
     if "mesh" in options:
-        options["mesh"] = _mesh(str(options["mesh"]))
+        options["mesh"] = parse_mesh(str(options["mesh"]))
     schedule_options(name)  # refuses a name that is not known
     return Candidate(name, options)
 

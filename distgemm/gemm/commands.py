@@ -219,7 +219,7 @@ def _arch() -> str:
 def _list() -> None:
     from rich.text import Text
 
-    from distgemm.cli import _console
+    from distgemm.command_line import new_console
     from distgemm.gemm.compiler import cache_dir, cached
 
     table = _table("kernel", "terms", "arch", "compiler", "CUTLASS", "s ", "KiB ")
@@ -233,7 +233,7 @@ def _list() -> None:
         facts = (manifest["arch"], manifest["compiler"], manifest["cutlass"], str(manifest["seconds"]), size)
         table.add_row(Text(manifest["kernel"]), _terms(manifest["macros"]), *facts)
     if sizes:
-        _console().print(table)
+        new_console().print(table)
     typer.echo(f"total {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB in {cache_dir() / 'kernels'}")
 
 
@@ -322,7 +322,7 @@ def _shapes(
 def _measure(products: list[Product], streams: int, record: bool) -> list[Measured]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from distgemm.cli import _console
+    from distgemm.command_line import new_console
     from distgemm.gemm.compiler import build
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
     from distgemm.gemm.tune import candidates, tune
@@ -332,7 +332,7 @@ def _measure(products: list[Product], streams: int, record: bool) -> list[Measur
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _compiler_errors():
         build(sources)
-        with Progress(*columns, console=_console(stderr=True)) as progress:
+        with Progress(*columns, console=new_console(stderr=True)) as progress:
             task = progress.add_task("measuring", total=len(products))
             found = []
             for product in products:
@@ -343,7 +343,7 @@ def _measure(products: list[Product], streams: int, record: bool) -> list[Measur
 
 
 def _report(products: list[Product], found: list[Measured], names: dict[tuple[int, int, int], str]) -> None:
-    from distgemm.cli import _console
+    from distgemm.command_line import new_console
 
     table = _table("of", "m x n x k", "types", "configuration", "ms ", "TFLOP/s ", "cuBLAS ", "ratio ")
     for product, best in zip(products, found, strict=True):
@@ -354,4 +354,4 @@ def _report(products: list[Product], found: list[Measured], names: dict[tuple[in
             beside = [f"{flop / best.cublas_ms / 1e9:.0f}", f"{best.cublas_ms / best.ms:.3f}"]
         figures = [f"{best.ms:.4f}", f"{flop / best.ms / 1e9:.0f}", *beside]
         table.add_row(names[p.m, p.n, p.k], product.shape, str(product), str(best.config), *figures)
-    _console().print(table)
+    new_console().print(table)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from distgemm import bench_command, cli
+from distgemm import cli, command_line
 from distgemm.benchmarking.cases import jobs
 from distgemm.benchmarking.report import (
     OURS,
@@ -242,7 +242,7 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None)
     done = invoke("--from", str(EXAMPLE), "--plot", "x.svg")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "pictures need matplotlib: pip install 'distgemm[pictures]'" in done.stderr

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import distgemm
 from distgemm import Plan, cli
+from distgemm.command_line import parse_options
 from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.machine import Machine
 from distgemm.ops import Copy, Gemm
@@ -861,7 +862,7 @@ def test_unknown_flags_and_commands() -> None:
 
 
 def test_options_are_read() -> None:
-    assert cli._options(["a=1", "b=-2", "c=true", "d=False", "e=x=y", "f="]) == {
+    assert parse_options(["a=1", "b=-2", "c=true", "d=False", "e=x=y", "f="]) == {
         "a": 1,
         "b": -2,
         "c": True,
@@ -869,7 +870,7 @@ def test_options_are_read() -> None:
         "e": "x=y",
         "f": "",
     }
-    assert cli._options(None) == {}
+    assert parse_options(None) == {}
 
 
 def test_version() -> None:
