@@ -29,6 +29,7 @@ __all__ = [
     "attempt",
     "auto_method",
     "eager",
+    "executable_method",
     "measure",
     "sample",
     "schedule_method",
@@ -136,18 +137,19 @@ def schedule_method(operation: Operation, schedule: str, **options: Any) -> Meth
     """A schedule of ours."""
     exe = compile_plan(operation.problem, schedule, group=operation.group, **options)
     name = " ".join([schedule, *(f"{key}={value}" for key, value in options.items())])
-    return _executable_method(operation, name, exe)
+    return executable_method(operation, name, exe)
 
 
 def auto_method(operation: Operation) -> Method:
     """What ``schedule="auto"`` takes for this operation; the method's detail says what that is, and why."""
     exe: Any = compile_plan(operation.problem, "auto", op=operation.op, group=operation.group)
-    method = _executable_method(operation, "distgemm auto", exe)
+    method = executable_method(operation, "distgemm auto", exe)
     method.detail = f"{exe.choice}; {exe.choice.how}"
     return method
 
 
-def _executable_method(operation: Operation, name: str, exe: Any) -> Method:
+def executable_method(operation: Operation, name: str, exe: Any) -> Method:
+    """Calls of an executable on the operation's shards, into a D of its own."""
     out = torch.empty(
         exe.plan.shard_shape("D", exe.rank),
         dtype=TORCH_DTYPES[str(exe.plan.problem.out_dtype)],

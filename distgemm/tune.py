@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -518,11 +518,12 @@ def _tune(
     if not made:
         raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
     say(f"measuring {len(made)} candidates")
-    methods = [bench.Method(str(choice), _call(exe, operation)) for choice, exe in made.items()]
+    methods = [bench.executable_method(operation, str(choice), exe) for choice, exe in made.items()]
     try:
         samples = bench.sample(operation, methods)
     finally:
-        _release(made.values())
+        for method in methods:
+            method.release()
     for name, one in samples.items():
         if one.wrong:
             raise bench.WrongResultError(f"{name}: {one.error}")
@@ -587,24 +588,6 @@ def _workspace_bytes(problem: GemmProblem, choice: Choice, group: dist.ProcessGr
     return max(map(plan.workspace_bytes, range(group.size())))
 
 
-def _call(exe: Any, operation: Operation) -> Callable[[], torch.Tensor]:
-    shape = exe.plan.shard_shape("D", exe.rank)
-    out = torch.empty(shape, dtype=TORCH_DTYPES[str(operation.problem.out_dtype)], device=operation.device)
-
-    def run() -> torch.Tensor:
-        found: torch.Tensor = exe(operation.a, operation.b, out=out)
-        return found
-
-    return run
-
-
-def _release(executables: Iterable[Any]) -> None:
-    """A workspace keeps the executables that are in a caller's graph; those of measurements are gone."""
-    for exe in executables:
-        if not isinstance(exe, UnfusedExecutable):
-            exe.workspace.release(exe)
-
-
 def _tune_gemms(
     problem: GemmProblem,
     tried: list[Choice],
@@ -616,7 +599,7 @@ def _tune_gemms(
     where every rank finds them."""
     from distgemm import gemm
     from distgemm.gemm import choose as gemm_choices
-    from distgemm.gemm.compiler import build
+    from distgemm.gemm.compiler import build_together
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
     from distgemm.gemm.tune import candidates as configurations
     from distgemm.gemm.tune import tune as tune_gemm
@@ -638,9 +621,7 @@ def _tune_gemms(
             (spec, config) for spec, streams in wanted.values() for config in configurations(provider, spec, streams)
         ]
         sources = list(dict.fromkeys(kernel_source(spec, config, provider.arch) for spec, config in every))
-        # Ranks begin at different kernels, and what one compiles the others wait for.
-        turn = rank * len(sources) // size
-        build(sources[turn:] + sources[:turn], jobs=max(1, (os.cpu_count() or 1) // size), progress=rank == 0)
+        build_together(sources, rank, size)
         found: Choices = {}
         for key, (spec, streams) in list(wanted.items())[rank::size]:
             say(f"measuring GEMMs {key}")

@@ -33,6 +33,7 @@ __all__ = [
     "CompilerNotFoundError",
     "KernelSource",
     "build",
+    "build_together",
     "cache_dir",
     "cached",
     "find_nvcc",
@@ -190,6 +191,14 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
     if lacking:
         _build(lacking, jobs, progress)
     return [_cached(source)[0] for source in sources]
+
+
+def build_together(sources: Sequence[KernelSource], rank: int, ranks: int) -> None:
+    """:func:`build` by all ranks of a machine at once: they begin at different kernels, and what one compiles the
+    others wait for. Rank 0 draws the bar."""
+    turn = rank * len(sources) // ranks
+    order = [*sources[turn:], *sources[:turn]]
+    build(order, jobs=max(1, (os.cpu_count() or 1) // ranks), progress=rank == 0)
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.compiler import KernelSource, build
+from distgemm.gemm.compiler import KernelSource, build_together
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
@@ -81,7 +81,8 @@ class CudaExecutable:
                     f"branches={branches} does not: beside other kernels, one that waits may keep an SM from what it "
                     "waits for. waits='memory' does"
                 )
-            self._compile()
+            # What calls without C and bias need; the rest when it comes.
+            build_together(self.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
         agree(plan, f"{provider} {config} {branches} {waits} {timeout} {on_timeout}", group, device, problem)
@@ -279,14 +280,6 @@ class CudaExecutable:
         if self.waits == "kernel":
             sources.append(word_source())
         return list(dict.fromkeys(sources))
-
-    def _compile(self) -> None:
-        """Compiles ahead what calls without C and bias need, the rest when it comes. Ranks begin at different kernels,
-        and what one compiles the others wait for."""
-        sources = self.sources()
-        turn = self.rank * len(sources) // self.plan.world_size
-        jobs = max(1, (os.cpu_count() or 1) // self.plan.world_size)
-        build(sources[turn:] + sources[:turn], jobs=jobs, progress=self.rank == 0)
 
     # --- binding: ops to launches ---------------------------------------------------------------------
 
