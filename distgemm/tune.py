@@ -25,7 +25,7 @@ from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import TORCH_DTYPES, resolve_group
+from distgemm.runtime.arguments import TORCH_DTYPES, WAITS, resolve_group
 from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
 from distgemm.simulate import predict_unfused, simulate
 
@@ -113,7 +113,7 @@ class Choice:
                 f"provider is one of {', '.join(list_providers())} and branches 1 or 2, got {self.provider!r} and "
                 f"{self.branches!r}"
             )
-        if self.waits not in ("memory", "kernel"):
+        if self.waits not in WAITS:
             raise ValueError(f"waits is memory or kernel, got {self.waits!r}")
         if self.config is not None:
             GemmConfig.parse(self.config)
@@ -205,7 +205,7 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
 @lru_cache(maxsize=256)
 def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
     """us of everything that could be tried."""
-    from distgemm.runtime.cuda.lowering import BRANCH, lower
+    from distgemm.runtime.cuda.lowering import lower, on_one_stream
 
     machine = Machine.load(MACHINE)
     times: dict[Choice, float] = {}
@@ -215,9 +215,9 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
         most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
         for branches in (1, 2) if most > 1 and providers else (1,):
             time = simulate(plan, machine, branches=branches).time
-            one_stream = all(action.stream <= BRANCH for action in lower(plan, 0, branches))
+            kernel_may_wait = world_size > 1 and on_one_stream(lower(plan, 0, branches))
             for provider in providers:
-                for waits in ("memory", "kernel") if one_stream and world_size > 1 else ("memory",):
+                for waits in WAITS if kernel_may_wait else WAITS[:1]:
                     choice = Choice("plan", schedule, tuple(options.items()), provider, branches, waits=waits)
                     times[choice] = time
     if unfused_status(problem, op):

@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 from distgemm.plan import Plan, PlanError
 
-__all__ = ["TORCH_DTYPES", "agree", "check_shards", "resolve_group", "shard_dtype", "share_memory"]
+__all__ = [
+    "TORCH_DTYPES",
+    "WAITS",
+    "agree",
+    "check_gathered",
+    "check_shards",
+    "resolve_group",
+    "shard_dtype",
+    "share_memory",
+]
 
 Tensor = torch.Tensor
 
@@ -21,6 +30,9 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+
+WAITS = ("memory", "kernel")
+"""By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -96,6 +108,17 @@ def check_shards(
             if name in found and share_memory(found[name], out):
                 raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
     return found
+
+
+def check_gathered(plan: Plan, rank: int, gathered: Tensor, a_shard: Tensor) -> None:
+    """Raises ValueError where ``gathered`` is not of the shape of all of A, and of the type and device of its shard."""
+    p = plan.problem
+    shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
+    if tuple(gathered.shape) != shape or gathered.dtype != a_shard.dtype or gathered.device != a_shard.device:
+        raise ValueError(
+            f"gathered on rank {rank} is {shape} of {a_shard.dtype} on {a_shard.device}, got {tuple(gathered.shape)} "
+            f"of {gathered.dtype} on {gathered.device}"
+        )
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from distgemm.derive import make_plan
 from distgemm.gemm.spec import Status
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import TORCH_DTYPES, check_shards, resolve_group, shard_dtype, share_memory
+from distgemm.runtime.arguments import (
+    TORCH_DTYPES,
+    check_gathered,
+    check_shards,
+    resolve_group,
+    shard_dtype,
+    share_memory,
+)
 
 if TYPE_CHECKING:
     from distgemm.tune import Choice
@@ -192,7 +199,7 @@ class UnfusedExecutable:
         return d
 
     def _check(self, given: dict[str, Tensor], bias: Tensor | None, gathered: Tensor | None) -> None:
-        p, d = self.plan.problem, given["D"]
+        d = given["D"]
         if bias is not None and (tuple(bias.shape) != d.shape[-1:] or bias.dtype != d.dtype):
             raise ValueError(
                 f"bias on rank {self.rank} is {tuple(d.shape[-1:])} of {d.dtype}, got {tuple(bias.shape)} of "
@@ -202,13 +209,7 @@ class UnfusedExecutable:
             return
         if self.op != "ag+gemm":
             raise ValueError(f"{self.op} does not bring all of A to rank {self.rank}: there is no gathered")
-        shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
-        a = given["A"]
-        if tuple(gathered.shape) != shape or gathered.dtype != a.dtype or gathered.device != a.device:
-            raise ValueError(
-                f"gathered on rank {self.rank} is {shape} of {a.dtype} on {a.device}, got {tuple(gathered.shape)} of "
-                f"{gathered.dtype} on {gathered.device}"
-            )
+        check_gathered(self.plan, self.rank, gathered, given["A"])
         if any(share_memory(gathered, x) for x in given.values()):
             raise ValueError("gathered shares memory with a shard or with out")
 

@@ -307,7 +307,7 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
     put: list[int] = []
     monkeypatch.setattr(exe, "_put", lambda launches, counted=False: put.append(exe.workspace._turn))
-    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+    a, b, out = torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(16, 8)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("no kernel")
@@ -315,12 +315,12 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     bind = executable.bind_gemm
     monkeypatch.setattr(executable, "bind_gemm", refuse)
     with pytest.raises(ValueError, match="no kernel"):
-        exe(a, b)
+        exe(a, b, out=out)
     with pytest.raises(ValueError, match="A's shard on rank 0 has shape"):
         exe(a[1:], b)
     monkeypatch.setattr(executable, "bind_gemm", bind)
     before = exe.workspace._turn
-    exe(a, b)
+    exe(a, b, out=out)  # eager: the call that raised was none
     assert put == [1 - before]
 
 

@@ -21,8 +21,16 @@ from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_shards, resolve_group, shard_dtype
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower
+from distgemm.runtime.arguments import (
+    TORCH_DTYPES,
+    WAITS,
+    agree,
+    check_gathered,
+    check_shards,
+    resolve_group,
+    shard_dtype,
+)
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower, on_one_stream
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
@@ -75,7 +83,7 @@ class CudaExecutable:
         problem: Exception | None = None
         try:
             self.actions = lower(plan, self.rank, branches)
-            if waits == "kernel" and max(action.stream for action in self.actions) > BRANCH:
+            if waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
                     f"branches={branches} does not: beside other kernels, one that waits may keep an SM from what it "
@@ -153,10 +161,10 @@ class CudaExecutable:
         """Eagerly the first time, then recorded, once for each half of the workspace, and replayed."""
         key = call.key()
         if key not in self._recorded:
-            self._recorded[key] = {}
+            self._issue(call)
+            self._recorded[key] = {}  # a call that raised is none
             while len(self._recorded) > GRAPHS:
                 self._recorded.popitem(last=False)
-            self._issue(call)
             return
         graphs = self._recorded[key]
         if call.half not in graphs:
@@ -202,7 +210,11 @@ class CudaExecutable:
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         copied = set(self._copied)
         if gathered is not None:
-            self._check_gathered(gathered, a_shard)
+            if not self._tiles_of_a:
+                raise ValueError(
+                    f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
+                )
+            check_gathered(self.plan, self.rank, gathered, a_shard)
             given["gathered"] = gathered
             copied |= {"A", "gathered"}
         for name in copied & set(given):
@@ -215,17 +227,6 @@ class CudaExecutable:
                     f"{given[name].stride()}; give it as .contiguous()"
                 )
         return given
-
-    def _check_gathered(self, gathered: Tensor, a_shard: Tensor) -> None:
-        p = self.plan.problem
-        shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
-        if not self._tiles_of_a:
-            raise ValueError(f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered")
-        if tuple(gathered.shape) != shape or gathered.dtype != a_shard.dtype or gathered.device != a_shard.device:
-            raise ValueError(
-                f"gathered on rank {self.rank} is {shape} of {a_shard.dtype} on {a_shard.device}, got "
-                f"{tuple(gathered.shape)} of {gathered.dtype} on {gathered.device}"
-            )
 
     def _record(self, call: _Call) -> torch.cuda.CUDAGraph:
         launches = self._bind(call)
@@ -569,7 +570,7 @@ def compile(
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
     if branches not in (1, 2):
         raise ValueError(f"branches is 1 or 2, got {branches!r}")
-    if waits not in ("memory", "kernel"):
+    if waits not in WAITS:
         raise ValueError(f"waits is memory or kernel, got {waits!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")

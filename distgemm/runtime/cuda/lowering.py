@@ -9,7 +9,7 @@ from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
 from distgemm.plan import Plan, PlanError
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "lower"]
+__all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream"]
 
 COMM = 0
 """The one stream on which copies to peers leave, and their arrivals are signalled. With two copies under way the
@@ -69,6 +69,11 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     actions.append(Action(COMM, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
     return actions
+
+
+def on_one_stream(actions: Sequence[Action]) -> bool:
+    """Whether all GEMMs and sums are on one stream, so that none runs beside another."""
+    return all(action.stream <= BRANCH for action in actions)
 
 
 def _is_entry(op: Op) -> bool:
