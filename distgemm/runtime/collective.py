@@ -310,8 +310,9 @@ Place = Callable[[_Call], Tensor]
 
 
 class _Memory:
-    """This rank's workspace, and where its views lie."""
+    """This rank's workspace, and where its views lie. What is made here is written outside of inference mode, too."""
 
+    @torch.inference_mode(False)
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.workspace = torch.empty(plan.workspace_bytes(rank), dtype=torch.uint8, device=device)
@@ -339,6 +340,7 @@ class _Memory:
         fixed = self.slots[view.slot][: view.elements].view(batches, rows, view.pitch)[where]
         return lambda call: fixed
 
+    @torch.inference_mode(False)
     def temporary(self, name: str, shape: Sequence[int], dtype: torch.dtype, most: int) -> Tensor:
         """A tensor in memory that all ops with this name share, of at most ``most`` elements."""
         if name not in self.scratch:
@@ -379,7 +381,8 @@ class _Message:
         tensor = self.place(call)
         if not tensor.is_contiguous():
             if self.staging is None:
-                self.staging = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
+                with torch.inference_mode(False):
+                    self.staging = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
             if self.sends:
                 self.staging.copy_(tensor)
             tensor = self.staging

@@ -67,6 +67,7 @@ _kept: list[torch.UntypedStorage] = []
 """Buffers that graphs of callers use; for as long as the process lives."""
 
 
+@torch.inference_mode(False)  # what is made here is written outside of it, too
 def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
     """Bytes that all unfused executables of a group share; they run one after the other. Where they are too few for a
     new one there are more, and earlier executables keep theirs."""

@@ -27,6 +27,7 @@ def _run(ranks: int) -> list[dict[str, list[str]]] | Exception:
     """One group of processes for all checks."""
     with tempfile.TemporaryDirectory() as folder:
         checks: list[Any] = [
+            (worker.after_inference, ()),
             (worker.equal_to_the_whole, ()),
             (worker.recorded_steps, ()),
             (worker.graphed_callables, ()),
@@ -44,6 +45,11 @@ def _run(ranks: int) -> list[dict[str, list[str]]] | Exception:
             return launch(worker.run_all, ranks, checks, backend="nccl", timeout=400)
         except RuntimeError as error:
             return error
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_was_made_in_inference_mode_serves_training(ranks: int) -> None:
+    assert failures(ranks, "after_inference") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

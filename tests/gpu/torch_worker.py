@@ -35,6 +35,7 @@ from distgemm.gemm.compiler import build
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
+from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.torch_ops import calls, ops
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -449,6 +450,18 @@ def styles() -> list[str]:
         if not error < 1e-4:
             wrong.append(f"gradient of {name}: {error:.1e}")
     return wrong
+
+
+def after_inference() -> list[str]:
+    """To be run first: the workspace is made in inference mode, and serves gradients and the watchdog."""
+    case = Case("gather", (128 * dist.get_world_size(),), 256, schedule=GATHER)
+    a, b = (torch.randn(128, 256, device=device()).bfloat16() for _ in range(2))
+    with quick():
+        with torch.inference_mode():
+            distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
+        wrong = run_case(case, 900)
+    time.sleep(1.0)  # the watchdog looks at its words meanwhile
+    return wrong + ["the watchdog has failed"] * any(watched.failed for watched in watchdog()._watched.values())
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------

@@ -354,6 +354,29 @@ def twice() -> list[str]:
     return found
 
 
+def after_inference() -> list[str]:
+    """Ops that were first called in inference mode, called again with gradients: buffers are the same."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    wrong = []
+    calls: dict[str, tuple[Callable[..., Tensor], tuple[int, int], tuple[int, int]]] = {
+        "gather": (distgemm.all_gather_matmul, (5, 7), (6, 7)),
+        "scatter": (distgemm.matmul_reduce_scatter, (5 * ranks, 7), (6, 7)),
+        "reduce": (distgemm.matmul_all_reduce, (5, 7), (6, 7)),
+    }
+    for name, (op, of_a, of_b) in calls.items():
+        torch.manual_seed(17 + dist.get_rank())
+        # Every other column, so that what is sent is gathered in a buffer first.
+        a, b = (torch.randn(rows, 2 * columns, dtype=torch.float64)[:, ::2] for rows, columns in (of_a, of_b))
+        with torch.inference_mode():
+            wanted = op(a, b, group=group)
+        leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        y = op(*leaves, group=group)
+        torch.autograd.grad(y.sum(), leaves)
+        if not torch.equal(y, wanted):
+            wrong.append(f"{name}: differs from what it was in inference mode")
+    return wrong
+
+
 def compiled() -> list[str]:
     """torch.compile without a graph break, forward and backward, and with tokens as a symbol."""
     ranks = dist.get_world_size()

@@ -20,6 +20,7 @@ CHECKS: dict[int, list[Any]] = {
         (worker.checked_by_torch, ()),
         (worker.misuse, ()),
         (worker.executables, ()),
+        (worker.after_inference, ()),
     ],
     3: [(worker.gathered, ()), (worker.gradients, ()), (worker.what_ran, ())],
     4: [(worker.gathered, ()), (worker.replicas, ())],
@@ -83,6 +84,10 @@ def test_what_runs_is_the_plan(what: str, ops: list[tuple[str, str]]) -> None:
 def test_executables_are_made_once_and_a_bounded_number_is_kept() -> None:
     for found in results(2):
         assert found["executables"] == {"made": [1, 1, 2, 2, 3, 3, 4], "kept": 2, "another group": 5}
+
+
+def test_what_was_made_in_inference_mode_serves_training() -> None:
+    assert [found["after_inference"] for found in results(2)] == [[], []]
 
 
 def test_groups_of_a_mesh() -> None:

@@ -66,6 +66,7 @@ class _Pending(NamedTuple):
 class _Watched:
     """What is known of a workspace."""
 
+    @torch.inference_mode(False)  # what is made here is written outside of it, too
     def __init__(self, workspace: Workspace, store: Any) -> None:
         self.workspace, self.store = workspace, store
         self.pending: deque[_Pending] = deque()
@@ -94,12 +95,15 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._watched: dict[Workspace, _Watched] = {}
+        # Given back by the next thread that makes one: memory cannot be freed while any thread captures.
+        self._unused: list[_Watched] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, workspace: Workspace) -> None:
         """Watch a workspace. A collective call: all ranks make it in the same order."""
         with self._lock:
+            self._unused.clear()
             if workspace in self._watched:
                 return
             self._watched[workspace] = _Watched(workspace, _store(workspace))
@@ -128,7 +132,7 @@ class Watchdog:
             with self._lock:
                 for workspace, watched in list(self._watched.items()):
                     if workspace.memory is None or (workspace.unused and not watched.pending):
-                        del self._watched[workspace]
+                        self._unused.append(self._watched.pop(workspace))
                 every = list(self._watched.values())
             for watched in every:
                 workspace = watched.workspace

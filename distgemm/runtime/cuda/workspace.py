@@ -139,6 +139,7 @@ class Workspace:
     several streams at once take groups of their own.
     """
 
+    @torch.inference_mode(False)  # what is made here is written outside of it, too
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = FLAGS) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -223,7 +224,9 @@ class Workspace:
         return self.memory[: 2 * self._half_words * WORD].view(torch.int32)
 
     def close(self) -> None:
-        """Give the memory back, once no executable on it is called any more."""
+        """Give the memory back, once no executable on it is called any more. Raises RuntimeError during a capture."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the stream is being captured: memory is given back before or after that")
         self.memory = None
         self._handle = None
         self._kept.clear()
@@ -257,7 +260,8 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
 
 def close_workspace(group: dist.ProcessGroup | None = None) -> None:
     """Give the memory of a group's workspace back, once none of its executables is called any more; None: of all
-    ranks' group."""
+    ranks' group. Raises RuntimeError during a capture."""
     whole = dist.group.WORLD if group is None else group
     for key in [key for key in _WORKSPACES if whole is not None and key[0] == whole.group_name]:
-        _WORKSPACES.pop(key).close()
+        _WORKSPACES[key].close()
+        del _WORKSPACES[key]
