@@ -11,13 +11,17 @@ What moves follows from where the tiles lie (partition) and who multiplies them 
 
 Between ranks, memory is protected by flags: a transfer waits for the credit that the slot may be written
 again, and is followed by the signal of its arrival.
+
+The mechanism says who transfers. "push": the rank that has the tile copies it into the slot of the one that needs it.
+"pull": the one that needs it copies it, from a slot, where the other has put it. "store": a GEMM writes the partial
+sum that another rank adds to into that rank's slot itself; all else is pushed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from math import prod
@@ -50,6 +54,7 @@ __all__ = ["make_plan"]
 
 WORKSPACES = ("full", "bounded")
 SYNCS = ("credit", "barrier")
+MECHANISMS = ("push", "pull", "store")
 
 BRANCHES = 2
 """GEMMs of one rank that may be in flight at once: so many local slots hold results that are being sent."""
@@ -84,6 +89,8 @@ class _Place:
     start: int = -1  # steps of the first write, and of the last access
     end: int = -1
     slot: int = -1
+    remote: bool = False  # whether another rank writes it, or reads it
+    staged: _Place | None = None  # of a shard: the slot in which others find it
     last: _Place | None = None  # whose place in the slot it takes
     wraps: bool = False  # ``last`` held the slot in the replay before
     view: View | None = None  # of all of it
@@ -97,11 +104,6 @@ class _Place:
         """What it takes up in a slot."""
         batches, rows, _ = box_extents(self.frame)
         return batches * rows * self.pitch
-
-    @property
-    def remote(self) -> bool:
-        """Whether another rank writes it."""
-        return self.first is not None and self.first.rank != self.rank
 
     def frontier(self, box: Box) -> list[_Event]:
         """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
@@ -141,9 +143,10 @@ class _Event:
     round: int = -1
     position: int = -1  # among all events, in the order in which they become ops
     op: int = -1
-    arrival: Flag | None = None  # of a transfer: its flags, and the Wait for its arrival
-    credit: Flag | None = None
-    wait: int = -1
+    told: dict[int, Flag] = field(default_factory=dict)  # by rank: what tells it that the event has ended
+    waits: dict[int, int] = field(default_factory=dict)  # by rank: its Wait for that
+    credits: list[tuple[Flag, int]] = field(default_factory=list)  # what lets it write, and from which rank
+    enters: bool = False  # waits for the replay's Barrier
 
     @property
     def crosses(self) -> bool:
@@ -153,12 +156,14 @@ class _Event:
     def read(self, place: _Place, box: Box) -> None:
         if place.shard and place.operand != "D":
             return  # nobody writes it
+        place.remote |= place.rank != self.rank
         for event in place.writers(box) if place.parts else (place.accesses[0][0],):
             if event not in self.after:
                 self.after.append(event)
         place.accesses.append((self, box, False))
 
     def write(self, place: _Place, box: Box) -> None:
+        place.remote |= place.rank != self.rank
         if place.first is None:
             place.first = self
         elif place.rank == self.rank:
@@ -178,7 +183,7 @@ class _Event:
         step = self.floor
         for before in self.after:
             # What travels is there one step later.
-            ready = before.step + 1 if before.kind is Copy else before.step
+            ready = before.step + 1 if before.kind is Copy or before.crosses else before.step
             if ready > step:
                 step = ready
         if self.follows is not None and self.follows.step >= step:
@@ -229,9 +234,10 @@ def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) 
 class _Derivation:
     """Steps 1 to 3: the events, when they happen, and where their tiles rest."""
 
-    def __init__(self, problem: GemmProblem, scheduler: DistributedTileScheduler) -> None:
+    def __init__(self, problem: GemmProblem, scheduler: DistributedTileScheduler, mechanism: str) -> None:
         self.problem = problem
         self.scheduler = scheduler
+        self.mechanism = mechanism
         self.ranks = range(scheduler.world_size)
         self.out_dtype, self.partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
         self.edges = self._edges()
@@ -254,7 +260,7 @@ class _Derivation:
         """Cut the circles in which events and places refer to each other, so that they are freed at once."""
         for place in chain(*self.places, *(places.values() for places in self.results)):
             place.accesses = []
-            place.first = place.last = None
+            place.first = place.last = place.staged = None
 
     def fail(self, message: str) -> ValueError:
         return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
@@ -424,7 +430,7 @@ class _Derivation:
             self.places[hop.dst].append(place)
         if place.writers(box):
             raise self.fail(f"the route of {operand}{tile}: {hop} brings what has arrived there already")
-        self._send(place, hop.src, source, box, GATHER if operand != "D" else RESULT, floor)
+        self._send(place, source, box, GATHER if operand != "D" else RESULT, floor)
 
     def _own(self, operand: str, rank: int, tile: Tile) -> _Place:
         """A tile of A or B in the rank's shard."""
@@ -433,12 +439,30 @@ class _Derivation:
             places[tile] = _Place(rank, operand, tile, self.frame(operand, tile), self.problem.dtype, 0, shard=True)
         return places[tile]
 
-    def _send(self, into: _Place, src: int, source: _Place, box: Box, phase: int, floor: int = 0) -> None:
-        event = _Event(Copy, src, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
+    def _send(self, into: _Place, source: _Place, box: Box, phase: int, floor: int = 0) -> None:
+        """A transfer, by the rank that the mechanism says."""
+        rank = source.rank
+        if self.mechanism == "pull":
+            rank, source = into.rank, self._staged(source, phase) if source.shard else source
+        event = _Event(Copy, rank, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
         event.read(source, box)
         event.write(into, box)
         event.settle()
         self.events.append(event)
+
+    def _staged(self, shard: _Place, phase: int) -> _Place:
+        """A tile of a shard in a slot: other ranks can read only what is in the workspace."""
+        if shard.staged is None:
+            place = replace(shard, shard=False, accesses=[], first=None, start=-1, end=-1, view=None)
+            event = _Event(Copy, shard.rank, shard.iteration, shard.operand, shard.tile, phase, 0, shard.frame)
+            event.sources, event.out = [shard], place
+            event.read(shard, shard.frame)
+            event.write(place, shard.frame)
+            event.settle()
+            self.events.append(event)
+            self.places[shard.rank].append(place)
+            shard.staged = place
+        return shard.staged
 
     def _parts(self) -> dict[Tile, dict[int, _Part]]:
         """Who adds into each tile of D, and where the partial sums go."""
@@ -520,12 +544,15 @@ class _Derivation:
                 event.read(b, b.frame)
                 parts = tiles[m, n, batch]
                 part = parts[rank]
-                self._accumulate(event, part, (m, n, batch))
-                if iteration == part.iterations[-1] and part.whole and part.to is not None:
-                    self._pass_on(part, parts[part.to], (m, n, batch), iteration)
+                passed_on = iteration == part.iterations[-1] and part.whole and part.to is not None
+                stored = passed_on and self.mechanism == "store"
+                into = self._arriving(part, parts, (m, n, batch), iteration) if stored else None
+                self._accumulate(event, part, (m, n, batch), into)
+                if passed_on and not stored:
+                    self._pass_on(part, parts, (m, n, batch), iteration)
 
-    def _accumulate(self, event: _Event, part: _Part, tile: Tile) -> None:
-        """Where a GEMM's result goes, and what its epilogue adds."""
+    def _accumulate(self, event: _Event, part: _Part, tile: Tile, into: _Place | None) -> None:
+        """Where a GEMM's result goes, and what its epilogue adds; ``into``: of another rank."""
         frame = part.frame
         first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
         done = last and part.whole
@@ -533,7 +560,9 @@ class _Derivation:
         sources = [] if first or part.home is None else [part.home]
         if done:
             sources += part.arrived
-        if finishes:
+        if into is not None:
+            out = into
+        elif finishes:
             out = self._result(part.rank, tile)
         elif first:
             # A partial sum that arrives for a single GEMM is added to in place.
@@ -564,15 +593,21 @@ class _Derivation:
             self.results[rank][tile] = place
         return place
 
-    def _pass_on(self, part: _Part, to: _Part, tile: Tile, iteration: int) -> None:
-        """Send a partial sum to the rank that adds to it next: in its last GEMM, or from ``iteration`` on."""
-        frame = part.frame
+    def _arriving(self, part: _Part, parts: dict[int, _Part], tile: Tile, iteration: int) -> _Place:
+        """Where a partial sum arrives at the rank that adds to it next: in its last GEMM, or from ``iteration`` on."""
+        assert part.to is not None
+        to = parts[part.to]
         used = to.iterations[-1] if to.iterations else iteration
-        place = _Place(to.rank, "D", tile, frame, self.partial_dtype, used)
+        place = _Place(to.rank, "D", tile, part.frame, self.partial_dtype, used)
         self.places[to.rank].append(place)
         to.arrived.append(place)
+        return place
+
+    def _pass_on(self, part: _Part, parts: dict[int, _Part], tile: Tile, iteration: int) -> None:
+        """Send a partial sum to the rank that adds to it next."""
+        place = self._arriving(part, parts, tile, iteration)
         assert part.home is not None
-        self._send(place, part.rank, part.home, frame, RESULT)
+        self._send(place, part.home, part.frame, RESULT)
 
     def _sum(self, tiles: dict[Tile, dict[int, _Part]]) -> None:
         """A Reduce wherever partial sums are not added in an epilogue; first those that wait for no other."""
@@ -587,7 +622,7 @@ class _Derivation:
                     waiting.remove(part)
                     self._reduce(part, tile, part.iterations[-1] if part.iterations else last)
                     if part.to is not None:
-                        self._pass_on(part, parts[part.to], tile, last)
+                        self._pass_on(part, parts, tile, last)
 
     def _reduce(self, part: _Part, tile: Tile, iteration: int) -> None:
         """Add what arrived, and the rank's own part last."""
@@ -678,37 +713,59 @@ class _Emitter:
         for event in self.events:
             if event.crosses:
                 assert event.out is not None
-                event.arrival = self._flag(event.out.rank, initial=0, credit=False)
+                event.told[event.out.rank] = self._flag(event.out.rank, initial=0, credit=False)
+        for event in self.events:
+            for before in event.after:
+                if before.rank != event.rank and event.rank not in before.told:
+                    # It is the last reader of what is overwritten, or has made what is read.
+                    reader = before.sources[0].rank == event.rank
+                    before.told[event.rank] = self._flag(event.rank, initial=0, credit=reader)
         # Rank by rank, so that the ops of one lie together in memory.
         for event in sorted(self.events, key=lambda event: event.rank):
             self._emit(event)
-            for transfer, readers in credits.get(event.position, ()):
-                into = transfer.out
-                assert into is not None and transfer.credit is not None
+            for into, readers, flag in credits.get(event.position, ()):
                 deps = tuple(reader.op for reader in readers)
                 at = event.round, into.iteration, into.operand, into.tile, into.slot
-                self._add(Signal, into.rank, *at, deps, transfer.credit)
+                self._add(Signal, event.rank, *at, deps, flag)
         return self.ops
 
-    def _credits(self) -> dict[int, list[tuple[_Event, list[_Event]]]]:
-        """What each write to a slot waits for: (transfer, readers) by the last reader's position.
+    def _credits(self) -> dict[int, list[tuple[_Place, list[_Event], Flag]]]:
+        """What each write to a slot waits for: (slot's place, readers, flag) by the last reader's position.
 
         Readers and a writer of the same rank are ordered at once, by a dependency.
         """
-        found: dict[int, list[tuple[_Event, list[_Event]]]] = defaultdict(list)
+        found: dict[int, list[tuple[_Place, list[_Event], Flag]]] = defaultdict(list)
         for event in self.events:
             into = event.out
             if into is None or into.last is None:  # not in a slot
                 continue
-            if event.crosses and not (into.wraps and self.barrier):
-                box = event.box if into.last is into and event.box is not None else into.last.frame
+            box = event.box if into.last is into and event.box is not None else into.last.frame
+            if event.crosses and into.wraps and self.barrier:
+                event.enters = True
+            elif event.crosses:
+                self._credit(found, event, into.last.frontier(box))
+            elif into.first is event or event.kind is Copy:  # Copies may bring a part each
                 readers = into.last.frontier(box)
-                last = max([reader.position for reader in readers])
-                found[last].append((event, readers))
-                event.credit = self._flag(event.rank, initial=int(into.wraps), credit=True)
-            elif not event.crosses and not into.wraps and into.first is event:
-                event.after += into.last.frontier(into.last.frame)
+                far = [reader for reader in readers if reader.rank != event.rank]
+                if not into.wraps:
+                    event.after += readers
+                elif self.barrier:
+                    event.enters = bool(far)
+                else:
+                    for reader in far:
+                        self._credit(found, event, [reader])
         return found
+
+    def _credit(
+        self, found: dict[int, list[tuple[_Place, list[_Event], Flag]]], event: _Event, readers: list[_Event]
+    ) -> None:
+        """Let a write wait for readers on one other rank."""
+        into = event.out
+        assert into is not None
+        last = max(readers, key=lambda reader: reader.position)
+        flag = self._flag(event.rank, initial=int(into.wraps), credit=True)
+        found[last.position].append((into, readers, flag))
+        event.credits.append((flag, last.rank))
 
     def _flag(self, rank: int, initial: int, credit: bool) -> Flag:
         self.flags[rank] += 1
@@ -741,12 +798,12 @@ class _Emitter:
             if before.rank == event.rank:
                 found.append(before.op)
                 continue
-            if before.wait < 0:
+            if event.rank not in before.waits:
                 into = before.out
-                assert into is not None and before.arrival is not None
+                assert into is not None
                 common = (round_, into.iteration, into.operand, into.tile, into.slot, ())
-                before.wait = self._add(Wait, event.rank, *common, before.arrival, before.rank)
-            found.append(before.wait)
+                before.waits[event.rank] = self._add(Wait, event.rank, *common, before.told[event.rank], before.rank)
+            found.append(before.waits[event.rank])
         return found
 
     def _emit(self, event: _Event) -> None:
@@ -756,22 +813,22 @@ class _Emitter:
         slot = into.slot
         deps = self._deps(event, round_)
         common = (round_, event.iteration, event.operand, event.tile, slot)
+        for flag, peer in event.credits:
+            deps.append(self._add(Wait, rank, *common, (), flag, peer))
+        if event.enters:
+            deps.append(0)
         if event.kind is Copy:
             assert event.box is not None
-            if event.credit is not None:
-                deps.append(self._add(Wait, rank, *common, (), event.credit, into.rank))
-            elif event.crosses and self.barrier:
-                deps.append(0)
             src, dst = self._view(event.sources[0], event.box), self._view(into, event.box)
             event.op = self._add(Copy, rank, *common, tuple(deps), src, dst)
-            if event.arrival is not None:
-                self._add(Signal, rank, *common, (event.op,), event.arrival)
-            return
-        views = [self._view(place, place.frame) for place in event.sources]
-        operands, sources = (views[:2], views[2:]) if event.kind is Gemm else ([], views)
-        c = self._shard(rank, "C", into.frame) if event.completes else None
-        out = self._view(into, into.frame)
-        event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, tuple(sources), c, out)
+        else:
+            views = [self._view(place, place.frame) for place in event.sources]
+            operands, sources = (views[:2], views[2:]) if event.kind is Gemm else ([], views)
+            c = self._shard(rank, "C", into.frame) if event.completes else None
+            out = self._view(into, into.frame)
+            event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, tuple(sources), c, out)
+        for flag in event.told.values():
+            self._add(Signal, rank, *common, (event.op,), flag)
 
 
 def make_plan(
@@ -782,6 +839,7 @@ def make_plan(
     mesh: tuple[int, ...] | None = None,
     workspace: str = "full",
     sync: str = "credit",
+    mechanism: str = "push",
     **options: Any,
 ) -> Plan:
     """Plan a product under a schedule: what every rank multiplies, sends, waits for and adds.
@@ -791,6 +849,9 @@ def make_plan(
                "bounded": slots are shared by tiles whose lifetimes do not meet, and credits hold senders back
     sync:      what keeps a replay off the slots of the one before: "credit": a flag for each transfer;
                "barrier": one barrier of all ranks at the start of each replay
+    mechanism: "push": whoever has a tile copies it into the slot of the rank that needs it; "pull": that rank copies
+               it, from a slot of the one that has it, where shards are put first; "store": as "push", but GEMMs write
+               partial sums for other ranks into their slots at once
 
     Plans are cached: a second call with equal arguments returns the same object. Raises ValueError for
     arguments that do not fit.
@@ -808,20 +869,28 @@ def make_plan(
         scheduler = schedule
     else:
         raise ValueError(f"schedule is a name or a DistributedTileScheduler, got {schedule!r}")
-    for name, value, known in (("workspace", workspace, WORKSPACES), ("sync", sync, SYNCS)):
+    for name, value, known in (
+        ("workspace", workspace, WORKSPACES),
+        ("sync", sync, SYNCS),
+        ("mechanism", mechanism, MECHANISMS),
+    ):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-    return _make_plan(problem, scheduler, workspace, sync)
+    return _make_plan(problem, scheduler, workspace, sync, mechanism)
 
 
 @lru_cache(maxsize=128)
-def _make_plan(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str) -> Plan:
+def _make_plan(
+    problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str, mechanism: str
+) -> Plan:
     with collector_paused():
-        return _derive(problem, scheduler, workspace, sync)
+        return _derive(problem, scheduler, workspace, sync, mechanism)
 
 
-def _derive(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str) -> Plan:
-    derivation = _Derivation(problem, scheduler)
+def _derive(
+    problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str, mechanism: str
+) -> Plan:
+    derivation = _Derivation(problem, scheduler, mechanism)
     derivation.run()
     slots = derivation.allocate(workspace)
     shards = {
@@ -835,6 +904,7 @@ def _derive(problem: GemmProblem, scheduler: DistributedTileScheduler, workspace
         mesh=scheduler.mesh,
         workspace=workspace,
         sync=sync,
+        mechanism=mechanism,
         iterations=scheduler.iterations,
         edges=derivation.edges,
         shards=(shards["A"], shards["B"], shards["D"]),

@@ -159,8 +159,10 @@ class _Memory:
         reads, write = accesses(op)
         assert write is not None
         rank, dtypes = op.rank, self.dtypes
-        if write.rank != rank and not (isinstance(op, Copy) and 0 <= write.rank < self.plan.world_size):
-            raise fail(op, f"touches {write}, the memory of another rank")
+        if write.rank != rank:
+            stores = isinstance(op, Copy) or (isinstance(op, Gemm) and write.buffer == "slot")
+            if not stores or not 0 <= write.rank < self.plan.world_size:
+                raise fail(op, f"touches {write}, the memory of another rank")
         if id(write) not in dtypes:
             self._check_place(op, write)
         if write.buffer != "slot":
@@ -170,7 +172,9 @@ class _Memory:
                 raise fail(op, f"writes {write}, which is not in the symmetric workspace")
         for view in reads:
             if view.rank != rank:
-                raise fail(op, f"touches {view}, the memory of another rank")
+                pulls = isinstance(op, Copy) and write.rank == rank and 0 <= view.rank < self.plan.world_size
+                if not pulls or view.buffer != "slot":
+                    raise fail(op, f"touches {view}, the memory of another rank")
             if id(view) not in dtypes:
                 self._check_place(op, view)
             # An op works on its elements in any order: only a sum may replace, element by element, what it adds to.

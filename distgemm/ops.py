@@ -28,6 +28,7 @@ __all__ = [
     "box_extents",
     "box_size",
     "contains",
+    "link_of",
     "maker",
     "overlaps",
 ]
@@ -172,7 +173,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Gemm(Op):
-    """out = alpha * a @ b.T + sum of sources (+ beta * c, by the op that completes a tile)"""
+    """out = alpha * a @ b.T + sum of sources (+ beta * c, by the op that completes a tile); a partial sum may go into
+    a slot of the rank that adds to it next"""
 
     tile: TileCoord
     a: View
@@ -184,7 +186,7 @@ class Gemm(Op):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Op):
-    """dst = src; pushed by the rank that holds src, or local"""
+    """dst = src; local, or pushed by the rank that holds src, or pulled by the one that holds dst"""
 
     src: View
     dst: View
@@ -237,6 +239,14 @@ def accesses(op: Op) -> tuple[list[View], View | None]:
     if isinstance(op, Copy):
         return [op.src], op.dst
     return [], None
+
+
+def link_of(op: Op) -> tuple[int, int] | None:
+    """From which rank to which an op moves something; None where all that it touches is its own."""
+    if isinstance(op, Copy):
+        return None if op.src.rank == op.dst.rank else (op.src.rank, op.dst.rank)
+    out = accesses(op)[1]
+    return None if out is None or out.rank == op.rank else (op.rank, out.rank)
 
 
 _Op = TypeVar("_Op", bound=Op)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from distgemm import ops as _ops
-from distgemm.ops import Box, Copy, Flag, Op, Slot, View, accesses, box_extents, box_size
+from distgemm.ops import Box, Flag, Op, Slot, View, accesses, box_extents, box_size, link_of
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import TileCoord
 
@@ -63,7 +63,7 @@ class Plan:
     problem:   the product
     schedule:  the schedule's name
     mesh:      arrangement of the ranks
-    workspace, sync: as given to :func:`distgemm.make_plan`
+    workspace, sync, mechanism: as given to :func:`distgemm.make_plan`
     iterations: local GEMMs of each rank
     edges:     for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1]
     shards:    the box of each rank, for "A", "B" and "D"
@@ -76,6 +76,7 @@ class Plan:
     mesh: tuple[int, ...]
     workspace: str
     sync: str
+    mechanism: str
     iterations: int
     edges: tuple[tuple[int, ...], ...]
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
@@ -87,7 +88,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.problem, self.schedule, self.mesh, self.workspace, self.sync, self.rank_ops))
+        return hash((self.problem, self.schedule, self.mesh, self.workspace, self.sync, self.mechanism, self.rank_ops))
 
     @property
     def world_size(self) -> int:
@@ -133,14 +134,15 @@ class Plan:
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """Payload bytes sent over each link (src, dst) in one replay; links that carry nothing are absent."""
         found: Counter[tuple[int, int]] = Counter()
-        for op in self._copies:
-            found[op.src.rank, op.dst.rank] += box_size(op.dst.box) * DTYPE_BYTES[self.dtype(op.dst)]
+        for link, view in self._transfers:
+            found[link] += box_size(view.box) * DTYPE_BYTES[self.dtype(view)]
         return {link: size for link, size in sorted(found.items()) if size}
 
     @cached_property
-    def _copies(self) -> tuple[Copy, ...]:
-        """The copies between ranks."""
-        return tuple(op for ops in self.rank_ops for op in ops if isinstance(op, Copy) and op.src.rank != op.dst.rank)
+    def _transfers(self) -> tuple[tuple[tuple[int, int], View], ...]:
+        """(src, dst) and what is written, for all that goes from rank to rank."""
+        every = ((link_of(op), accesses(op)[1]) for ops in self.rank_ops for op in ops)
+        return tuple((link, view) for link, view in every if link is not None and view is not None)
 
     def dtype(self, view: View) -> str:
         """The element type of the memory in which a view lies."""

@@ -23,7 +23,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from distgemm.form import FlagKey, Form, check_form, fail
-from distgemm.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_size, overlaps
+from distgemm.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_size, link_of, overlaps
 from distgemm.plan import Plan, PlanError, collector_paused
 
 __all__ = ["verify"]
@@ -243,7 +243,7 @@ class _Execution:
         # For each slot, by rank and number, what writes it, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
-        # The Wait for the arrival of each Copy, by its rank and id; and flags that need no further look.
+        # The Wait for the arrival of what was sent, by the op's rank and id; and flags that need no further look.
         self.arrivals: dict[tuple[int, int], Wait] = {}
         self.handed_over: set[FlagKey] = set()
         self.complete = 1 | sum(2 << k for k, (start, stop) in enumerate(pairwise(plan.edges[2])) if start < stop)
@@ -252,9 +252,9 @@ class _Execution:
         for key, signal in self.signals.items():
             wait = self.waits[key]
             for dep in () if wait.flag.initial else signal.deps:
-                copy = self.order.ops[signal.rank][dep]
-                if isinstance(copy, Copy) and copy.dst.rank == wait.rank:
-                    self.arrivals[copy.rank, copy.id] = wait
+                sent = self.order.ops[signal.rank][dep]
+                if link_of(sent) == (signal.rank, wait.rank):
+                    self.arrivals[sent.rank, sent.id] = wait
         for op in self.order.sequence:
             if isinstance(op, Gemm):
                 self._gemm(op)

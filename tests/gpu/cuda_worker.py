@@ -45,6 +45,7 @@ class Case:
     chunks: int = 1
     workspace: str = "full"
     sync: str = "barrier"
+    mechanism: str = "push"
     alpha: float = 1.0
     beta: float = 0.0
     branches: int = 2
@@ -58,7 +59,13 @@ class Case:
         )
         options = {} if self.chunks == 1 else {"chunks": self.chunks}
         return distgemm.make_plan(
-            problem, self.schedule, mesh=self.mesh, workspace=self.workspace, sync=self.sync, **options
+            problem,
+            self.schedule,
+            mesh=self.mesh,
+            workspace=self.workspace,
+            sync=self.sync,
+            mechanism=self.mechanism,
+            **options,
         )
 
 
@@ -417,10 +424,13 @@ def cases(ranks: int) -> list[Case]:
         {"partial_dtype": "float32", "chunks": 2},
         {"sync": "credit", "chunks": 2, "workspace": "bounded"},
         {"branches": 1, "waits": "kernel"},
+        {"mechanism": "pull", "chunks": 2},
+        {"mechanism": "store", "beta": 1.0},
+        {"mechanism": "pull", "workspace": "bounded", "sync": "credit", "m": 389, "n": 328, "k": 456},
         {"l": 2, "m": 256, "n": 128, "k": 128},
     ]
     for number, schedule in enumerate(distgemm.list_schedules()):
-        for turn in (0, 1, 2 + number % 3, 5 + number % 3, 8 + number % 4):
+        for turn in (0, 1, 2 + number % 3, 5 + number % 3, 8 + number % 7, 11 + number % 4):
             options = dict(axes[turn])
             if "chunks" in options and "chunks" not in schedule_options(schedule):
                 options.pop("chunks")

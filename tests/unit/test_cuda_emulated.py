@@ -238,9 +238,10 @@ def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
     shapes: list[dict[str, Any]] = [{"m": 22, "n": 21, "k": 19}, {"m": 13, "n": 16, "k": 12, "l": 2}]
     found = []
     for shape in shapes:
-        for how in ({"sync": "barrier"}, {"sync": "credit", "workspace": "bounded"}, {"workspace": "bounded"}):
-            problem = distgemm.GemmProblem(**shape, dtype="float32")
-            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, **how, **chunked))
+        problem = distgemm.GemmProblem(**shape, dtype="float32")
+        for how in ({"sync": "barrier"}, {"workspace": "bounded"}, {"sync": "barrier", "workspace": "bounded"}):
+            for mechanism in ("push", "pull", "store"):
+                found.append(distgemm.make_plan(problem, schedule, mesh=mesh, mechanism=mechanism, **how, **chunked))
         if "last" in schedule_options(schedule):
             found.append(distgemm.make_plan(problem, schedule, mesh=mesh, sync="barrier", last="sum", **chunked))
     return found

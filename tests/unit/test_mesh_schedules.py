@@ -125,6 +125,7 @@ def test_equals_numpy_on_every_route(name: str, mesh: tuple[int, ...], wanted, g
             chunks=rng.choice([1, 2, 3]),
             workspace=rng.choice(["full", "bounded"]),
             sync=rng.choice(["credit", "barrier"]),
+            mechanism=rng.choice(["push", "pull", "store"]),
             **reduction,
         )
         plan.verify()

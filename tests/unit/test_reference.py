@@ -61,6 +61,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
                 chunks=rng.choice([1, 1, 2, 3]),
                 workspace=rng.choice(["full", "bounded"]),
                 sync=rng.choice(["credit", "barrier"]),
+                mechanism=rng.choice(["push", "pull", "store"]),
                 **options,
             )
             data = Data.draw(plan, draw)

@@ -32,12 +32,15 @@ CONTRADICTIONS = (
 )
 
 
-def small(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str) -> Plan:
+def small(
+    name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str, mechanism: str = "push"
+) -> Plan:
     """A plan with tiles of one element, or of two where a route halves them, and on the ring."""
     schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
     m, n, k, _ = schedule.grid
     rows = 2 if "split" in name or "ring" in name else 1
-    return distgemm.make_plan(GemmProblem(m=m * rows, n=n, k=k), schedule, workspace=workspace, sync=sync)
+    problem = GemmProblem(m=m * rows, n=n, k=k)
+    return distgemm.make_plan(problem, schedule, workspace=workspace, sync=sync, mechanism=mechanism)
 
 
 def verdict(plan: Plan) -> str | None:
@@ -53,6 +56,17 @@ def test_small_plans_are_right_in_every_interleaving(
     name: str, ranks: int, chunks: int, workspace: str, sync: str
 ) -> None:
     plan = small(name, (ranks,), chunks, workspace, sync)
+    assert fault(plan, exhaustive=ranks * chunks <= 2) is None
+    assert effect(plan).fault is None
+    plan.verify()
+
+
+@pytest.mark.parametrize("mechanism", ["pull", "store"])
+@pytest.mark.parametrize(("name", "ranks", "chunks", "workspace", "sync"), CASES[::3])
+def test_small_plans_of_other_mechanisms_are_right_in_every_interleaving(
+    name: str, ranks: int, chunks: int, workspace: str, sync: str, mechanism: str
+) -> None:
+    plan = small(name, (ranks,), chunks, workspace, sync, mechanism)
     assert fault(plan, exhaustive=ranks * chunks <= 2) is None
     assert effect(plan).fault is None
     plan.verify()

@@ -32,13 +32,22 @@ NAMED = re.compile(
 """What is wrong is an op, which is named, or that there is none."""
 
 
-@pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED[:3])  # the fourth in benchmarks/mutation_score.py
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
+PUSHED = [(name, mesh, *how, "push") for name, mesh in MESHES for how in SYNCHRONISED[:3]]
+"""The fourth in benchmarks/mutation_score.py."""
+OTHERS = [
+    (name, mesh, *SYNCHRONISED[(number + turn) % 4], mechanism)
+    for number, (name, mesh) in enumerate(MESHES)
+    for turn, mechanism in enumerate(("pull", "store"))
+    if mechanism == "pull" or "gather" not in name
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "workspace", "sync", "mechanism"), PUSHED + OTHERS)
 def test_a_mutation_is_caught_exactly_if_it_changes_order_or_data_flow(
-    name: str, mesh: tuple[int, ...], workspace: str, sync: str
+    name: str, mesh: tuple[int, ...], workspace: str, sync: str, mechanism: str
 ) -> None:
     """Equivalence is brute force: the closure over all accesses, and the execution of one order."""
-    plan = small(name, mesh, 1, workspace, sync)
+    plan = small(name, mesh, 1, workspace, sync, mechanism)
     before = effect(plan)
     assert before.fault is None
     kinds = set()
@@ -64,7 +73,9 @@ def test_every_plan_verifies_also_with_ragged_shapes(name: str, workspace: str, 
         if "xor" in name and ranks & (ranks - 1):
             continue
         problem = GemmProblem(**shape, partial_dtype="float32")
-        distgemm.make_plan(problem, name, ranks, chunks=chunks, workspace=workspace, sync=sync).verify()
+        for mechanism in ("push", "pull", "store"):
+            how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+            distgemm.make_plan(problem, name, ranks, chunks=chunks, **how).verify()
 
 
 # --- single faults that no mutation of a generated plan shows ---------------------------------------------

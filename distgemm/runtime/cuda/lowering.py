@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan import Plan, PlanError
 from distgemm.runtime.cuda.workspace import Step
 
 __all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream"]
 
 COMM = 0
-"""The one stream on which copies to peers leave, and their arrivals are signalled. With two copies under way the
+"""The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
 bandwidth of both together would be half of one's. Signals and the words of a replay's begin and end stay here too: on
 a stream of their own they made captured graphs of several replays hold copies back behind waits.
 """
@@ -45,7 +45,8 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     one: whatever streams the hardware serialises, the ranks come to an end.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
-    waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish.
+    waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish. What peers have taken from
+    a rank's slots they have before it leaves the replay: their ENTERED, for which it waits, is behind their copies.
 
     Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, and ops that
     depend on what vanishes.
@@ -60,6 +61,8 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     waits = []
     for run in _runs(ops, streams):
         needed = {of[dep] for op in run for dep in op.deps}
+        if isinstance(run[0], Signal):
+            needed.add(0)  # the peer has left its last replay: it will not clear the flag any more
         for op in run:
             of[op.id] = len(actions)
         if isinstance(run[0], Wait):
@@ -107,8 +110,8 @@ def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
     computed = 0
     sums = BRANCH + branches if _sums_in_between(ops) else None
     for op in ops:
-        if isinstance(op, Copy) and op.dst.rank != op.rank:
-            found[op.id] = COMM
+        if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
+            found[op.id] = COMM  # to or from a peer, or for peers to take
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums
         elif isinstance(op, (Gemm, Reduce, Copy)):
