@@ -18,7 +18,7 @@ from cuda.bindings import driver, runtime
 from torch.autograd import DeviceType
 
 import distgemm
-from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait
+from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
 from distgemm.runtime.cuda import compile as compile_plan
@@ -324,7 +324,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         copies = [op for op in ops if isinstance(op, Copy)]
         memops = [action for action in exe.actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
         wanted = {"KERNEL": len(computed), "MEMCPY": len(copies), "BATCH_MEM_OP": len(memops) + 1}
-        counted = {kind: kinds.count(kind) for kind in set(kinds) - {"EMPTY"}}
+        counted = {kind: kinds.count(kind) for kind in {*kinds, *wanted} - {"EMPTY"}}
         if counted != wanted:
             failures.append(f"rank {exe.rank} {case.schedule}: nodes {counted}, wanted {wanted}")
         if edges != _edges_of(exe.actions):
@@ -349,8 +349,12 @@ def _edges_of(actions: list[Action]) -> int:
     return edges + len(last)
 
 
-def engines(case: Case) -> list[str]:
-    """One profiler trace: every copy to a peer is a memcpy, on no SM, and some run under GEMMs."""
+def engines(cases: list[Case]) -> list[str]:
+    """One profiler trace each: every copy from GPU to GPU is a memcpy, on no SM, and some run under GEMMs."""
+    return [failure for case in cases for failure in _engines(case)]
+
+
+def _engines(case: Case) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
     exe, data = compiled(case)
@@ -369,7 +373,7 @@ def engines(case: Case) -> list[str]:
     kernels = [e for e in events if not e.name().startswith("Memcpy")]
     ops = exe.plan.ops(exe.rank)
     failures = []
-    wanted = replays * sum(isinstance(op, Copy) and op.dst.rank != exe.rank for op in ops)
+    wanted = replays * sum(isinstance(op, Copy) and link_of(op) is not None for op in ops)
     if len(copies) != wanted:
         failures.append(f"rank {exe.rank}: {len(copies)} copies to peers, wanted {wanted}")
     if len(kernels) != replays * sum(isinstance(op, (Gemm, Reduce)) for op in ops):

@@ -36,6 +36,9 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(RING, (ranks,), chunks=2, m=1024),
         Case(GATHER, (ranks,), branches=1, waits="kernel"),
         Case(CHAIN, (ranks,), chunks=2, branches=1, waits="kernel"),
+        Case(GATHER, (ranks,), chunks=2, mechanism="pull"),
+        Case(PAIRWISE, (ranks,), mechanism="pull"),
+        Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -43,6 +46,21 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, branches=1, waits="kernel"),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, mechanism="pull"),
+        Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="pull"),
+        Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store"),
+        Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store", provider="cublas", config=None),
+    ]
+    nodes = [
+        Case(GATHER, (ranks,)),
+        Case(CHAIN, (ranks,), chunks=2),
+        Case(PAIRWISE, (ranks,)),
+        Case(GATHER, (ranks,), mechanism="pull"),
+        Case(PAIRWISE, (ranks,), mechanism="store"),
+    ]
+    traced = [
+        Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),
+        Case(GATHER, (ranks,), m=4096, n=4096, k=4096, chunks=2, mechanism="pull"),
     ]
     checks: list[Any] = [
         (worker.exact, (worker.cases(ranks),)),
@@ -50,8 +68,8 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.poisoned, (large,)),
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
-        (worker.graph_nodes, ([Case(GATHER, (ranks,)), Case(CHAIN, (ranks,), chunks=2), Case(PAIRWISE, (ranks,))],)),
-        (worker.engines, (Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),)),
+        (worker.graph_nodes, (nodes,)),
+        (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),
     ]
     try:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +20,11 @@ from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.ops import Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.cuda import executable, memops, words
-from distgemm.runtime.cuda.executable import CudaExecutable, _Call, copied_buffers, tiles_of_a
+from distgemm.runtime.cuda import executable, memops, watchdog, words
+from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower
 from distgemm.runtime.cuda.memops import MemOp
-from distgemm.runtime.cuda.watchdog import _explain
+from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
     ENTRY,
@@ -304,7 +303,8 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     exe = _emulated("all_gather_1d_ring_a")
     exe._recorded = OrderedDict()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(executable, "watchdog", lambda: SimpleNamespace(call=lambda *_: nullcontext()))
+    exe._watched = SimpleNamespace(issued=lambda *_: None)
+    exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
     monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
     put: list[int] = []
     monkeypatch.setattr(exe, "_put", lambda launches, counted=False: put.append(exe.workspace._turn))
@@ -446,12 +446,11 @@ def test_all_reduce_copies_from_and_to_d() -> None:
 
 
 def test_calls_that_differ_in_more_than_addresses_have_other_graphs() -> None:
-    shards = {name: torch.zeros(4, 4) for name in "ABD"}
-    scale = torch.zeros(4)
-    calls = [_Call(shards, 1.0, 0.0, None, part, None) for part in (scale, scale[:1], scale.view(torch.int32), None)]
-    calls += [_Call(shards, 2.0, 0.0, None, scale, None), _Call(shards, 1.0, 0.0, scale, None, None)]
-    assert len({call.key() for call in calls}) == len(calls)
-    assert _Call(shards, 1.0, 0.0, None, scale, None).key() == calls[0].key()
+    a, scale = torch.zeros(4, 4), torch.zeros(4)
+    calls = [((a, None, part), 1.0) for part in (scale, scale[:1], scale[::2], scale.view(torch.int32), None)]
+    calls += [((a, None, scale), 2.0), ((a, scale, None), 1.0), ((a.t(), None, scale), 1.0), (("a", None, None), 1.0)]
+    assert len({_key(tensors, alpha, 0.0) for tensors, alpha in calls}) == len(calls)
+    assert _key((a, None, scale[:]), 1, 0) == _key(*calls[0], 0.0)
 
 
 def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
@@ -467,7 +466,6 @@ def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stage", "words", "said"),
     [
-        (0, {}, "it waits for no word"),
         (ENTRY, {"left": [0, 0, 1, 0]}, r"at its start it waits for ranks \[1, 3\] to leave"),
         (BODY, {"flags": [1, 0, 0]}, r"it waits for rank 3 at rank 0 iteration 2: Wait .* \(and 1 later ones\)"),
         (BODY, {"flags": [1, 1, 1]}, "a kernel or a copy has not ended"),
@@ -486,6 +484,45 @@ def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: s
     assert re.search(said, _explain(exe, read, 2.0)), _explain(exe, read, 2.0)
     assert "all_reduce_1d_tiling_a_rotating_c on rank 0 of 4 has not ended within 2 s" in _explain(exe, read, 2.0)
     assert "cannot be read" in _explain(exe, None, 2.0)
+
+
+def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    workspace = Machine(2, 256).workspaces[0]
+    exe = SimpleNamespace(timeout=2.0, plan=SimpleNamespace(schedule="a schedule"))
+    workspace.executables.append(lambda: exe)
+    values = torch.zeros(2 * (first_flag(2) + 4), dtype=torch.int32)
+    watched: Any = SimpleNamespace(
+        workspace=workspace, store=None, pending=deque(), free=deque(), ended=0, warned=False, last=(None, 0.0)
+    )
+    watched.words = lambda: [0, *values.tolist()]
+    now, died = [0.0], []
+    monkeypatch.setattr(watchdog, "_told", lambda store: None)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog, "_explain", lambda *_: "stuck")
+    dog = Watchdog()
+    monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append(now[0]))
+
+    def look(until: float) -> None:
+        while now[0] < until:
+            now[0] += 0.5
+            dog._look(watched)
+
+    look(5)  # idle
+    done = [False]
+    for _ in range(2):
+        watched.pending.append(SimpleNamespace(executable=exe, end=SimpleNamespace(query=lambda: done[0])))
+    look(10)  # not begun: something before it takes its time
+    assert not died and [record.levelname for record in caplog.records] == ["WARNING"]
+    values[stage_word(2)] = STAGES + BODY
+    look(12)
+    values[first_flag(2)] = 1  # a flag comes
+    look(14.5)
+    assert not died
+    look(15)
+    assert died == [15]
+    done[0] = True
+    look(17)
+    assert watched.ended == len(watched.free) == 2 and not watched.pending and died == [15]
 
 
 @pytest.mark.parametrize("half", range(2))

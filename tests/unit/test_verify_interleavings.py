@@ -32,9 +32,7 @@ CONTRADICTIONS = (
 )
 
 
-def small(
-    name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str, mechanism: str = "push"
-) -> Plan:
+def small(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str, mechanism: str = "push") -> Plan:
     """A plan with tiles of one element, or of two where a route halves them, and on the ring."""
     schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
     m, n, k, _ = schedule.grid

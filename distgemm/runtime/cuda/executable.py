@@ -99,12 +99,13 @@ class CudaExecutable:
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
         )
         self.number = self.workspace.register(self)
-        watchdog().add(self.workspace)
+        self._watched = watchdog().add(self.workspace)
         waited = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
         flags_here = [op.flag.number for op in waited]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
+        self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
 
@@ -147,32 +148,33 @@ class CudaExecutable:
         once a replay on this workspace has not ended in time on any rank.
         """
         self.raise_if_dead()
-        given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
-        call = _Call(given, alpha, beta, bias, scale_a, scale_b)
-        call.half = self.workspace.next_half
-        if torch.cuda.is_current_stream_capturing():
-            self._issue(call, captured=True)
-            return call.out
-        with watchdog().call(self, call.out):
-            self._run(call)
-        return call.out
-
-    def _run(self, call: _Call) -> None:
-        """Eagerly the first time, then recorded, once for each half of the workspace, and replayed."""
-        key = call.key()
-        if key not in self._recorded:
-            self._issue(call)
-            self._recorded[key] = {}  # a call that raised is none
-            while len(self._recorded) > GRAPHS:
-                self._recorded.popitem(last=False)
-            return
-        graphs = self._recorded[key]
-        if call.half not in graphs:
-            graphs[call.half] = self._record(call)
-            self.graphs += 1
-        self._recorded.move_to_end(key)
-        self.workspace.turn()
-        graphs[call.half].replay()
+        if out is None:
+            out = torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
+        half, capturing = self.workspace.next_half, torch.cuda.is_current_stream_capturing()
+        key = _key((a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered), alpha, beta)
+        graphs = None if capturing else self._recorded.get(key)
+        graph = None if graphs is None else graphs.get(half)
+        if graph is None:
+            # What has a graph was checked before it was recorded.
+            given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
+            call = _Call(given, alpha, beta, bias, scale_a, scale_b)
+            call.half = half
+            if graphs is None:
+                self._issue(call, captured=capturing)
+                if capturing:
+                    return out
+                graphs = self._recorded[key] = {}  # a call that raised is none
+                while len(self._recorded) > GRAPHS:
+                    self._recorded.popitem(last=False)
+            else:
+                graph = graphs[half] = self._record(call)
+                self.graphs += 1
+        if graph is not None:
+            self._recorded.move_to_end(key)
+            self.workspace.turn()
+            graph.replay()
+        self._watched.issued(self, out)
+        return out
 
     def raise_if_dead(self) -> None:
         """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank; RuntimeError
@@ -442,6 +444,15 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 
 
+def _key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[Any, ...]:
+    """The same for calls that one graph serves."""
+    where = [
+        (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if x is None else id(x)
+        for x in tensors
+    ]
+    return (*where, float(alpha), float(beta))
+
+
 class _Rest(NamedTuple):
     """What a GEMM leaves to a sum behind it."""
 
@@ -467,12 +478,6 @@ class _Call:
         self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
         self.alpha, self.beta = float(alpha), float(beta)
         self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
-
-    def key(self) -> tuple[Any, ...]:
-        """The same for calls that one graph serves."""
-        tensors = (*self.shards.values(), self.bias, self.scale_a, self.scale_b)
-        where = tuple(None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors)
-        return (tuple(self.shards), where, self.alpha, self.beta)
 
     def bias_of(self, view: View) -> Tensor | None:
         """The part of the bias that belongs to a view of D."""
@@ -505,9 +510,10 @@ class Replay:
         return self._graphs[0]
 
     def __call__(self) -> Tensor:
-        self._executable.raise_if_dead()
-        with watchdog().call(self._executable, self.out):
-            self._graphs[self._executable.workspace.turn()].replay()
+        executable = self._executable
+        executable.raise_if_dead()
+        self._graphs[executable.workspace.turn()].replay()
+        executable._watched.issued(executable, self.out)
         return self.out
 
 
@@ -582,6 +588,8 @@ def compile(
         raise ValueError(f"device is a GPU, got {at}; on CPUs take distgemm.CollectiveExecutable")
     if at.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the stream is being captured: compile waits for the other ranks, and comes before that")
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RuntimeError(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose branches wait for other "

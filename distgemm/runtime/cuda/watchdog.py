@@ -1,7 +1,7 @@
 """A thread that notices replays which do not end, says what they wait for, and frees the GPU.
 
-It watches from the side: events around calls, and a copy of the workspace's words now and then. A replay is stuck
-when it has begun and has not ended in the time that its executable allows. What follows, in this order:
+It watches from the side: events behind calls, and a copy of the workspace's words now and then. A replay is stuck
+when it has begun, and nothing has moved for the time that its executable allows. What follows, in this order:
 
 1. the words are read: which peers have not entered or left, which flags have not come. From there the message;
 2. the workspace is dead on this rank, and through the group's store on every rank that answers;
@@ -22,7 +22,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,7 +56,6 @@ class _Pending(NamedTuple):
     """A call that has not been seen to end."""
 
     executable: CudaExecutable
-    start: torch.cuda.Event
     end: torch.cuda.Event
     out: weakref.ref[torch.Tensor]
     thread: int
@@ -70,11 +68,19 @@ class _Watched:
     def __init__(self, workspace: Workspace, store: Any) -> None:
         self.workspace, self.store = workspace, store
         self.pending: deque[_Pending] = deque()
-        self.failed = False
-        self.begun: float | None = None  # when the first pending call was seen to have begun
-        self.last: tuple[list[int], float] | None = None  # words, and since when they have not changed
+        self.ended = 0  # calls that have been seen to end
+        self.free: deque[torch.cuda.Event] = deque()  # theirs
+        self.failed = self.warned = False
+        self.last: tuple[Any, float] = None, 0.0  # words and ended calls, and since when they have not changed
         self.stream = new_stream(workspace.device)
         self.copy = torch.empty(1 + workspace.words().numel(), dtype=torch.int32, pin_memory=True)
+
+    def issued(self, executable: CudaExecutable, out: torch.Tensor) -> None:
+        """A call was issued on the current stream."""
+        end = self.free.popleft() if self.free else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record()
+        self.pending.append(_Pending(executable, end, weakref.ref(out), threading.get_ident()))
+        executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
 
     def words(self) -> list[int] | None:
         """The count of replays and the words now; None where even a copy does not end."""
@@ -95,32 +101,24 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._watched: dict[Workspace, _Watched] = {}
-        # Given back by the next thread that makes one: memory cannot be freed while any thread captures.
-        self._unused: list[_Watched] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, workspace: Workspace) -> None:
-        """Watch a workspace. A collective call: all ranks make it in the same order."""
+    def add(self, workspace: Workspace) -> _Watched:
+        """Watch a workspace, and return what is to be told of calls. A collective call: all ranks make it in the same
+        order."""
         with self._lock:
-            self._unused.clear()
+            # Here, and not by the thread: memory cannot be freed while a capture is under way.
+            for other, watched in list(self._watched.items()):
+                if other.memory is None or (other.unused and not watched.pending):
+                    del self._watched[other]
             if workspace in self._watched:
-                return
-            self._watched[workspace] = _Watched(workspace, _store(workspace))
+                return self._watched[workspace]
+            found = self._watched[workspace] = _Watched(workspace, _store(workspace))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="distgemm-watchdog", daemon=True)
                 self._thread.start()
-
-    @contextlib.contextmanager
-    def call(self, executable: CudaExecutable, out: torch.Tensor) -> Iterator[None]:
-        """Around a call that is issued on the current stream."""
-        watched = self._watched[executable.workspace]
-        stream = torch.cuda.current_stream(executable.device)
-        start = stream.record_event()
-        yield
-        end = stream.record_event()
-        watched.pending.append(_Pending(executable, start, end, weakref.ref(out), threading.get_ident()))
-        executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
+            return found
 
     def _run(self) -> None:
         # Otherwise what this thread asks of CUDA would spoil a capture in another one.
@@ -130,21 +128,21 @@ class Watchdog:
         while True:
             time.sleep(INTERVAL)
             with self._lock:
-                for workspace, watched in list(self._watched.items()):
-                    if workspace.memory is None or (workspace.unused and not watched.pending):
-                        self._unused.append(self._watched.pop(workspace))
-                every = list(self._watched.values())
-            for watched in every:
-                workspace = watched.workspace
-                if workspace.dead is not None or workspace.memory is None or watched.failed:
-                    continue
-                try:
-                    self._look(watched)
-                except Exception:
-                    if workspace.memory is None:
-                        continue  # closed meanwhile
-                    watched.failed = True
-                    LOG.exception("distgemm's watchdog failed: hangs of executables on this workspace go unnoticed")
+                self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        """A look at each workspace. Once it is over, and the lock free, the thread holds on to none of them: what
+        others let go of is not freed here."""
+        for workspace, watched in self._watched.items():
+            if workspace.dead is not None or workspace.memory is None or watched.failed:
+                continue
+            try:
+                self._look(watched)
+            except Exception:
+                if workspace.memory is None:
+                    continue  # closed meanwhile
+                watched.failed = True
+                LOG.exception("distgemm's watchdog failed: hangs of executables on this workspace go unnoticed")
 
     def _look(self, watched: _Watched) -> None:
         now = time.monotonic()
@@ -154,34 +152,31 @@ class Watchdog:
             self._die(watched, f"another rank has given up: {told}", first=False)
             return
         while watched.pending and watched.pending[0].end.query():  # type: ignore[no-untyped-call]
-            watched.pending.popleft()
-            watched.begun = None
-        if watched.pending:
-            head = watched.pending[0]
-            if watched.begun is None:
-                watched.begun = now if head.start.query() else None  # type: ignore[no-untyped-call]
-            if watched.begun is None:
-                self._look_at_words(watched, now)  # a caller's graph before it may be stuck
-            elif now - watched.begun > head.executable.timeout:
-                words = watched.words()
-                read = None if words is None else workspace.read(torch.tensor(words[1:]))
-                self._die(watched, _explain(head.executable, read, head.executable.timeout), first=True)
-            return
-        self._look_at_words(watched, now)
-
-    def _look_at_words(self, watched: _Watched, now: float) -> None:
-        """Graphs that the caller captured cannot be seen to begin and end: only their words, and how many replays
-        have begun."""
+            watched.free.append(watched.pending.popleft().end)
+            watched.ended += 1
         words = watched.words()
-        if words is None:
+        state = words, watched.ended
+        if watched.last[0] != state:
+            watched.last, watched.warned = (state, now), False
             return
-        read = watched.workspace.read(torch.tensor(words[1:]))
-        if watched.last is None or watched.last[0] != words or not read.stage:
-            watched.last = (words, now)
+        read = None if words is None else workspace.read(torch.tensor(words[1:]))
+        if read is not None and read.stage:  # also of a graph that the caller captured
+            executable = workspace.executables[read.executable - 1]()
+        else:
+            executable = watched.pending[0].executable if watched.pending else None
+        if executable is None or now - watched.last[1] <= executable.timeout:
             return
-        executable = watched.workspace.executables[read.executable - 1]()
-        if executable is not None and now - watched.last[1] > executable.timeout:
+        if read is None or read.stage:
             self._die(watched, _explain(executable, read, executable.timeout), first=True)
+        elif not watched.warned:
+            watched.warned = True
+            LOG.warning(
+                "a call of %s on rank %d has not ended within %g s. It waits for no other rank: something before it on "
+                "its stream has not ended, or its last kernel has not",
+                executable.plan.schedule,
+                workspace.rank,
+                executable.timeout,
+            )
 
     def _die(self, watched: _Watched, message: str, first: bool) -> None:
         workspace = watched.workspace
@@ -235,10 +230,6 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
     head = f"{plan.schedule} on rank {rank} of {plan.world_size} has not ended within {seconds:g} s"
     if words is None:
         return f"{head}; its words cannot be read, the GPU answers nothing"
-    if not words.stage:
-        return (
-            f"{head}: it waits for no word; something before it on its streams, or a kernel of its end, has not ended"
-        )
     late = [peer for peer in executable.workspace.peers if not words.left[peer]]
     if words.stage == ENTRY and late:
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"

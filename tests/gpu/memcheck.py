@@ -1,0 +1,42 @@
+"""Every mechanism of the CUDA runtime once, small, to be run under compute-sanitizer on 2 GPUs or more:
+
+compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
+"""
+
+from __future__ import annotations
+
+import sys
+
+from distgemm.runtime.launch import launch
+from tests.gpu import cuda_worker as worker
+from tests.gpu.cuda_worker import Case
+
+GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
+CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
+ALL_REDUCE = "all_reduce_1d_pairwise_a"
+
+
+def cases(ranks: int) -> list[Case]:
+    """Eager, recorded and replayed; by memory operations and by kernels that wait; ragged extents."""
+    return [
+        Case(GATHER, (ranks,)),
+        Case(RING, (ranks,), chunks=2, m=389, n=328, k=456, workspace="bounded", sync="credit"),
+        Case(GATHER, (ranks,), branches=1, waits="kernel"),
+        Case(CHAIN, (ranks,), chunks=2, beta=1.0),
+        Case(PAIRWISE, (ranks,), chunks=2, m=389, n=328, k=456),
+        Case(ALL_REDUCE, (ranks,), chunks=2),
+        Case(GATHER, (ranks,), chunks=2, mechanism="pull"),
+        Case(PAIRWISE, (ranks,), mechanism="pull"),
+        Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
+        Case(PAIRWISE, (ranks,), m=389, n=328, k=456, mechanism="store"),
+        Case(GATHER, (ranks,), provider="cublas", config=None),
+    ]
+
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1])
+    found = launch(worker.exact, ranks, cases(ranks), backend="nccl", timeout=900)
+    for failure in (failure for of_rank in found for failure in of_rank):
+        print(failure)
+    print(f"{len(cases(ranks))} cases on {ranks} GPUs, {sum(map(len, found))} failures")
+    sys.exit(any(found))
