@@ -98,7 +98,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
         "VECTOR_B": vector(spec.b),
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
-    name = f"{replace(config, raster='heuristic', swizzle=1)} ({', '.join(terms)} -> {spec.d.dtype})"
+    name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
 
 
@@ -201,7 +201,7 @@ class CutlassKernel:
             tensors.alpha,
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
-            sm_count(device),
+            sm_count(device) // self.config.share,
             RASTERS.index(self.config.raster),
             self.config.swizzle,
         )

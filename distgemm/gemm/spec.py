@@ -157,15 +157,16 @@ def _shape(matrix: MatrixSpec) -> str:
 SCHEDULES = ("cooperative", "pingpong", "plain")
 EPILOGUES = ("tma", "direct")
 RASTERS = ("heuristic", "m", "n")
+SHARES = (1, 2)
 _CONFIG = re.compile(
-    r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?"
+    r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?"
 )
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a CUTLASS kernel works. Written as ``128x256x64_1x2_cooperative``, with ``_direct``, ``_raster_m`` (or n)
-    and ``_swizzle_4`` where they differ from the defaults.
+    """How a CUTLASS kernel works. Written as ``128x256x64_1x2_cooperative``, with ``_direct``, ``_raster_m`` (or n),
+    ``_swizzle_4`` and ``_share_2`` where they differ from the defaults.
 
     tile:     m, n, k of what a thread block computes at a time, elements
     cluster:  m, n of the thread blocks that share what TMA loads: powers of two, 8 blocks at most
@@ -174,8 +175,9 @@ class GemmConfig:
     epilogue: "tma", or "direct" (stores from registers: any alignment of D, C and the partial sum)
     raster:   order of tiles: along "m", "n", or as CUTLASS's "heuristic" says
     swizzle:  tiles are visited in stripes of up to so many, a power of two
+    share:    it occupies one of so many SMs, and leaves the others to what runs beside it
 
-    "plain" knows neither clusters nor orders of tiles, and its epilogue is "direct".
+    "plain" knows neither clusters nor orders of tiles nor shares, and its epilogue is "direct".
 
     Raises ValueError for anything else.
     """
@@ -186,6 +188,7 @@ class GemmConfig:
     epilogue: str = "tma"
     raster: str = "heuristic"
     swizzle: int = 1
+    share: int = 1
 
     def __post_init__(self) -> None:
         for name, extents, count in (("tile", self.tile, 3), ("cluster", self.cluster, 2)):
@@ -200,21 +203,27 @@ class GemmConfig:
                 raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
         if self.swizzle not in (1, 2, 4, 8):
             raise ValueError(f"swizzle is 1, 2, 4 or 8, got {self.swizzle!r}")
+        if self.share not in SHARES:
+            raise ValueError(f"share is one of {SHARES}, got {self.share!r}")
         if any(x & (x - 1) for x in self.cluster) or self.cluster[0] * self.cluster[1] > 8:
             raise ValueError(f"a cluster has 1, 2, 4 or 8 thread blocks along m and n, 8 at most, got {self.cluster}")
-        if self.schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle) != (
+        if self.schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle, self.share) != (
             (1, 1),
             "direct",
             "heuristic",
             1,
+            1,
         ):
-            raise ValueError("a plain kernel has cluster (1, 1), epilogue 'direct', raster 'heuristic' and swizzle 1")
+            raise ValueError(
+                "a plain kernel has cluster (1, 1), epilogue 'direct', raster 'heuristic', swizzle 1 and share 1"
+            )
 
     def __str__(self) -> str:
         text = "x".join(map(str, self.tile)) + f"_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"
         text += "_direct" if self.epilogue == "direct" and self.schedule != "plain" else ""
         text += "" if self.raster == "heuristic" else f"_raster_{self.raster}"
-        return text + ("" if self.swizzle == 1 else f"_swizzle_{self.swizzle}")
+        text += "" if self.swizzle == 1 else f"_swizzle_{self.swizzle}"
+        return text + ("" if self.share == 1 else f"_share_{self.share}")
 
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
@@ -222,7 +231,7 @@ class GemmConfig:
         found = _CONFIG.fullmatch(text)
         if not found:
             raise ValueError(f"a configuration is written like 128x256x64_1x2_cooperative_swizzle_4, got {text!r}")
-        m, n, k, cm, cn, schedule, direct, raster, swizzle = found.groups()
+        m, n, k, cm, cn, schedule, direct, raster, swizzle, share = found.groups()
         return cls(
             tile=(int(m), int(n), int(k)),
             cluster=(int(cm), int(cn)),
@@ -230,4 +239,5 @@ class GemmConfig:
             epilogue="direct" if direct or schedule == "plain" else "tma",
             raster=raster or "heuristic",
             swizzle=int(swizzle or 1),
+            share=int(share or 1),
         )

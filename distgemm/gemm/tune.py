@@ -88,12 +88,15 @@ class Measured:
 
 
 def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
-    """Configurations that are worth measuring, without orders of tiles. Raises ValueError where there are none."""
+    """Configurations that are worth measuring, without orders of tiles; for several streams also those that leave SMs
+    to the others. Raises ValueError where there are none."""
     configs = provider.configs(spec, streams)
     if not configs:
         raise ValueError(f"provider cutlass: {provider.supports(spec).reason}")
     # The one without TMA is for what the others cannot do.
-    return [config for config in configs if config.schedule != "plain"] or configs
+    fast = [config for config in configs if config.schedule != "plain"]
+    shared = [replace(config, share=streams) for config in fast] if streams > 1 else []
+    return fast + shared or configs
 
 
 def _elsewhere(tensors: GemmTensors) -> GemmTensors:
@@ -103,8 +106,8 @@ def _elsewhere(tensors: GemmTensors) -> GemmTensors:
 
 
 def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool = True) -> Measured:
-    """Searches the configurations for these tensors: all tiles in CUTLASS's own order, then the best few in all
-    orders. Seconds, once the kernels are compiled. Overwrites D.
+    """Searches the configurations for these tensors: all tiles in CUTLASS's own order, on two streams also with half of
+    the SMs each, then the best few in all orders. Seconds, once the kernels are compiled. Overwrites D.
 
     streams:   2 to measure several such GEMMs that alternate on two streams, as the chunks of an operation do
     finalists: tiles that are tried in all orders

@@ -199,7 +199,7 @@ def cases() -> Iterator[Case]:
     for tile, cluster, schedule in TMA_TILES:
         plain = GemmConfig((*tile, 64), cluster, schedule)
         for raster, swizzle in (("heuristic", 1), ("m", 4), ("n", 2)):
-            config = str(replace(plain, raster=raster, swizzle=swizzle))
+            config = str(replace(plain, raster=raster, swizzle=swizzle, share=1 + (raster == "m")))
             yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=config)
         yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(plain))
 

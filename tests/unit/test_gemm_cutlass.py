@@ -249,8 +249,9 @@ def test_extents_and_strides_share_a_kernel(one: GemmConfig) -> None:
     assert len(set(sources)) == 1
 
 
-def test_orders_of_tiles_share_a_kernel() -> None:
+def test_orders_of_tiles_and_shares_of_the_gpu_share_a_kernel() -> None:
     ordered = [replace(COOPERATIVE, raster=raster, swizzle=swizzle) for raster in ("m", "n") for swizzle in (1, 8)]
+    ordered += [replace(COOPERATIVE, share=2)]
     assert len({kernel_source(spec(), one, "90a") for one in (COOPERATIVE, *ordered)}) == 1
 
 

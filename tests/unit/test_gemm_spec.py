@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, Status, get_provider, list_providers
 from distgemm.gemm.cutlass import TMA_TILES
-from distgemm.gemm.spec import EPILOGUES, RASTERS, common_power_of_two
+from distgemm.gemm.spec import EPILOGUES, RASTERS, SHARES, common_power_of_two
 
 # --- configurations -------------------------------------------------------------------------------------
 
 
 def configs() -> list[GemmConfig]:
     with_tma = [
-        GemmConfig((*tile, depth), cluster, schedule, epilogue, raster, swizzle)
+        GemmConfig((*tile, depth), cluster, schedule, epilogue, raster, swizzle, share)
         for (tile, cluster, schedule), depth in itertools.product(TMA_TILES, (32, 64, 128))
-        for epilogue, raster, swizzle in itertools.product(EPILOGUES, RASTERS, (1, 2, 4, 8))
+        for epilogue, raster, swizzle, share in itertools.product(EPILOGUES, RASTERS, (1, 2, 4, 8), SHARES)
     ]
     return with_tma + [GemmConfig((128, 128, depth), (1, 1), "plain", "direct") for depth in (8, 32, 64)]
 
@@ -86,10 +86,12 @@ def test_other_texts_name_nothing(text: str) -> None:
         ({"epilogue": "none"}, "epilogue is one of tma, direct, got 'none'"),
         ({"raster": "k"}, "raster is one of heuristic, m, n, got 'k'"),
         ({"swizzle": 3}, "swizzle is 1, 2, 4 or 8, got 3"),
+        ({"share": 3}, r"share is one of \(1, 2\), got 3"),
         ({"schedule": "plain"}, "a plain kernel has .* epilogue 'direct'"),
         ({"schedule": "plain", "epilogue": "direct", "cluster": (2, 1)}, "a plain kernel has cluster"),
         ({"schedule": "plain", "epilogue": "direct", "raster": "m"}, "a plain kernel has"),
         ({"schedule": "plain", "epilogue": "direct", "swizzle": 2}, "a plain kernel has"),
+        ({"schedule": "plain", "epilogue": "direct", "share": 2}, "a plain kernel has"),
     ],
 )
 def test_configurations_that_cannot_be(change: dict[str, Any], message: str) -> None:
