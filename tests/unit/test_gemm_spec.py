@@ -31,7 +31,7 @@ def test_a_configuration_is_what_its_name_says() -> None:
     found = configs()
     names = [str(config) for config in found]
     assert [GemmConfig.parse(name) for name in names] == found
-    assert len(set(names)) == len(found) == len(TMA_TILES) * 3 * 24 + 3
+    assert len(set(names)) == len(found) == len(TMA_TILES) * 3 * 48 + 3
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,10 @@ def test_a_configuration_is_what_its_name_says() -> None:
         ),
         ("128x128x32_1x1_plain", GemmConfig((128, 128, 32), schedule="plain", epilogue="direct")),
         ("256x128x64_2x1_cooperative_swizzle_8", GemmConfig((256, 128, 64), (2, 1), swizzle=8)),
+        (
+            "128x128x64_1x1_pingpong_raster_n_share_2",
+            GemmConfig((128,) * 2 + (64,), (1, 1), "pingpong", "tma", "n", 1, 2),
+        ),
     ],
 )
 def test_names(name: str, config: GemmConfig) -> None:
