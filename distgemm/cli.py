@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from json import dumps
 from math import prod
 from pathlib import Path
@@ -31,10 +32,10 @@ from distgemm.command_line import (
     say,
     write_file,
 )
-from distgemm.derive import SYNCS, WORKSPACES
+from distgemm.derive import MECHANISMS, SYNCS, WORKSPACES
 from distgemm.gemm.commands import build_command, tune_gemm_command
 from distgemm.machine import Machine, list_machines
-from distgemm.ops import Copy, Gemm, box_size
+from distgemm.ops import Gemm, accesses, box_size, link_of
 from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
 from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
@@ -134,6 +135,7 @@ RowsPerRank = Annotated[
 ]
 Workspace = Annotated[str, typer.Option(help=f"One of {', '.join(WORKSPACES)}.")]
 Sync = Annotated[str, typer.Option(help=f"One of {', '.join(SYNCS)}.")]
+Mechanism = Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}.")]
 Pictures = Annotated[
     list[Path] | None,
     typer.Option("--output", "-o", help="Also draw it into this .svg or .png file; repeatable.", show_default=False),
@@ -274,6 +276,7 @@ def plan_command(
     m_per_rank: RowsPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
+    mechanism: Mechanism = MECHANISMS[0],
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="List the ops of all ranks.")] = False,
     rank: Annotated[int | None, typer.Option(help="List the ops of this rank alone.", show_default=False)] = None,
@@ -287,7 +290,8 @@ def plan_command(
     check_files("-o", paths)
     problem = _problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     options = parse_options(option)
-    plan = make_plan(problem, name, world_size, mesh=parse_mesh(mesh), workspace=workspace, sync=sync, **options)
+    how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+    plan = make_plan(problem, name, world_size, mesh=parse_mesh(mesh), **how, **options)
     typer.echo(plan.to_json() if json else show_plan(plan, ops=ops, rank=rank, limit=limit))
     for path in paths:
         write_file("-o", path, lambda path: draw_plan(plan, path))
@@ -314,6 +318,7 @@ def simulate_command(
     m_per_rank: RowsPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
+    mechanism: Mechanism = MECHANISMS[0],
     machine: Annotated[str, typer.Option(help=f"One of {', '.join(list_machines())}, or a .json file.")] = "h200",
     ranks_per_host: Annotated[
         int | None, typer.Option(help="Ranks that NVLink connects. [default: what the machine says]")
@@ -369,9 +374,11 @@ def simulate_command(
     if every_chunks and not several:
         raise ValueError("--every-chunks goes with all; for one schedule, --chunks 1,2,4 shows each")
 
+    how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+
     def predict(schedule: str, size: int | None, mesh: Mesh | None, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}
-        plan = make_plan(problem, schedule, size, mesh=mesh, workspace=workspace, sync=sync, **chosen)
+        plan = make_plan(problem, schedule, size, mesh=mesh, **how, **chosen)
         return simulate(plan, gpus, branches=branches)
 
     if several:
@@ -614,8 +621,8 @@ def _cut(plan: Plan, operand: str) -> str:
 
 def _moved(plan: Plan) -> str:
     """The operands of which anything crosses from rank to rank: "A", "AB", ..."""
-    copies = (op for ops in plan.rank_ops for op in ops if isinstance(op, Copy))
-    return "".join(sorted({op.operand for op in copies if op.src.rank != op.dst.rank and box_size(op.dst.box)}))
+    moves = ((op.operand, accesses(op)[1]) for ops in plan.rank_ops for op in ops if link_of(op) is not None)
+    return "".join(sorted({operand for operand, view in moves if view is not None and box_size(view.box)}))
 
 
 def _collective(plan: Plan) -> str | None:
@@ -682,6 +689,7 @@ def verify_command(
     k: Annotated[int, typer.Option(help="Columns of A and B.")] = 59,
     workspace: Annotated[str, typer.Option(help=f"One of {', '.join(WORKSPACES)}, all.")] = "all",
     sync: Annotated[str, typer.Option(help=f"One of {', '.join(SYNCS)}, all.")] = "all",
+    mechanism: Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}, all.")] = "all",
 ) -> None:
     """Prove plans: every tile right, no race, no deadlock, over two replays.
 
@@ -694,14 +702,16 @@ def verify_command(
 
     cases = _cases(name, world_size, parse_mesh(mesh))
     problem, options = GemmProblem(m, n, k), parse_options(option)
-    modes = [
-        (one, other)
-        for one in (WORKSPACES if workspace == "all" else (workspace,))
-        for other in (SYNCS if sync == "all" else (sync,))
-    ]
-    for choice, value, known in (("workspace", workspace, WORKSPACES), ("sync", sync, SYNCS)):
+    choices = (
+        ("workspace", workspace, WORKSPACES),
+        ("sync", sync, SYNCS),
+        ("mechanism", mechanism, MECHANISMS),
+    )
+    for choice, value, known in choices:
         if value not in (*known, "all"):
             raise ValueError(f"{choice} is one of {', '.join(known)}, all, got {value!r}")
+    every = [[(choice, each) for each in (known if value == "all" else (value,))] for choice, value, known in choices]
+    modes: list[dict[str, Any]] = [dict(mode) for mode in product(*every)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("schedule", no_wrap=True)
     for title in ("mesh", "plans", "ops", "ms"):
@@ -716,10 +726,10 @@ def verify_command(
             size = 0
             result = "proved"
             detail = ""
-            for one, other in modes:
+            for mode in modes:
                 try:
                     scheduler = get_schedule(schedule, mesh=ranks, **options)
-                    plan = make_plan(problem, scheduler, workspace=one, sync=other)
+                    plan = make_plan(problem, scheduler, **mode)
                 except ValueError as error:
                     result, reason = "skipped", " ".join(str(error).split())
                     detail = f": {reason}"
@@ -728,8 +738,9 @@ def verify_command(
                 try:
                     plan.verify()
                 except PlanError as error:
-                    result, detail = "failed", f" (workspace {one}, sync {other}): {error}"
-                    say(f"{schedule} on {_sides(ranks)}, workspace {one}, sync {other}: {error}")
+                    how = ", ".join(f"{choice} {value}" for choice, value in mode.items())
+                    result, detail = "failed", f" ({how}): {error}"
+                    say(f"{schedule} on {_sides(ranks)}, {how}: {error}")
                     break
             counts[result] += 1
             took = f"{1e3 * (time.perf_counter() - start):.0f}"

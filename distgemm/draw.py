@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgemm.ops import Copy, Gemm, Op, Reduce
+from distgemm.ops import Copy, Gemm, Op, Reduce, link_of
 from distgemm.plan import Plan
 from distgemm.schedulers import DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
@@ -158,14 +158,15 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     whose = ""
     if len(drawn) > ARROWS:
         drawn, whose = [flow for flow in drawn if flow[1].rank == 0], " on rank 0"
-    for copy, user in drawn if len(drawn) <= ARROWS else ():
+    for made, user in drawn if len(drawn) <= ARROWS else ():
         style = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
-        start = copy.end, centre[copy.rank, copy.lane]
+        start = made.end, centre[made.rank, made.lane]
         axes.annotate("", (user.start, centre[user.rank, user.lane]), start, arrowprops=style)
     axes.set_yticks([])
     note = "\u00b5s from the end of the replay before"
     if 0 < len(drawn) <= ARROWS:
-        note += f"; arrows lead from a copy to the op{whose} that uses what it brought"
+        what, did = ("a copy", "brought") if plan.mechanism == "push" else ("an op", "made for another rank")
+        note += f"; arrows lead from {what} to the op{whose} that uses what it {did}"
     if plan.world_size > len(shown):
         note += f"; {len(shown)} of {plan.world_size} ranks shown"
     axes.set_xlabel(note, size=TEXT, color=INK)
@@ -441,18 +442,22 @@ def _moving(scheduler: DistributedTileScheduler) -> str:
 
 
 def _what(op: Op) -> str:
-    return "LocalCopy" if isinstance(op, Copy) and op.src.rank == op.dst.rank else op.kind
+    return "LocalCopy" if isinstance(op, Copy) and link_of(op) is None else op.kind
 
 
 def _label(op: Op) -> list[str]:
     """What to write on an op, the longest that fits."""
-    if isinstance(op, Copy) and op.src.rank != op.dst.rank:
-        return [f"{op.operand}{op.tile[0]},{op.tile[1]} to rank {op.dst.rank}", f"to {op.dst.rank}"]
+    link = link_of(op)
+    if isinstance(op, Copy) and link is not None:
+        way, other = ("to", link[1]) if op.rank == link[0] else ("from", link[0])
+        return [f"{op.operand}{op.tile[0]},{op.tile[1]} {way} rank {other}", f"{way} {other}"]
     if isinstance(op, Gemm):
-        return [f"iteration {op.iteration}", str(op.iteration)]
+        stored = [] if link is None else [f"iteration {op.iteration} to rank {link[1]}", f"{op.iteration} to {link[1]}"]
+        return [*stored, f"iteration {op.iteration}", str(op.iteration)]
     if isinstance(op, Reduce):
         return ["sum", "+"]
-    return ["local copy", "to D"]
+    assert isinstance(op, Copy)
+    return ["local copy", "to D" if op.dst.buffer == "D" else "to slot"]
 
 
 def _links(axes: Axes, plan: Plan, links: dict[tuple[int, int], int], cell: float) -> None:
@@ -567,7 +572,9 @@ def _op_lanes(
         _side(axes, -0.85, (first + y) / 2, f"rank {rank}", TEXT + 1, INK)
         y += 0.06
         axes.axhline(y, color=GRID, linewidth=0.8)
-    note = "numbers on GEMMs are iterations; on copies, the receiving rank"
+    gemms = 'iterations ("to": and the rank that they store to)' if plan.mechanism == "store" else "iterations"
+    copies = "the rank that they come from" if plan.mechanism == "pull" else "the receiving rank"
+    note = f"numbers on GEMMs are {gemms}; on copies, {copies}"
     if plan.world_size > len(lanes):
         note += f"; {len(lanes)} of {plan.world_size} ranks shown"
     axes.text(0, low + 0.12, note, size=TEXT, va="top", color=FAINT)

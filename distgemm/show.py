@@ -237,7 +237,8 @@ def _plan_head(plan: Plan) -> str:
     return "\n".join(
         [
             f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
-            f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}",
+            f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
+            f"mechanism {plan.mechanism}",
             f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
             f"{problem.dtype} -> {problem.out_dtype}, partial sums {problem.partial_dtype}",
             f"tiles: {tiles}",

@@ -5,8 +5,12 @@ of the rank's list: GEMM branches, copy streams, the network, and one for local 
 
 * A GEMM is a number of output tiles. They go to the SMs in the order in which the GEMMs start, each to the SM
   that is free first, so that a GEMM on a second branch fills the SMs that the last wave of the one before
-  leaves idle. A power limit on the whole GPU holds the sum back.
-* A copy occupies a copy engine of its source and shares the receiver's port with other copies that arrive.
+  leaves idle. A power limit on the whole GPU holds the sum back. One that stores into another rank's slot does not
+  end before the ports of both ranks have carried what GEMMs have stored through them so far; it has arrived one
+  latency later.
+* A copy occupies a copy engine of the rank that executes it, and shares the other rank's port with other copies
+  through it: where it is pushed, the receiver's; where it is pulled, that of its source. Copies from a rank's own
+  shards, for others to pull, take their turn with these.
 * Signals and waits take their latency and occupy nothing.
 
 Times are microseconds.
@@ -24,7 +28,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from distgemm.machine import GemmCost, Link, Machine
-from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, box_size
+from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, box_size, link_of
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 
@@ -34,7 +38,7 @@ FLAGS = "flags"
 """The lane of signals, waits and barriers: they overlap, and occupy nothing."""
 
 OUTWARD = ("copy", "network")
-"""How lanes of copies to other ranks begin."""
+"""How lanes of copies to and from other ranks begin."""
 
 Hook = Callable[[Gemm], float]
 Interval = tuple[float, float]
@@ -52,7 +56,7 @@ class Event(NamedTuple):
     lane:  "gemm 0", "gemm 1", ..., "copy", "network", "local" or "flags"
     start: us from the end of the replay before, on the rank that ended it first: the first tile of a GEMM starts,
            the copy engine starts
-    end:   us; what a copy moved has arrived, and can be signalled, one latency of its link later
+    end:   us; what a copy moved or a GEMM stored has arrived, and can be signalled, one latency of its link later
     """
 
     rank: int
@@ -70,10 +74,10 @@ class Timeline:
     time:        what each replay takes in a row of replays; their mean, where they differ
     cold:        a single replay, all ranks starting at once
     gemm_alone:  the whole local GEMM of the rank with most of it, in a replay of its own
-    copies_alone: all copies, in a replay of their own
+    copies_alone: all copies between ranks, and what GEMMs store, in a replay of their own
     critical:    how the time of the critical path divides: "compute", "copies", "latency"; adds up to ``time``
     head:        until the slowest rank's first GEMM, without what passes between replays: exposed
-    tail:        what follows its last GEMM, or the last copy that it receives if copies bound the plan: exposed
+    tail:        what follows its last GEMM, or the last that it receives if copies bound the plan: exposed
     """
 
     plan: Plan
@@ -109,16 +113,18 @@ class Timeline:
 
     @cached_property
     def link_busy(self) -> dict[tuple[int, int], float]:
-        """us for which each link (src, dst) carries a copy."""
+        """us for which each link (src, dst) carries a copy, or what a GEMM stores."""
         busy: dict[tuple[int, int], float] = defaultdict(float)
         for event in self.events:
-            if isinstance(event.op, Copy) and _crosses(event.op):
-                busy[event.op.src.rank, event.op.dst.rank] += event.end - event.start
+            link = link_of(event.op)
+            if link is not None:
+                busy[link] += self._carried(event, link)
         return dict(sorted(busy.items()))
 
     @cached_property
     def hidden(self) -> float:
-        """Share of the time of copies between ranks during which their receiver multiplies; 1 without copies."""
+        """Share of the time of copies between ranks during which their receiver multiplies; 1 without copies. What a
+        GEMM stores counts as a copy that is spread over the GEMM."""
         gemms: dict[int, list[Interval]] = defaultdict(list)
         for event in self.events:
             if isinstance(event.op, Gemm):
@@ -126,11 +132,22 @@ class Timeline:
         merged = {rank: _merge(intervals) for rank, intervals in gemms.items()}
         total = covered = 0.0
         for event in self.events:
-            if isinstance(event.op, Copy) and _crosses(event.op):
-                total += event.end - event.start
-                both = merged.get(event.op.dst.rank, [])
-                covered += _within(both, event.start, event.end)
+            link = link_of(event.op)
+            if link is None:
+                continue
+            total += self._carried(event, link)
+            both = _within(merged.get(link[1], []), event.start, event.end)
+            if isinstance(event.op, Copy):
+                covered += both
+            elif both:
+                covered += self._carried(event, link) * both / (event.end - event.start)
         return covered / total if total else 1.0
+
+    def _carried(self, event: Event, link: tuple[int, int]) -> float:
+        """us for which a link carries what an op moves over it."""
+        if isinstance(event.op, Gemm):
+            return _stored_us(self.plan, self.machine, event.op, link)
+        return event.end - event.start
 
     def busy(self, rank: int, kind: str) -> float:
         """us for which a rank has an op of this kind ("Gemm", "Copy", "Reduce") running."""
@@ -178,14 +195,14 @@ class Timeline:
 
     @cached_property
     def flows(self) -> tuple[tuple[Event, Event], ...]:
-        """(copy, op that uses what it brought) for every copy between ranks."""
+        """(op, op on another rank that uses what it made) as :func:`arrivals` has them, by the latter's start."""
         at = {(event.rank, event.op.id): event for event in self.events}
         found = [(at[copy.rank, copy.id], at[user.rank, user.id]) for copy, user in arrivals(self.plan)]
         return tuple(sorted(found, key=lambda pair: (pair[1].rank, pair[1].start)))
 
     def to_perfetto(self) -> dict[str, Any]:
-        """Chrome trace JSON for ui.perfetto.dev: a process per rank, a thread per lane, arrows from copies to what
-        uses them. ``json.dump`` writes it."""
+        """Chrome trace JSON for ui.perfetto.dev: a process per rank, a thread per lane, arrows from copies, and other
+        ops for another rank, to what uses them. ``json.dump`` writes it."""
         lanes = sorted({event.lane for event in self.events if event.lane != FLAGS})
         thread = {lane: number for number, lane in enumerate(lanes)}
         trace: list[dict[str, Any]] = []
@@ -216,20 +233,24 @@ class Timeline:
             json.dump(self.to_perfetto(), file)
 
 
-def arrivals(plan: Plan) -> tuple[tuple[Copy, Op], ...]:
-    """(copy, op that uses what it brought) for every copy between ranks that is signalled."""
-    sent: dict[tuple[int, int], Copy] = {}
+def arrivals(plan: Plan) -> tuple[tuple[Op, Op], ...]:
+    """(op, op on another rank that uses what it made) for all that is signalled, but for credits.
+
+    Pushed: a copy and what uses the tile that it brought. Pulled: what wrote a slot, such as a local copy from a shard,
+    and the copy that takes the tile from there. Stored: a GEMM, and what adds to the partial sum.
+    """
+    made: dict[tuple[int, int], Op] = {}
     for ops in plan.rank_ops:
-        copies = {op.id: op for op in ops if isinstance(op, Copy)}
+        makers = {op.id: op for op in ops if isinstance(op, (Copy, Gemm, Reduce))}
         for op in ops:
             if isinstance(op, Signal) and not op.flag.credit:
-                sent.update({op.flag[:2]: copies[dep] for dep in op.deps if dep in copies})
+                made.update({op.flag[:2]: makers[dep] for dep in op.deps if dep in makers})
     found = []
     for ops in plan.rank_ops:
         waits = {op.id: op.flag[:2] for op in ops if isinstance(op, Wait) and not op.flag.credit}
         for op in ops:
             if isinstance(op, (Gemm, Copy, Reduce)):
-                found += [(sent[waits[dep]], op) for dep in op.deps if waits.get(dep) in sent]
+                found += [(made[waits[dep]], op) for dep in op.deps if waits.get(dep) in made]
     return tuple(found)
 
 
@@ -244,7 +265,7 @@ def simulate(
     """Predict when each op of a plan runs on a machine.
 
     branches:     GEMMs of a rank in flight, alternating over its list; None: what the machine says
-    copy_streams: streams over which a rank deals its copies, by receiver
+    copy_streams: streams over which a rank deals its copies, by the other rank
     gemm_efficiency_hook: for each Gemm a factor on its rate, to try what another kernel would bring
 
     Raises ValueError for arguments that make no sense or an element type that the machine has no rate of, and
@@ -315,16 +336,14 @@ def _whole(machine: Machine, m: int, n: int, k: int, batches: int, dtype: str, o
     return max(cost.alone, machine.gemm_launch + at_limit)
 
 
-def _crosses(op: Copy) -> bool:
-    return op.src.rank != op.dst.rank
-
-
 def _title(op: Op) -> str:
     tile = ",".join(map(str, op.tile))
-    if isinstance(op, Copy):
-        where = f" to rank {op.dst.rank}" if _crosses(op) else ""
-        return f"{op.operand}({tile}){where}"
-    return f"{op.kind} {op.iteration} ({tile})"
+    what = f"{op.operand}({tile})" if isinstance(op, Copy) else f"{op.kind} {op.iteration} ({tile})"
+    link = link_of(op)
+    if link is None:
+        return what
+    src, dst = link
+    return f"{what} to rank {dst}" if op.rank == src else f"{what} from rank {src}"
 
 
 def _view_dtype(plan: Plan, view: View) -> str:
@@ -339,6 +358,38 @@ def _view_bytes(plan: Plan, view: View) -> int:
 
 def _copy_bytes(plan: Plan, op: Copy) -> int:
     return _view_bytes(plan, op.dst)
+
+
+def _stages(op: Copy) -> bool:
+    """Whether a copy puts a tile of the rank's shard where others find it."""
+    return op.src.buffer in ("A", "B") and link_of(op) is None
+
+
+def _copy_bandwidth(machine: Machine, op: Copy, link: Link) -> float:
+    """GB/s of an engine that has a single copy between ranks; a port may carry less."""
+    pulled = op.rank != op.src.rank and link is machine.nvlink
+    return machine.pull_bandwidth if pulled else link.bandwidth
+
+
+def _stored_us(plan: Plan, machine: Machine, op: Gemm, link: tuple[int, int]) -> float:
+    """us for which a link carries what a GEMM stores over it."""
+    return _view_bytes(plan, op.out) / (machine.link(*link).bandwidth * 1e3)
+
+
+_Port = tuple[int, bool, Link]
+"""One direction of a rank's link: (rank, whether it receives, link)."""
+
+
+def _ports(ends: tuple[int, int], link: Link) -> tuple[_Port, _Port]:
+    """Where what goes from rank to rank leaves, and where it arrives."""
+    src, dst = ends
+    return (src, False, link), (dst, True, link)
+
+
+def _port(op: Copy, ends: tuple[int, int], link: Link) -> _Port:
+    """The port of the rank that does not execute a copy; that of the one that does is its engine's."""
+    leaves, arrives = _ports(ends, link)
+    return arrives if op.rank == leaves[0] else leaves
 
 
 def _merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -385,18 +436,29 @@ def _gemm_alone(plan: Plan, machine: Machine, rank: int) -> float:
 
 
 def _copies_alone(plan: Plan, machine: Machine) -> float:
-    """us of a replay that consists of all copies between ranks, each engine and each port without a pause."""
-    sends: dict[tuple[int, Link], float] = defaultdict(float)
-    receives: dict[tuple[int, Link], float] = defaultdict(float)
+    """us of a replay that consists of all that crosses between ranks, each engine and each port without a pause.
+
+    What GEMMs store occupies the ports of both ends, and no engine.
+    """
+    engines: dict[tuple[int, Link], float] = defaultdict(float)
+    ports: dict[_Port, float] = defaultdict(float)
+    launch = machine.gemm_launch
     for ops in plan.rank_ops:
         for op in ops:
-            if isinstance(op, Copy) and _crosses(op):
-                link = machine.link(op.src.rank, op.dst.rank)
-                flow = _copy_bytes(plan, op) / (link.bandwidth * 1e3)
-                sends[op.src.rank, link] += link.gap + flow
-                receives[op.dst.rank, link] += flow
-    found = [busy + link.latency for (_, link), busy in (*sends.items(), *receives.items())]
-    return machine.replay + machine.entry + machine.copy_launch + max(found) if found else 0.0
+            ends = link_of(op)
+            if ends is None:
+                continue
+            link = machine.link(*ends)
+            if isinstance(op, Copy):
+                launch, size = machine.copy_launch, _copy_bytes(plan, op)
+                engines[op.rank, link] += link.gap + size / (_copy_bandwidth(machine, op, link) * 1e3)
+                ports[_port(op, ends, link)] += size / (link.bandwidth * 1e3)
+            elif isinstance(op, Gemm):
+                for port in _ports(ends, link):
+                    ports[port] += _stored_us(plan, machine, op, ends)
+    found = [busy + link.latency for (_, link), busy in engines.items()]
+    found += [busy + link.latency for (_, _, link), busy in ports.items()]
+    return machine.replay + machine.entry + launch + max(found) if found else 0.0
 
 
 # --- what bounds a timeline -----------------------------------------------------------------------------
@@ -410,7 +472,8 @@ def _critical(last: _Job | None, before: float, after: float, launch: float) -> 
         kind = "copies" if job.moves else "compute" if job.computes else "latency"
         # A GEMM that waits for SMs waits for computation: only its launch is latency.
         ready = min(job.start, job.issued + launch) if job.computes else job.start
-        for point, what in ((job.end, "latency"), (ready, kind), (job.issued, "latency")):
+        computed = job.end - job.stores
+        for point, what in ((job.end, "latency"), (computed, "copies"), (ready, kind), (job.issued, "latency")):
             if at > before and point < at:
                 found[what] += at - max(point, before)
                 at = max(point, before)
@@ -430,12 +493,8 @@ def _exposed(
     head = min(job.start for job in gemms) - begin
     ends = [job.end for job in gemms]
     if critical["copies"] > critical["compute"]:
-        arrivals = [
-            job.end
-            for job in last
-            if job.moves and isinstance(op := work.ops[job.rank][job.at], Copy) and op.dst.rank == rank
-        ]
-        ends = arrivals or ends
+        received = [job.end for job in last if (link := work.link[job.rank][job.at]) is not None and link[1] == rank]
+        ends = received or ends
     return head, max(0.0, after - max(ends))
 
 
@@ -448,6 +507,7 @@ class _Job:
 
     issued, start, end, done: when its lane turns to it, it begins, it frees its lane, it has taken effect
     cause: the job whose end let it be issued
+    stores: us at its end for which a GEMM waits for its link alone
     """
 
     rank: int
@@ -460,17 +520,17 @@ class _Job:
     done: float = 0.0
     moves: bool = False
     computes: bool = False
+    stores: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """A copy between ranks under way."""
+    """A copy between ranks under way, by an engine of its job's rank through a port of the other one."""
 
     job: _Job
-    src: int
-    dst: int
-    lane: str
+    port: _Port
     link: Link
+    bandwidth: float  # GB/s where nothing shares
     left: float  # bytes
     since: float
     rate: float = 0.0  # bytes per us
@@ -490,6 +550,7 @@ class _Work:
         self.dependents: list[list[list[int]]] = []
         self.signalled: list[set[int]] = []  # copies that a signal follows
         self.roots: list[list[int]] = []
+        self.link = [[link_of(op) for op in ops] for ops in self.ops]
         self.cost: list[list[Any]] = []
         self.power: list[float] = []  # flop per us
         alone: dict[tuple[Any, ...], float] = {}
@@ -533,12 +594,12 @@ class _Work:
             if isinstance(op, Gemm):
                 found.append(f"gemm {computed % branches}")
                 computed += 1
-            elif isinstance(op, Copy) and _crosses(op):
+            elif isinstance(op, Copy) and (_stages(op) or link_of(op) is not None):
                 if not self.machine.same_host(op.src.rank, op.dst.rank):
                     found.append("network")
                 else:
-                    stream = op.dst.rank % self.copy_streams
-                    found.append(f"copy {stream}" if self.copy_streams > 1 else "copy")
+                    other = op.dst.rank if op.rank == op.src.rank else op.src.rank
+                    found.append(f"copy {other % self.copy_streams}" if self.copy_streams > 1 else "copy")
             elif isinstance(op, (Copy, Reduce)):
                 found.append("local")
                 computed += 1
@@ -568,7 +629,7 @@ class _Work:
             return cost._replace(tile_us=cost.tile_us / factor)
         if isinstance(op, Copy):
             size = _copy_bytes(plan, op)
-            return size if _crosses(op) else 2 * size / (machine.memory * 1e3)
+            return 2 * size / (machine.memory * 1e3) if link_of(op) is None else size
         if isinstance(op, Reduce):
             return sum(_view_bytes(plan, view) for view in (*op.sources, op.out)) / (machine.sum_memory * 1e3)
         return None
@@ -594,7 +655,7 @@ class _Rank:
     power_free: float = 0.0
     replay: int = -1
     left: int = 0
-    entered: float | None = None  # when it might write to others
+    entered: float | None = None  # when it might touch the memory of others
     missing: list[int] = field(default_factory=list)
     ready: list[float] = field(default_factory=list)  # when nothing was missing any more
     heads: dict[str, int] = field(default_factory=dict)
@@ -602,7 +663,7 @@ class _Rank:
 
 
 # What can happen, in the order in which it happens at equal times.
-_END, _DONE, _SET, _FLOWS, _ENTERED, _BEGIN = range(6)
+_END, _DONE, _SET, _FLOWS, _ENTERED, _BEGIN, _STORES = range(7)
 
 
 class _Simulation:
@@ -619,8 +680,9 @@ class _Simulation:
         self.setters: dict[tuple[int, int], _Job] = {}
         self.waiting: dict[tuple[int, int], _Job] = {}
         self.barriers: dict[tuple[int, int], list[_Job]] = defaultdict(list)
-        self.outgoing: dict[int, list[_Flow]] = defaultdict(list)
-        self.incoming: dict[tuple[int, Link], list[_Flow]] = defaultdict(list)
+        self.engines: dict[int, list[_Flow]] = defaultdict(list)
+        self.ports: dict[_Port, list[_Flow]] = defaultdict(list)
+        self.stored: dict[_Port, float] = defaultdict(float)  # until when it carries what GEMMs store
         for ops in work.ops:
             for op in ops:
                 if isinstance(op, (Signal, Wait)):
@@ -653,6 +715,8 @@ class _Simulation:
             elif kind == _ENTERED:
                 number, cause = what
                 self._enter(number, cause, time)
+            elif kind == _STORES:
+                self._store(what, time)
             else:
                 number, cause = what
                 self._begin(number, cause, time)
@@ -682,12 +746,12 @@ class _Simulation:
             self._turn(number, lane, cause, time)
 
     def _enter(self, number: int, cause: _Job | None, time: float) -> None:
-        """From now on the rank may write to others."""
+        """From now on the rank may touch the memory of others."""
         rank = self.ranks[number]
         rank.entered = time
         for lane in rank.heads:
-            if lane.startswith(OUTWARD):
-                self._turn(number, lane, cause, time)
+            # A GEMM may store.
+            self._turn(number, lane, cause, time)
 
     def _finish(self, number: int, job: _Job | None, time: float) -> None:
         rank = self.ranks[number]
@@ -704,9 +768,10 @@ class _Simulation:
         head = rank.heads[lane]
         if rank.busy[lane] or head == len(order) or rank.missing[order[head]]:
             return
-        if lane.startswith(OUTWARD) and rank.entered is None:
-            return
         at = order[head]
+        outward = lane.startswith(OUTWARD)
+        if rank.entered is None and (outward or self.work.link[number][at] is not None):
+            return
         rank.busy[lane] = True
         rank.heads[lane] = head + 1
         job = _Job(number, at, rank.replay, cause, time)
@@ -714,8 +779,8 @@ class _Simulation:
         op = self.work.ops[number][at]
         if isinstance(op, Gemm):
             self._gemm(job, self.work.cost[number][at], time)
-        elif isinstance(op, Copy) and _crosses(op):
-            self._copy(job, op, lane, time)
+        elif isinstance(op, Copy) and outward:
+            self._copy(job, op, time)
         else:
             self._sum(job, self.work.cost[number][at], time)
 
@@ -818,7 +883,23 @@ class _Simulation:
         rank.power_free = max(rank.power_free, job.start) + cost.flop / self.work.power[job.rank]
         job.end = max(end, rank.power_free)
         job.computes = True
+        if self.work.link[job.rank][job.at] is not None:
+            self.post(job.start, _STORES, job, job.at)  # by then it is known what else has begun to store
+            return
         self.post(job.end, _DONE, job, job.at)
+        self.post(job.end, _END, job, job.at)
+
+    def _store(self, job: _Job, time: float) -> None:
+        """A GEMM begins that ends when it has computed and its link has carried what it stores."""
+        ends, op = self.work.link[job.rank][job.at], self.work.ops[job.rank][job.at]
+        assert isinstance(op, Gemm) and ends is not None
+        link, computed = self.machine.link(*ends), job.end
+        carried = _stored_us(self.work.plan, self.machine, op, ends)
+        for port in _ports(ends, link):
+            self.stored[port] = max(self.stored[port], time) + carried
+            job.end = max(job.end, self.stored[port])
+        job.stores = job.end - computed
+        self.post(job.end + link.latency, _DONE, job, job.at)
         self.post(job.end, _END, job, job.at)
 
     def _sum(self, job: _Job, duration: float, time: float) -> None:
@@ -831,40 +912,48 @@ class _Simulation:
 
     # --- links ----------------------------------------------------------------------------------------
 
-    def _copy(self, job: _Job, op: Copy, lane: str, time: float) -> None:
-        link = self.machine.link(op.src.rank, op.dst.rank)
-        rank = self.ranks[job.rank]
+    def _copy(self, job: _Job, op: Copy, time: float) -> None:
+        rank, cost, ends = self.ranks[job.rank], self.work.cost[job.rank][job.at], self.work.link[job.rank][job.at]
         assert rank.entered is not None
         time = job.start = max(time, max(rank.ready[job.at], rank.entered) + self.machine.copy_launch)
         job.moves = True
-        flow = _Flow(job, op.src.rank, op.dst.rank, lane, link, float(self.work.cost[job.rank][job.at]), time)
+        if ends is None:
+            self._copied(job, time + cost, 0.0)
+            return
+        link = self.machine.link(*ends)
+        bandwidth = _copy_bandwidth(self.machine, op, link)
+        flow = _Flow(job, _port(op, ends, link), link, bandwidth, float(cost), time)
         self.post(time + link.gap, _FLOWS, (flow, -1), job.at)
 
     def _flow_event(self, flow: _Flow, version: int, time: float) -> None:
         """A copy begins to flow (version -1), or ends if its rate is still the one it was foretold with."""
         if version == -1:
-            self.outgoing[flow.src].append(flow)
-            self.incoming[flow.dst, flow.link].append(flow)
+            self.engines[flow.job.rank].append(flow)
+            self.ports[flow.port].append(flow)
             flow.since = time
             self._rates(flow, time)
         elif version == flow.version:
-            self.outgoing[flow.src].remove(flow)
-            self.incoming[flow.dst, flow.link].remove(flow)
-            flow.job.end = time
-            self.post(time + flow.link.latency, _DONE, flow.job, flow.job.at)
-            held = self.machine.signal_gap if flow.job.at in self.work.signalled[flow.src] else 0.0
-            self.post(time + held, _END, flow.job, flow.job.at)
+            self.engines[flow.job.rank].remove(flow)
+            self.ports[flow.port].remove(flow)
+            self._copied(flow.job, time, flow.link.latency)
             self._rates(flow, time)
+
+    def _copied(self, job: _Job, time: float, latency: float) -> None:
+        """The engine is through with a copy."""
+        job.end = time
+        self.post(time + latency, _DONE, job, job.at)
+        held = self.machine.signal_gap if job.at in self.work.signalled[job.rank] else 0.0
+        self.post(time + held, _END, job, job.at)
 
     def _rates(self, changed: _Flow, time: float) -> None:
         """Foretell anew the copies that share an engine or a port with one that begins or ends."""
-        for flow in dict.fromkeys((*self.outgoing[changed.src], *self.incoming[changed.dst, changed.link])):
-            arriving = len(self.incoming[flow.dst, flow.link])
-            sending = sum(other.link is flow.link for other in self.outgoing[flow.src])
-            each = flow.link.bandwidth
-            if sending > self.machine.copy_streams and flow.link is self.machine.nvlink:
-                each = self.machine.contended / sending
-            rate = min(each, flow.link.bandwidth / arriving) * 1e3
+        for flow in dict.fromkeys((*self.engines[changed.job.rank], *self.ports[changed.port])):
+            sharing = len(self.ports[flow.port])
+            moving = sum(other.link is flow.link for other in self.engines[flow.job.rank])
+            each = flow.bandwidth
+            if moving > self.machine.copy_streams and flow.link is self.machine.nvlink:
+                each = self.machine.contended / moving
+            rate = min(each, flow.link.bandwidth / sharing) * 1e3
             if rate != flow.rate:
                 flow.left = max(0.0, flow.left - flow.rate * (time - flow.since))
                 flow.since, flow.rate = time, rate

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distgemm.ops import Copy, Gemm, Op, Reduce, box_extents, box_size
+from distgemm.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES
 from distgemm.simulate import FLAGS, Timeline, arrivals
@@ -174,10 +174,11 @@ def replay_of(recording: Recording) -> tuple[list[Seen], float]:
 def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> list[Span]:
     """The events of one replay of a rank as ops of its plan, by start.
 
-    Copies to peers come in the order in which they are issued. What is computed lies on ``branches`` streams and, in
-    some plans, a stream of sums behind them, each of which keeps its order; which event is of which stream is found by
-    the kinds of the events, the dependencies of the ops, and the profiler's streams, which are not always those on
-    which the graph was captured. Kernels that wait for words are passed over.
+    Copies to peers, or from them, come in the order in which they are issued. What is computed lies on ``branches``
+    streams and, in some plans, a stream of sums behind them, each of which keeps its order, as do copies from shards
+    that peers pull; which event is of which stream is found by the kinds of the events, the dependencies of the ops,
+    and the profiler's streams, which are not always those on which the graph was captured. Kernels that wait for words
+    are passed over.
 
     start and end are us of the host's clock, less the start of the first event.
 
@@ -190,11 +191,15 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
     actions = lower(plan, rank, branches)
     issued = [(action.stream, op) for action in actions for op in action.ops]
     numbers = {op.id: number for number, (_, op) in enumerate(issued)}
-    sent = [op for stream, op in issued if stream == COMM and isinstance(op, Copy)]
-    chains = [
+    copied = [op for stream, op in issued if stream == COMM and isinstance(op, Copy)]
+    sent, staged = ([op for op in copied if _crosses(op) == crosses] for crosses in (True, False))
+    chains: list[list[Op]] = [
         [op for on, op in issued if on == stream and isinstance(op, (Gemm, Reduce, Copy))]
         for stream in range(BRANCH, 1 + max(action.stream for action in actions))
     ]
+    sums = len(chains) > branches
+    if staged:
+        chains.append([*staged])
     events = sorted((event for event in events if what(event.name)), key=lambda event: event.start)
     copies = [event for event in events if what(event.name) == "copy"]
     computed = [event for event in events if what(event.name) != "copy"]
@@ -205,7 +210,7 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
         for op, event in zip(sent, copies, strict=True)
     ]
     for number, op, event, part in _deal(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
-        lane = f"gemm {number}" if isinstance(op, Gemm) else "local" if number < branches else "sums"
+        lane = f"gemm {number}" if isinstance(op, Gemm) else "sums" if sums and number == branches else "local"
         found.append(Span(rank, lane, op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name, part))
     return sorted(found, key=lambda span: span.start)
 
@@ -322,16 +327,16 @@ def _parts(chain: Sequence[Op], at: int, event: Seen) -> list[tuple[Op, str, int
 def align(plan: Plan, spans: Iterable[Span]) -> tuple[tuple[float, ...], float]:
     """(us by which each rank's clock is to be set forward, the largest violation before that).
 
-    No op uses what a copy brought before that copy has ended on its sender. These are the least shifts, of each rank,
-    with which that holds for all copies; 0 everywhere if it holds already. An offset that contradicts nothing cannot
-    be seen: between two ranks it is at most as large as the pause between copy and user.
+    No op uses what an op of another rank made, such as a copy, before that has ended. These are the least shifts, of
+    each rank, with which that holds for all; 0 everywhere if it holds already. An offset that contradicts nothing
+    cannot be seen: between two ranks it is at most as large as the pause between such an op and the user.
 
     Raises RuntimeError where no shifts help.
     """
     at = {(span.rank, span.op.id): span for span in spans if not span.part}
     early = [
-        (copy.rank, user.rank, at[copy.rank, copy.id].end - at[user.rank, user.id].start)
-        for copy, user in arrivals(plan)
+        (made.rank, user.rank, at[made.rank, made.id].end - at[user.rank, user.id].start)
+        for made, user in arrivals(plan)
     ]
     shifts = [0.0] * plan.world_size
     for _ in range(plan.world_size):
@@ -342,7 +347,7 @@ def align(plan: Plan, spans: Iterable[Span]) -> tuple[tuple[float, ...], float]:
         if not moved:
             return tuple(shifts), max([0.0, *(by for _, _, by in early)])
     raise RuntimeError(
-        "no shift of clocks lets every copy end before what it brought is used: the events are not right"
+        "no shift of clocks lets every op end before another rank uses what it made: the events are not right"
     )
 
 
@@ -354,7 +359,7 @@ class Figures(NamedTuple):
 
     total:  from the rank's first event to that of the next replay
     gemms:  for which it multiplies
-    copies: for which it sends
+    copies: for which it sends, or pulls
     both:   for which it does both
     start, middle, end: for which it does not multiply: before its first GEMM, between GEMMs, behind its last one.
             A sum is no multiplication.
@@ -462,10 +467,12 @@ class Trace:
                 continue
             last = gemms[-1]
             before = [(span.end, f"{_title(span.op)} had ended") for span in gemms[:-1] if span.lane == last.lane]
-            for copy, user in arrivals(self.plan):
-                if (user.rank, user.id) == (rank, last.op.id):
-                    sent = at[copy.rank, copy.id]
-                    before.append((sent.end, f"the copy {_title(copy)} on rank {copy.rank} had ended"))
+            # What it was waiting for: on other ranks, or its own rank's pulls.
+            needed = [made for made, user in arrivals(self.plan) if (user.rank, user.id) == (rank, last.op.id)]
+            needed += [op for op in self.plan.ops(rank) if op.id in last.op.deps and _pulls(op)]
+            for op in needed:
+                title = f"the copy {_title(op)}" if isinstance(op, Copy) else _title(op)
+                before.append((at[op.rank, op.id].end, f"{title} on rank {op.rank} had ended"))
             if before:
                 end, text = max(before)
                 found.append(Gap(last.start - end, rank, f"until its last GEMM, {_title(last.op)}, after {text}"))
@@ -473,7 +480,7 @@ class Trace:
 
     def to_perfetto(self) -> dict[str, Any]:
         """Chrome trace JSON for ui.perfetto.dev: a process per rank; the lanes as measured, those of the prediction
-        below them; arrows from copies to what uses them."""
+        below them; arrows from copies, and other ops for another rank, to what uses them."""
         events: list[dict[str, Any]] = []
         thread: dict[tuple[str, bool], int] = {}
         for predicted, spans in ((False, self.spans), (True, self.prediction)):
@@ -495,11 +502,11 @@ class Trace:
                     {"ph": "X", "name": title, "cat": category, **times, **place, "args": _facts(self.plan, span)}
                 )
         at = {(span.rank, span.op.id): span for span in self.spans if not span.part}
-        for number, (copy, user) in enumerate(arrivals(self.plan)):
-            sent, used = at[copy.rank, copy.id], at[user.rank, user.id]
+        for number, (op, user) in enumerate(arrivals(self.plan)):
+            made, used = at[op.rank, op.id], at[user.rank, user.id]
             flow = {"cat": "copy", "name": "arrives for", "id": number}
-            start, end = round(sent.end, 3), round(used.start, 3)
-            events.append({"ph": "s", **flow, "pid": copy.rank, "tid": thread[sent.lane, False], "ts": start})
+            start, end = round(made.end, 3), round(used.start, 3)
+            events.append({"ph": "s", **flow, "pid": op.rank, "tid": thread[made.lane, False], "ts": start})
             events.append({"ph": "f", "bp": "e", **flow, "pid": user.rank, "tid": thread[used.lane, False], "ts": end})
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": self.to_dict()}
 
@@ -529,7 +536,11 @@ def _moved(span: Span, by: float) -> Span:
 
 
 def _crosses(op: Op) -> bool:
-    return isinstance(op, Copy) and op.src.rank != op.dst.rank
+    return isinstance(op, Copy) and link_of(op) is not None
+
+
+def _pulls(op: Op) -> bool:
+    return isinstance(op, Copy) and op.src.rank != op.rank
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -552,9 +563,11 @@ def _lane_order(lane: str) -> tuple[int, str]:
 
 def _title(op: Op) -> str:
     tile = ",".join(map(str, op.tile))
-    if isinstance(op, Copy):
-        return f"{op.operand}({tile})" + (f" to rank {op.dst.rank}" if _crosses(op) else ", local")
-    return f"{op.kind} {op.iteration} ({tile})"
+    what = f"{op.operand}({tile})" if isinstance(op, Copy) else f"{op.kind} {op.iteration} ({tile})"
+    link = link_of(op)
+    if link is None:
+        return f"{what}, local" if isinstance(op, Copy) else what
+    return f"{what} from rank {link[0]}" if _pulls(op) else f"{what} to rank {link[1]}"
 
 
 def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:

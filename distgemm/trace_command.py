@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distgemm.command_line import check_files, check_folder, parse_mesh
-from distgemm.derive import make_plan
+from distgemm.derive import MECHANISMS, make_plan
 from distgemm.machine import Machine, list_machines
 from distgemm.problem import GemmProblem
 from distgemm.simulate import simulate
@@ -35,6 +35,7 @@ def trace_command(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks, one on each GPU. [default: all GPUs]")] = None,
     mesh: Annotated[str | None, typer.Option(help="Arrangement of the ranks, such as 2x4.", show_default=False)] = None,
+    mechanism: Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}.")] = MECHANISMS[0],
     provider: Annotated[str, typer.Option(help="Of the GEMMs: cutlass or cublas.")] = "cutlass",
     config: Annotated[str | None, typer.Option(help="A configuration of the provider. [default: by shape]")] = None,
     branches: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
@@ -78,7 +79,7 @@ def trace_command(
         ranks = torch.cuda.device_count()
         if not ranks:
             raise ValueError("trace runs on GPUs, and there is none here; distgemm simulate needs none")
-    plan = make_plan(problem, name, ranks, mesh=sides, sync="barrier", **options)
+    plan = make_plan(problem, name, ranks, mesh=sides, sync="barrier", mechanism=mechanism, **options)
     predicted = simulate(plan, gpus, branches=branches)
 
     from distgemm.runtime.launch import launch

@@ -67,10 +67,10 @@ LEAST_BUCKET = 64
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 SUMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("pairwise_a", {"chunks": 1}),
+    ("pairwise_a", {"chunks": 1, "mechanism": "store"}),
     ("pairwise_a", {"chunks": 2}),
-    ("pairwise_a", {"chunks": 4}),
     ("tiling_a_rotating_c", {"chunks": 2}),
-    ("tiling_a_rotating_c", {"chunks": 2, "last": "sum"}),
+    ("tiling_a_rotating_c", {"chunks": 2, "mechanism": "store"}),
     ("tiling_a_rotating_c", {"chunks": 4}),
 )
 SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {

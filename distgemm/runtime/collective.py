@@ -60,9 +60,9 @@ class CollectiveExecutable:
     A collective call: all ranks of the group make it, and they compare their plans. The workspace is allocated
     here, by ``plan.slots``, and holds NaN before the first call.
 
-    Raises ValueError on all ranks when their plans differ, and names those that do; ValueError for a group that
-    this rank is not in, a group of another size and a device that the group does not serve; PlanError for ops
-    that cannot be executed with messages, or that do not write all of D.
+    Raises ValueError on all ranks when their plans differ, and names those that do; ValueError for a plan with
+    another mechanism than "push", a group that this rank is not in, a group of another size and a device that the
+    group does not serve; PlanError for ops that cannot be executed with messages, or that do not write all of D.
     """
 
     def __init__(
@@ -90,6 +90,10 @@ class CollectiveExecutable:
 
     def _prepare(self, served: dict[str, str]) -> None:
         plan, device = self.plan, self.device
+        if plan.mechanism != "push":
+            raise ValueError(
+                f'the collective runtime sends messages: it takes plans with mechanism="push", got {plan.mechanism!r}'
+            )
         if dist.get_world_size(self.group) != plan.world_size:
             size = dist.get_world_size(self.group)
             raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {size}")

@@ -20,15 +20,15 @@ def cases(ranks: int) -> list[Case]:
     """Eager, recorded and replayed; by memory operations and by kernels that wait; ragged extents."""
     return [
         Case(GATHER, (ranks,)),
-        Case(RING, (ranks,), chunks=2, m=389, n=328, k=456, workspace="bounded", sync="credit"),
+        Case(RING, (ranks,), chunks=2, m=389, n=328, k=456, workspace="bounded", sync="credit", config=None),
         Case(GATHER, (ranks,), branches=1, waits="kernel"),
         Case(CHAIN, (ranks,), chunks=2, beta=1.0),
-        Case(PAIRWISE, (ranks,), chunks=2, m=389, n=328, k=456),
+        Case(PAIRWISE, (ranks,), chunks=2, m=389, n=328, k=456, config=None),
         Case(ALL_REDUCE, (ranks,), chunks=2),
         Case(GATHER, (ranks,), chunks=2, mechanism="pull"),
         Case(PAIRWISE, (ranks,), mechanism="pull"),
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
-        Case(PAIRWISE, (ranks,), m=389, n=328, k=456, mechanism="store"),
+        Case(PAIRWISE, (ranks,), m=389, n=328, k=456, mechanism="store", config=None),
         Case(GATHER, (ranks,), provider="cublas", config=None),
     ]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from distgemm import GemmProblem, list_schedules, make_plan
+from distgemm import CollectiveExecutable, GemmProblem, list_schedules, make_plan
 from distgemm.ops import Copy
 from distgemm.runtime.collective import _Call, _Memory, _Message
 from distgemm.runtime.launch import launch
@@ -89,6 +90,19 @@ def test_wrong_arguments(what: str, named: str) -> None:
 def test_wrong_arguments_send_nothing() -> None:
     assert [found["wrong_arguments"]["after"] for found in results(2)] == ["", ""]
     assert "is not in the group" in results(2)[1]["wrong_arguments"]["outside"]
+
+
+@pytest.mark.parametrize("mechanism", ["pull", "store"])
+def test_plans_that_are_not_pushed_are_refused(mechanism: str) -> None:
+    """In a group of this process alone."""
+    plans = [make_plan(GemmProblem(m=8, n=8, k=8), "gemm+rs", 1, mechanism=how) for how in ("push", mechanism)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        CollectiveExecutable(plans[0])
+        with pytest.raises(ValueError, match=f"takes plans with mechanism=\"push\", got '{mechanism}'"):
+            CollectiveExecutable(plans[1])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ways_to_call() -> None:

@@ -42,7 +42,7 @@ def test_a_broken_file_on_rank_0_raises_everywhere(found: list[dict[str, Any]]) 
 
 
 def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str, Any]]) -> None:
-    name = "reduce_scatter_1d_tiling_a_rotating_c chunks=2, GEMMs by cutlass, 1 branch"
+    name = "reduce_scatter_1d_pairwise_a chunks=1, GEMMs by cutlass, 1 branch"
     for number, each in enumerate(rank["measuring"] for rank in found):
         tuned = each["fastest"]
         assert str(tuned.choice) == name and tuned.choice.how == "measured"

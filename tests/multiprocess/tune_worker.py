@@ -361,7 +361,7 @@ def measuring(folder: str) -> dict[str, Any]:
 
     path = own_cache(folder, "fastest")
     said: list[str] = []
-    with Bench(by_name("rotating_c chunks=2, GEMMs by cutlass, 1")) as fakes:
+    with Bench(by_name("pairwise_a chunks=1, GEMMs by cutlass, 1")) as fakes:
         found["fastest"] = tune.tune(PROBLEM, "gemm+rs", group, device=CPU, progress=said.append)
         found["kept"], found["said"] = len(fakes.kept), said
         found["files"] = sorted(each.name for each in path.iterdir())

@@ -105,6 +105,8 @@ def test_plan() -> None:
             {"m": 8, "n": 8, "k": 8},
             {"workspace": "bounded", "sync": "barrier", "chunks": 2},
         ),
+        ("--m 8 --n 8 --k 8 --mechanism pull", {"m": 8, "n": 8, "k": 8}, {"mechanism": "pull"}),
+        ("--m 8 --n 8 --k 8 --mechanism store", {"m": 8, "n": 8, "k": 8}, {"mechanism": "store"}),
     ],
 )
 def test_plan_json(arguments: str, problem: dict[str, Any], keywords: dict[str, Any]) -> None:
@@ -192,6 +194,8 @@ FC1 = distgemm.GemmProblem(8192, 57344, 8192)
     [
         ("gemm+rs --world-size 3", FC1, {"world_size": 3}, H200, None),
         ("gemm+rs --mesh 3 --sync barrier", FC1, {"world_size": 3, "sync": "barrier"}, H200, None),
+        ("gemm+rs --world-size 4 --mechanism store", FC1, {"world_size": 4, "mechanism": "store"}, H200, None),
+        ("ag+gemm --world-size 4 --mechanism pull", FC1, {"world_size": 4, "mechanism": "pull"}, H200, None),
         (
             "gemm+rs --world-size 2 --m 100 --n 200 --k 300 --l 2 --dtype float16 --out-dtype float32 "
             "--partial-dtype float64 --workspace bounded --option chunks=2",
@@ -278,6 +282,13 @@ NESTED_SCATTER = " ".join(f"--option {where}=reduce_scatter_1d_pairwise_a" for w
         ("tensor_parallel_2d_rs --mesh 2x4", "A and D move, and not by one collective over all ranks"),
         ("tensor_parallel_3d --mesh 2x2x2", "A, B and D move, and not by one collective over all ranks"),
         ("gemm+rs --world-size 1", "nothing moves between ranks"),
+        ("all_gather_1d_tiling_cd_rotating_a --world-size 8 --mechanism pull", GATHER_A),
+        ("reduce_scatter_1d_pairwise_a --world-size 8 --mechanism store", SCATTER),
+        ("all_reduce_1d_pairwise_a --world-size 8 --mechanism store", REDUCE),
+        (
+            "tensor_parallel_2d_rs --mesh 2x4 --mechanism store",
+            "A and D move, and not by one collective over all ranks",
+        ),
     ],
 )
 def test_unfused_baseline(arguments: str, wanted: str | tuple[distgemm.GemmProblem, str, str]) -> None:
@@ -685,6 +696,9 @@ def test_imports_that_fail(given: str, program: str, message: str, folder: Path)
 # --- verify ---------------------------------------------------------------------------------------------
 
 
+SYNCS = ("credit", "barrier")
+
+
 def results(text: str) -> list[tuple[str, ...]]:
     rows = [line.split() for line in text.splitlines()[2:-1]]
     return [(row[0], row[1], row[5].rstrip(":")) for row in rows if re.fullmatch(r"\d[\dx]*", row[1])]
@@ -694,13 +708,20 @@ def test_verify_one() -> None:
     text = succeed("verify", "gemm+rs", "--world-size", "1-2", "--world-size", "4,6")
     assert results(text) == [("gemm+rs", size, "proved") for size in ("1", "2", "4", "6")]
     assert text.endswith("4 proved, 0 failed, 0 skipped\n")
-    plans = [
-        distgemm.make_plan(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 4, workspace=workspace, sync=sync)
-        for workspace in ("full", "bounded")
-        for sync in ("credit", "barrier")
-    ]
-    count = sum(len(plan.ops(rank)) for plan in plans for rank in range(4))
-    assert re.search(rf"^gemm\+rs +4 +4 +{count} ", text, re.MULTILINE)
+    plans = {
+        mechanism: [
+            distgemm.make_plan(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 4, mechanism=mechanism, **how)
+            for how in ({"workspace": one, "sync": other} for one in ("full", "bounded") for other in SYNCS)
+        ]
+        for mechanism in ("push", "pull", "store")
+    }
+    counts = {
+        mechanism: sum(len(plan.ops(rank)) for plan in of_it for rank in range(4)) for mechanism, of_it in plans.items()
+    }
+    assert re.search(rf"^gemm\+rs +4 +12 +{sum(counts.values())} ", text, re.MULTILINE)
+    for mechanism, count in counts.items():
+        text = succeed("verify", "gemm+rs", "--world-size", "4", "--mechanism", mechanism)
+        assert re.search(rf"^gemm\+rs +4 +4 +{count} ", text, re.MULTILINE)
 
 
 def test_verify_all_skips_what_cannot_be() -> None:
@@ -760,6 +781,7 @@ def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(distgemm.PlanError) as failure:
         broken(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 2).verify()
     assert str(failure.value) in done.stderr
+    assert "gemm+rs on 2, workspace full, sync credit, mechanism push: " in done.stderr
 
 
 # --- demo -----------------------------------------------------------------------------------------------
@@ -817,12 +839,14 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("plan gemm+rs --world-size 2 --m-per-rank 3,x", "--m-per-rank is given as 4, 1,2,4 or 1-8, got '3,x'"),
         ("plan gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
         ("plan gemm+rs --world-size 2 --workspace huge", "workspace is one of full, bounded, got 'huge'"),
+        ("plan gemm+rs --world-size 2 --mechanism carry", "mechanism is one of push, pull, store, got 'carry'"),
         ("plan gemm+rs --world-size 2 --rank 2", "rank 2 is not in 0..1"),
         ("simulate nope --world-size 2", "unknown schedule 'nope'"),
         ("simulate gemm+rs", "needs a world_size or a mesh"),
         ("simulate gemm+rs --world-size 2 --machine h300", "machine 'h300' is none of h200, nor the path of a .json"),
         ("simulate gemm+rs --world-size 2 --machine no/such.json", "machine no/such.json: "),
         ("simulate gemm+rs --world-size 2 --ranks-per-host 0", "ranks_per_host is an integer >= 1, got 0"),
+        ("simulate gemm+rs --world-size 2 --mechanism all", "mechanism is one of push, pull, store, got 'all'"),
         ("simulate gemm+rs --world-size 2 --branches 0", "branches is an integer >= 1, got 0"),
         ("simulate gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
         ("simulate all", "simulate all needs a world_size or a mesh"),
@@ -842,6 +866,7 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("verify gemm+rs --world-size 0", "world_size is an integer >= 1, got 0"),
         ("verify gemm+rs --world-size 5-2", "--world-size '5-2' is empty"),
         ("verify gemm+rs --world-size 2 --sync never", "sync is one of credit, barrier, all, got 'never'"),
+        ("verify gemm+rs --mechanism carry", "mechanism is one of push, pull, store, all, got 'carry'"),
         ("verify gemm+rs --world-size 3 --mesh 4", "mesh (4,) has 4 ranks, world_size says 3"),
         ("verify all_gather_1d_pairwise_xor_a --world-size 6", "a power of two, got 6"),
     ],

@@ -9,6 +9,7 @@ import random
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -491,9 +492,9 @@ def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch,
     exe = SimpleNamespace(timeout=2.0, plan=SimpleNamespace(schedule="a schedule"))
     workspace.executables.append(lambda: exe)
     values = torch.zeros(2 * (first_flag(2) + 4), dtype=torch.int32)
-    watched: Any = SimpleNamespace(
-        workspace=workspace, store=None, pending=deque(), free=deque(), ended=0, warned=False, last=(None, 0.0)
-    )
+    watched: Any = watchdog._Watched.__new__(watchdog._Watched)
+    watched.workspace, watched.store, watched.lock = workspace, None, Lock()
+    watched.pending, watched.free, watched.ended, watched.warned, watched.last = deque(), deque(), 0, False, (None, 0.0)
     watched.words = lambda: [0, *values.tolist()]
     now, died = [0.0], []
     monkeypatch.setattr(watchdog, "_told", lambda store: None)

@@ -25,9 +25,9 @@ PROBLEM = GemmProblem(8192, 10240, 8192)
 CASES = [(GATHER, 1, 1), (GATHER, 4, 1), (GATHER, 8, 2), (RING, 4, 2), (PAIRWISE, 8, 1), (GATHER, 20, 1)]
 
 
-def draw(what: str, name: str, size: int, chunks: int, path: Path) -> None:
+def draw(what: str, name: str, size: int, chunks: int, path: Path, mechanism: str = "push") -> None:
     scheduler = get_schedule(name, size, chunks=chunks)
-    plan = make_plan(PROBLEM, scheduler)
+    plan = make_plan(PROBLEM, scheduler, mechanism=mechanism)
     if what == "schedule":
         draw_schedule(scheduler, path)
     elif what == "plan":
@@ -107,6 +107,25 @@ def test_a_timeline_says(tmp_path: Path) -> None:
         assert part in texts(tmp_path / "b.svg"), part
 
 
+def test_pulls_say_where_from_and_stores_where_to(tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    draw("plan", GATHER, 4, 1, path, "pull")
+    for part in ("from 0", "from 3", "local copy", "to slot", "on copies, the rank that they come from"):
+        assert part in texts(path), part
+    assert not re.search(r"\bto \d", texts(path))
+    draw("timeline", GATHER, 4, 1, path, "pull")
+    for part in ("A3,0 from rank 3", "arrows lead from an op to the op that uses what it made for another rank"):
+        assert part in texts(path), part
+    draw("plan", RING, 4, 1, path, "store")
+    found = texts(path)
+    for part in ("0 to 1", "2 to 0", 'numbers on GEMMs are iterations ("to": and the rank that they store to)'):
+        assert part in found, part
+    assert "local copy" not in found
+    draw("timeline", RING, 4, 1, path, "store")
+    for part in ("iteration 0 to rank 1", "iteration 3", "arrows lead from an op to the op that uses what it made"):
+        assert part in texts(path), part
+
+
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     for what in ("plan", "timeline"):
         draw(what, GATHER, 20, 1, tmp_path / "a.svg")
@@ -116,17 +135,22 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "from dark (rank 0) to light (rank 39)" in texts(tmp_path / "a.svg")
 
 
-@pytest.mark.parametrize("what", ["schedule", "plan", "timeline"])
-@pytest.mark.parametrize(("name", "size", "chunks"), CASES)
+@pytest.mark.parametrize(
+    ("what", "name", "size", "chunks", "mechanism"),
+    [
+        *((what, *case, "push") for case in CASES for what in ("schedule", "plan", "timeline")),
+        *((what, *case, how) for case in CASES for what in ("plan", "timeline") for how in ("pull", "store")),
+    ],
+)
 def test_no_text_lies_on_another(
-    what: str, name: str, size: int, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, name: str, size: int, chunks: int, mechanism: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     kept: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: kept.append(self))
-    draw(what, name, size, chunks, tmp_path / "a.png")
+    draw(what, name, size, chunks, tmp_path / "a.png", mechanism)
     (figure,) = kept
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

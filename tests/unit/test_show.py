@@ -289,7 +289,7 @@ def test_plan() -> None:
     assert (
         show_plan(plan).split("\n\nops ")[0]
         == """\
-all_gather_1d_tiling_cd_rotating_a: 3 ranks, 3 iterations, workspace full, sync credit
+all_gather_1d_tiling_cd_rotating_a: 3 ranks, 3 iterations, workspace full, sync credit, mechanism push
 problem: m 8, n 16, k 16, l 1, m per rank 3,0,5; bfloat16 -> bfloat16, partial sums bfloat16
 tiles: m 3 x 0..5, n 3 x 4..6, k 1 x 16, l 1 x 1
 
@@ -345,6 +345,24 @@ def test_plan_ops() -> None:
     assert "ops of rank 0\n" in every and "\n".join(one) in every
     with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
         show_plan(plan, rank=2)
+
+
+def test_plan_of_other_mechanisms() -> None:
+    """Links lead from where a tile was to where it goes, whoever moves it; ops name the rank that they touch."""
+    problem = GemmProblem(8, 8, 8)
+    for name in ("ag+gemm", "gemm+rs"):
+        plans = [make_plan(problem, name, 2, mechanism=mechanism) for mechanism in ("push", "pull", "store")]
+        links = [re.search(r"^link bytes.*?\n\n", show_plan(plan), re.MULTILINE | re.DOTALL) for plan in plans]
+        assert links[0] is not None and {found and found[0] for found in links} == {links[0][0]}
+        for plan in plans:
+            assert (
+                show_plan(plan).splitlines()[0].endswith(f", workspace full, sync credit, mechanism {plan.mechanism}")
+            )
+    pulled = show_plan(make_plan(problem, "ag+gemm", 2, mechanism="pull"), rank=1)
+    assert re.search(r"Copy #\d+ A\(1, 0, 0\) slot 0: A\[.*\]@1 -> slot 0\[.*\]@1", pulled)
+    assert re.search(r"Copy #\d+ A\(0, 0, 0\) slot 1: slot 0\[.*\]@0 -> slot 1\[.*\]@1", pulled)
+    stored = show_plan(make_plan(problem, "gemm+rs", 2, mechanism="store"), rank=1)
+    assert re.search(r"Gemm #\d+ D\(0, 0, 1, 0\) slot 0: A\[.*\]@1 \* B\[.*\]@1 -> slot 0\[.*\]@0", stored)
 
 
 def test_plan_without_movement_and_large_plans() -> None:

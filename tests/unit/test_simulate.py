@@ -17,8 +17,8 @@ import pytest
 
 from distgemm import GemmProblem, Plan, PlanError, list_schedules, make_plan
 from distgemm.machine import KernelTile, Link, Machine, Rate, list_machines
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait
-from distgemm.simulate import FLAGS, Event, Timeline, predict_unfused, simulate
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, accesses, link_of, overlaps
+from distgemm.simulate import FLAGS, Event, Timeline, arrivals, predict_unfused, simulate
 
 H200 = Machine.load("h200")
 ONE_D = [name for name in list_schedules() if "_1d_" in name]
@@ -193,8 +193,8 @@ def check(timeline: Timeline) -> None:
 
 
 def latency(machine: Machine, op: Op) -> float:
-    crosses = isinstance(op, Copy) and op.src.rank != op.dst.rank
-    return machine.link(op.src.rank, op.dst.rank).latency if crosses else 0.0  # type: ignore[attr-defined]
+    link = link_of(op)
+    return 0.0 if link is None else machine.link(*link).latency
 
 
 @pytest.mark.parametrize("name", ONE_D)
@@ -406,6 +406,229 @@ def test_exposure() -> None:
     last = max((e for e in slow.events if isinstance(e.op, Gemm)), key=lambda e: e.end)
     wait = H200.signal + H200.wait + H200.gemm_launch + 14.0
     assert slow.tail == pytest.approx(last.end - last.start + wait)
+
+
+# --- mechanisms -----------------------------------------------------------------------------------------
+
+MECHANISMS = ("push", "pull", "store")
+SCATTERS = [name for name in ONE_D if "reduce_scatter" in name]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", ONE_D)
+def test_every_mechanism(name: str, mechanism: str) -> None:
+    for workspace, sync, chunks in (("full", "credit", 1), ("bounded", "credit", 2), ("full", "barrier", 2)):
+        how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+        plan = make_plan(GemmProblem(1000, 700, 500), name, 4, chunks=chunks, **how)
+        for machine, options in ((H200, {"branches": 1}), (H200, {}), (changed(ranks_per_host=2), {"copy_streams": 2})):
+            timeline = simulate(plan, machine, **options)
+            check(timeline)
+            assert sum(timeline.critical.values()) == pytest.approx(timeline.time)
+            assert min(timeline.critical.values()) >= 0
+            assert 0 <= timeline.hidden <= 1 + 1e-9
+            assert timeline.link_busy.keys() == plan.link_bytes().keys()
+            assert min(timeline.link_busy.values()) > 0
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("name", ONE_D)
+def test_ports_are_not_given_twice_by_any_mechanism(name: str, mechanism: str) -> None:
+    """Neither end of a link carries copies faster than its bandwidth, nor what GEMMs store."""
+    timeline = simulate(make_plan(PROBLEM, name, 8, mechanism=mechanism), ideal(100.0, pull_bandwidth=100.0))
+    for rank, end, kind in itertools.product(range(8), (0, 1), (Copy, Gemm)):
+        moving = [e for e in timeline.events if isinstance(e.op, kind) and (link_of(e.op) or (-1, -1))[end] == rank]
+        if moving:
+            span = max(event.end for event in moving) - min(event.start for event in moving)
+            views = [accesses(event.op)[1] for event in moving]
+            moved = sum(2 * math.prod(stop - start for start, stop in view.box) for view in views if view is not None)
+            assert moved / 1e5 <= span * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sync", ["credit", "barrier"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pulled_gather_of_two_is_a_pushed_one_behind_the_copy_of_the_shard(sync: str, chunks: int) -> None:
+    """The whole shard is put into slots before anything is pulled."""
+    pushed, pulled = (
+        make_plan(GemmProblem(2048, 128, 1024), GATHER, 2, chunks=chunks, sync=sync, mechanism=mechanism)
+        for mechanism in ("push", "pull")
+    )
+    machine = ideal(100.0, pull_bandwidth=100.0, memory=1000.0)
+    shard = 1024 * 1024 * 2
+    gemm = machine.gemm(1024 // chunks, 64, 1024, dtype="bfloat16").alone  # of what comes last
+    times = [simulate(plan, machine).time for plan in (pushed, pulled)]
+    assert times[0] == pytest.approx(shard / 100e3 + gemm)
+    assert times[1] == pytest.approx(shard / 100e3 + gemm + 2 * shard / 1000e3)
+    slower = simulate(pulled, dataclasses.replace(machine, pull_bandwidth=80.0))
+    assert slower.time == pytest.approx(shard / 80e3 + gemm + 2 * shard / 1000e3)
+    # What pulls cannot be faster than the link.
+    faster = simulate(pulled, dataclasses.replace(machine, pull_bandwidth=800.0))
+    assert faster.time == pytest.approx(times[1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_free_gemms_leave_pulls(size: int) -> None:
+    """(N - 1) shards at the bandwidth of the engine that pulls."""
+    rows, columns = 64 * size, 1024
+    plan = make_plan(GemmProblem(rows, 64 * size, columns), GATHER, size, mechanism="pull")
+    timeline = simulate(plan, ideal(100.0, pull_bandwidth=80.0))
+    closed = (size - 1) * rows // size * columns * 2 / 80e3
+    assert [timeline.time, timeline.copies_alone] == pytest.approx([closed, closed])
+    assert timeline.critical["copies"] == pytest.approx(closed)
+    assert timeline.link_busy == pytest.approx(dict.fromkeys(plan.link_bytes(), closed / (size - 1)))
+
+
+def test_pulls_from_one_rank_share_its_port() -> None:
+    """Three ranks pull from the first at once: each gets a third of its port."""
+    plan = make_plan(GemmProblem(256, 256, 1024), GATHER, 4, mechanism="pull")
+    for rank in range(4):
+        pulls = [op for op in plan.ops(rank) if link_of(op) == (0, rank)]
+        plan = plan.replace_ops(rank, [dataclasses.replace(op, deps=()) for op in pulls])
+    timeline = simulate(plan, ideal(100.0, pull_bandwidth=80.0))
+    assert [timeline.time, timeline.copies_alone] == pytest.approx([3 * 64 * 1024 * 2 / 100e3] * 2)
+    assert set(timeline.link_busy) == {(0, 1), (0, 2), (0, 3)}
+    assert min(timeline.link_busy.values()) == pytest.approx(timeline.time)
+
+
+def test_pulls_of_one_rank_share_its_engine() -> None:
+    """With a stream for each source, more than the engines serve at their bandwidth."""
+    plan = make_plan(GemmProblem(256, 256, 1024), GATHER, 4, mechanism="pull")
+    for rank in range(4):
+        pulls = [op for op in plan.ops(rank) if (link_of(op) or (0, 0))[1] == rank == 3]
+        plan = plan.replace_ops(rank, [dataclasses.replace(op, deps=()) for op in pulls])
+    timeline = simulate(plan, ideal(100.0, pull_bandwidth=100.0, contended=40.0), copy_streams=4)
+    assert {event.lane for event in timeline.events} == {"copy 0", "copy 1", "copy 2"}
+    assert timeline.time == pytest.approx(3 * 64 * 1024 * 2 / 40e3)
+
+
+def test_shards_are_staged_by_an_engine() -> None:
+    """The copy from the shard waits for no GEMM, though it may begin when that has taken all SMs; pulls wait for it."""
+    plan = make_plan(PROBLEM, GATHER, 4, sync="barrier", mechanism="pull")
+    timeline = simulate(plan, ideal(388.0, 930.0, memory=4000.0, entry=50.0))
+    first = min((event for event in timeline.events if isinstance(event.op, Gemm)), key=lambda event: event.start)
+    staging, *pulls = copies_of(timeline)
+    assert link_of(staging.op) is None and all(link_of(event.op) is not None for event in pulls)
+    assert first.start == 0 and staging.start == pytest.approx(50.0) and first.end > staging.end
+    assert staging.end - staging.start == pytest.approx(2 * 2048 * 8192 * 2 / 4000e3)
+    assert pulls[0].start == pytest.approx(staging.end)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_stores_are_not_faster_than_their_links(name: str, size: int) -> None:
+    problem = GemmProblem(64 * size, 1024, 64 * size)
+    for chunks in (1, 2):
+        plan = make_plan(problem, name, size, chunks=chunks, mechanism="store")
+        timeline = simulate(plan, ideal(1.0))
+        links = plan.link_bytes()
+        for end in (0, 1):
+            most = max(sum(moved for link, moved in links.items() if link[end] == rank) for rank in range(size))
+            assert timeline.time >= most / 1e3 * (1 - 1e-9)
+            assert timeline.copies_alone >= most / 1e3 * (1 - 1e-9)
+        assert timeline.bound == "copies"
+        assert timeline.critical["copies"] == pytest.approx(timeline.time)
+        assert timeline.link_busy == pytest.approx({link: moved / 1e3 for link, moved in links.items()})
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_free_gemms_leave_stores(size: int) -> None:
+    """A rank stores N - 1 slices one after another; in a ring they also take N - 1 hops one after another."""
+    part = 64 * 1024 * 2
+    for name in (PAIRWISE, RING):
+        plan = make_plan(GemmProblem(64 * size, 1024, 64 * size), name, size, mechanism="store")
+        assert simulate(plan, ideal(1.0)).time == pytest.approx((size - 1) * part / 1e3)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_stores_of_one_rank_and_into_one_rank_share_its_port(end: int) -> None:
+    plan = make_plan(GemmProblem(256, 1024, 256), PAIRWISE, 4, mechanism="store")
+    for rank in range(4):
+        stores = [op for op in plan.ops(rank) if (link_of(op) or (-1, -1))[end] == 0]
+        plan = plan.replace_ops(rank, [dataclasses.replace(op, deps=()) for op in stores])
+    timeline = simulate(plan, ideal(100.0))
+    assert len(timeline.link_busy) == 3
+    assert [timeline.time, timeline.copies_alone] == pytest.approx([3 * 64 * 1024 * 2 / 100e3] * 2)
+
+
+def test_stores_hide_behind_their_gemms() -> None:
+    """Where the link keeps up, a GEMM that stores ends as if it did not; what it stored arrives a latency later."""
+    near, far = (make_plan(PROBLEM, PAIRWISE, 4, mechanism=mechanism) for mechanism in ("push", "store"))
+    links = (Link(math.inf, 0.0, 0.0), Link(800.0, 0.0, 0.0), Link(800.0, 0.0, 200.0))
+    local, *stored = (
+        simulate(plan, ideal(peak=930.0, nvlink=link)) for plan, link in zip((near, far, far), links, strict=True)
+    )
+    assert stored[0].time == pytest.approx(local.time)
+    assert stored[0].bound == "compute" and stored[0].critical["copies"] == 0
+    assert stored[0].hidden == pytest.approx(1)
+    at = {(event.rank, event.op.id): event for event in stored[1].events}
+    last = max(at[gemm.rank, gemm.id].end for gemm, _ in arrivals(far))
+    assert stored[1].time == pytest.approx(last + 200.0) and stored[1].critical["latency"] == pytest.approx(200.0)
+    assert len(arrivals(far)) == 4 * 3
+    for gemm, total in arrivals(far):
+        assert isinstance(gemm, Gemm) and isinstance(total, Reduce)
+        assert at[total.rank, total.id].start >= at[gemm.rank, gemm.id].end + 200.0 - 1e-6
+
+
+@pytest.mark.parametrize("sync", ["credit", "barrier"])
+def test_entry_holds_stores_back(sync: str) -> None:
+    plan = make_plan(PROBLEM, PAIRWISE, 4, sync=sync, mechanism="store")
+    timeline = simulate(plan, ideal(388.0, 930.0, replay=7.0, entry=50.0))
+    stores = [event for event in timeline.events if isinstance(event.op, Gemm) and link_of(event.op)]
+    assert len(stores) == 4 * 3
+    assert min(event.start for event in stores) == pytest.approx(57.0)
+    assert timeline.copies_alone == pytest.approx(57.0 + 3 * 2048 * 10240 * 2 / 388e3)
+
+
+def test_what_arrives_is_used() -> None:
+    """On another rank, where it was written; push plans have copies alone, as many as there are between ranks."""
+    kinds = set()
+    for name, mechanism, chunks in itertools.product(ONE_D, MECHANISMS, (1, 2)):
+        plan = make_plan(PROBLEM, name, 4, chunks=chunks, mechanism=mechanism)
+        pairs = arrivals(plan)
+        for made, user in pairs:
+            assert made.rank != user.rank
+            reads, written = accesses(user)[0], accesses(made)[1]
+            assert written is not None
+            found = [view for view in reads if (view.rank, view.slot) == (written.rank, written.slot)]
+            assert any(overlaps(view.box, written.box) for view in found), (made, user)
+            kinds.add((mechanism, made.kind, link_of(made) is not None, user.kind, link_of(user) is not None))
+        signalled = {id(made) for made, _ in pairs}
+        for ops in plan.rank_ops:
+            for op in ops:
+                # Whoever pulls waits for what it takes, whoever pushes or stores tells of it.
+                link = link_of(op)
+                if link is not None and op.rank == link[1]:
+                    assert any(user is op for _, user in pairs)
+                elif link is not None:
+                    assert id(op) in signalled
+    assert {made for mechanism, made, *_ in kinds if mechanism == "push"} == {"Copy"}
+    assert ("pull", "Copy", False, "Copy", True) in kinds and ("pull", "Gemm", False, "Copy", True) in kinds
+    assert ("store", "Gemm", True, "Gemm", True) in kinds and ("store", "Gemm", True, "Reduce", False) in kinds
+    assert {(made, user) for mechanism, _, made, _, user in kinds if mechanism == "pull"} == {
+        (False, True),
+        (True, True),
+    }
+
+
+@pytest.mark.parametrize("mechanism", ["pull", "store"])
+@pytest.mark.parametrize("name", [GATHER, RING, PAIRWISE])
+def test_perfetto_of_every_mechanism(name: str, mechanism: str) -> None:
+    """An arrow for each pair of ops on two ranks, tied to the spans that it touches; titles name the other rank."""
+    plan = make_plan(PROBLEM, name, 4, mechanism=mechanism)
+    events = simulate(plan, H200).to_perfetto()["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    starts, ends = ([event for event in events if event["ph"] == phase] for phase in "sf")
+    assert len(starts) == len(ends) == len(arrivals(plan)) > 0
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"] and start["ts"] <= end["ts"] and start["pid"] != end["pid"]
+        for point in (start, end):
+            on = [s for s in spans if (s["pid"], s["tid"]) == (point["pid"], point["tid"])]
+            assert any(s["ts"] - 1e-6 <= point["ts"] <= s["ts"] + s["dur"] + 1e-6 for s in on)
+    names = " ".join(span["name"] for span in spans)
+    assert (" from rank 3" in names) == (mechanism == "pull")
+    assert (" to rank 3" in names) == (mechanism == "store")
+    assert bool([s for s in spans if s["cat"] == "gemm" and " to rank" in s["name"]]) == (
+        mechanism == "store" and name != GATHER
+    )
 
 
 # --- plans that do not run ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from distgemm import GemmProblem, Plan, make_plan
 from distgemm.machine import Machine
-from distgemm.ops import Copy, Gemm, Reduce
+from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.cuda.lowering import lower
 from distgemm.simulate import FLAGS, Timeline, arrivals, simulate
 from distgemm.trace import Recording, Seen, Span, Trace, align, attribute, draw_trace, replay_of, what
@@ -46,7 +46,7 @@ def events_of(timeline: Timeline, rank: int, offset: float = 0.0, branches: int 
         if event.rank == rank and event.lane != FLAGS:
             stream = 20 + streams[event.op.id]
             start, end = (EPOCH + round((time + offset) * 1e3) for time in (event.start, event.end))
-            local = isinstance(event.op, Copy) and event.op.dst.rank == rank
+            local = isinstance(event.op, Copy) and link_of(event.op) is None
             name = "Memcpy DtoD (Device -> Device)" if local else NAMED[event.op.kind]
             found.append(Seen(name, stream, start, end))
     return found
@@ -67,8 +67,10 @@ def recorded(
     return found
 
 
-def traced(name: str = GATHER, size: int = 4, chunks: int = 1, offsets: dict[int, float] | None = None) -> Trace:
-    timeline = simulate(planned(name, size, chunks), H200)
+def traced(
+    name: str = GATHER, size: int = 4, chunks: int = 1, offsets: dict[int, float] | None = None, **options: str
+) -> Trace:
+    timeline = simulate(planned(name, size, chunks, **options), H200)
     return Trace.of(timeline.plan, 2, recorded(timeline, offsets), timeline)
 
 
@@ -113,6 +115,96 @@ def test_lane_of_sums(name: str, chunks: int, options: dict[str, str], lane: str
     sums = [span for span in spans if isinstance(span.op, Reduce) or (isinstance(span.op, Copy) and _local(span.op))]
     assert sums and {span.lane for span in sums} == {lane}
     assert {span.lane for span in spans if span not in sums} == {"copy", *(f"gemm {at}" for at in range(branches))}
+
+
+DURATIONS = {"Gemm": 60.0, "Copy": 45.0, "Reduce": 13.0}
+
+
+def scheduled(plan: Plan, branches: int) -> list[dict[int, Seen]]:
+    """What the GPU of each rank did, by op: streams first in, first out, in the order of the plan's lists."""
+    streams = [
+        {op.id: action.stream for action in lower(plan, rank, branches) for op in action.ops}
+        for rank in range(plan.world_size)
+    ]
+    ended: dict[tuple[int, int], float] = {}
+    free: dict[tuple[int, int], float] = {}
+    signalled: dict[tuple[int, int], float] = {}
+    found: list[dict[int, Seen]] = [{} for _ in plan.rank_ops]
+    # What is signalled has a smaller round than what waits for it.
+    for op in sorted((op for ops in plan.rank_ops for op in ops), key=lambda op: op.round):
+        start = max((ended[op.rank, dep] for dep in op.deps), default=0.0)
+        if isinstance(op, Wait):
+            start = max(start, signalled[op.flag[:2]] + 5.0)
+        elif isinstance(op, Signal):
+            signalled[op.flag[:2]] = start
+        ended[op.rank, op.id] = start
+        if op.kind in DURATIONS:
+            stream = streams[op.rank][op.id]
+            start = max(start, free.get((op.rank, stream), 0.0) + 1.0)
+            local = isinstance(op, Copy) and link_of(op) is None
+            end = start + (7.0 if local else DURATIONS[op.kind])
+            free[op.rank, stream] = ended[op.rank, op.id] = end
+            name = "Memcpy DtoD (Device -> Device)" if local else NAMED[op.kind]
+            found[op.rank][op.id] = Seen(name, 20 + stream, EPOCH + round(start * 1e3), EPOCH + round(end * 1e3))
+    return found
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
+@pytest.mark.parametrize(("name", "size", "chunks"), CASES)
+def test_events_of_every_mechanism_become_their_ops(
+    name: str, size: int, chunks: int, mechanism: str, branches: int
+) -> None:
+    """Copies from shards, for others to pull, have the lane of local copies, and come before what the rank pulls."""
+    plan = planned(name, size, chunks, mechanism=mechanism)
+    for rank, seen in enumerate(scheduled(plan, branches)):
+        events = sorted(seen.values(), key=lambda event: event.start)
+        spans = attribute(plan, rank, branches, events)
+        zero = events[0].start
+        assert {span.op.id: span.start for span in spans} == pytest.approx(
+            {op: (event.start - zero) / 1e3 for op, event in seen.items()}
+        )
+        copies = [(span, span.op) for span in spans if isinstance(span.op, Copy)]
+        assert {span.lane for span in spans if isinstance(span.op, Gemm)} == {f"gemm {at}" for at in range(branches)}
+        crossing = [(span, op) for span, op in copies if link_of(op)]
+        assert {span.lane for span, _ in crossing} <= {"copy"}
+        pulled = {span.op.id for span, op in crossing if link_of(op) == (op.src.rank, rank)}
+        assert len(pulled) == (len(crossing) if mechanism == "pull" else 0)
+        staged = [span for span, op in copies if not link_of(op) and op.src.buffer == "A"]
+        assert len(staged) == (chunks if mechanism == "pull" and name == GATHER else 0)
+        assert {span.lane for span in staged} <= {"local"}
+        assert all(one.end <= other.start for one in staged for other, _ in crossing)
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"), [(GATHER, "pull"), (RING, "pull"), (RING, "store"), (PAIRWISE, "store")]
+)
+def test_traces_of_other_mechanisms(name: str, mechanism: str, tmp_path: Path) -> None:
+    """Clocks are set by what ranks wait for; figures, gaps, JSON and picture are those of the events."""
+    exact = traced(name, 4, 2, mechanism=mechanism)
+    assert exact.violation == 0
+    late = traced(name, 4, 2, offsets={1: -500.0}, mechanism=mechanism)
+    at = {(span.rank, span.op.id): span for span in late.spans}
+    assert late.violation > 300
+    assert all(at[made.rank, made.id].end <= at[user.rank, user.id].start + 1e-3 for made, user in arrivals(late.plan))
+    for rank in range(4):
+        measured, predicted = exact.figures(rank), exact.figures(rank, predicted=True)
+        assert measured[1:4] == pytest.approx(predicted[1:4], abs=0.01)
+        assert (measured.copies > 0) == (mechanism == "pull")
+    titles = [gap.text for gap in exact.gaps()]
+    if mechanism == "pull":
+        assert sum(" from rank " in title and title.startswith("between") for title in titles) == 3
+    else:
+        assert not [title for title in titles if title.startswith("between")]
+    last = [title for title in titles if title.startswith("until its last GEMM")]
+    assert len(last) == 4
+    if name == GATHER:
+        # The pull on its own rank.
+        assert all(f"from rank {(rank - 1) % 4} on rank {rank} had ended" in title for rank, title in enumerate(last))
+    events = exact.to_perfetto()["traceEvents"]
+    assert sum(event["ph"] == "s" for event in events) == len(arrivals(exact.plan)) > 0
+    pytest.importorskip("matplotlib")
+    draw_trace(exact, tmp_path / "trace.svg")
 
 
 def _local(op: Copy) -> bool:

@@ -61,6 +61,15 @@ def test_waits_by_a_kernel(launched: list[tuple[Any, ...]]) -> None:
     assert launched[0][3:] == ("cutlass", None, 1, "kernel", "nccl")
 
 
+def test_mechanism(launched: list[tuple[Any, ...]]) -> None:
+    for mechanism in ("push", "pull", "store"):
+        found = RUN.invoke(app, [*SMALL, "--mechanism", mechanism])
+        assert found.exit_code == 0, found.output
+        plan = launched.pop()[2]
+        assert (plan.mechanism, plan.sync) == (mechanism, "barrier")
+    assert RUN.invoke(app, SMALL).exit_code == 0 and launched.pop()[2].mechanism == "push"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -69,6 +78,7 @@ def test_waits_by_a_kernel(launched: list[tuple[Any, ...]]) -> None:
         (["--mesh", "2by4"], "a mesh is given as 2x4, got '2by4'"),
         (["--dtype", "int3"], "int3"),
         (["--machine", "h2000"], "machine 'h2000' is none of"),
+        (["--mechanism", "carry"], "mechanism is one of push, pull, store, got 'carry'"),
         (["--waits", "gpu"], "--waits is memory or kernel, got 'gpu'"),
         (["--waits", "kernel"], "--waits kernel takes --branches 1, got 2"),
     ],

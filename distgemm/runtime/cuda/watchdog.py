@@ -70,6 +70,7 @@ class _Watched:
         self.pending: deque[_Pending] = deque()
         self.ended = 0  # calls that have been seen to end
         self.free: deque[torch.cuda.Event] = deque()  # theirs
+        self.lock = threading.Lock()  # of the three
         self.failed = self.warned = False
         self.last: tuple[Any, float] = None, 0.0  # words and ended calls, and since when they have not changed
         self.stream = new_stream(workspace.device)
@@ -77,10 +78,19 @@ class _Watched:
 
     def issued(self, executable: CudaExecutable, out: torch.Tensor) -> None:
         """A call was issued on the current stream."""
+        if not self.free:
+            self.reclaim()
         end = self.free.popleft() if self.free else torch.cuda.Event()  # type: ignore[no-untyped-call]
         end.record()
         self.pending.append(_Pending(executable, end, weakref.ref(out), threading.get_ident()))
         executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
+
+    def reclaim(self) -> None:
+        """Calls that have ended need not be watched any more; their events serve again."""
+        with self.lock:
+            while self.pending and self.pending[0].end.query():  # type: ignore[no-untyped-call]
+                self.free.append(self.pending.popleft().end)
+                self.ended += 1
 
     def words(self) -> list[int] | None:
         """The count of replays and the words now; None where even a copy does not end."""
@@ -151,9 +161,7 @@ class Watchdog:
         if told is not None:
             self._die(watched, f"another rank has given up: {told}", first=False)
             return
-        while watched.pending and watched.pending[0].end.query():  # type: ignore[no-untyped-call]
-            watched.free.append(watched.pending.popleft().end)
-            watched.ended += 1
+        watched.reclaim()
         words = watched.words()
         state = words, watched.ended
         if watched.last[0] != state:
