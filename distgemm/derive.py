@@ -89,7 +89,7 @@ class _Place:
     start: int = -1  # steps of the first write, and of the last access
     end: int = -1
     slot: int = -1
-    remote: bool = False  # whether another rank writes it, or reads it
+    remote: bool = False  # whether another rank writes it or reads it, or it is brought from another rank
     staged: _Place | None = None  # of a shard: the slot in which others find it
     last: _Place | None = None  # whose place in the slot it takes
     wraps: bool = False  # ``last`` held the slot in the replay before
@@ -445,6 +445,7 @@ class _Derivation:
         if self.mechanism == "pull":
             rank, source = into.rank, self._staged(source, phase) if source.shard else source
         event = _Event(Copy, rank, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
+        into.remote = True
         event.read(source, box)
         event.write(into, box)
         event.settle()

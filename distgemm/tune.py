@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,7 +90,8 @@ class Choice:
 
     method:   "plan", or "unfused": a collective and one product
     schedule, options: of the plan, options as (name, value) pairs
-    provider, branches, config, waits: as :func:`distgemm.compile` takes them; config None: by shape, for each GEMM
+    provider, branches, config, waits, merge: as :func:`distgemm.compile` takes them; config None: by shape, for each
+              GEMM
     how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
               part of what is compared
     """
@@ -101,6 +103,7 @@ class Choice:
     branches: int = 2
     config: str | None = None
     waits: str = "memory"
+    merge: bool = False
     how: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +118,8 @@ class Choice:
             )
         if self.waits not in WAITS:
             raise ValueError(f"waits is memory or kernel, got {self.waits!r}")
+        if not isinstance(self.merge, bool):
+            raise ValueError(f"merge is True or False, got {self.merge!r}")
         if self.config is not None:
             GemmConfig.parse(self.config)
 
@@ -124,7 +129,9 @@ class Choice:
         name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
         config = "" if self.config is None else f" {self.config}"
         waits = "" if self.waits == "memory" else f", waits by {self.waits}"
-        return f"{name}, GEMMs by {self.provider}{config}, {self.branches} branch{'es' * (self.branches > 1)}{waits}"
+        merged = ", chunks merged" if self.merge else ""
+        branches = f"{self.branches} branch{'es' * (self.branches > 1)}"
+        return f"{name}{merged}, GEMMs by {self.provider}{config}, {branches}{waits}"
 
     def arguments(self) -> dict[str, Any]:
         """What :func:`distgemm.compile` takes, beside the problem, to make the same again. Raises ValueError for the
@@ -137,6 +144,7 @@ class Choice:
             "branches": self.branches,
             "config": self.config,
             "waits": self.waits,
+            "merge": self.merge,
             **dict(self.options),
         }
 
@@ -152,6 +160,7 @@ class Choice:
             "branches": self.branches,
             "config": self.config,
             "waits": self.waits,
+            "merge": self.merge,
         }
 
     @classmethod
@@ -166,10 +175,9 @@ class Choice:
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
         pairs = tuple(sorted(options.items()))
-        waits = fields.get("waits", "memory")
-        return cls(
-            fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config, waits, how
-        )
+        waits, merge = fields.get("waits", "memory"), fields.get("merge", False)
+        how_many = fields["branches"]
+        return cls(fields["method"], fields["schedule"], pairs, fields["provider"], how_many, config, waits, merge, how)
 
 
 UNFUSED = Choice("unfused", provider="cublas", branches=1)
@@ -215,11 +223,12 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
         most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
         for branches in (1, 2) if most > 1 and providers else (1,):
             time = simulate(plan, machine, branches=branches).time
-            kernel_may_wait = world_size > 1 and on_one_stream(lower(plan, 0, branches))
-            for provider in providers:
-                for waits in WAITS if kernel_may_wait else WAITS[:1]:
-                    choice = Choice("plan", schedule, tuple(options.items()), provider, branches, waits=waits)
-                    times[choice] = time
+            actions = lower(plan, 0, branches)
+            ways = WAITS if world_size > 1 and on_one_stream(actions) else WAITS[:1]
+            merges = (False, True) if len(lower(plan, 0, branches, merge=True)) < len(actions) else (False,)
+            for provider, waits, merge in product(providers, ways, merges):
+                pairs = tuple(options.items())
+                times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
     if unfused_status(problem, op):
         times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
     return times

@@ -52,6 +52,7 @@ class Case:
     config: str | None = CONFIG
     provider: str = "cutlass"
     waits: str = "memory"
+    merge: bool = False
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -115,7 +116,8 @@ class Data:
 def compiled(case: Case) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    exe = compile_plan(plan, branches=case.branches, config=case.config, provider=case.provider, waits=case.waits)
+    how = {name: getattr(case, name) for name in ("branches", "config", "provider", "waits", "merge")}
+    exe = compile_plan(plan, **how)
     return exe, Data(case, plan, exe.device)
 
 
@@ -319,7 +321,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         data.draw(0)
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
-        ops = exe.plan.ops(exe.rank)
+        ops = [op for action in exe.actions for op in action.ops]
         computed = [op for op in ops if isinstance(op, (Gemm, Reduce))]
         copies = [op for op in ops if isinstance(op, Copy)]
         memops = [action for action in exe.actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
@@ -429,12 +431,13 @@ def cases(ranks: int) -> list[Case]:
         {"sync": "credit", "chunks": 2, "workspace": "bounded"},
         {"branches": 1, "waits": "kernel"},
         {"mechanism": "pull", "chunks": 2},
+        {"chunks": 2, "merge": True},
         {"mechanism": "store", "beta": 1.0},
         {"mechanism": "pull", "workspace": "bounded", "sync": "credit", "m": 389, "n": 328, "k": 456},
         {"l": 2, "m": 256, "n": 128, "k": 128},
     ]
     for number, schedule in enumerate(distgemm.list_schedules()):
-        for turn in (0, 1, 2 + number % 3, 5 + number % 3, 8 + number % 7, 11 + number % 4):
+        for turn in (0, 1, 2 + number % 3, 5 + number % 3, 8 + number % 8, 11 + number % 5):
             options = dict(axes[turn])
             if "chunks" in options and "chunks" not in schedule_options(schedule):
                 options.pop("chunks")

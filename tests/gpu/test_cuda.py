@@ -36,6 +36,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(RING, (ranks,), chunks=2, m=1024),
         Case(GATHER, (ranks,), branches=1, waits="kernel"),
         Case(CHAIN, (ranks,), chunks=2, branches=1, waits="kernel"),
+        Case(GATHER, (ranks,), chunks=4, merge=True),
         Case(GATHER, (ranks,), chunks=2, mechanism="pull"),
         Case(PAIRWISE, (ranks,), mechanism="pull"),
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
@@ -46,6 +47,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, branches=1, waits="kernel"),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, merge=True),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, mechanism="pull"),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="pull"),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store"),
@@ -55,6 +57,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,)),
         Case(CHAIN, (ranks,), chunks=2),
         Case(PAIRWISE, (ranks,)),
+        Case(GATHER, (ranks,), chunks=4, merge=True),
         Case(GATHER, (ranks,), mechanism="pull"),
         Case(PAIRWISE, (ranks,), mechanism="store"),
     ]

@@ -18,7 +18,7 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
-from distgemm.ops import Gemm, Signal, Wait
+from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops, watchdog, words
@@ -85,13 +85,19 @@ class Emulated:
     """A rank's executable, and the tasks of each of its actions."""
 
     def __init__(
-        self, plan: distgemm.Plan, rank: int, workspace: FakeWorkspace, branches: int, waits: str = "memory"
+        self,
+        plan: distgemm.Plan,
+        rank: int,
+        workspace: FakeWorkspace,
+        branches: int,
+        waits: str = "memory",
+        merge: bool = False,
     ) -> None:
         exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
         exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
         exe.device, exe.waits = torch.device("cpu"), waits
-        exe.actions = lower(plan, rank, branches)
+        exe.actions = lower(plan, rank, branches, merge)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
@@ -281,6 +287,67 @@ def test_every_schedule_under_every_order(schedule: str, queues: bool, recorded:
         words = {address: value for address, value in machine.words.items() if address >> 32 == workspace.rank}
         left = [words.pop(half.left(workspace.rank, peer)) for half in workspace.halves for peer in half.peers]
         assert set(left) <= {1} and set(words.values()) <= {0}
+
+
+GATHERS = ["all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a", "all_gather_1d_bidirectional_full_a"]
+
+
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) -> None:
+    """Rows of 256 bytes, so that slots lie behind one another without a gap."""
+    order, ranks = random.Random(schedule), 4
+    every = [
+        distgemm.make_plan(distgemm.GemmProblem(m, 21, 64, dtype="float32"), schedule, ranks, chunks=chunks, **how)
+        for m, chunks in ((22, 2), (37, 3), (64, 4))
+        for how in ({"sync": "barrier"}, {"workspace": "bounded"}, {"sync": "barrier", "mechanism": "pull"})
+    ]
+    machine = Machine(ranks, max(plan.workspace_bytes(rank) for plan in every for rank in range(ranks)))
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for turn, plan in enumerate(every * 3):
+        data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
+        half = order.randrange(2)
+        for rank in range(ranks):
+            one = Emulated(plan, rank, machine.workspaces[rank], 1 + turn % 2, merge=True)
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
+    run(machine, todo, order, queues=False)
+    for drawn in data:
+        for rank in range(ranks):
+            assert torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank])
+            assert torch.equal(
+                drawn.calls[rank].shards["gathered"].double(), drawn.whole["A"].view(1, *drawn.whole["A"].shape)
+            )
+
+
+def test_all_but_the_last_shard_is_merged() -> None:
+    problem = distgemm.GemmProblem(m=64, n=16, k=64, dtype="float32")
+
+    def rows(ranks: int, merge: bool, schedule: str = GATHERS[0], **how: Any) -> dict[str, list[int]]:
+        plan = distgemm.make_plan(problem, schedule, ranks, chunks=4, sync="barrier", **how)
+        ops = [op for action in lower(plan, 1, 1, merge) for op in action.ops]
+        extents = {
+            "Gemm": [op.a.box[1][1] - op.a.box[1][0] for op in ops if isinstance(op, Gemm)],
+            "Copy": [op.src.box[1][1] - op.src.box[1][0] for op in ops if isinstance(op, Copy)],
+        }
+        batches = [
+            action.ops
+            for action in lower(plan, 1, 1, merge)
+            if action.ops and isinstance(action.ops[0], (Wait, Signal))
+        ]
+        return extents | {"words": [len(batch) for batch in batches]}
+
+    assert rows(4, False)["Gemm"] == [4] * 16
+    found = rows(4, True)
+    assert found["Gemm"] == [16, 16, 16, 4, 4, 4, 4] and sorted(found["Copy"]) == [4, 4, 4, 4, 16, 16]
+    assert sorted(found["words"]) == [1] * 8 + [4] * 4  # all signals of a copy at once, all waits of a product
+    assert rows(2, True)["Gemm"] == [32, 8, 8, 8, 8]
+    ring = rows(4, True, "all_gather_1d_ring_a")
+    assert ring["Gemm"] == [16, 16, 16, 4, 4, 4, 4] and set(ring["Copy"]) == {4, 16}
+    scatter = rows(4, True, "reduce_scatter_1d_tiling_a_rotating_c")
+    assert set(scatter["Gemm"]) == {4}  # others wait for them
+    odd = distgemm.make_plan(distgemm.GemmProblem(64, 16, 24), GATHERS[0], 4, chunks=4, sync="barrier")
+    gemms = [op for action in lower(odd, 1, 1, True) for op in action.ops if isinstance(op, Gemm)]
+    assert [op.a.buffer for op in gemms] == ["A"] + ["slot"] * 12  # there are gaps between slots
 
 
 @pytest.mark.parametrize("branches", [1, 2])

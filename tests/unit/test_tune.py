@@ -33,6 +33,7 @@ from distgemm.tune import (
 GPU = "NVIDIA Test"
 PLAN = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), "cublas", 2)
 OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), "cutlass", 1, "64x128x64_1x1_pingpong")
+MERGED = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), waits="kernel", merge=True)
 PROBLEM = GemmProblem(2048, 8192, 4096)
 
 
@@ -54,7 +55,7 @@ def test_choices_as_text() -> None:
     assert str(UNFUSED) == "unfused"
 
 
-@pytest.mark.parametrize("choice", [PLAN, OTHER, UNFUSED], ids=str)
+@pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED], ids=str)
 def test_choices_come_back_from_json(choice: Choice) -> None:
     fields = json.loads(json.dumps(choice.to_dict()))
     found = Choice.from_dict(fields | {"ms": 1.5}, "recorded")
@@ -66,6 +67,7 @@ def test_a_choice_pins_what_compile_takes() -> None:
     arguments = PLAN.arguments()
     assert arguments == {
         "schedule": PLAN.schedule, "chunks": 2, "provider": "cublas", "branches": 2, "config": None, "waits": "memory",
+        "merge": False,
     }  # fmt: skip
     with pytest.raises(ValueError, match="no plan"):
         UNFUSED.arguments()
@@ -80,10 +82,11 @@ def test_a_choice_pins_what_compile_takes() -> None:
         {"provider": "mkl"},
         {"branches": 3},
         {"config": "fast"},
+        {"merge": 1},
     ],
 )
 def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is"):
+    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is"):
         dataclasses.replace(PLAN, **wrong)
 
 

@@ -20,7 +20,7 @@ from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
-from distgemm.problem import GemmProblem
+from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.arguments import (
     TORCH_DTYPES,
     WAITS,
@@ -71,10 +71,11 @@ class CudaExecutable:
         config: str | None = None,
         branches: int = 2,
         waits: str = "memory",
+        merge: bool = False,
         timeout: float = 300.0,
         on_timeout: str = "raise",
     ) -> None:
-        self.timeout, self.on_timeout, self.waits = timeout, on_timeout, waits
+        self.timeout, self.on_timeout, self.waits, self.merge = timeout, on_timeout, waits, merge
         self.plan, self.group, self.device = plan, group, device
         self.rank = dist.get_rank(group)
         self.provider, self.config, self.branches = provider, config, branches
@@ -82,7 +83,7 @@ class CudaExecutable:
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, branches)
+            self.actions = lower(plan, self.rank, branches, merge)
             if waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -93,7 +94,7 @@ class CudaExecutable:
             build_together(self.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        agree(plan, f"{provider} {config} {branches} {waits} {timeout} {on_timeout}", group, device, problem)
+        agree(plan, f"{provider} {config} {branches} {waits} {merge} {timeout} {on_timeout}", group, device, problem)
         flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
@@ -266,8 +267,8 @@ class CudaExecutable:
         }
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         call = _Call(shards, 1.0, float(c), row, None, None)
-        ops = [op for op in self.plan.ops(self.rank) if isinstance(op, Gemm)]
-        gemms = [self._gemm_tensors(op, call) for op in ops]
+        ops = [op for action in self.actions for op in action.ops]
+        gemms = [self._gemm_tensors(op, call) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
         config = None if self.config is None else GemmConfig.parse(self.config)
@@ -276,7 +277,7 @@ class CudaExecutable:
             if rest is not None:
                 summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
                 sources.append(sum_source_of(summed, summed[0]))
-        for op in self.plan.ops(self.rank):
+        for op in ops:
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
                 sources.append(sum_source_of(summed, matrix_spec("D", self._tensor(op.out, call))))
@@ -339,10 +340,11 @@ class CudaExecutable:
         if view.buffer != "slot":
             return call.shards[view.buffer][view.slices()]
         slot = self.plan.slots[view.rank][view.slot]
+        size = view.elements * DTYPE_BYTES[slot.dtype]  # chunks that are merged take up several slots
         if call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
-            memory = torch.empty(slot.bytes, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
+            memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
         else:
-            memory = self.workspace.slot(call.half, view.rank, slot.offset, slot.bytes).view(TORCH_DTYPES[slot.dtype])
+            memory = self.workspace.slot(call.half, view.rank, slot.offset, size).view(TORCH_DTYPES[slot.dtype])
         batches, rows, columns = box_extents(view.frame)
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
@@ -527,6 +529,7 @@ def compile(
     config: str | None = None,
     branches: int = 2,
     waits: str = "memory",
+    merge: bool = False,
     timeout: float = 300.0,
     on_timeout: str = "raise",
     op: str | None = None,
@@ -537,7 +540,7 @@ def compile(
 
     plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...), or
               with "auto": the measured choice, which may be the unfused program; it chooses options, provider,
-              config, branches and waits
+              config, branches, waits and merge
     op:       with "auto": "ag+gemm", "gemm+rs" or "gemm+ar"
     tune:     with "auto", where nothing is recorded: as :func:`distgemm.tune.choose` takes it
     group:    the ranks that take part, with NCCL; None: all
@@ -547,7 +550,9 @@ def compile(
     branches: streams on which GEMMs alternate, 1 or 2
     waits:    for other ranks: by operations on "memory", which occupy no SM, or by a "kernel" of one warp, which
               notices some microseconds sooner; for plans that multiply and add on one stream, so with 1 branch
-    timeout:  seconds from the beginning of a replay to its end, after which it counts as stuck
+    merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
+              plans that gather with chunks > 1
+    timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
     A collective call: all ranks of the group make it, in the same order as they make and call other executables.
@@ -560,9 +565,9 @@ def compile(
     if schedule == "auto" or op is not None or tune is not None:
         if schedule != "auto" or op is None or not isinstance(plan, GemmProblem):
             raise ValueError(f"op and tune are for a problem with schedule='auto', got {schedule!r} and op {op!r}")
-        if options or (provider, config, branches, waits) != ("cutlass", None, 2, "memory"):
+        if options or (provider, config, branches, waits, merge) != ("cutlass", None, 2, "memory", False):
             raise ValueError(
-                "schedule='auto' chooses provider, config, branches, waits and options; name a schedule for them"
+                "schedule='auto' chooses provider, config, branches, waits, merge and options; name a schedule for them"
             )
         from distgemm.tune import executable
 
@@ -578,6 +583,8 @@ def compile(
         raise ValueError(f"branches is 1 or 2, got {branches!r}")
     if waits not in WAITS:
         raise ValueError(f"waits is memory or kernel, got {waits!r}")
+    if not isinstance(merge, bool):
+        raise ValueError(f"merge is True or False, got {merge!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)
@@ -603,6 +610,7 @@ def compile(
         config=config,
         branches=branches,
         waits=waits,
+        merge=merge,
         timeout=timeout,
         on_timeout=on_timeout,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
+from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents, contains, link_of
 from distgemm.plan import Plan, PlanError
+from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
 __all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream"]
@@ -38,8 +40,11 @@ class Action:
     awaited: bool = field(default=False)
 
 
-def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
+def lower(plan: Plan, rank: int, branches: int, merge: bool = False) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
+
+    merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
+           rank multiplies last: few chunks in between, small ones where they are waited for
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end.
@@ -55,6 +60,8 @@ def lower(plan: Plan, rank: int, branches: int) -> list[Action]:
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
     ops = [op for op in ops if not _is_entry(op)]
+    if merge:
+        ops = _merged(plan, rank, ops, entered)
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -169,6 +176,113 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
         else:
             runs.append([op])
     return [tuple(run) for run in runs]
+
+
+def _merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int]) -> list[Op]:
+    """Ops in which neighbouring chunks are one op, with the id of the first of them."""
+    gemms, copies = _neighbours(plan, rank), _sent_together(plan, rank, entered)
+    together: list[Sequence[Op]] = [*gemms, *copies]
+    first = {op.id: group[0].id for group in together for op in group}
+    waits = {op.id: op for op in ops if isinstance(op, Wait)}
+    users = Counter(dep for op in ops for dep in op.deps)
+    # A product waits for all of its chunks, just before it; a copy waits for none, and all are signalled behind it.
+    runs: dict[int, list[Op]] = {}
+    for group in gemms:
+        merged = _one_gemm(group)
+        own = [waits[dep] for dep in merged.deps if dep in waits and users[dep] == 1]
+        runs[group[-1].id] = [*own, merged]
+    for sent in copies:
+        ids = {op.id for op in sent}
+        signals = [op for op in ops if isinstance(op, Signal) and not ids.isdisjoint(op.deps)]
+        runs[sent[0].id] = [_one_copy(sent), *signals]
+    placed = {op.id for run in runs.values() for op in run} | first.keys()
+    kept = [each for op in ops for each in runs.get(op.id, [] if op.id in placed else [op])]
+    return [replace(op, deps=tuple(dict.fromkeys(first.get(dep, dep) for dep in op.deps))) for op in kept]
+
+
+def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
+    """GEMMs of the chunks of one shard of A, by the same B, on which no op depends; but for those of the last shard."""
+    ops = plan.ops(rank)
+    needed = {dep for op in ops for dep in op.deps}
+    groups: list[list[Gemm]] = []
+    for op in (op for op in ops if isinstance(op, Gemm)):
+        before = groups[-1][-1] if groups else None
+        if (
+            before is not None
+            and before.b == op.b
+            and not (before.sources or op.sources)
+            and needed.isdisjoint((before.id, op.id))
+            and (before.c is None) == (op.c is None)
+            and _follows(plan, before.a, op.a)
+            and _follows(plan, before.out, op.out)
+            and any(contains(shard, _joined([before.a, op.a]).box) for shard in plan.shards[0])
+        ):
+            groups[-1].append(op)
+        else:
+            groups.append([op])
+    return [group for group in groups[:-1] if len(group) > 1]
+
+
+def _sent_together(plan: Plan, rank: int, entered: Container[int]) -> list[list[Copy]]:
+    """Copies to a peer, behind one another on both sides, of what the peer multiplies as one."""
+    together: dict[tuple[int, int], int] = {}
+    for peer in range(plan.world_size):
+        for group in _neighbours(plan, peer):
+            together |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
+    groups: list[list[Copy]] = []
+    for op in plan.ops(rank):
+        if not isinstance(op, Copy) or link_of(op) is None or op.src.rank != rank:
+            continue
+        number = together.get((op.dst.rank, op.dst.slot))
+        before = groups[-1][-1] if groups else None
+        if (
+            before is not None
+            and number is not None
+            and number == together.get((before.dst.rank, before.dst.slot))
+            and all(dep in entered for dep in (*before.deps, *op.deps))
+            and _follows(plan, before.src, op.src)
+            and _follows(plan, before.dst, op.dst)
+        ):
+            groups[-1].append(op)
+        else:
+            groups.append([op])
+    return [group for group in groups if len(group) > 1]
+
+
+def _follows(plan: Plan, one: View, other: View) -> bool:
+    """Whether the rows of another view come next, in the matrix and in memory."""
+    same = (one.rank, one.buffer, one.pitch, one.box[0], one.box[2]) == (
+        other.rank, other.buffer, other.pitch, other.box[0], other.box[2])  # fmt: skip
+    if not same or box_extents(one.box)[0] > 1 or one.box[1][1] != other.box[1][0]:
+        return False
+    if one.buffer != "slot":
+        return True
+    slots = plan.slots[one.rank]
+    end = slots[one.slot].offset + one.elements * DTYPE_BYTES[plan.dtype(one)]
+    return one.box == one.frame and other.box == other.frame and end == slots[other.slot].offset
+
+
+def _joined(views: Sequence[View]) -> View:
+    """Views that follow one another as one."""
+    batch, (start, _), columns = views[0].box
+    box = batch, (start, views[-1].box[1][1]), columns
+    return views[0]._replace(box=box, frame=box if views[0].buffer == "slot" else views[0].frame)
+
+
+def _one_gemm(group: Sequence[Gemm]) -> Gemm:
+    return replace(
+        group[-1],
+        id=group[0].id,
+        tile=group[0].tile,
+        deps=tuple(dep for op in group for dep in op.deps),
+        a=_joined([op.a for op in group]),
+        c=None if group[0].c is None else _joined([op.c for op in group if op.c is not None]),
+        out=_joined([op.out for op in group]),
+    )
+
+
+def _one_copy(group: Sequence[Copy]) -> Copy:
+    return replace(group[0], src=_joined([op.src for op in group]), dst=_joined([op.dst for op in group]))
 
 
 def _prune(actions: list[Action]) -> None:
