@@ -53,7 +53,10 @@ def cases(model: str, ms: list[int], ops: list[str], tp: int, ranks: int, dtype:
 
 
 def tune_command(
-    model: Annotated[str, typer.Option(help=f"Whose layers: {', '.join(MODELS)}.")] = "llama-3-70b",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Whose layers, of {', '.join(MODELS)}; several likewise, or all. [default: llama-3-70b]"),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 8,
     m: Annotated[
         list[str] | None,
@@ -79,7 +82,9 @@ def tune_command(
     configurations of GEMMs that are known are kept: tune-gemm measures them anew.
     """
     size = tp if ranks is None else ranks
-    found = cases(model, _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype)
+    models = _split(model or ["llama-3-70b"])
+    shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype
+    found = [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes)]
 
     from distgemm.command_line import new_console
     from distgemm.runtime.launch import launch

@@ -372,7 +372,7 @@ def benchmark(file: str) -> str:
 
 def _choice(detail: str) -> str:
     """A choice in a few words: what its schedule's name has in common with the row is left out."""
-    text = re.sub(r"(all_gather|reduce_scatter|all_reduce)_1d_", "", detail.removesuffix("; measured"))
+    text = re.sub(r"(all_gather|reduce_scatter|all_reduce)_1d_", "", detail.partition(";")[0])
     names = {"tiling_cd_rotating_a": "direct", "tiling_a_rotating_c": "ring", "pairwise_a": "pairwise"}
     for long, short in names.items():
         text = text.replace(long, short)
@@ -452,6 +452,7 @@ MARKS: dict[str, Callable[[], str]] = {
     "planning cubes": lambda: planning("planning_cubes.json", (8, 64, 216, 512)),
     "mutation score": mutation_score,
     "benchmark": lambda: benchmark("bench_4xh200.json"),
+    "benchmark two": lambda: benchmark("bench_2xh200.json"),
     "benchmark small": lambda: benchmark("bench_small_4xh200.json"),
     "benchmark all reduce": lambda: benchmark("bench_all_reduce_4xh200.json"),
     "comparison": comparison,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import check_device, spec_of
@@ -120,16 +120,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-@functools.cache
-def _load(source: KernelSource) -> ctypes.CDLL:
-    path = library(source)
-    found = ctypes.CDLL(str(path))
-    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
-        raise RuntimeError(f"{path} was compiled for other arguments than this version passes")
-    found.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    found.distgemm_encode.restype = None
-    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    found.distgemm_error_string.restype = ctypes.c_char_p
+def _open(source: KernelSource) -> Library:
+    found = open_library(source, _Arguments)
+    found.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.functions.distgemm_encode.restype = None
+    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return found
 
 
@@ -149,26 +144,9 @@ class CutlassKernel:
     def __init__(self, source: KernelSource, config: GemmConfig, raise_unsupported: Any) -> None:
         self.source, self.config, self.name = source, config, source.name
         self._check = raise_unsupported
-        self._library = _load(source)
-        self._size = self._library.distgemm_params_size()
-        self._alignment = self._library.distgemm_params_alignment()
-        self._devices: set[int] = set()
-        self._lock = threading.Lock()
-
-    def _load_on(self, device: int) -> None:
-        """Loads the kernel ahead of its first launch, which may be captured, or behind a kernel that waits."""
-        with self._lock:
-            if device not in self._devices:
-                with torch.cuda.device(device):
-                    torch.cuda.current_stream()  # makes the context current
-                    self.raise_on(self._library.distgemm_load(), "load")
-                self._devices.add(device)
-
-    def raise_on(self, error: int, what: str) -> None:
-        """Raises RuntimeError for a cudaError_t that is not success."""
-        if error:
-            said = self._library.distgemm_error_string(error).decode()
-            raise RuntimeError(f"CUDA could not {what} kernel {self.name}: {said} (error {error})")
+        self._library = _open(source)
+        self._size = self._library.functions.distgemm_params_size()
+        self._alignment = self._library.functions.distgemm_params_alignment()
 
     def bind(self, tensors: GemmTensors) -> CutlassLaunch:
         """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
@@ -180,8 +158,7 @@ class CutlassKernel:
                 f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
             )
         device = tensors.d.device.index
-        if device not in self._devices:
-            self._load_on(device)
+        self._library.load_on(device)
         c = tensors.c if spec.c is not None else None
         source, aux = (tensors.partial, c) if spec.partial else (c, None)
         source_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
@@ -209,7 +186,7 @@ class CutlassKernel:
             return CutlassLaunch(self, tensors, None, 0)
         buffer = ctypes.create_string_buffer(self._size + self._alignment)
         address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
-        self._library.distgemm_encode(ctypes.addressof(arguments), address)
+        self._library.functions.distgemm_encode(ctypes.addressof(arguments), address)
         return CutlassLaunch(self, tensors, buffer, address)
 
 
@@ -222,11 +199,11 @@ def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
 class CutlassLaunch:
     """A kernel with its encoded arguments; see :class:`distgemm.gemm.Launch`. An empty D launches nothing."""
 
-    __slots__ = ("_address", "_buffer", "_function", "_kernel", "_tensors")
+    __slots__ = ("_address", "_buffer", "_function", "_library", "_tensors")
 
     def __init__(self, kernel: CutlassKernel, tensors: GemmTensors, buffer: Any, address: int) -> None:
-        self._kernel, self._tensors, self._buffer, self._address = kernel, tensors, buffer, address
-        self._function = kernel._library.distgemm_launch
+        self._library, self._tensors, self._buffer, self._address = kernel._library, tensors, buffer, address
+        self._function = kernel._library.functions.distgemm_launch
 
     def __call__(self, stream: int | None = None) -> None:
         if self._buffer is None:
@@ -235,7 +212,7 @@ class CutlassLaunch:
             stream = torch.cuda.current_stream(self._tensors.d.device).cuda_stream
         error = self._function(self._address, stream)
         if error:
-            self._kernel.raise_on(error, "launch")
+            self._library.check(error, "launch")
 
 
 class CutlassProvider:

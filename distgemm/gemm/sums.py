@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.spec import MatrixSpec
 from distgemm.gemm.tensors import matrix_spec
 from distgemm.problem import DTYPE_BYTES
@@ -49,29 +49,17 @@ def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource
     return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
 
 
-@functools.cache
-def _load(source: KernelSource, device: int) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(library(source)))
-    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
-        raise RuntimeError(f"{source.name} was compiled for other arguments than this version passes")
-    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-    found.distgemm_error_string.restype = ctypes.c_char_p
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()
-        _raise_on(found, found.distgemm_load(), "load")
+def _open(source: KernelSource, device: int) -> Library:
+    found = open_library(source, _Arguments)
+    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    found.load_on(device)
     return found
-
-
-def _raise_on(found: ctypes.CDLL, error: int, what: str) -> None:
-    if error:
-        said = found.distgemm_error_string(error).decode()
-        raise RuntimeError(f"CUDA could not {what} the sum: {said} (error {error})")
 
 
 class SumLaunch:
     """A sum with its arguments; called like :class:`distgemm.gemm.Launch`."""
 
-    def __init__(self, found: ctypes.CDLL, arguments: _Arguments, device: int, keep: object) -> None:
+    def __init__(self, found: Library, arguments: _Arguments, device: int, keep: object) -> None:
         self._library, self._arguments, self._device, self._keep = found, arguments, device, keep
         self._empty = not (arguments.m and arguments.n and arguments.l)
 
@@ -81,7 +69,8 @@ class SumLaunch:
         if stream is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
         address = ctypes.addressof(self._arguments)
-        _raise_on(self._library, self._library.distgemm_launch(address, sm_count(self._device), stream), "launch")
+        error = self._library.functions.distgemm_launch(address, sm_count(self._device), stream)
+        self._library.check(error, "launch")
 
 
 def bind_sum(
@@ -115,7 +104,7 @@ def bind_sum(
     if bias is not None and (bias.dtype != d.dtype or bias.shape != (d_spec.columns,) or bias.stride() != (1,)):
         raise ValueError(f"bias is a dense vector of {d_spec.columns} elements of {d.dtype}")
     device = d.device.index
-    found = _load(sum_source_of(every, d_spec), device)
+    found = _open(sum_source_of(every, d_spec), device)
     arguments = _Arguments(d_spec.rows, d_spec.columns, d_spec.batches, len(sources))
     for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
         arguments.sources[number] = as_matrix(source, spec)

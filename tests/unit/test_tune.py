@@ -301,6 +301,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     run = CliRunner().invoke(cli.app, ["tune", "--no-write", "--no-kernels", "--tp", "4"])
     assert launched[1][0] == 4 and launched[1][2:4] == (False, False)
     assert "choices are in" not in run.output
+    for models in (["all"], ["llama-3-8b,llama-3-70b", "llama-3-405b"]):
+        run = CliRunner().invoke(cli.app, ["tune", "--model", *models])
+        assert run.exit_code == 0 and len(launched[-1][1]) == 12, run.output
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ write 0.7 us. The kernel needs an SM of its own to be free: it is for plans whos
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
-import torch
-
-from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.libraries import Library, open_library
 from distgemm.runtime.cuda.memops import MemOp
 
 __all__ = ["bind_words", "word_source"]
@@ -41,23 +39,11 @@ def word_source() -> KernelSource:
     return KernelSource("words", (), CutlassProvider().arch, "words.cu")
 
 
-@functools.cache
-def _load(device: int) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(library(word_source())))
-    if found.distgemm_arguments_size() != ctypes.sizeof(_Arguments):
-        raise RuntimeError("words.cu was compiled for other arguments than this version passes")
-    found.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    found.distgemm_error_string.restype = ctypes.c_char_p
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()
-        _raise_on(found, found.distgemm_load())
+def _open(device: int) -> Library:
+    found = open_library(word_source(), _Arguments)
+    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.load_on(device)
     return found
-
-
-def _raise_on(found: ctypes.CDLL, error: int) -> None:
-    if error:
-        said = found.distgemm_error_string(error).decode()
-        raise RuntimeError(f"CUDA could not launch the kernel of words: {said} (error {error})")
 
 
 def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
@@ -90,12 +76,12 @@ class WordLaunch:
     """The kernel with its operations; called with a stream."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
-        self._library = _load(device)
+        self._library = _open(device)
         self._arguments = [_arguments(part) for part in split(phases)]
 
     def __call__(self, stream: int) -> None:
         for arguments in self._arguments:
-            _raise_on(self._library, self._library.distgemm_launch(ctypes.addressof(arguments), stream))
+            self._library.check(self._library.functions.distgemm_launch(ctypes.addressof(arguments), stream), "launch")
 
 
 def bind_words(phases: Sequence[Sequence[MemOp]], device: int) -> WordLaunch:

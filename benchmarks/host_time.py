@@ -1,0 +1,110 @@
+"""What calls and replays of executables cost the host: us, while the GPU is kept busy with something else.
+
+    python benchmarks/host_time.py --ranks 2 --json benchmarks/results/host_time_2xh200.json
+
+"call" is an eager call on tensors that have come before; "replay" that of a captured one; "graph" the launch of its
+graph by torch alone, which is what of it the CUDA runtime cannot save.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import distgemm
+from distgemm.runtime.launch import launch
+
+GATHER, CHAIN, PAIRWISE = (
+    "all_gather_1d_tiling_cd_rotating_a",
+    "reduce_scatter_1d_tiling_a_rotating_c",
+    "reduce_scatter_1d_pairwise_a",
+)
+CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
+    (GATHER, (2048, 1280, 8192), {}),
+    (GATHER, (2048, 1280, 8192), {"branches": 1, "provider": "cublas"}),
+    (GATHER, (2048, 1280, 8192), {"branches": 1, "provider": "cublas", "waits": "kernel"}),
+    (CHAIN, (2048, 8192, 1024), {"chunks": 2}),
+    (CHAIN, (2048, 8192, 1024), {"chunks": 2, "branches": 1, "waits": "kernel"}),
+    (PAIRWISE, (2048, 8192, 1024), {"branches": 1}),
+    (PAIRWISE, (2048, 8192, 1024), {"branches": 1, "mechanism": "store"}),
+]
+"""Schedule, extents (n of a gather, k of a reduction for each rank), options."""
+BUSY = 40_000_000
+"""Clock cycles for which the GPU sleeps first, so that calls queue up behind."""
+
+
+def timed(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
+    """us per call, median over rounds."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def measure() -> list[dict[str, Any]]:
+    """The rows, on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for schedule, (m, n, k), options in CASES:
+        n, k = (n * ranks, k) if schedule == GATHER else (n, k * ranks)
+        exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule, **options)
+        a, b, d = (torch.randn(exe.plan.shard_shape(name, rank), device=device).bfloat16() for name in "ABD")
+        for _ in range(4):  # eager, and recorded for both halves of the workspace
+            exe(a, b, out=d)
+        replay = exe.capture(a, b, out=d)
+        graphs = itertools.cycle(replay._graphs)  # the halves in turn, on all ranks alike
+        us = {
+            "call": timed(lambda exe=exe, a=a, b=b, d=d: exe(a, b, out=d)),
+            "replay": timed(replay),
+            "graph": timed(lambda graphs=graphs: next(graphs).replay()),
+        }
+        rows.append({"schedule": schedule, "m": m, "n": n, "k": k, "options": options, "us": us})
+    return rows
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="GPUs.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+) -> None:
+    """Print what a call, a replay and the launch of its graph cost the host, us; the slowest rank."""
+    of_ranks = launch(measure, ranks, backend="nccl", timeout=300)
+    rows = of_ranks[0]
+    for number, row in enumerate(rows):
+        row["us"] = {name: round(max(found[number]["us"][name] for found in of_ranks), 1) for name in row["us"]}
+    table = Table("schedule", "options", "call", "replay", "graph")
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        table.add_row(row["schedule"], options, *(f"{us:.1f}" for us in row["us"].values()))
+    Console(width=140).print(table)
+    if json_file:
+        about = {
+            "benchmark": "host_time",
+            "gpus": ranks,
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+        json_file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
