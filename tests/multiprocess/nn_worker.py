@@ -180,6 +180,29 @@ def _training(tp: DeviceMesh, dp: DeviceMesh | None) -> list[str]:
     return wrong
 
 
+def long_training(steps: int = 200) -> float:
+    """The largest relative difference of a loss from the unsharded model's, another batch in each step; -1 if nothing is
+    learned."""
+    plain, parallel, _ = models(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+    text = torch.arange(4000) ** 2 % 23 % config(dist.get_world_size()).vocabulary  # something to learn
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
+    losses: list[tuple[float, float]] = []
+    for step in range(steps):
+        ids = text[19 * step : 19 * step + 4 * (4 * dist.get_world_size() + 1)].view(4, -1).t()
+        found = []
+        for model, optimizer in zip((plain, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            with loss_parallel():
+                loss = loss_of(model, ids)
+                loss.backward()
+            optimizer.step()
+            found.append(whole(loss).item())
+        losses.append((found[0], found[1]))
+    if not losses[-1][0] < 0.3 * losses[0][0]:
+        return -1.0
+    return max(abs(x - y) / x for x, y in losses)
+
+
 def shared_gathers() -> list[Any]:
     """The calls of one layer forward; a deep copy is a model of its own; a whole state dict is loaded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -18,7 +18,7 @@ from tests.multiprocess.ops_torch_worker import run_all
 
 CHECKS: dict[int, list[Any]] = {
     1: [],
-    2: [worker.shared_gathers, worker.compiled, worker.misuse],
+    2: [worker.shared_gathers, worker.compiled, worker.misuse, worker.long_training],
     3: [worker.shared_gathers],
     4: [worker.replicated_training],
 }
@@ -43,6 +43,11 @@ def test_state_dicts(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
     assert [found["training"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_two_hundred_steps_follow_the_unsharded_run() -> None:
+    for found in results(2):
+        assert 0 <= found["long_training"] < 1e-9, found["long_training"]
 
 
 def test_data_parallel_and_tensor_parallel() -> None:
