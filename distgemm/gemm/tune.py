@@ -13,6 +13,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, _kernel, ge
 from distgemm.gemm.choose import key_of, record
 from distgemm.gemm.compiler import build
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.spec import SHARES
 from distgemm.gemm.streams import new_stream
 from distgemm.gemm.tensors import check_device, spec_of
 
@@ -95,7 +96,7 @@ def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> l
         raise ValueError(f"provider cutlass: {provider.supports(spec).reason}")
     # The one without TMA is for what the others cannot do.
     fast = [config for config in configs if config.schedule != "plain"]
-    shared = [replace(config, share=streams) for config in fast] if streams > 1 else []
+    shared = [replace(config, share=streams) for config in fast] if streams in SHARES[1:] else []
     return fast + shared or configs
 
 

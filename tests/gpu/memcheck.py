@@ -22,6 +22,7 @@ def cases(ranks: int) -> list[Case]:
         Case(GATHER, (ranks,)),
         Case(RING, (ranks,), chunks=2, m=389, n=328, k=456, workspace="bounded", sync="credit", config=None),
         Case(GATHER, (ranks,), branches=1, waits="kernel"),
+        Case(GATHER, (ranks,), chunks=2, merge=True),
         Case(CHAIN, (ranks,), chunks=2, beta=1.0),
         Case(PAIRWISE, (ranks,), chunks=2, m=389, n=328, k=456, config=None),
         Case(ALL_REDUCE, (ranks,), chunks=2),

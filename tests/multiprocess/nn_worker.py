@@ -181,8 +181,8 @@ def _training(tp: DeviceMesh, dp: DeviceMesh | None) -> list[str]:
 
 
 def long_training(steps: int = 200) -> float:
-    """The largest relative difference of a loss from the unsharded model's, another batch in each step; -1 if nothing is
-    learned."""
+    """The largest relative difference of a loss from the unsharded model's, another batch in each step; -1 if nothing
+    is learned."""
     plain, parallel, _ = models(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
     text = torch.arange(4000) ** 2 % 23 % config(dist.get_world_size()).vocabulary  # something to learn
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]

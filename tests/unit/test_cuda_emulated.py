@@ -9,6 +9,7 @@ import random
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -560,7 +561,7 @@ def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch,
     workspace.executables.append(lambda: exe)
     values = torch.zeros(2 * (first_flag(2) + 4), dtype=torch.int32)
     watched: Any = watchdog._Watched.__new__(watchdog._Watched)
-    watched.workspace, watched.store, watched.lock = workspace, None, Lock()
+    watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
     watched.pending, watched.free, watched.ended, watched.warned, watched.last = deque(), deque(), 0, False, (None, 0.0)
     watched.words = lambda: [0, *values.tolist()]
     now, died = [0.0], []
@@ -579,8 +580,14 @@ def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch,
     done = [False]
     for _ in range(2):
         watched.pending.append(SimpleNamespace(executable=exe, end=SimpleNamespace(query=lambda: done[0])))
-    look(10)  # not begun: something before it takes its time
+    look(7)
+    assert not caplog.records
+    look(7.5)  # not begun: something before it takes its time
     assert not died and [record.levelname for record in caplog.records] == ["WARNING"]
+    watched.words = lambda: None  # the copy stands behind it, too
+    look(10)
+    assert not died
+    watched.words = lambda: [0, *values.tolist()]
     values[stage_word(2)] = STAGES + BODY
     look(12)
     values[first_flag(2)] = 1  # a flag comes
@@ -588,9 +595,25 @@ def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch,
     assert not died
     look(15)
     assert died == [15]
+    watched.words = lambda: None  # nothing can be read any more, of what was under way
+    look(18)
+    assert died == [15, 18]
     done[0] = True
-    look(17)
-    assert watched.ended == len(watched.free) == 2 and not watched.pending and died == [15]
+    look(20)
+    assert watched.ended == len(watched.free) == 2 and not watched.pending and died == [15, 18]
+
+
+def test_results_of_stuck_calls_are_marked_also_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with torch.inference_mode():
+        outs = [torch.zeros(2)]
+    outs.append(torch.zeros(2))
+    watched: Any = watchdog._Watched.__new__(watchdog._Watched)
+    watched.workspace, watched.stream = SimpleNamespace(words=lambda: torch.zeros(4, dtype=torch.int32)), None
+    ended = SimpleNamespace(query=lambda: True)
+    watched.pending = deque(SimpleNamespace(end=ended, out=lambda out=out: out) for out in outs)
+    Watchdog()._free(watched)
+    assert all(out.isnan().all() for out in outs) and not watched.pending
 
 
 @pytest.mark.parametrize("half", range(2))

@@ -204,6 +204,7 @@ def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
     """GEMMs of the chunks of one shard of A, by the same B, on which no op depends; but for those of the last shard."""
     ops = plan.ops(rank)
     needed = {dep for op in ops for dep in op.deps}
+    first = {op.a.box: op.id for op in reversed(ops) if isinstance(op, Gemm)}  # to use a tile of A
     groups: list[list[Gemm]] = []
     for op in (op for op in ops if isinstance(op, Gemm)):
         before = groups[-1][-1] if groups else None
@@ -213,6 +214,7 @@ def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
             and not (before.sources or op.sources)
             and needed.isdisjoint((before.id, op.id))
             and (before.c is None) == (op.c is None)
+            and (first[before.a.box] == before.id) == (first[op.a.box] == op.id)
             and _follows(plan, before.a, op.a)
             and _follows(plan, before.out, op.out)
             and any(contains(shard, _joined([before.a, op.a]).box) for shard in plan.shards[0])

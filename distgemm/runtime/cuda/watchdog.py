@@ -70,9 +70,10 @@ class _Watched:
         self.pending: deque[_Pending] = deque()
         self.ended = 0  # calls that have been seen to end
         self.free: deque[torch.cuda.Event] = deque()  # theirs
-        self.lock = threading.Lock()  # of the three
+        self.lock = threading.Lock()  # between those who take calls out of ``pending``
         self.failed = self.warned = False
         self.last: tuple[Any, float] = None, 0.0  # words and ended calls, and since when they have not changed
+        self.under_way: CudaExecutable | None = None  # whose replay the words spoke of when they were last read
         self.stream = new_stream(workspace.device)
         self.copy = torch.empty(1 + workspace.words().numel(), dtype=torch.int32, pin_memory=True)
 
@@ -81,7 +82,7 @@ class _Watched:
         if not self.free:
             self.reclaim()
         end = self.free.popleft() if self.free else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        end.record()
+        end.record(torch.cuda.current_stream(executable.device))
         self.pending.append(_Pending(executable, end, weakref.ref(out), threading.get_ident()))
         executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
 
@@ -118,10 +119,7 @@ class Watchdog:
         """Watch a workspace, and return what is to be told of calls. A collective call: all ranks make it in the same
         order."""
         with self._lock:
-            # Here, and not by the thread: memory cannot be freed while a capture is under way.
-            for other, watched in list(self._watched.items()):
-                if other.memory is None or (other.unused and not watched.pending):
-                    del self._watched[other]
+            self._sweep()
             if workspace in self._watched:
                 return self._watched[workspace]
             found = self._watched[workspace] = _Watched(workspace, _store(workspace))
@@ -129,6 +127,17 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="distgemm-watchdog", daemon=True)
                 self._thread.start()
             return found
+
+    def sweep(self) -> None:
+        """Let go of workspaces that nobody can use any more."""
+        with self._lock:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        # Not by the thread: memory cannot be freed while a capture is under way.
+        for workspace, watched in list(self._watched.items()):
+            if workspace.memory is None or (workspace.unused and not watched.pending):
+                del self._watched[workspace]
 
     def _run(self) -> None:
         # Otherwise what this thread asks of CUDA would spoil a capture in another one.
@@ -163,18 +172,17 @@ class Watchdog:
             return
         watched.reclaim()
         words = watched.words()
+        read = None if words is None else workspace.read(torch.tensor(words[1:]))
+        if read is not None:  # also of a graph that the caller captured
+            watched.under_way = workspace.executables[read.executable - 1]() if read.stage else None
+        executable = watched.under_way or (watched.pending[0].executable if watched.pending else None)
         state = words, watched.ended
-        if watched.last[0] != state:
+        if watched.last[0] != state or executable is None:
             watched.last, watched.warned = (state, now), False
             return
-        read = None if words is None else workspace.read(torch.tensor(words[1:]))
-        if read is not None and read.stage:  # also of a graph that the caller captured
-            executable = workspace.executables[read.executable - 1]()
-        else:
-            executable = watched.pending[0].executable if watched.pending else None
-        if executable is None or now - watched.last[1] <= executable.timeout:
+        if now - watched.last[1] <= executable.timeout:
             return
-        if read is None or read.stage:
+        if watched.under_way is not None:
             self._die(watched, _explain(executable, read, executable.timeout), first=True)
         elif not watched.warned:
             watched.warned = True
@@ -227,10 +235,13 @@ class Watchdog:
         else:
             LOG.critical("the GPU of rank %d did not come free", watched.workspace.rank)
             return
-        with torch.cuda.stream(watched.stream):
+        # D may have been made in inference mode, and is written in no other.
+        with torch.inference_mode(), torch.cuda.stream(watched.stream):
             for call in pending:
                 if (out := call.out()) is not None:
                     out.fill_(float("nan"))
+        watched.pending.clear()  # they are told, and keep their executables no longer
+        watched.under_way = None
 
 
 def _explain(executable: CudaExecutable, words: Words | None, seconds: float) -> str:

@@ -8,7 +8,7 @@
 
 Every replay of every executable takes these steps:
 
-    entry    before any copy to a peer: wait for left of every peer
+    entry    before anything is written at a peer, or where peers read: wait for left of every peer
     entered  behind all copies: reset left; write entered at every peer
     finish   behind the last wait for a flag: wait for entered of every peer; reset them and all flags
     exit     behind all else: write left at every peer
@@ -247,12 +247,13 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
     """
     key = (group.group_name, device.index)
     found = _WORKSPACES.get(key)
-    if found is not None and found.memory is not None and found.dead is None:
-        if found.slot_bytes >= slot_bytes and found.flags >= flags:
-            return found
-        # Some more than is asked for: shapes that grow slowly would take a new one each.
-        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
-        flags = max(flags, found.flags)
+    if found is not None and found.memory is not None:
+        if found.dead is None:
+            if found.slot_bytes >= slot_bytes and found.flags >= flags:
+                return found
+            # Some more than is asked for: shapes that grow slowly would take a new one each.
+            slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
+            flags = max(flags, found.flags)
         found.replaced = True
     found = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
     return found
@@ -261,7 +262,10 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
 def close_workspace(group: dist.ProcessGroup | None = None) -> None:
     """Give the memory of a group's workspace back, once none of its executables is called any more; None: of all
     ranks' group. Raises RuntimeError during a capture."""
+    from distgemm.runtime.cuda.watchdog import watchdog
+
     whole = dist.group.WORLD if group is None else group
     for key in [key for key in _WORKSPACES if whole is not None and key[0] == whole.group_name]:
         _WORKSPACES[key].close()
         del _WORKSPACES[key]
+    watchdog().sweep()  # earlier ones, too, that were too small
