@@ -4,7 +4,7 @@ Measured: ms on H200s, bf16, in CUDA graphs, slowest rank, median. One descripti
 rows; where the measured figure is the best of several variants, so is the predicted one.
 
 Two programs were measured: prototypes, whose replays began and signalled in another way, which ``PROTOTYPE`` says, and
-the CUDA runtime, as the machine has it.
+the CUDA runtime, as the machine has it, by ``distgemm bench``.
 """
 
 from __future__ import annotations
@@ -136,12 +136,8 @@ PROTOTYPE = {"replay": 24.0, "entry": 0.0, "copy_launch": 0.0, "signal_gap": 0.0
 PROTOTYPE_LINK = {"gap": 1.0, "latency": 14.0}
 """What the prototypes' replays, signals and copies cost besides bytes; of the machine, in the runtime."""
 
-RUNTIME = Path(__file__).parent / "results" / "tensor_parallel_timelines_4xh200.json"
-"""Layers of Llama 70B by the CUDA runtime, measured by a script that ``distgemm bench --timelines`` has replaced."""
-
-
-BENCHMARK = Path(__file__).parent / "results" / "bench_4xh200.json"
-"""Layers of three Llamas by ``distgemm bench``; no parameter was read from it."""
+BENCHMARKS = [Path(__file__).parent / "results" / f"bench_{ranks}xh200.json" for ranks in (4, 2)]
+"""Layers of three Llamas by ``distgemm bench``."""
 
 
 @dataclass(frozen=True)
@@ -215,33 +211,10 @@ def predict(machine: Machine) -> list[Row]:
     return rows
 
 
-def runtime(machine: Machine) -> list[Row]:
-    """The CUDA runtime on layers of Llama 70B, and cuBLAS on the whole local product; not in the statistics of the
-    prototypes."""
-    measured = json.loads(RUNTIME.read_text())
-    rows = []
-    for layer in measured["rows"]:
-        product = GemmProblem(layer["m"], layer["n"], layer["k"])
-        for method, ms in layer["ms"].items():
-            name, *given = method.split()
-            if name not in (GATHER, RING, PAIRWISE) and method != "cuBLAS alone":
-                continue
-            options = dict(pair.split("=") for pair in given) if "=" in method else {}
-            schedule = name if "=" in method or not given else (GATHER if layer["op"] == "ag+gemm" else RING)
-            chunks = int(options.get("chunks", 1))
-            timeline = simulate(make_plan(product, schedule, measured["ranks"], chunks=chunks, sync="barrier"), machine)
-            how = {GATHER: "push", RING: "ring", PAIRWISE: "push + sum"}[schedule]
-            how = f"{how}, chunks={chunks}, {options.get('provider', 'cutlass')}"
-            alone = method == "cuBLAS alone"
-            predicted = timeline.gemm_alone if alone else timeline.time
-            rows.append(Row(measured["ranks"], layer["layer"], method if alone else how, ms, predicted / 1e3, schedule))
-    return rows
-
-
 def benchmark(machine: Machine) -> list[Row]:
     """What ``distgemm bench`` measured of schedules that were named, waits on memory; not in the other statistics."""
     rows = []
-    for case in json.loads(BENCHMARK.read_text())["rows"]:
+    for case in (row for path in BENCHMARKS for row in json.loads(path.read_text())["rows"]):
         product = GemmProblem(case["m"], case["n"], case["k"])
         for method in case["methods"]:
             name, *given = method["name"].split()
@@ -320,12 +293,11 @@ def main(
 ) -> None:
     """Print measured and predicted times, the error of each, and whether their order is right."""
     described = Machine.load(machine)
-    rows, roofs, built = predict(described), floors(described), runtime(described)
-    benched = benchmark(described)
+    rows, roofs, benched = predict(described), floors(described), benchmark(described)
     table = Table("ranks", "op", "how", title=f"simulator against measurement: {described.name}")
     for title in ("measured ms", "predicted ms", "error %"):
         table.add_column(title, justify="right")
-    for group in (rows, roofs, built, benched):
+    for group in (rows, roofs, benched):
         for row in group:
             figures = f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{100 * row.error:+.1f}"
             table.add_row(str(row.ranks), row.op, row.how, *figures)
@@ -338,8 +310,11 @@ def main(
         for name, group in {
             **groups(rows),
             "floors": roofs,
-            "CUDA runtime": [row for row in built if "alone" not in row.how],
             "distgemm bench": benched,
+            **{
+                f"distgemm bench, {ranks} ranks": [row for row in benched if row.ranks == ranks]
+                for ranks in sorted({row.ranks for row in benched})
+            },
             **{
                 f"distgemm bench, {how}": [row for row in benched if row.schedule == schedule]
                 for schedule, how in ((GATHER, "push"), (RING, "ring"), (PAIRWISE, "push + sum"))
@@ -361,7 +336,7 @@ def main(
         listed = [{**dataclasses.asdict(row), "error": row.error} for row in rows + roofs]
         found = {"benchmark": "simulator_vs_measured", "unit": "ms", "machine": described.to_dict()}
         found |= {"statistics": stats, "pairs_in_order": order, "rows": listed}
-        found["runtime"] = [{**dataclasses.asdict(row), "error": row.error} for row in built]
+        found["benchmark_rows"] = [{**dataclasses.asdict(row), "error": row.error} for row in benched]
         output.write_text(json.dumps(found, indent=1) + "\n")
 
 

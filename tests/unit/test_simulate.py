@@ -145,14 +145,18 @@ def test_small_gemm_waits_for_memory() -> None:
 
 
 def test_measured_copies(benchmark: ModuleType) -> None:
-    """19, 26 and 63 us for 1, 4 and 16 MiB; 298, 334, 360 GB/s for 8, 16, 32 MiB to each of 7 peers."""
+    """19, 26 and 63 us for 1, 4 and 16 MiB; 298, 334, 360 GB/s for 8, 16, 32 MiB to each of 7 peers. With the CUDA
+    runtime 90, 284 and 540 us for 8, 32 and 64 MiB to each of 3."""
+    prototype = benchmark.prototype(H200)
     for size, measured in ((1, 19.0), (4, 26.0), (16, 63.0)):
-        assert benchmark.prototype(H200).copy_us(size << 20) == pytest.approx(measured, rel=0.08)
-    for machine in (H200, benchmark.prototype(H200)):
-        for size, measured in ((8, 298.0), (16, 334.0), (32, 360.0)):
-            problem = GemmProblem(8 * 1024, 8, size << 9)
-            time = simulate(make_plan(problem, GATHER, 8), machine).copies_alone
-            assert 7 * (size << 20) / time / 1e3 == pytest.approx(measured, rel=0.02)
+        assert prototype.copy_us(size << 20) == pytest.approx(measured, rel=0.08)
+    for size, measured in ((8, 298.0), (16, 334.0), (32, 360.0)):
+        problem = GemmProblem(8 * 1024, 8, size << 9)
+        time = simulate(make_plan(problem, GATHER, 8), prototype).copies_alone
+        assert 7 * (size << 20) / time / 1e3 == pytest.approx(measured, rel=0.02)
+    for rows, measured in ((2048, 89.7), (8192, 283.9), (16384, 539.9)):
+        time = simulate(make_plan(GemmProblem(rows, 8, 8192), GATHER, 4), H200).copies_alone
+        assert time == pytest.approx(measured, rel=0.03)
 
 
 # --- conservation ---------------------------------------------------------------------------------------
@@ -702,12 +706,13 @@ def test_measured_order(benchmark: ModuleType) -> None:
 
 
 def test_measured_runtime(benchmark: ModuleType) -> None:
-    """16 of 18 times of the CUDA runtime within 10 %; what the other two are is in docs/simulator.md."""
-    rows = [row for row in benchmark.runtime(H200) if "alone" not in row.how]
-    assert len(rows) == 18
-    far = [(row.op, row.how) for row in rows if abs(row.error) >= 0.1]
-    assert far == [("70b qkv", "push, chunks=1, cutlass"), ("70b fc2", "ring, chunks=4, cutlass")]
-    assert max(abs(row.error) for row in rows) < 0.22
+    """120 times of the CUDA runtime by ``distgemm bench`` on 2 and 4 GPUs; what is off most is in docs/simulator.md."""
+    rows = benchmark.benchmark(H200)
+    assert len(rows) == 120
+    found = benchmark.statistics(rows)
+    assert found["mean_abs_error"] < 0.075 and found["max_abs_error"] < 0.29 and found["spearman"] > 0.99
+    assert sum(abs(row.error) <= 0.1 for row in rows if row.ranks == 4) >= 56  # of 72
+    assert sum(abs(row.error) <= 0.1 for row in rows if row.ranks == 2) >= 32  # of 48
 
 
 def test_spearman(benchmark: ModuleType) -> None:
@@ -769,7 +774,8 @@ def test_summary() -> None:
 
 def test_out_of_step_is_said() -> None:
     plans = [make_plan(PROBLEM, "reduce_scatter_1d_pairwise_a", 72, sync=sync) for sync in ("credit", "barrier")]
-    loose, held = (simulate(plan, H200) for plan in plans)
+    slow = dataclasses.replace(H200, entry=16.0)  # to begin
+    loose, held = (simulate(plan, slow) for plan in plans)
     assert loose.time > 1.1 * loose.cold
     assert "out of step" in loose.summary()
     assert held.time == pytest.approx(held.cold)
