@@ -394,6 +394,39 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     assert put == [1 - before]
 
 
+def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executable, "resolve_group", lambda group: "two ranks")
+    monkeypatch.setattr(executable.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(executable, "CudaExecutable", lambda *_, **__: "made")
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_ring_a", 2)
+
+    def compiled(**how: Any) -> Any:
+        return distgemm.compile(how.pop("plan", plan), device="cuda:0", **how)
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert compiled() == "made"
+    three = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_ring_a", 3)
+    for how, said in (
+        ({"plan": three}, "the plan is for 3 ranks, the group has 2"),
+        ({"branches": 3}, "branches is 1 or 2, got 3"),
+        ({"waits": "events"}, "waits is memory or kernel, got 'events'"),
+        ({"merge": 1}, "merge is True or False, got 1"),
+        ({"timeout": 0}, "timeout > 0"),
+        ({"schedule": "auto", "op": "ag+gemm"}, "op and tune are for a problem"),
+        ({"schedule": "all_gather_1d_ring_a"}, "a plan has its schedule and options already"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compiled(**how)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(RuntimeError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* unset it, or set it to 8"):
+        compiled()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the stream is being captured"):
+        compiled()
+
+
 def test_only_gemms_wait_by_a_kernel(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that pass on what came wait on memory, or a kernel would wait beside GEMMs."""
     by_kernel = []

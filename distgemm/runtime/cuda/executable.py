@@ -595,7 +595,7 @@ def compile(
         raise ValueError(f"device is a GPU, got {at}; on CPUs take distgemm.CollectiveExecutable")
     if at.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the stream is being captured: compile waits for the other ranks, and comes before that")
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RuntimeError(
