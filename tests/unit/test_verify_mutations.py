@@ -35,11 +35,12 @@ NAMED = re.compile(
 PUSHED = [(name, mesh, *how, "push") for name, mesh in MESHES for how in SYNCHRONISED[:3]]
 """The fourth in benchmarks/mutation_score.py."""
 OTHERS = [
-    (name, mesh, *SYNCHRONISED[(number + turn) % 4], mechanism)
+    (name, mesh, *SYNCHRONISED[(number // 2 + turn) % 4], mechanism)
     for number, (name, mesh) in enumerate(MESHES)
     for turn, mechanism in enumerate(("pull", "store"))
-    if mechanism == "pull" or "gather" not in name
+    if (mechanism == "pull" or "gather" not in name) and (number + turn) % 2
 ]
+"""One or the other for each schedule: all of them take minutes."""
 
 
 @pytest.mark.parametrize(("name", "mesh", "workspace", "sync", "mechanism"), PUSHED + OTHERS)
@@ -73,7 +74,7 @@ def test_every_plan_verifies_also_with_ragged_shapes(name: str, workspace: str, 
         if "xor" in name and ranks & (ranks - 1):
             continue
         problem = GemmProblem(**shape, partial_dtype="float32")
-        for mechanism in ("push", "pull", "store"):
+        for mechanism in ("push", "pull", "store") if chunks == 2 else ("push",):
             how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
             distgemm.make_plan(problem, name, ranks, chunks=chunks, **how).verify()
 
