@@ -32,7 +32,7 @@ from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wa
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 
-__all__ = ["FLAGS", "Event", "Timeline", "arrivals", "predict_unfused", "simulate"]
+__all__ = ["FLAGS", "Event", "Timeline", "arrivals", "op_title", "predict_unfused", "simulate"]
 
 FLAGS = "flags"
 """The lane of signals, waits and barriers: they overlap, and occupy nothing."""
@@ -220,7 +220,7 @@ class Timeline:
             if isinstance(op, Copy):
                 facts["bytes"] = _copy_bytes(self.plan, op)
             span = {"ts": event.start, "dur": event.end - event.start, "pid": event.rank, "tid": thread[event.lane]}
-            trace.append({"ph": "X", "name": _title(op), "cat": op.kind.lower(), **span, "args": facts})
+            trace.append({"ph": "X", "name": op_title(op), "cat": op.kind.lower(), **span, "args": facts})
         for number, (copy, user) in enumerate(self.flows):
             flow = {"cat": "copy", "name": "arrives for", "id": number}
             trace.append({"ph": "s", **flow, "pid": copy.rank, "tid": thread[copy.lane], "ts": copy.end})
@@ -336,7 +336,8 @@ def _whole(machine: Machine, m: int, n: int, k: int, batches: int, dtype: str, o
     return max(cost.alone, machine.gemm_launch + at_limit)
 
 
-def _title(op: Op) -> str:
+def op_title(op: Op) -> str:
+    """What an op is called in a timeline: its iteration or operand, its tile, and where it goes."""
     tile = ",".join(map(str, op.tile))
     what = f"{op.operand}({tile})" if isinstance(op, Copy) else f"{op.kind} {op.iteration} ({tile})"
     link = link_of(op)
@@ -346,14 +347,8 @@ def _title(op: Op) -> str:
     return f"{what} to rank {dst}" if op.rank == src else f"{what} from rank {src}"
 
 
-def _view_dtype(plan: Plan, view: View) -> str:
-    if view.buffer == "slot":
-        return plan.slots[view.rank][view.slot].dtype
-    return plan.problem.dtype if view.buffer in ("A", "B") else str(plan.problem.out_dtype)
-
-
 def _view_bytes(plan: Plan, view: View) -> int:
-    return box_size(view.box) * DTYPE_BYTES[_view_dtype(plan, view)]
+    return box_size(view.box) * DTYPE_BYTES[plan.dtype(view)]
 
 
 def _copy_bytes(plan: Plan, op: Copy) -> int:
@@ -618,8 +613,8 @@ class _Work:
         if isinstance(op, Gemm):
             batches, m, k = box_extents(op.a.box)
             n = box_extents(op.b.box)[1]
-            read = sum(DTYPE_BYTES[_view_dtype(plan, view)] for view in op.sources)
-            out = DTYPE_BYTES[_view_dtype(plan, op.out)]
+            read = sum(DTYPE_BYTES[plan.dtype(view)] for view in op.sources)
+            out = DTYPE_BYTES[plan.dtype(op.out)]
             cost = self._gemm_cost(m, n, k, batches, out, read)
             if hook is None:
                 return cost

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distgemm.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES
-from distgemm.simulate import FLAGS, Timeline, arrivals
+from distgemm.simulate import FLAGS, Timeline, arrivals, op_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -562,12 +562,7 @@ def _lane_order(lane: str) -> tuple[int, str]:
 
 
 def _title(op: Op) -> str:
-    tile = ",".join(map(str, op.tile))
-    what = f"{op.operand}({tile})" if isinstance(op, Copy) else f"{op.kind} {op.iteration} ({tile})"
-    link = link_of(op)
-    if link is None:
-        return f"{what}, local" if isinstance(op, Copy) else what
-    return f"{what} from rank {link[0]}" if _pulls(op) else f"{what} to rank {link[1]}"
+    return op_title(op) + (", local" if isinstance(op, Copy) and not _crosses(op) else "")
 
 
 def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
