@@ -18,7 +18,16 @@ from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["CutlassKernel", "CutlassProvider", "Matrix", "as_matrix", "kernel_source", "sm_count"]
+__all__ = [
+    "Arguments",
+    "CutlassKernel",
+    "CutlassLaunch",
+    "CutlassProvider",
+    "Matrix",
+    "as_matrix",
+    "kernel_source",
+    "sm_count",
+]
 
 ELEMENTS = {
     "bfloat16": "cutlass::bfloat16_t",
@@ -63,9 +72,12 @@ def _plain(dtype: str) -> GemmConfig:
     return GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct")
 
 
-def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource:
+def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: bool = False) -> KernelSource:
     """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
-    strides only where they decide how much is loaded at once."""
+    strides only where they decide how much is loaded at once.
+
+    gated: it computes several such products, each once its operands have come
+    """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.schedule == "plain", config.epilogue == "direct"
     result = ELEMENTS[spec.d.dtype]
@@ -96,9 +108,11 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str) -> KernelSource
         "EPILOGUE": EPILOGUES[config.epilogue],
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
+        "GATED": int(gated),
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
+    name += " gated" if gated else ""
     return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
 
 
@@ -108,20 +122,21 @@ class Matrix(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("batch_stride", ctypes.c_int64))
 
 
-class _Arguments(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """The struct Arguments of kernel.cu."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in "mnkl"),
         *((name, Matrix) for name in ("a", "b", "source", "aux", "d")),
         *((name, ctypes.c_void_p) for name in ("bias", "scale_a", "scale_b")),
+        *((name, ctypes.c_int64) for name in ("bias_stride", "scale_a_stride", "scale_b_stride")),
         *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
         *((name, ctypes.c_int32) for name in ("sm_count", "raster", "swizzle")),
     )
 
 
-def _open(source: KernelSource) -> Library:
-    found = open_library(source, _Arguments)
+def _open(source: KernelSource, arguments: type[ctypes.Structure]) -> Library:
+    found = open_library(source, arguments)
     found.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     found.functions.distgemm_encode.restype = None
     found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -141,19 +156,27 @@ class CutlassKernel:
     config: its configuration
     """
 
-    def __init__(self, source: KernelSource, config: GemmConfig, raise_unsupported: Any) -> None:
+    arguments: type[ctypes.Structure] = Arguments
+    gated = False
+
+    def __init__(self, source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> None:
         self.source, self.config, self.name = source, config, source.name
-        self._check = raise_unsupported
-        self._library = _open(source)
+        self._provider = provider
+        self._library = _open(source, self.arguments)
         self._size = self._library.functions.distgemm_params_size()
         self._alignment = self._library.functions.distgemm_params_alignment()
 
     def bind(self, tensors: GemmTensors) -> CutlassLaunch:
         """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
         spec = spec_of(tensors)
+        arguments = self.encoded(tensors, spec)
+        return self.launch([tensors], arguments if spec.m and spec.n and spec.l else None)
+
+    def encoded(self, tensors: GemmTensors, spec: GemmSpec) -> Arguments:
+        """The arguments of one product. Raises ValueError for tensors that the kernel was not compiled for."""
         check_device(tensors)
-        self._check(spec, self.config)
-        if kernel_source(spec, self.config, self.source.arch).macros != self.source.macros:
+        self._provider.raise_unsupported(spec, self.config)
+        if kernel_source(spec, self.config, self.source.arch, self.gated).macros != self.source.macros:
             raise ValueError(
                 f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
             )
@@ -162,7 +185,7 @@ class CutlassKernel:
         c = tensors.c if spec.c is not None else None
         source, aux = (tensors.partial, c) if spec.partial else (c, None)
         source_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
-        arguments = _Arguments(
+        return Arguments(
             spec.m,
             spec.n,
             spec.k,
@@ -175,6 +198,7 @@ class CutlassKernel:
             None if tensors.bias is None else tensors.bias.data_ptr(),
             None if tensors.scale_a is None else tensors.scale_a.data_ptr(),
             None if tensors.scale_b is None else tensors.scale_b.data_ptr(),
+            *(0, 0, 0),
             tensors.alpha,
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
@@ -182,7 +206,10 @@ class CutlassKernel:
             RASTERS.index(self.config.raster),
             self.config.swizzle,
         )
-        if not (spec.m and spec.n and spec.l):
+
+    def launch(self, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None) -> CutlassLaunch:
+        """A launch with these arguments, on tensors that it keeps alive; None: of nothing."""
+        if arguments is None:
             return CutlassLaunch(self, tensors, None, 0)
         buffer = ctypes.create_string_buffer(self._size + self._alignment)
         address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
@@ -201,7 +228,7 @@ class CutlassLaunch:
 
     __slots__ = ("_address", "_buffer", "_function", "_library", "_tensors")
 
-    def __init__(self, kernel: CutlassKernel, tensors: GemmTensors, buffer: Any, address: int) -> None:
+    def __init__(self, kernel: CutlassKernel, tensors: Sequence[GemmTensors], buffer: Any, address: int) -> None:
         self._library, self._tensors, self._buffer, self._address = kernel._library, tensors, buffer, address
         self._function = kernel._library.functions.distgemm_launch
 
@@ -209,7 +236,7 @@ class CutlassLaunch:
         if self._buffer is None:
             return
         if stream is None:
-            stream = torch.cuda.current_stream(self._tensors.d.device).cuda_stream
+            stream = torch.cuda.current_stream(self._tensors[0].d.device).cuda_stream
         error = self._function(self._address, stream)
         if error:
             self._library.check(error, "launch")
@@ -326,12 +353,12 @@ class CutlassProvider:
         if config is None:
             from distgemm.gemm.choose import choose
 
-            self._raise_unsupported(spec, None)
+            self.raise_unsupported(spec, None)
             config = choose(self, spec, streams)
-        self._raise_unsupported(spec, config)
+        self.raise_unsupported(spec, config)
         return config
 
-    def _raise_unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> None:
+    def raise_unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> None:
         status = self.supports(spec, config)
         if not status:
             raise ValueError(f"provider cutlass, {config or 'any configuration'}: {status.reason}")
@@ -345,4 +372,4 @@ class CutlassProvider:
 
 @functools.cache
 def _kernel(source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> CutlassKernel:
-    return CutlassKernel(source, config, provider._raise_unsupported)
+    return CutlassKernel(source, config, provider)

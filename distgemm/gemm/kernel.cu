@@ -4,6 +4,10 @@
 //   D = alpha * scale_a * scale_b * A B^T + bias + source_scale * source + aux_scale * aux
 //
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
+//
+// With DG_GATED it computes several such products of one shape, one after the other without a pause, each as soon as a
+// word in memory says that its operands have come. The products are the mode L of CUTLASS, which its persistent
+// scheduler walks last; a table says where each of them reads and writes.
 
 #include <cstdint>
 #include <type_traits>
@@ -26,7 +30,8 @@
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
-DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A and DG_VECTOR_B are needed"
+DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
+and DG_GATED are needed"
 #endif
 
 namespace distgemm {
@@ -49,7 +54,9 @@ constexpr bool row_scale_a = DG_ROW_SCALE_A;
 constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
+constexpr bool gated = DG_GATED;
 static_assert(direct || !plain, "without TMA, results are stored directly");
+static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
 
 template <bool RowMajor>
 using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -72,10 +79,28 @@ struct Arguments {
   void const* bias;
   float const* scale_a;
   float const* scale_b;
+  int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, where products are gated
   float alpha, source_scale, aux_scale;
   int32_t sm_count;
   int32_t raster;   // 0: chosen by CUTLASS, 1: along M, 2: along N
   int32_t swizzle;
+};
+
+constexpr int kProducts = 128;
+
+// One of several products.
+struct Product {
+  uint64_t word;    // address of a word that is 1 once what it reads has come; 0: it is there
+  int32_t operand;  // which batch of the operand that differs from product to product; ~batch: of the other memory
+  int32_t result;   // which batch of D, and of what is added to it
+};
+
+// Several products: `base` describes them as batches. `moving` is 0 if they differ in A, 1 in B.
+struct GatedArguments {
+  Arguments base;
+  Matrix elsewhere;  // the other memory of the operand that differs
+  int32_t moving, here_batches, elsewhere_batches;
+  Product products[kProducts];
 };
 
 template <class Stride>
@@ -129,9 +154,10 @@ struct Wrapped<true, Inner, Op, Operands...> {
   }
 };
 
-using RowsOfA = Sm90ColBroadcast<0, Tile, float>;
-using RowsOfB = Sm90RowBroadcast<0, Tile, float>;
-using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator>;
+using BatchStride = std::conditional_t<gated, int64_t, _0>;
+using RowsOfA = Sm90ColBroadcast<0, Tile, float, float, Stride<_1, _0, BatchStride>>;
+using RowsOfB = Sm90RowBroadcast<0, Tile, float, float, Stride<_0, _1, BatchStride>>;
+using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator, Stride<_0, _1, BatchStride>>;
 using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, false>;
 using ScaledA = Wrapped<row_scale_a, Product, cutlass::multiplies, RowsOfA>;
 using ScaledB = Wrapped<row_scale_b, ScaledA::Tree, cutlass::multiplies, RowsOfB>;
@@ -158,9 +184,17 @@ struct Builder {
          {}},
         {},
         {}};
-    auto scaled_a = ScaledA::arguments(product, {args.scale_a, 1.0f, {}});
-    auto scaled_b = ScaledB::arguments(scaled_a, {args.scale_b, 1.0f, {}});
-    auto biased = Biased::arguments(scaled_b, {static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}});
+    typename RowsOfA::Arguments rows_of_a{args.scale_a, 1.0f, {}};
+    typename RowsOfB::Arguments rows_of_b{args.scale_b, 1.0f, {}};
+    typename BiasRow::Arguments bias{static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}};
+    if constexpr (gated) {
+      get<2>(rows_of_a.dCol) = args.scale_a_stride;
+      get<2>(rows_of_b.dRow) = args.scale_b_stride;
+      get<2>(bias.dRow) = args.bias_stride;
+    }
+    auto scaled_a = ScaledA::arguments(product, rows_of_a);
+    auto scaled_b = ScaledB::arguments(scaled_a, rows_of_b);
+    auto biased = Biased::arguments(scaled_b, bias);
     auto with_aux = WithAux::arguments(
         biased, {{args.aux_scale}, {}, {}},
         {pointer<OrD<ElementAux>>(args.aux), OrD<ElementAux>(0), stride_of<StrideD>(args.aux)});
@@ -183,11 +217,13 @@ class DirectEpilogue {
   struct Factor {
     float const* data;
     bool per_row;
+    int64_t stride;  // between batches
   };
   struct Params {
     float alpha, source_scale, aux_scale;
     Factor scale_a, scale_b;
     OrD<ElementBias> const* bias;
+    int64_t bias_stride;
     OrD<ElementSource> const* source;
     StrideD source_stride;
     OrD<ElementAux> const* aux;
@@ -260,10 +296,10 @@ class DirectEpilogue {
       auto [row, column] = place;
       auto where = make_coord(row, column, l);
       float value = whole * accumulators(i);
-      if (params_.scale_a.per_row) value *= params_.scale_a.data[row];
-      if (params_.scale_b.per_row) value *= params_.scale_b.data[column];
+      if (params_.scale_a.per_row) value *= params_.scale_a.data[l * params_.scale_a.stride + row];
+      if (params_.scale_b.per_row) value *= params_.scale_b.data[l * params_.scale_b.stride + column];
       if constexpr (has_bias) {
-        if (params_.bias) value += float(params_.bias[column]);
+        if (params_.bias) value += float(params_.bias[l * params_.bias_stride + column]);
       }
       if constexpr (has_aux) {
         if (params_.aux) value += params_.aux_scale * float(params_.aux[crd2idx_(where, params_.aux_stride)]);
@@ -296,9 +332,10 @@ struct Builder {
         args.alpha,
         args.source_scale,
         args.aux_scale,
-        {args.scale_a, row_scale_a},
-        {args.scale_b, row_scale_b},
+        {args.scale_a, row_scale_a, args.scale_a_stride},
+        {args.scale_b, row_scale_b, args.scale_b_stride},
         static_cast<OrD<ElementBias> const*>(args.bias),
+        args.bias_stride,
         pointer<OrD<ElementSource>>(args.source),
         stride_of<StrideD>(args.source),
         pointer<OrD<ElementAux>>(args.aux),
@@ -394,15 +431,189 @@ struct PlainMainloop {
 
 using Mainloop =
     typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue::Collective>>::Collective;
+
+// ---------------------------------------------------------------- several products that wait for their operands
+
+// A main loop whose loading warp, before the first load of a product, waits for the product's word. Nobody else does:
+// the others wait for what it loads.
+template <class Base>
+class GatedMainloop : public Base {
+ public:
+  struct Params : Base::Params {
+    typename Base::Params elsewhere;
+    int32_t moving;
+    Product products[kProducts];
+  };
+  using Arguments = Params;
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
+    return args;
+  }
+
+  template <class Pipeline, class State, class Inputs, class Coord, class... Rest>
+  CUTLASS_DEVICE void load(
+      Params const& params, Pipeline pipeline, State state, Inputs const& inputs, Coord const& coord, Rest&&... rest) {
+    auto [m, n, k, number] = coord;
+    Product const& product = params.products[number];
+    if (product.word && number != open_ && elect_one_sync()) wait_for_(product.word);
+    open_ = number;
+    bool const here = product.operand >= 0;
+    int32_t const batch = here ? product.operand : ~product.operand;
+    // One operand is the same in all products; it, and what the coordinate says, are batch 0.
+    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
+    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
+    typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
+    Base::load(from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), static_cast<Rest&&>(rest)...);
+  }
+
+ private:
+  template <class Tiles>
+  CUTLASS_DEVICE static auto shifted_(Tiles const& tiles, int32_t batch) {
+    return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
+  }
+
+  CUTLASS_DEVICE static void wait_for_(uint64_t word) {
+    uint32_t value;
+    do {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    } while (value != 1);
+    // What has come was written by others than TMA, which reads it.
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+
+  int32_t open_ = -1;
+};
+
+// An epilogue that looks up where a product's result belongs.
+template <class Base>
+class GatedEpilogue : public Base {
+ public:
+  struct Arguments : Base::Arguments {
+    int32_t results[kProducts];
+  };
+  struct Params : Base::Params {
+    int32_t results[kProducts];
+  };
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
+    Params params{Base::to_underlying_arguments(problem, args, workspace), {}};
+    for (int i = 0; i < kProducts; ++i) params.results[i] = args.results[i];
+    return params;
+  }
+
+  template <class Storage>
+  CUTLASS_HOST_DEVICE GatedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
+
+  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto load(
+      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
+    return Base::load(pipeline, state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
+  }
+
+  template <
+      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto store(
+      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
+      Coord const& coord, Rest&&... rest) {
+    return Base::store(
+        load, load_state, store, store_state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
+  }
+
+ private:
+  template <class Coord>
+  CUTLASS_DEVICE auto place_(Coord const& coord) const {
+    auto [m, n, k, number] = coord;
+    return make_coord(m, n, k, params_.results[number]);
+  }
+
+  Params const& params_;
+};
+
+template <bool Gated>
+struct Collectives {
+  using Main = Mainloop;
+  using Results = typename Epilogue::Collective;
+};
+template <>
+struct Collectives<true> {
+  using Main = GatedMainloop<Mainloop>;
+  using Results = GatedEpilogue<typename Epilogue::Collective>;
+};
+
 using Kernel = cutlass::gemm::kernel::GemmUniversal<
-    Shape<int, int, int, int>, Mainloop, typename Epilogue::Collective,
+    Shape<int, int, int, int>, Collectives<gated>::Main, Collectives<gated>::Results,
     std::conditional_t<plain, void, cutlass::gemm::PersistentScheduler>>;
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 using Params = typename Kernel::Params;
 
+typename Mainloop::Arguments operands(Arguments const& args) {
+  return {pointer<Element>(args.a), stride_of<StrideA>(args.a), pointer<Element>(args.b), stride_of<StrideB>(args.b)};
+}
+
+void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
+  arguments.hw_info.sm_count = args.sm_count;
+  if constexpr (!plain) {
+    using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
+    arguments.scheduler.max_swizzle_size = args.swizzle;
+    arguments.scheduler.raster_order =
+        args.raster == 1 ? Order::AlongM : args.raster == 2 ? Order::AlongN : Order::Heuristic;
+  }
+}
+
+#if DG_GATED
+
+// Descriptors of both operands, for so many batches of each.
+typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
+  auto of_a = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, a_batches), operands(args), nullptr);
+  auto of_b = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, b_batches), operands(args), nullptr);
+  of_a.tma_load_b = of_b.tma_load_b;
+  return of_a;
+}
+
+typename Kernel::Arguments encode(void const* given) {
+  auto const& args = *static_cast<GatedArguments const*>(given);
+  auto const batches_of = [&](Arguments const& from, int count) {
+    return args.moving == 0 ? descriptors(from, count, 1) : descriptors(from, 1, count);
+  };
+  typename Kernel::Arguments arguments{};
+  arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  arguments.problem_shape = {args.base.m, args.base.n, args.base.k, args.base.l};
+  static_cast<typename Mainloop::Params&>(arguments.mainloop) = batches_of(args.base, args.here_batches);
+  Arguments other = args.base;
+  (args.moving == 0 ? other.a : other.b) = args.elsewhere;
+  arguments.mainloop.elsewhere = batches_of(other, args.elsewhere_batches);
+  arguments.mainloop.moving = args.moving;
+  static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
+  for (int i = 0; i < kProducts; ++i) {
+    arguments.mainloop.products[i] = args.products[i];
+    arguments.epilogue.results[i] = args.products[i].result;
+  }
+  set_order(arguments, args.base);
+  return arguments;
+}
+
+#else
+
+typename Kernel::Arguments encode(void const* given) {
+  auto const& args = *static_cast<Arguments const*>(given);
+  typename Kernel::Arguments arguments{
+      plain ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
+      {args.m, args.n, args.k, args.l},
+      operands(args),
+      Epilogue::arguments(args),
+      {},
+      {}};
+  set_order(arguments, args);
+  return arguments;
+}
+
+#endif
+
 extern "C" {
 
-int distgemm_arguments_size() { return sizeof(Arguments); }
+int distgemm_arguments_size() { return gated ? sizeof(GatedArguments) : sizeof(Arguments); }
 int distgemm_params_size() { return sizeof(Params); }
 int distgemm_params_alignment() { return alignof(Params); }
 
@@ -421,26 +632,10 @@ int distgemm_load() {
   return error;
 }
 
-// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes.
-void distgemm_encode(Arguments const* args, void* out) {
-  cutlass::KernelHardwareInfo hardware;
-  hardware.sm_count = args->sm_count;
-  typename Kernel::Arguments arguments{
-      cutlass::gemm::GemmUniversalMode::kGemm,
-      {args->m, args->n, args->k, args->l},
-      {pointer<Element>(args->a), stride_of<StrideA>(args->a), pointer<Element>(args->b), stride_of<StrideB>(args->b)},
-      Epilogue::arguments(*args),
-      hardware,
-      {}};
-  if constexpr (!plain) {
-    using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
-    arguments.scheduler.max_swizzle_size = args->swizzle;
-    arguments.scheduler.raster_order =
-        args->raster == 1 ? Order::AlongM : args->raster == 2 ? Order::AlongN : Order::Heuristic;
-  } else {
-    arguments.mode = cutlass::gemm::GemmUniversalMode::kBatched;
-  }
-  new (out) Params(Kernel::to_underlying_arguments(arguments, nullptr));
+// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. The arguments are
+// GatedArguments where the kernel is.
+void distgemm_encode(void const* args, void* out) {
+  new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
 }
 
 // Launches with parameters that distgemm_encode wrote. Returns a cudaError_t.

@@ -31,7 +31,7 @@ TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
-WAITS = ("memory", "kernel")
+WAITS = ("memory", "kernel", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 
 

@@ -19,12 +19,13 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
+from distgemm.gemm.gated import GatedGemms
 from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops, watchdog, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, waits_of
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
@@ -98,9 +99,9 @@ class Emulated:
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
         exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
         exe.device, exe.waits = torch.device("cpu"), waits
-        exe.actions = lower(plan, rank, branches, merge)
+        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm")
         exe.number = workspace.register(exe)
-        flags = [op.flag.number for action in exe.actions for op in action.ops if isinstance(op, Wait)]
+        flags = [op.flag.number for op in waits_of(exe.actions)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
         exe._steps = [half.steps(exe.number, flags) for half in workspace.halves]
         self.exe = exe
@@ -123,7 +124,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         pairs = memops.rows_of(target, source)
         tasks.append(lambda: [to.copy_(of) for to, of in pairs] and None)
 
-    def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
+    def multiplied(t: GemmTensors) -> Callable[[], None]:
         def gemm() -> None:
             found = t.alpha * t.a.double() @ t.b.double().mT
             for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias)):
@@ -131,7 +132,17 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
                     found = found + factor * added.double()
             t.d.copy_(found)
 
-        return lambda stream: tasks.append(gemm)
+        return gemm
+
+    def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
+        return lambda stream: tasks.append(multiplied(t))
+
+    def bind_gated(gemms: GatedGemms, config: Any) -> Callable[[int], None]:
+        parts: list[list[Task]] = [
+            [*([memops.wait_for(word)] if word else []), multiplied(t)]
+            for t, word in zip(gemms.products, gemms.words, strict=True)
+        ]
+        return lambda stream: tasks.extend(task for part in parts for task in part)
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
         def add() -> None:
@@ -157,6 +168,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     monkeypatch.setattr(executable, "mem_ops", lambda ops, stream: tasks.extend(ops))
     monkeypatch.setattr(executable, "copy_box", copy)
     monkeypatch.setattr(executable, "bind_gemm", bind)
+    monkeypatch.setattr(executable, "bind_gated", bind_gated)
     monkeypatch.setattr(executable, "bind_sum", bind_sum)
     return tasks
 
@@ -321,6 +333,58 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
             )
 
 
+@pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize(
+    "schedule",
+    [*GATHERS, "all_gather_1d_pairwise_xor_a", "all_gather_1d_tiling_cd_rotating_b", "tensor_parallel_2d_nested"],
+)
+def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
+    order, ranks = random.Random(schedule), 4
+    chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
+    every = [
+        distgemm.make_plan(
+            distgemm.GemmProblem(32, 16, 12, dtype="float32"),
+            schedule,
+            mesh=(2, 2) if "2d" in schedule else (4,),
+            sync="barrier",
+            **how,
+        )
+        for how in chunked
+    ]
+    machine = Machine(ranks, max(plan.workspace_bytes(rank) for plan in every for rank in range(ranks)))
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for turn, plan in enumerate(every * 6):
+        data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
+        half = order.randrange(2)
+        for rank in range(ranks):
+            # Beside other executables on the same workspace.
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3])
+            assert sum(action.gates != () for action in one.exe.actions) == (turn % 3 < 2)
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
+    run(machine, todo, order, queues)
+    for drawn in data:
+        for rank in range(ranks):
+            assert torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank])
+            gathered = drawn.calls[rank].shards.get("gathered")
+            assert gathered is None or torch.equal(gathered.double(), drawn.whole["A"].view(gathered.shape))
+
+
+def test_what_one_kernel_cannot_do_is_refused() -> None:
+    def lowered(schedule: str, m: int = 64, **how: Any) -> None:
+        plan = distgemm.make_plan(distgemm.GemmProblem(m, 64, 64), schedule, 4, **({"sync": "barrier"} | how))
+        lower(plan, 1, 1, gated=True)
+
+    for said, schedule, how in (
+        (r"multiplies 15x16x64x1.* 17x16x64x1.*takes equal chunks", GATHERS[0], {"m": 66}),
+        ("wait for one signal of a peer, or none", GATHERS[0], {"mechanism": "pull"}),
+        ("wait for one signal of a peer, or none", "reduce_scatter_1d_tiling_a_rotating_c", {}),
+        ("it needs a GEMM, which one kernel for all GEMMs does not tell it", GATHERS[1], {"workspace": "bounded"}),
+    ):
+        with pytest.raises(PlanError, match=said):
+            lowered(schedule, **how)
+
+
 def test_all_but_the_last_shard_is_merged() -> None:
     problem = distgemm.GemmProblem(m=64, n=16, k=64, dtype="float32")
 
@@ -410,7 +474,7 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
     for how, said in (
         ({"plan": three}, "the plan is for 3 ranks, the group has 2"),
         ({"branches": 3}, "branches is 1 or 2, got 3"),
-        ({"waits": "events"}, "waits is memory or kernel, got 'events'"),
+        ({"waits": "events"}, "waits is one of memory, kernel, gemm, got .events."),
         ({"merge": 1}, "merge is True or False, got 1"),
         ({"timeout": 0}, "timeout > 0"),
         ({"schedule": "auto", "op": "ag+gemm"}, "op and tune are for a problem"),
@@ -644,6 +708,7 @@ def test_results_of_stuck_calls_are_marked_also_those_of_inference_mode(monkeypa
     outs.append(torch.zeros(2))
     watched: Any = watchdog._Watched.__new__(watchdog._Watched)
     watched.workspace, watched.stream = SimpleNamespace(words=lambda: torch.zeros(4, dtype=torch.int32)), None
+    watched.ones = torch.ones(4, dtype=torch.int32)
     ended = SimpleNamespace(query=lambda: True)
     watched.pending = deque(SimpleNamespace(end=ended, out=lambda out=out: out) for out in outs)
     Watchdog()._free(watched)

@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build_together
+from distgemm.gemm.gated import GatedGemms, bind_gated, gated_source
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
@@ -30,7 +32,7 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower, on_one_stream
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower, on_one_stream, waits_of
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
@@ -83,7 +85,7 @@ class CudaExecutable:
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, branches, merge)
+            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm")
             if waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -101,8 +103,7 @@ class CudaExecutable:
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
-        waited = [op for action in self.actions for op in action.ops if isinstance(op, Wait)]
-        flags_here = [op.flag.number for op in waited]
+        flags_here = [op.flag.number for op in waits_of(self.actions)]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
@@ -268,11 +269,13 @@ class CudaExecutable:
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         call = _Call(shards, 1.0, float(c), row, None, None)
         ops = [op for action in self.actions for op in action.ops]
+        if self.waits == "gemm":
+            kernels = [action for action in self.actions if action.gates]
+            return [*(self._gated_source(action, call) for action in kernels), word_source()]
         gemms = [self._gemm_tensors(op, call) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
-        config = None if self.config is None else GemmConfig.parse(self.config)
-        sources = provider.sources(list(specs), config, self.branches)
+        sources = provider.sources(list(specs), self._config, self.branches)
         for tensors, rest in gemms:
             if rest is not None:
                 summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
@@ -292,13 +295,15 @@ class CudaExecutable:
         return [*(self._action(action, call) for action in self.actions), self._exit(call.half)]
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
-        if action.step is Step.FINISH and self.waits == "kernel":
+        if action.step is Step.FINISH and self.waits != "memory":
             return lambda stream: None  # a part of the exit
         if action.step is not None:
             step = self._steps[call.half][action.step]
             return lambda stream: mem_ops(step, stream)
         first = action.ops[0]
-        if isinstance(first, Gemm):
+        if action.gates:
+            launches = self._gemms(action, call)
+        elif isinstance(first, Gemm):
             launches = self._gemm(first, call)
         elif isinstance(first, Reduce):
             launches = [self._reduce(first, call)]
@@ -349,17 +354,45 @@ class CudaExecutable:
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
 
+    def _gemms(self, action: Action, call: _Call) -> list[Launch]:
+        """All GEMMs of the rank by one kernel."""
+        words = [0 if gate is None else self._memop(gate, call.half).address for gate in action.gates]
+        copies = [self._to_gathered(op, call) for op in action.ops if isinstance(op, Gemm)]
+        return [bind_gated(self._products(action, call, words), self._config), *chain.from_iterable(copies)]
+
+    def _gated_source(self, action: Action, call: _Call) -> KernelSource:
+        return gated_source(self._products(action, call, [0] * len(action.ops)), self._config)
+
+    @property
+    def _config(self) -> GemmConfig | None:
+        return None if self.config is None else GemmConfig.parse(self.config)
+
+    def _products(self, action: Action, call: _Call, words: Sequence[int]) -> GatedGemms:
+        gemms = [op for op in action.ops if isinstance(op, Gemm)]
+        moving = "b" if len({op.b for op in gemms}) > 1 else "a"
+        products = []
+        for op in gemms:
+            tensors, rest = self._gemm_tensors(op, call)
+            if rest is not None:
+                raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
+            products.append(tensors)
+        return GatedGemms(products, moving, words)
+
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)
         launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
-        if op.id in self._tiles_of_a and "gathered" in call.shards:
-            # Behind the tile's first GEMM: its slot may be written again once all its GEMMs are done.
-            (l0, l1), (m0, m1), (k0, k1) = op.a.box
-            source, target = self._tensor(op.a, call), call.shards["gathered"][l0:l1, m0:m1, k0:k1]
-            launches.append(lambda stream=None: copy_box(target, source, stream))
-        return launches
+        return [*launches, *self._to_gathered(op, call)]
+
+    def _to_gathered(self, op: Gemm, call: _Call) -> list[Launch]:
+        """What brings a GEMM's tile of A to where the caller wants all of A; empty where he does not. It comes behind
+        the tile's first GEMM: its slot may be written again once all its GEMMs are done."""
+        if op.id not in self._tiles_of_a or "gathered" not in call.shards:
+            return []
+        (l0, l1), (m0, m1), (k0, k1) = op.a.box
+        source, target = self._tensor(op.a, call), call.shards["gathered"][l0:l1, m0:m1, k0:k1]
+        return [lambda stream=None: copy_box(target, source, stream)]
 
     def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, _Rest | None]:
         """The tensors of a GEMM, and what is to be added to its result because the GEMM does not: an epilogue adds two
@@ -548,8 +581,10 @@ def compile(
     provider: of the GEMMs
     config:   a configuration of the provider for all GEMMs; None: chosen by shape
     branches: streams on which GEMMs alternate, 1 or 2
-    waits:    for other ranks: by operations on "memory", which occupy no SM, or by a "kernel" of one warp, which
-              notices some microseconds sooner; for plans that multiply and add on one stream, so with 1 branch
+    waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
+              some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
+              "gemm": all GEMMs are one kernel, which begins each chunk once it has come, for plans that push what they
+              gather in chunks of equal size, with provider cutlass; branches make no difference then
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
               plans that gather with chunks > 1
     timeout:  seconds without a change after which a replay that has begun counts as stuck
@@ -582,9 +617,14 @@ def compile(
     if branches not in (1, 2):
         raise ValueError(f"branches is 1 or 2, got {branches!r}")
     if waits not in WAITS:
-        raise ValueError(f"waits is memory or kernel, got {waits!r}")
+        raise ValueError(f"waits is one of {', '.join(WAITS)}, got {waits!r}")
     if not isinstance(merge, bool):
         raise ValueError(f"merge is True or False, got {merge!r}")
+    if waits == "gemm" and (merge or provider != "cutlass"):
+        raise ValueError(
+            f"waits='gemm' takes provider 'cutlass' and merge=False, got {provider!r} and {merge}: the kernel that "
+            "waits is one of CUTLASS, and chunks cost it nothing"
+        )
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)

@@ -11,7 +11,7 @@ from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream"]
+__all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -28,6 +28,7 @@ class Action:
 
     stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: a step of the workspace's protocol
+    gates:  of several Gemms that are one kernel, what each waits for within it, None where for nothing
     after:  actions on other streams that come before, by number
     step:   the step (see :mod:`distgemm.runtime.cuda.workspace`)
     awaited: whether another stream waits for it
@@ -38,13 +39,16 @@ class Action:
     after: tuple[int, ...] = ()
     step: Step | None = None
     awaited: bool = field(default=False)
+    gates: tuple[Wait | None, ...] = ()
 
 
-def lower(plan: Plan, rank: int, branches: int, merge: bool = False) -> list[Action]:
+def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
     merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
            rank multiplies last: few chunks in between, small ones where they are waited for
+    gated: all GEMMs are one kernel that waits for each chunk by itself. It is issued last, so that no copy stands
+           behind it
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end.
@@ -53,15 +57,19 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False) -> list[Act
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish. What peers have taken from
     a rank's slots they have before it leaves the replay: their ENTERED, for which it waits, is behind their copies.
 
-    Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, and ops that
-    depend on what vanishes.
+    Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
+    depend on what vanishes, and GEMMs that cannot be one kernel.
     """
     _check(plan, rank)
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
     ops = [op for op in ops if not _is_entry(op)]
+    gemms: list[Gemm] = []
+    gates: list[Wait | None] = []
     if merge:
         ops = _merged(plan, rank, ops, entered)
+    if gated:
+        ops, gemms, gates = _gated(plan, ops, entered)
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -75,6 +83,9 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False) -> list[Act
         if isinstance(run[0], Wait):
             waits.append(len(actions))
         actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
+    if gemms:
+        waits.append(len(actions))
+        actions.append(Action(BRANCH, tuple(gemms), gates=tuple(gates)))
     actions.append(Action(COMM, (), step=Step.ENTERED))
     actions.append(Action(COMM, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
@@ -84,6 +95,11 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False) -> list[Act
 def on_one_stream(actions: Sequence[Action]) -> bool:
     """Whether all GEMMs and sums are on one stream, so that none runs beside another."""
     return all(action.stream <= BRANCH for action in actions)
+
+
+def waits_of(actions: Sequence[Action]) -> list[Wait]:
+    """What is waited for, on streams and within kernels."""
+    return [op for action in actions for op in (*action.ops, *action.gates) if isinstance(op, Wait)]
 
 
 def _is_entry(op: Op) -> bool:
@@ -176,6 +192,39 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
         else:
             runs.append([op])
     return [tuple(run) for run in runs]
+
+
+def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list[Op], list[Gemm], list[Wait | None]]:
+    """All ops but GEMMs and what only they wait for; the GEMMs; the Wait of each."""
+    gemms = [op for op in ops if isinstance(op, Gemm)]
+    waits = {op.id: op for op in ops if isinstance(op, Wait)}
+    multiplied = {op.id for op in gemms}
+    gates: list[Wait | None] = []
+    for op in gemms:
+        found = [waits[dep] for dep in op.deps if dep in waits]
+        first = gemms[0]
+        if op.sources or len(found) > 1 or any(dep not in waits and dep not in entered for dep in op.deps):
+            raise PlanError(f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none")
+        if [*map(box_extents, (op.a.box, op.b.box))] != [*map(box_extents, (first.a.box, first.b.box))]:
+            raise PlanError(
+                f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: one kernel for all GEMMs takes equal "
+                "chunks; choose extents that ranks and chunks divide"
+            )
+        gates.append(found[0] if found else None)
+    if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
+        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
+    others = [op for op in ops if op.id not in multiplied]
+    for other in others:
+        if not multiplied.isdisjoint(other.deps):
+            raise PlanError(f"{other}: it needs a GEMM, which one kernel for all GEMMs does not tell it")
+    needed = {dep for op in others for dep in op.deps}
+    kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
+    return kept, gemms, gates
+
+
+def _extents(op: Gemm) -> str:
+    (batches, m, k), (_, n, _) = box_extents(op.a.box), box_extents(op.b.box)
+    return "x".join(map(str, (m, n, k, batches)))
 
 
 def _merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int]) -> list[Op]:

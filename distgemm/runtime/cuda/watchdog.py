@@ -76,6 +76,7 @@ class _Watched:
         self.under_way: CudaExecutable | None = None  # whose replay the words spoke of when they were last read
         self.stream = new_stream(workspace.device)
         self.copy = torch.empty(1 + workspace.words().numel(), dtype=torch.int32, pin_memory=True)
+        self.ones = torch.ones(workspace.words().numel(), dtype=torch.int32).pin_memory()
 
     def issued(self, executable: CudaExecutable, out: torch.Tensor) -> None:
         """A call was issued on the current stream."""
@@ -225,7 +226,7 @@ class Watchdog:
         deadline = time.monotonic() + FREEING
         while time.monotonic() < deadline:
             with torch.cuda.stream(watched.stream):
-                words.fill_(1)
+                words.copy_(watched.ones, non_blocking=True)  # by a copy engine: kernels that wait may occupy all SMs
             pending = list(watched.pending)
             if pending and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
