@@ -72,11 +72,11 @@ def _plain(dtype: str) -> GemmConfig:
     return GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct")
 
 
-def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: bool = False) -> KernelSource:
+def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "alone") -> KernelSource:
     """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
     strides only where they decide how much is loaded at once.
 
-    gated: it computes several such products, each once its operands have come
+    gated: "operands" or "results": it computes several such products, see :mod:`distgemm.gemm.gated`
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.schedule == "plain", config.epilogue == "direct"
@@ -108,11 +108,11 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: bool = F
         "EPILOGUE": EPILOGUES[config.epilogue],
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
-        "GATED": int(gated),
+        "GATED": f"DG_{gated.upper()}",
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
-    name += " gated" if gated else ""
+    name += "" if gated == "alone" else f", waiting for {gated}"
     return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
 
 
@@ -157,7 +157,6 @@ class CutlassKernel:
     """
 
     arguments: type[ctypes.Structure] = Arguments
-    gated = False
 
     def __init__(self, source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> None:
         self.source, self.config, self.name = source, config, source.name
@@ -172,11 +171,11 @@ class CutlassKernel:
         arguments = self.encoded(tensors, spec)
         return self.launch([tensors], arguments if spec.m and spec.n and spec.l else None)
 
-    def encoded(self, tensors: GemmTensors, spec: GemmSpec) -> Arguments:
+    def encoded(self, tensors: GemmTensors, spec: GemmSpec, gated: str = "alone") -> Arguments:
         """The arguments of one product. Raises ValueError for tensors that the kernel was not compiled for."""
         check_device(tensors)
         self._provider.raise_unsupported(spec, self.config)
-        if kernel_source(spec, self.config, self.source.arch, self.gated).macros != self.source.macros:
+        if kernel_source(spec, self.config, self.source.arch, gated).macros != self.source.macros:
             raise ValueError(
                 f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
             )

@@ -1,7 +1,11 @@
-"""Several products of one shape by one kernel, each computed as soon as a word says that its operands have come.
+"""Several products of one shape by one kernel, which waits for each of them by itself.
 
 The kernel is one of :mod:`distgemm.gemm.cutlass`. Its persistent thread blocks go from one product to the next without
-a pause, so that products which do not fill the GPU cost no more than one that does. Only the warp that loads waits.
+a pause, so that products which do not fill the GPU cost no more than one that does. It is of one of two kinds:
+
+* "operands": the warp that loads A and B waits for each product's A (or B);
+* "results": products add a partial sum, for which the warp that loads it waits, and whoever stores the last tile of a
+  result writes a word, here or in a peer's memory.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from distgemm.gemm.choose import choose
 from distgemm.gemm.compiler import KernelSource
@@ -26,44 +32,73 @@ __all__ = ["PRODUCTS", "GatedGemms", "bind_gated", "gated_source"]
 PRODUCTS = 128
 """How many products a kernel computes at most."""
 
+MATRICES = ("a", "b", "d", "c", "partial")
+
 
 @dataclass(frozen=True)
 class GatedGemms:
     """Products that one kernel computes, in this order.
 
-    products: of the same shapes, strides, types, terms and numbers; D is another in each, and C where D is
+    products: of the same shapes, strides, types and numbers; D is another in each. Either all have the same terms, C
+              and bias where D is; or some have a partial sum, and those that tell of their result neither C nor bias
     moving:   the operand that is another in each, "a" or "b"; the other one is the same
-    words:    of each product, the address of an int32 that is 1 once its moving operand has come; 0: it is there. What
-              is waited for lies in one memory, what is there in another
+    waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
+              where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
+              that are there in another
+    tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it.
+              D's that somebody waits for lie in one memory, the others in another
+    counters: where there are partial sums, PRODUCTS int32 that are 0, for this kernel alone
 
-    A thread block waits while it occupies its SM. So what is waited for must not need one: copy engines and memory
-    operations may write words, kernels of the same GPU may not.
+    A thread block waits while it occupies its SM. So what is waited for must not need one of this GPU: copy engines,
+    memory operations and kernels of other GPUs may write words.
 
     Raises ValueError for a number of products that no kernel computes.
     """
 
     products: Sequence[GemmTensors]
     moving: str
-    words: Sequence[int]
+    waits: Sequence[int]
+    tells: Sequence[int]
+    counters: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.products) <= PRODUCTS:
             raise ValueError(f"one kernel computes 1 to {PRODUCTS} products, got {len(self.products)}")
 
     @property
+    def kind(self) -> str:
+        """The kernel's kind, "operands" or "results"."""
+        return "operands" if all(one.partial is None for one in self.products) else "results"
+
+    @property
+    def fullest(self) -> GemmTensors:
+        """The product with most terms."""
+        return max(self.products, key=lambda one: sum(x is not None for x in (one.c, one.bias, one.partial)))
+
+    @functools.cached_property
     def spec(self) -> GemmSpec:
-        """That of each product. Raises ValueError where they differ in more than addresses."""
+        """That of each product, with all terms that some have. Raises ValueError where they differ otherwise."""
         specs = [spec_of(one) for one in self.products]
-        common = specs[0]
-        for spec in specs[1:]:
-            aligned = {
-                name: replace(mine, alignment=min(mine.alignment, other.alignment))
-                for name in ("a", "b", "d", "c", "partial")
-                if (mine := getattr(common, name)) is not None and (other := getattr(spec, name)) is not None
-            }
-            common = replace(common, **aligned)
-            if replace(spec, **aligned) != common:
-                raise ValueError(f"one kernel computes products of one kind, got {specs[0]} and {spec}")
+        fullest = spec_of(self.fullest)
+        sums, aligned = self.kind == "results", dict[str, Any]()
+        for name in MATRICES:
+            present = [matrix for spec in specs if (matrix := getattr(spec, name)) is not None]
+            if present:
+                least = min(matrix.alignment for matrix in present)
+                aligned[name] = replace(getattr(fullest, name), alignment=least)
+        common = replace(fullest, **aligned)
+        for spec in specs:
+            # What others of this kind may lack.
+            lacks: dict[str, Any] = (
+                {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None} if sums else {}
+            )
+            alike = {name: matrix for name, matrix in aligned.items() if getattr(spec, name) is not None}
+            if replace(spec, **alike) != replace(common, **lacks):
+                raise ValueError(f"one kernel computes products of one kind, got {fullest} and {spec}")
+        if sums and "row" in (common.scale_a, common.scale_b):
+            raise ValueError(
+                "one kernel computes products with partial sums and one scale for all rows, got one for each"
+            )
         if common.l > 1:
             raise ValueError(f"products that wait are single matrices, got {common.l} batches")
         return common
@@ -79,6 +114,10 @@ class GatedGemms:
                 larger[name] = replace(matrix, **{along: getattr(matrix, along) * len(self.products)})
         return replace(spec, **larger)
 
+    def addresses(self, name: str) -> list[Any]:
+        """Of one tensor of each product; None where it has none."""
+        return [None if (tensor := getattr(one, name)) is None else tensor.data_ptr() for one in self.products]
+
 
 def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
     """What the kernel is compiled from; config None: that of a product as large as all of them.
@@ -90,14 +129,15 @@ def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelS
 
 
 def bind_gated(gemms: GatedGemms, config: GemmConfig | None = None) -> CutlassLaunch:
-    """The kernel, compiled if need be, with its arguments encoded. Raises ValueError as :func:`gated_source` does."""
+    """The kernel, compiled if need be, with its arguments encoded. Raises ValueError as :func:`gated_source` does, and
+    where tensors do not lie as :class:`GatedGemms` says."""
     provider = CutlassProvider()
     taken = _configuration(provider, gemms, config)
     return _kernel(_source(provider, gemms, taken), taken, provider).bind_gated(gemms)
 
 
 def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> KernelSource:
-    return kernel_source(gemms.spec, config, provider.arch, gated=True)
+    return kernel_source(gemms.spec, config, provider.arch, gemms.kind)
 
 
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
@@ -105,15 +145,20 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
     status = provider.supports(gemms.spec, taken)
     if status and taken.schedule == "plain":
         status = Status("plain kernels, which are for operands that TMA cannot read, have no warp that could wait")
+    if status and gemms.kind == "results" and taken.epilogue != "tma":
+        status = Status("partial sums and D that TMA cannot move have no warp that could wait for them")
     if not status:
-        raise ValueError(f"provider cutlass, {taken}, several products that wait for operands: {status.reason}")
+        raise ValueError(f"provider cutlass, {taken}, several products by one kernel that waits: {status.reason}")
     return taken
 
 
 class _Product(ctypes.Structure):
     """The struct Product of kernel.cu."""
 
-    _fields_ = (("word", ctypes.c_uint64), ("operand", ctypes.c_int32), ("result", ctypes.c_int32))
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("operand_word", "source_word", "result_word")),
+        *((name, ctypes.c_int32) for name in ("operand", "source", "result", "padding")),
+    )
 
 
 class _Arguments(ctypes.Structure):
@@ -121,8 +166,20 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         ("base", Arguments),
-        ("elsewhere", Matrix),
-        *((name, ctypes.c_int32) for name in ("moving", "here_batches", "elsewhere_batches")),
+        ("operand_elsewhere", Matrix),
+        ("d_elsewhere", Matrix),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "moving",
+                "operands_here",
+                "operands_elsewhere",
+                "sources",
+                "results_here",
+                "results_elsewhere",
+            )
+        ),
+        ("counters", ctypes.c_void_p),
         ("products", _Product * PRODUCTS),
     )
 
@@ -131,51 +188,58 @@ class _GatedKernel(CutlassKernel):
     """The compiled kernel."""
 
     arguments = _Arguments
-    gated = True
 
     def bind_gated(self, gemms: GatedGemms) -> CutlassLaunch:
-        """Encodes the arguments. Raises ValueError where tensors do not lie as :class:`GatedGemms` says."""
-        spec, first = gemms.spec, gemms.products[0]
+        """Encodes the arguments."""
+        spec, count, sums = gemms.spec, len(gemms.products), gemms.kind == "results"
         if not (spec.m and spec.n):
-            return self.launch([first], None)
-        arguments = _Arguments(self.encoded(first, spec))
+            return self.launch(gemms.products, None)
+        arguments = _Arguments(self.encoded(gemms.fullest, spec, gemms.kind))
         base = arguments.base
-        base.l = len(gemms.products)
-        arguments.moving = "ab".index(gemms.moving)
-        fixed = "ba"[arguments.moving]
-        if len(set(_addresses(gemms, fixed))) > 1:
+        base.l = count
+        fixed = "b" if gemms.moving == "a" else "a"
+        if len(set(gemms.addresses(fixed))) > 1:
             raise ValueError(f"products of one kernel share {fixed.upper()}")
-        operand, moving = getattr(spec, gemms.moving), _addresses(gemms, gemms.moving)
-        here = [at for at, word in zip(moving, gemms.words, strict=True) if not word]
-        elsewhere = [at for at, word in zip(moving, gemms.words, strict=True) if word]
-        near, far, results = _Batches(here or elsewhere), _Batches(elsewhere or here), _Batches(_addresses(gemms, "d"))
-        if results.count != len(gemms.products):
-            raise ValueError(f"D's lie at equal distances, {len(gemms.products)} of them have {results.count} places")
-        setattr(base, gemms.moving, near.matrix(operand))
-        arguments.elsewhere = far.matrix(operand)
-        arguments.here_batches, arguments.elsewhere_batches = near.count, far.count
-        base.d = results.matrix(spec.d)
-        for added in ("c", "partial", "bias", "scale_a", "scale_b"):
-            if getattr(first, added) is None:
-                continue
-            places = _Batches(_addresses(gemms, added))
-            if places.distance and places.indices != results.indices:
-                raise ValueError(f"{added} of each product lies as D does, or is the same for all")
-            if added in ("c", "partial"):
-                # By the kernel's names, the first of them is its source.
-                name = "aux" if added == "c" and spec.partial is not None else "source"
-                setattr(base, name, places.matrix(getattr(spec, added)))
-            else:
-                setattr(base, added, places.first)
-                setattr(base, f"{added}_stride", places.distance // getattr(first, added).element_size())
-        for number, (at, word) in enumerate(zip(moving, gemms.words, strict=True)):
-            place = ~far.index(at) if word else near.index(at)
-            arguments.products[number] = _Product(word, place, results.indices[number])
+        operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
+        results = _Places(gemms.addresses("d"), [word != 0 for word in gemms.tells])
+        arguments.moving = "ab".index(gemms.moving)
+        setattr(base, gemms.moving, operands.here.matrix(getattr(spec, gemms.moving)))
+        arguments.operand_elsewhere = operands.elsewhere.matrix(getattr(spec, gemms.moving))
+        arguments.operands_here, arguments.operands_elsewhere = operands.here.count, operands.elsewhere.count
+        base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(spec.d)
+        arguments.results_here, arguments.results_elsewhere = results.here.count, results.elsewhere.count
+        if not sums and results.here.count != count:
+            raise ValueError(f"D's lie at equal distances, {count} of them have {results.here.count} places")
+        self._add(gemms, base, results.numbers)
+        sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
+        if sources is not None and spec.partial is not None and gemms.counters is not None:
+            base.source, arguments.sources = sources.matrix(spec.partial), sources.count
+            arguments.counters = gemms.counters.data_ptr()
+        for number, at in enumerate(gemms.addresses("partial")):
+            source = 0 if sources is None else sources.count if at is None else sources.index(at)
+            words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
+            arguments.products[number] = _Product(
+                *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number]
+            )
         return self.launch(gemms.products, arguments)
 
-
-def _addresses(gemms: GatedGemms, name: str) -> list[int]:
-    return [getattr(one, name).data_ptr() for one in gemms.products]
+    def _add(self, gemms: GatedGemms, base: Arguments, results: Sequence[int]) -> None:
+        """What is added to the products whose D is here, and their factors: they lie as D does, or are the same."""
+        here = [number for number, result in enumerate(results) if result >= 0]
+        for name in ("c", "bias", "scale_a", "scale_b"):
+            addresses = [at for number in here if (at := gemms.addresses(name)[number]) is not None]
+            if not addresses:
+                continue
+            places = _Batches(addresses)
+            if places.distance and places.numbers != [results[number] for number in here]:
+                raise ValueError(f"{name} of each product lies as D does, or is the same for all")
+            if name == "c":
+                matrix = gemms.spec.c
+                # By the kernel's names, the first of what is added is its source.
+                setattr(base, "source" if gemms.kind == "operands" else "aux", matrix and places.matrix(matrix))
+            else:
+                setattr(base, name, places.first)
+                setattr(base, f"{name}_stride", places.distance // getattr(gemms.fullest, name).element_size())
 
 
 class _Batches:
@@ -183,15 +247,15 @@ class _Batches:
 
     first:    the lowest
     distance: bytes from one batch to the next
-    indices:  which batch each of them is
+    numbers:  which batch each of them is
     count:    batches up to the last
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
         self.first = min(addresses)
         self.distance = math.gcd(*(address - self.first for address in addresses))
-        self.indices = [*map(self.index, addresses)]
-        self.count = 1 + max(self.indices)
+        self.numbers = [*map(self.index, addresses)]
+        self.count = 1 + max(self.numbers)
 
     def index(self, address: int) -> int:
         """Which batch lies there."""
@@ -200,6 +264,23 @@ class _Batches:
     def matrix(self, spec: MatrixSpec) -> Matrix:
         """The struct, for batches of such matrices."""
         return Matrix(self.first, spec.stride, self.distance // DTYPE_BYTES[spec.dtype])
+
+
+class _Places:
+    """Addresses in two memories.
+
+    here, elsewhere: the batches in each
+    numbers:         which batch each address is, ~batch elsewhere
+    """
+
+    def __init__(self, addresses: Sequence[int], elsewhere: Sequence[bool]) -> None:
+        near = [at for at, far in zip(addresses, elsewhere, strict=True) if not far]
+        away = [at for at, far in zip(addresses, elsewhere, strict=True) if far]
+        self.here, self.elsewhere = _Batches(near or away), _Batches(away or near)
+        self.numbers = [
+            ~self.elsewhere.index(at) if far else self.here.index(at)
+            for at, far in zip(addresses, elsewhere, strict=True)
+        ]
 
 
 @functools.cache

@@ -5,9 +5,10 @@
 //
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
 //
-// With DG_GATED it computes several such products of one shape, one after the other without a pause, each as soon as a
-// word in memory says that its operands have come. The products are the mode L of CUTLASS, which its persistent
-// scheduler walks last; a table says where each of them reads and writes.
+// With DG_GATED it computes several such products of one shape, one after the other without a pause. They are the mode L
+// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes. Either a
+// product's operand is waited for (DG_OPERANDS), or its source is, and others are told that its result is stored
+// (DG_RESULTS): by words in memory.
 
 #include <cstdint>
 #include <type_traits>
@@ -27,6 +28,9 @@
 #define DG_PLAIN 2        // ordinary loads and mma.sync (float32: FMA): any alignment
 #define DG_TMA 0          // results leave through shared memory and TMA
 #define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
+#define DG_ALONE 0        // one product, or batches of it
+#define DG_OPERANDS 1     // several products, which wait for A or B
+#define DG_RESULTS 2      // several products, which wait for what is added to them, and pass their sum on
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
@@ -54,9 +58,11 @@ constexpr bool row_scale_a = DG_ROW_SCALE_A;
 constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
-constexpr bool gated = DG_GATED;
+constexpr bool gated = DG_GATED != DG_ALONE;
+constexpr bool passes_results = DG_GATED == DG_RESULTS;
 static_assert(direct || !plain, "without TMA, results are stored directly");
 static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
+static_assert(!passes_results || (!direct && has_source), "sums that are passed on come and leave through TMA");
 
 template <bool RowMajor>
 using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
@@ -88,18 +94,25 @@ struct Arguments {
 
 constexpr int kProducts = 128;
 
-// One of several products.
+// One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
+// ~batch is one of the other memory.
 struct Product {
-  uint64_t word;    // address of a word that is 1 once what it reads has come; 0: it is there
-  int32_t operand;  // which batch of the operand that differs from product to product; ~batch: of the other memory
-  int32_t result;   // which batch of D, and of what is added to it
+  uint64_t operand_word;  // says that A (or B) has come
+  uint64_t source_word;   // says that the source has come
+  uint64_t result_word;   // is told that the result is stored
+  int32_t operand;        // batch of the operand that differs from product to product
+  int32_t source;         // batch of the source; behind the last: there is none
+  int32_t result;         // batch of D
+  int32_t padding;
 };
 
-// Several products: `base` describes them as batches. `moving` is 0 if they differ in A, 1 in B.
+// Several products; `base` describes one of them, with the number of products as `l`.
 struct GatedArguments {
   Arguments base;
-  Matrix elsewhere;  // the other memory of the operand that differs
-  int32_t moving, here_batches, elsewhere_batches;
+  Matrix operand_elsewhere, d_elsewhere;
+  int32_t moving;  // 0 if the products differ in A, 1 in B
+  int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
+  uint32_t* counters;  // a zero for each product, which is zero again afterwards
   Product products[kProducts];
 };
 
@@ -158,7 +171,7 @@ using BatchStride = std::conditional_t<gated, int64_t, _0>;
 using RowsOfA = Sm90ColBroadcast<0, Tile, float, float, Stride<_1, _0, BatchStride>>;
 using RowsOfB = Sm90RowBroadcast<0, Tile, float, float, Stride<_0, _1, BatchStride>>;
 using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator, Stride<_0, _1, BatchStride>>;
-using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, false>;
+using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, passes_results>;
 using ScaledA = Wrapped<row_scale_a, Product, cutlass::multiplies, RowsOfA>;
 using ScaledB = Wrapped<row_scale_b, ScaledA::Tree, cutlass::multiplies, RowsOfB>;
 using Biased = Wrapped<has_bias, ScaledB::Tree, cutlass::plus, BiasRow>;
@@ -434,6 +447,15 @@ using Mainloop =
 
 // ---------------------------------------------------------------- several products that wait for their operands
 
+CUTLASS_DEVICE void wait_for(uint64_t word) {
+  uint32_t value;
+  do {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  } while (value != 1);
+  // What has come was written by others than TMA, which reads it.
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // A main loop whose loading warp, before the first load of a product, waits for the product's word. Nobody else does:
 // the others wait for what it loads.
 template <class Base>
@@ -456,7 +478,7 @@ class GatedMainloop : public Base {
       Params const& params, Pipeline pipeline, State state, Inputs const& inputs, Coord const& coord, Rest&&... rest) {
     auto [m, n, k, number] = coord;
     Product const& product = params.products[number];
-    if (product.word && number != open_ && elect_one_sync()) wait_for_(product.word);
+    if (product.operand_word && number != open_ && elect_one_sync()) wait_for(product.operand_word);
     open_ = number;
     bool const here = product.operand >= 0;
     int32_t const batch = here ? product.operand : ~product.operand;
@@ -471,15 +493,6 @@ class GatedMainloop : public Base {
   template <class Tiles>
   CUTLASS_DEVICE static auto shifted_(Tiles const& tiles, int32_t batch) {
     return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
-  }
-
-  CUTLASS_DEVICE static void wait_for_(uint64_t word) {
-    uint32_t value;
-    do {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    } while (value != 1);
-    // What has come was written by others than TMA, which reads it.
-    asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 
   int32_t open_ = -1;
@@ -524,26 +537,114 @@ class GatedEpilogue : public Base {
  private:
   template <class Coord>
   CUTLASS_DEVICE auto place_(Coord const& coord) const {
-    auto [m, n, k, number] = coord;
-    return make_coord(m, n, k, params_.results[number]);
+    return make_coord(get<0>(coord), get<1>(coord), get<2>(coord), params_.results[get<3>(coord)]);
   }
 
   Params const& params_;
 };
 
-template <bool Gated>
+// An epilogue whose loading warp waits for a product's source, and that tells, once all of a product is stored, so.
+// Results lie here or elsewhere; those elsewhere are without bias and aux.
+template <class Base>
+class PassingEpilogue : public Base {
+ public:
+  struct Params : Base::Params {
+    typename Base::Params elsewhere;
+    uint32_t* counters;
+    uint32_t tiles;  // of a product
+    Product products[kProducts];
+  };
+  using Arguments = Params;
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(Problem const&, Arguments const&) {
+    return 0;
+  }
+
+  template <class Storage>
+  CUTLASS_HOST_DEVICE PassingEpilogue(Params const& params, Storage& storage)
+      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage) {}
+
+  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto load(
+      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
+    auto [m, n, k, number] = coord;
+    Product const& product = params_.products[number];
+    if (product.source_word && number != open_ && elect_one_sync()) wait_for(product.source_word);
+    open_ = number;
+    return Base::load(
+        pipeline, state, problem, block, make_coord(m, n, k, product.source), static_cast<Rest&&>(rest)...);
+  }
+
+  template <
+      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord,
+      class Accumulators, class Mma, class... Rest>
+  CUTLASS_DEVICE auto store(
+      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
+      Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
+    int32_t const number = get<3>(coord);
+    Product const& product = params_.products[number];
+    // Each tile ends with its tail, which leaves nothing to the next one: that may be stored by the other of the two.
+    auto const by = [&](Base& epilogue, int32_t batch) {
+      auto const states = epilogue.store(
+          load, load_state, store, store_state, problem, block,
+          make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch), accumulators, mma, thread,
+          static_cast<Rest&&>(rest)...);
+      return epilogue.store_tail(load, get<0>(states), store, get<1>(states));
+    };
+    auto const states = product.result >= 0 ? by(*this, product.result) : by(elsewhere_, ~product.result);
+    if (product.result_word && thread < cutlass::NumThreadsPerWarp) tell_(product.result_word, number);
+    return states;
+  }
+
+  template <class Load, class LoadState, class Store, class StoreState>
+  CUTLASS_DEVICE auto store_tail(Load, LoadState load_state, Store, StoreState store_state) {
+    return make_tuple(load_state, store_state);
+  }
+
+ private:
+  // By the warp that has issued the stores. Whoever stores the last tile tells, and leaves a zero for the next launch.
+  CUTLASS_DEVICE void tell_(uint64_t word, int32_t number) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (elect_one_sync()) {
+      uint32_t* counter = params_.counters + number;
+      uint32_t stored;
+      asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], 1;" : "=r"(stored) : "l"(counter) : "memory");
+      if (stored + 1 == params_.tiles) {
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
+        asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
+      }
+    }
+    __syncwarp();
+  }
+
+  Params const& params_;
+  Base elsewhere_;
+  int32_t open_ = -1;
+};
+
+template <int Kind>
 struct Collectives {
+  using Main = GatedMainloop<Mainloop>;
+  using Results = GatedEpilogue<typename Epilogue::Collective>;
+};
+template <>
+struct Collectives<DG_ALONE> {
   using Main = Mainloop;
   using Results = typename Epilogue::Collective;
 };
 template <>
-struct Collectives<true> {
+struct Collectives<DG_RESULTS> {
   using Main = GatedMainloop<Mainloop>;
-  using Results = GatedEpilogue<typename Epilogue::Collective>;
+  using Results = PassingEpilogue<typename Epilogue::Collective>;
 };
 
 using Kernel = cutlass::gemm::kernel::GemmUniversal<
-    Shape<int, int, int, int>, Collectives<gated>::Main, Collectives<gated>::Results,
+    Shape<int, int, int, int>, Collectives<DG_GATED>::Main, Collectives<DG_GATED>::Results,
     std::conditional_t<plain, void, cutlass::gemm::PersistentScheduler>>;
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 using Params = typename Kernel::Params;
@@ -562,7 +663,7 @@ void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
   }
 }
 
-#if DG_GATED
+#if DG_GATED != DG_ALONE
 
 // Descriptors of both operands, for so many batches of each.
 typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
@@ -572,6 +673,38 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
   return of_a;
 }
 
+#if DG_GATED == DG_OPERANDS
+
+void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+  static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
+}
+
+#else
+
+void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+  using Collective = typename Epilogue::Collective;
+  auto const of = [&](Arguments const& from, int results) {
+    auto const params = [&](int batches) {
+      return Collective::to_underlying_arguments(
+          make_shape(from.m, from.n, from.k, batches), Epilogue::arguments(from), nullptr);
+    };
+    typename Collective::Params found = params(results);
+    found.tma_load_c = params(args.sources).tma_load_c;
+    return found;
+  };
+  Arguments other = args.base;
+  other.d = args.d_elsewhere;
+  other.bias = nullptr;
+  other.aux.data = nullptr;
+  static_cast<typename Collective::Params&>(arguments.epilogue) = of(args.base, args.results_here);
+  arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
+  arguments.epilogue.counters = args.counters;
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.products[i] = args.products[i];
+}
+
+#endif
+
 typename Kernel::Arguments encode(void const* given) {
   auto const& args = *static_cast<GatedArguments const*>(given);
   auto const batches_of = [&](Arguments const& from, int count) {
@@ -580,16 +713,13 @@ typename Kernel::Arguments encode(void const* given) {
   typename Kernel::Arguments arguments{};
   arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
   arguments.problem_shape = {args.base.m, args.base.n, args.base.k, args.base.l};
-  static_cast<typename Mainloop::Params&>(arguments.mainloop) = batches_of(args.base, args.here_batches);
+  static_cast<typename Mainloop::Params&>(arguments.mainloop) = batches_of(args.base, args.operands_here);
   Arguments other = args.base;
-  (args.moving == 0 ? other.a : other.b) = args.elsewhere;
-  arguments.mainloop.elsewhere = batches_of(other, args.elsewhere_batches);
+  (args.moving == 0 ? other.a : other.b) = args.operand_elsewhere;
+  arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
   arguments.mainloop.moving = args.moving;
-  static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
-  for (int i = 0; i < kProducts; ++i) {
-    arguments.mainloop.products[i] = args.products[i];
-    arguments.epilogue.results[i] = args.products[i].result;
-  }
+  for (int i = 0; i < kProducts; ++i) arguments.mainloop.products[i] = args.products[i];
+  set_results(arguments, args);
   set_order(arguments, args.base);
   return arguments;
 }
@@ -635,7 +765,13 @@ int distgemm_load() {
 // Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. The arguments are
 // GatedArguments where the kernel is.
 void distgemm_encode(void const* args, void* out) {
-  new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
+  auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
+#if DG_GATED == DG_RESULTS
+  // Also tiles outside of D, by which the scheduler rounds up.
+  params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<GatedArguments const*>(args)->base.l;
+#else
+  static_cast<void>(params);
+#endif
 }
 
 // Launches with parameters that distgemm_encode wrote. Returns a cudaError_t.

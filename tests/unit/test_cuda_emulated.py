@@ -139,8 +139,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def bind_gated(gemms: GatedGemms, config: Any) -> Callable[[int], None]:
         parts: list[list[Task]] = [
-            [*([memops.wait_for(word)] if word else []), multiplied(t)]
-            for t, word in zip(gemms.products, gemms.words, strict=True)
+            [*([memops.wait_for(word)] if word else []), multiplied(t), *([memops.write(told)] if told else [])]
+            for t, word, told in zip(gemms.products, gemms.waits, gemms.tells, strict=True)
         ]
         return lambda stream: tasks.extend(task for part in parts for task in part)
 
@@ -336,17 +336,25 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize(
     "schedule",
-    [*GATHERS, "all_gather_1d_pairwise_xor_a", "all_gather_1d_tiling_cd_rotating_b", "tensor_parallel_2d_nested"],
+    [
+        *GATHERS,
+        "all_gather_1d_pairwise_xor_a",
+        "all_gather_1d_tiling_cd_rotating_b",
+        "tensor_parallel_2d_nested",
+        "reduce_scatter_1d_tiling_a_rotating_c",
+        "reduce_scatter_1d_tiling_b_rotating_c",
+    ],
 )
 def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
     order, ranks = random.Random(schedule), 4
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
     every = [
         distgemm.make_plan(
-            distgemm.GemmProblem(32, 16, 12, dtype="float32"),
+            distgemm.GemmProblem(32, 16, 64, dtype="float32"),
             schedule,
             mesh=(2, 2) if "2d" in schedule else (4,),
             sync="barrier",
+            mechanism="store" if schedule.startswith("reduce") else "push",
             **how,
         )
         for how in chunked
@@ -359,7 +367,9 @@ def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, re
         half = order.randrange(2)
         for rank in range(ranks):
             # Beside other executables on the same workspace.
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3])
+            one = Emulated(
+                plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3], merge=turn % 2 == 1
+            )
             assert sum(action.gates != () for action in one.exe.actions) == (turn % 3 < 2)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues)
@@ -370,6 +380,25 @@ def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, re
             assert gathered is None or torch.equal(gathered.double(), drawn.whole["A"].view(gathered.shape))
 
 
+def test_what_comes_last_comes_in_halves() -> None:
+    def rows(gated: bool, ranks: int = 3, chunks: int = 8) -> list[list[int]]:
+        plan = distgemm.make_plan(
+            distgemm.GemmProblem(8 * ranks * chunks, 16, 64), GATHERS[0], ranks, chunks=chunks, sync="barrier"
+        )
+        sent: dict[int, list[int]] = {}
+        for action in lower(plan, 1, 1, merge=True, gated=gated):
+            for op in action.ops:
+                if isinstance(op, Copy):
+                    sent.setdefault(op.dst.rank, []).append(op.src.box[1][1] - op.src.box[1][0])
+        return sorted(sent.values())
+
+    # To whom it comes last, and to whom it comes first.
+    assert rows(gated=True) == [[32, 16, 8, 8], [64]]
+    assert rows(gated=False) == [[8] * 8, [64]]
+    assert rows(gated=True, ranks=2, chunks=3) == [[8, 8, 8]]
+    assert rows(gated=True, ranks=2, chunks=1) == [[8]]
+
+
 def test_what_one_kernel_cannot_do_is_refused() -> None:
     def lowered(schedule: str, m: int = 64, **how: Any) -> None:
         plan = distgemm.make_plan(distgemm.GemmProblem(m, 64, 64), schedule, 4, **({"sync": "barrier"} | how))
@@ -378,7 +407,8 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
     for said, schedule, how in (
         (r"multiplies 15x16x64x1.* 17x16x64x1.*takes equal chunks", GATHERS[0], {"m": 66}),
         ("wait for one signal of a peer, or none", GATHERS[0], {"mechanism": "pull"}),
-        ("wait for one signal of a peer, or none", "reduce_scatter_1d_tiling_a_rotating_c", {}),
+        ("it needs a GEMM, which one kernel", "reduce_scatter_1d_tiling_a_rotating_c", {}),
+        ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("it needs a GEMM, which one kernel for all GEMMs does not tell it", GATHERS[1], {"workspace": "bounded"}),
     ):
         with pytest.raises(PlanError, match=said):

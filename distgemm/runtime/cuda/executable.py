@@ -17,7 +17,7 @@ from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build_together
-from distgemm.gemm.gated import GatedGemms, bind_gated, gated_source
+from distgemm.gemm.gated import PRODUCTS, GatedGemms, bind_gated, gated_source
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
@@ -62,6 +62,7 @@ class CudaExecutable:
     """
 
     choice: Choice | None = None
+    _counters: Tensor | None = None
 
     def __init__(
         self,
@@ -105,6 +106,9 @@ class CudaExecutable:
         self._watched = watchdog().add(self.workspace)
         flags_here = [op.flag.number for op in waits_of(self.actions)]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
+        if waits == "gemm":
+            with torch.inference_mode(False):
+                self._counters = torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
@@ -356,27 +360,29 @@ class CudaExecutable:
 
     def _gemms(self, action: Action, call: _Call) -> list[Launch]:
         """All GEMMs of the rank by one kernel."""
-        words = [0 if gate is None else self._memop(gate, call.half).address for gate in action.gates]
         copies = [self._to_gathered(op, call) for op in action.ops if isinstance(op, Gemm)]
-        return [bind_gated(self._products(action, call, words), self._config), *chain.from_iterable(copies)]
+        addresses = [
+            [0 if op is None else self._memop(op, call.half).address for op in ops]
+            for ops in (action.gates, action.tells)
+        ]
+        return [bind_gated(self._products(action, call, *addresses), self._config), *chain.from_iterable(copies)]
 
     def _gated_source(self, action: Action, call: _Call) -> KernelSource:
-        return gated_source(self._products(action, call, [0] * len(action.ops)), self._config)
+        return gated_source(self._products(action, call, action.gates, action.tells), self._config)
 
     @property
     def _config(self) -> GemmConfig | None:
         return None if self.config is None else GemmConfig.parse(self.config)
 
-    def _products(self, action: Action, call: _Call, words: Sequence[int]) -> GatedGemms:
+    def _products(self, action: Action, call: _Call, waits: Sequence[Any], tells: Sequence[Any]) -> GatedGemms:
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        moving = "b" if len({op.b for op in gemms}) > 1 else "a"
         products = []
         for op in gemms:
             tensors, rest = self._gemm_tensors(op, call)
             if rest is not None:
                 raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
             products.append(tensors)
-        return GatedGemms(products, moving, words)
+        return GatedGemms(products, "b" if len({op.b for op in gemms}) > 1 else "a", waits, tells, self._counters)
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)
@@ -583,10 +589,11 @@ def compile(
     branches: streams on which GEMMs alternate, 1 or 2
     waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
               some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
-              "gemm": all GEMMs are one kernel, which begins each chunk once it has come, for plans that push what they
-              gather in chunks of equal size, with provider cutlass; branches make no difference then
+              "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and tells of each sum once it
+              is stored. That is for plans that push what they gather, and for chains with mechanism "store", in chunks
+              of equal size, with provider cutlass; branches make no difference then
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
-              plans that gather with chunks > 1
+              plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
     timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
@@ -620,11 +627,8 @@ def compile(
         raise ValueError(f"waits is one of {', '.join(WAITS)}, got {waits!r}")
     if not isinstance(merge, bool):
         raise ValueError(f"merge is True or False, got {merge!r}")
-    if waits == "gemm" and (merge or provider != "cutlass"):
-        raise ValueError(
-            f"waits='gemm' takes provider 'cutlass' and merge=False, got {provider!r} and {merge}: the kernel that "
-            "waits is one of CUTLASS, and chunks cost it nothing"
-        )
+    if waits == "gemm" and provider != "cutlass":
+        raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {provider!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(provider)

@@ -29,6 +29,7 @@ class Action:
     stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: a step of the workspace's protocol
     gates:  of several Gemms that are one kernel, what each waits for within it, None where for nothing
+    tells:  whom each of them tells of its result, None where nobody
     after:  actions on other streams that come before, by number
     step:   the step (see :mod:`distgemm.runtime.cuda.workspace`)
     awaited: whether another stream waits for it
@@ -40,15 +41,17 @@ class Action:
     step: Step | None = None
     awaited: bool = field(default=False)
     gates: tuple[Wait | None, ...] = ()
+    tells: tuple[Signal | None, ...] = ()
 
 
 def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
     merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
-           rank multiplies last: few chunks in between, small ones where they are waited for
-    gated: all GEMMs are one kernel that waits for each chunk by itself. It is issued last, so that no copy stands
-           behind it
+           rank multiplies last: few chunks in between, small ones where they are waited for. With ``gated`` they are
+           copied so only, and of those that come last half at once, half of the rest, and so on
+    gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself. It is
+           issued last, so that no copy stands behind it
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end.
@@ -64,12 +67,11 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
     ops = [op for op in ops if not _is_entry(op)]
-    gemms: list[Gemm] = []
-    gates: list[Wait | None] = []
     if merge:
-        ops = _merged(plan, rank, ops, entered)
+        ops = _merged(plan, rank, ops, entered, gated)
+    kernel = None
     if gated:
-        ops, gemms, gates = _gated(plan, ops, entered)
+        ops, kernel = _gated(plan, ops, entered)
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -83,9 +85,9 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
         if isinstance(run[0], Wait):
             waits.append(len(actions))
         actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
-    if gemms:
+    if kernel is not None:
         waits.append(len(actions))
-        actions.append(Action(BRANCH, tuple(gemms), gates=tuple(gates)))
+        actions.append(kernel)
     actions.append(Action(COMM, (), step=Step.ENTERED))
     actions.append(Action(COMM, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
@@ -194,16 +196,19 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list[Op], list[Gemm], list[Wait | None]]:
-    """All ops but GEMMs and what only they wait for; the GEMMs; the Wait of each."""
+def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list[Op], Action | None]:
+    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action."""
     gemms = [op for op in ops if isinstance(op, Gemm)]
+    if not gemms:
+        return list(ops), None
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
+    tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
     gates: list[Wait | None] = []
+    first = gemms[0]
     for op in gemms:
         found = [waits[dep] for dep in op.deps if dep in waits]
-        first = gemms[0]
-        if op.sources or len(found) > 1 or any(dep not in waits and dep not in entered for dep in op.deps):
+        if len(found) > 1 or len(op.sources) > 1 or any(dep not in waits and dep not in entered for dep in op.deps):
             raise PlanError(f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none")
         if [*map(box_extents, (op.a.box, op.b.box))] != [*map(box_extents, (first.a.box, first.b.box))]:
             raise PlanError(
@@ -213,13 +218,19 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
         gates.append(found[0] if found else None)
     if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
-    others = [op for op in ops if op.id not in multiplied]
+    if len({op.out.rank for op in gemms if op.out.buffer == "slot"}) > 1:
+        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs stores into one peer's memory")
+    told = {op.id for dep, op in tells.items() if dep in multiplied}
+    others = [op for op in ops if op.id not in multiplied and op.id not in told]
     for other in others:
         if not multiplied.isdisjoint(other.deps):
             raise PlanError(f"{other}: it needs a GEMM, which one kernel for all GEMMs does not tell it")
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
-    return kept, gemms, gates
+    stores = any(link_of(op) for op in gemms)  # which begin once the peer has left its last replay
+    return kept, Action(
+        BRANCH, tuple(gemms), (0,) if stores else (), gates=tuple(gates), tells=tuple(tells.get(op.id) for op in gemms)
+    )
 
 
 def _extents(op: Gemm) -> str:
@@ -227,9 +238,9 @@ def _extents(op: Gemm) -> str:
     return "x".join(map(str, (m, n, k, batches)))
 
 
-def _merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int]) -> list[Op]:
+def _merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int], gated: bool) -> list[Op]:
     """Ops in which neighbouring chunks are one op, with the id of the first of them."""
-    gemms, copies = _neighbours(plan, rank), _sent_together(plan, rank, entered)
+    gemms, copies = [] if gated else _neighbours(plan, rank), _sent_together(plan, rank, entered, gated)
     together: list[Sequence[Op]] = [*gemms, *copies]
     first = {op.id: group[0].id for group in together for op in group}
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
@@ -250,7 +261,21 @@ def _merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int]) -
 
 
 def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """GEMMs of the chunks of one shard of A, by the same B, on which no op depends; but for those of the last shard."""
+    """GEMMs that are one where chunks are merged: those of each shard of A but the last."""
+    return [group for group in _of_shards(plan, rank)[:-1] if len(group) > 1]
+
+
+def _halved(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
+    """The last group as a half of it, a half of the rest, and so on."""
+    *others, rest = groups
+    while len(rest) > 1:
+        others.append(rest[: len(rest) // 2])
+        rest = rest[len(rest) // 2 :]
+    return [*others, rest]
+
+
+def _of_shards(plan: Plan, rank: int) -> list[list[Gemm]]:
+    """GEMMs of the chunks of one shard of A, by the same B, on which no op depends, together."""
     ops = plan.ops(rank)
     needed = {dep for op in ops for dep in op.deps}
     first = {op.a.box: op.id for op in reversed(ops) if isinstance(op, Gemm)}  # to use a tile of A
@@ -271,14 +296,15 @@ def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
             groups[-1].append(op)
         else:
             groups.append([op])
-    return [group for group in groups[:-1] if len(group) > 1]
+    return groups
 
 
-def _sent_together(plan: Plan, rank: int, entered: Container[int]) -> list[list[Copy]]:
-    """Copies to a peer, behind one another on both sides, of what the peer multiplies as one."""
+def _sent_together(plan: Plan, rank: int, entered: Container[int], gated: bool) -> list[list[Copy]]:
+    """Copies to a peer, behind one another on both sides, of what the peer multiplies as one; where its GEMMs are one
+    kernel, in halves of halves at the end."""
     together: dict[tuple[int, int], int] = {}
     for peer in range(plan.world_size):
-        for group in _neighbours(plan, peer):
+        for group in _halved(_of_shards(plan, peer)) if gated else _neighbours(plan, peer):
             together |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
     groups: list[list[Copy]] = []
     for op in plan.ops(rank):
