@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -24,7 +24,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
 from distgemm.gemm.spec import Status
 from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
-from distgemm.plan import Plan
+from distgemm.plan import Plan, PlanError
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES, WAITS, resolve_group
 from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
@@ -62,6 +62,10 @@ CLEARLY = 0.02
 WITHIN = 1.25
 """Plans predicted to take longer than the best one by more than this factor are not measured."""
 
+WITHIN_KERNELS, KERNELS = 1.1, 5
+"""Of plans whose GEMMs are one kernel, the best is measured with so many configurations of it, where it takes at most
+this factor longer than the fastest."""
+
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
 
@@ -80,6 +84,13 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "gemm+ar": tuple((f"all_reduce_1d_{name}", options) for name, options in SUMS),
 }
 """For each op, the schedules that are tried, with their options."""
+CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
+BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4, 8)),
+    "gemm+rs": tuple((CHAIN, {"chunks": chunks, "mechanism": "store"}) for chunks in (1, 2, 4, 8)),
+    "gemm+ar": (),
+}
+"""The same for plans whose GEMMs are one kernel that waits by itself."""
 
 logger = logging.getLogger("distgemm")
 
@@ -117,7 +128,7 @@ class Choice:
                 f"{self.branches!r}"
             )
         if self.waits not in WAITS:
-            raise ValueError(f"waits is memory or kernel, got {self.waits!r}")
+            raise ValueError(f"waits is one of {', '.join(WAITS)}, got {self.waits!r}")
         if not isinstance(self.merge, bool):
             raise ValueError(f"merge is True or False, got {self.merge!r}")
         if self.config is not None:
@@ -201,9 +212,11 @@ def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
 
 
 def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
-    """The candidate that the cost model takes for the fastest; of a plan and the unfused program that are as fast, the
-    unfused one, of providers the first that computes it. Raises ValueError where there is no candidate."""
-    times = _predictions(problem, _op(op), world_size)
+    """The candidate that the cost model takes for the fastest, of those that wait outside of GEMMs: which are that fast
+    with any tensors. Of a plan and the unfused program that are as fast, the unfused one, of providers the first that
+    computes it. Raises ValueError where there is no candidate."""
+    every = _predictions(problem, _op(op), world_size)
+    times = {choice: time for choice, time in every.items() if choice.waits != "gemm"}
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
     best = min(times, key=lambda choice: (times[choice], choice.method != "unfused"))
@@ -224,14 +237,39 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
         for branches in (1, 2) if most > 1 and providers else (1,):
             time = simulate(plan, machine, branches=branches).time
             actions = lower(plan, 0, branches)
-            ways = WAITS if world_size > 1 and on_one_stream(actions) else WAITS[:1]
+            ways = ("memory", "kernel") if world_size > 1 and on_one_stream(actions) else ("memory",)
             merges = (False, True) if len(lower(plan, 0, branches, merge=True)) < len(actions) else (False,)
             for provider, waits, merge in product(providers, ways, merges):
                 pairs = tuple(options.items())
                 times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
+    for schedule, options in BY_ONE_KERNEL[op] if world_size > 1 else ():
+        plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
+        if not (_computes("cutlass", plan) and by_one_kernel(plan)):
+            continue
+        # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
+        time = simulate(plan, machine, branches=2).time
+        copies = [len(lower(plan, 0, 1, merge, gated=True)) for merge in (False, True)]
+        for merge in (False, True) if copies[1] < copies[0] else (False,):
+            pairs = tuple(options.items())
+            times[Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge)] = time
     if unfused_status(problem, op):
         times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
     return times
+
+
+def by_one_kernel(plan: Plan) -> Status:
+    """Whether each rank's GEMMs can be one kernel that waits by itself; falsy with the reason."""
+    from distgemm.runtime.cuda.lowering import lower
+
+    try:
+        for rank in range(plan.world_size):
+            lower(plan, rank, 1, gated=True)
+    except PlanError as error:
+        return Status(str(error))
+    gemms = _specs(plan)
+    if not all(spec.operands_aligned and (spec.results_aligned or spec.partial is None) for spec in gemms):
+        return Status("TMA wants addresses and strides in multiples of 16 bytes")
+    return Status()
 
 
 def _computes(provider: str, plan: Plan) -> bool:
@@ -366,7 +404,16 @@ def choose(
     found = _from_first(whole, at, decide)
     if found is None:
         found = _tune(_bucketed(problem), op, whole, at).choice
-    return found
+    return fitting(found, problem, size)
+
+
+def fitting(choice: Choice, problem: GemmProblem, world_size: int) -> Choice:
+    """A choice for other rows than it was measured at: waiting within GEMMs takes chunks of equal size, and where these
+    rows are in none, waits are on memory."""
+    if choice.waits != "gemm":
+        return choice
+    plan = make_plan(problem, choice.schedule, world_size, sync="barrier", **dict(choice.options))
+    return choice if by_one_kernel(plan) else replace(choice, waits="memory", merge=False, config=None)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -523,27 +570,41 @@ def _tune(
     operation, failed = bench.attempt(group, device, lambda: bench.Operation(trial, op, group, device))
     if operation is None:
         raise RuntimeError(f"{key_of(problem, op, size)} cannot be measured: {failed.error}")
-    made, refused = _executables(operation, tried, group, device, say)
-    if not made:
-        raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
-    say(f"measuring {len(made)} candidates")
-    methods = [bench.executable_method(operation, str(choice), exe) for choice, exe in made.items()]
-    try:
-        samples = bench.sample(operation, methods)
-    finally:
-        for method in methods:
-            method.release()
-    for name, one in samples.items():
-        if one.wrong:
-            raise bench.WrongResultError(f"{name}: {one.error}")
-        if one.error:
-            refused[name] = one.error
-            logger.warning("not measured: %s: %s", name, one.error)
-    times = {name: one.ms for name, one in samples.items() if not one.error}
-    if not times:
-        raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be measured: {refused}")
-    ran = [choice for choice in made if str(choice) in times]
-    fastest = min(ran, key=lambda choice: times[str(choice)])
+    refused: dict[str, str] = {}
+    times: dict[str, float] = {}
+
+    def measure(wanted: list[Choice]) -> list[Choice]:
+        """Those that ran, the fastest first."""
+        made, failures = _executables(operation, wanted, group, device, say)
+        refused.update(failures)
+        if not made:
+            raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be compiled: {refused}")
+        say(f"measuring {len(made)} candidates")
+        methods = [bench.executable_method(operation, str(choice), exe) for choice, exe in made.items()]
+        try:
+            samples = bench.sample(operation, methods)
+        finally:
+            for method in methods:
+                method.release()
+        for name, one in samples.items():
+            if one.wrong:
+                raise bench.WrongResultError(f"{name}: {one.error}")
+            if one.error:
+                refused[name] = one.error
+                logger.warning("not measured: %s: %s", name, one.error)
+            else:
+                times[name] = one.ms
+        ran = [choice for choice in made if str(choice) in samples and not samples[str(choice)].error]
+        if not ran:
+            raise RuntimeError(f"no candidate for {key_of(problem, op, size)} can be measured: {refused}")
+        return sorted(ran, key=lambda choice: times[str(choice)])
+
+    ran = measure(tried)
+    further = _from_first(group, device, lambda: _other_kernels(trial, ran, times, group))
+    if further:
+        # Once more with those that they are to beat, as clocks move from one run to the next.
+        ran = measure([*dict.fromkeys([*ran[:2], *(choice for choice in ran if choice == UNFUSED), *further])])
+    fastest = ran[0]
     if UNFUSED in ran and times[str(fastest)] > (1 - CLEARLY) * times[str(UNFUSED)]:
         fastest = UNFUSED
 
@@ -558,6 +619,32 @@ def _tune(
     choice, times, path = _from_first(group, device, settle)
     logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)
     return Tuned(replace(choice, how="measured"), times, refused, path)
+
+
+def _other_kernels(
+    problem: GemmProblem, ran: Sequence[Choice], times: Mapping[str, float], group: dist.ProcessGroup
+) -> list[Choice]:
+    """The fastest plan by one kernel with other configurations of it, where it may become the fastest of all. No other
+    measurement tells which of them is best at waiting."""
+    from distgemm.gemm.choose import order
+    from distgemm.gemm.cutlass import CutlassProvider
+
+    found = next((choice for choice in ran if choice.waits == "gemm"), None)
+    if found is None or times[str(found)] > WITHIN_KERNELS * times[str(ran[0])]:
+        return []
+    plan = _plan(problem, found, group)
+    spec, provider = _whole(plan), CutlassProvider()
+    configs = [config for config in order(spec, provider.configs(spec)) if config.schedule != "plain"]
+    return [replace(found, config=str(config)) for config in configs[:KERNELS]]
+
+
+def _whole(plan: Plan) -> GemmSpec:
+    """A product as large as all of rank 0's, which differ in A."""
+    count = sum(isinstance(op, Gemm) for op in plan.ops(0))
+    spec = max(_specs(plan), key=lambda spec: spec.partial is not None)
+    larger = {name: replace(getattr(spec, name), rows=spec.m * count) for name in ("a", "d")}
+    partial = spec.partial and replace(spec.partial, rows=spec.m * count)
+    return replace(spec, a=larger["a"], d=larger["d"], partial=partial)
 
 
 def _divisible(problem: GemmProblem, size: int) -> GemmProblem:
@@ -618,7 +705,8 @@ def _tune_gemms(
     wanted: dict[str, tuple[GemmSpec, int]] = {}
     for choice in tried:
         if choice.method == "plan" and choice.provider == "cutlass":
-            for spec in _specs(_plan(problem, choice, group)):
+            plan = _plan(problem, choice, group)
+            for spec in [_whole(plan)] if choice.waits == "gemm" else _specs(plan):
                 key = gemm_choices.key_of(spec, choice.branches)
                 if key not in known:
                     wanted.setdefault(key, (spec, choice.branches))

@@ -141,15 +141,24 @@ def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) ->
 
 
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
-    taken = choose(provider, gemms.whole) if config is None else config
-    status = provider.supports(gemms.spec, taken)
-    if status and taken.schedule == "plain":
-        status = Status("plain kernels, which are for operands that TMA cannot read, have no warp that could wait")
-    if status and gemms.kind == "results" and taken.epilogue != "tma":
-        status = Status("partial sums and D that TMA cannot move have no warp that could wait for them")
-    if not status:
-        raise ValueError(f"provider cutlass, {taken}, several products by one kernel that waits: {status.reason}")
-    return taken
+    tried = [config] if config is not None else [choose(provider, gemms.whole), *provider.configs(gemms.whole)]
+    for taken in tried:
+        if _supports(provider, gemms, taken):
+            return taken
+    status = _supports(provider, gemms, tried[0])
+    raise ValueError(
+        f"provider cutlass, {config or 'any configuration'}, products by one kernel that waits: {status.reason}"
+    )
+
+
+def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> Status:
+    if not gemms.spec.operands_aligned:
+        return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes, and not 0")
+    if gemms.kind == "results" and not gemms.spec.results_aligned:
+        return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
+    if config.schedule == "plain" or (gemms.kind == "results" and config.epilogue != "tma"):
+        return Status("what no warp loads through TMA, none can wait for: take a configuration with TMA")
+    return provider.supports(gemms.spec, config)
 
 
 class _Product(ctypes.Structure):

@@ -22,7 +22,8 @@ from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
 from distgemm.runtime.cuda import compile as compile_plan
-from distgemm.runtime.cuda.lowering import Action
+from distgemm.runtime.cuda.lowering import BRANCH, Action
+from distgemm.runtime.cuda.workspace import Step
 from distgemm.schedulers import schedule_options
 
 CONFIG = "128x128x64_2x1_pingpong"
@@ -234,7 +235,7 @@ def repeated(cases: list[Case]) -> list[str]:
 
 def late_rank(case: Case, late: int, seconds: float) -> dict[str, Any]:
     """One rank raises for a wrong shape and does not take part: all are told, and nobody gets a result."""
-    exe = compile_plan(case.plan(), config=case.config, timeout=seconds)
+    exe = compile_plan(case.plan(), config=case.config, waits=case.waits, timeout=seconds)
     data = Data(case, exe.plan, exe.device)
     data.draw(0)
     data.call(exe)
@@ -321,16 +322,24 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         data.draw(0)
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
-        ops = [op for action in exe.actions for op in action.ops]
-        computed = [op for op in ops if isinstance(op, (Gemm, Reduce))]
-        copies = [op for op in ops if isinstance(op, Copy)]
-        memops = [action for action in exe.actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
-        wanted = {"KERNEL": len(computed), "MEMCPY": len(copies), "BATCH_MEM_OP": len(memops) + 1}
+        # GEMMs that wait by themselves are one action and one kernel, and finish and exit are one kernel. So are entry
+        # and entered, where nothing is copied.
+        by_kernel = exe.waits != "memory"
+        alone = {action.stream for action in exe.actions} == {BRANCH} and by_kernel
+        passed_over = {Step.FINISH} if by_kernel else set()
+        passed_over |= {Step.ENTERED} if alone else set()
+        actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
+        computed = [action for action in actions if action.ops and isinstance(action.ops[0], (Gemm, Reduce))]
+        copies = [op for action in actions for op in action.ops if isinstance(op, Copy)]
+        memops = [action for action in actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
+        memory = len(memops) + 1 - by_kernel - alone
+        wanted = {"KERNEL": len(computed) + by_kernel + alone, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
+        wanted = {kind: count for kind, count in wanted.items() if count}
         counted = {kind: kinds.count(kind) for kind in {*kinds, *wanted} - {"EMPTY"}}
         if counted != wanted:
-            failures.append(f"rank {exe.rank} {case.schedule}: nodes {counted}, wanted {wanted}")
-        if edges != _edges_of(exe.actions):
-            failures.append(f"rank {exe.rank} {case.schedule}: {edges} edges, wanted {_edges_of(exe.actions)}")
+            failures.append(f"rank {exe.rank} {case}: nodes {counted}, wanted {wanted}")
+        if not by_kernel and edges != _edges_of(actions):
+            failures.append(f"rank {exe.rank} {case}: {edges} edges, wanted {_edges_of(actions)}")
     return failures
 
 
@@ -445,7 +454,26 @@ def cases(ranks: int) -> list[Case]:
     for schedule in ("all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_tiling_a_rotating_c"):
         rows = unequal if sum(unequal) else (8,) * ranks
         found.append(Case(schedule, (ranks,), m=sum(rows), rows=rows, config=None))
-    return found
+    return found + by_one_kernel(ranks)
+
+
+def by_one_kernel(ranks: int) -> list[Case]:
+    """Plans whose GEMMs are one kernel that waits by itself, for what is gathered and for partial sums."""
+    chains = ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c")
+    gathers = ("all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_tiling_cd_rotating_b", "all_gather_1d_ring_a")
+    both: list[dict[str, Any]] = [
+        {"config": CONFIG, "beta": 1.0},
+        {"chunks": 4, "dtype": "float16", "m": 32 * ranks, "n": 32 * ranks, "k": 512 * ranks},
+        {"chunks": 2, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "partial_dtype": "bfloat16"},
+        {"m": 392 * ranks, "n": 328 * ranks, "k": 232 * ranks, "alpha": 2.0},
+    ]
+    gathered: list[dict[str, Any]] = [
+        {"chunks": 4, "merge": True, "m": 1024, "k": 1024},
+        {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
+    ]
+    ways = [(name, {"mechanism": "store"} | options) for name in chains for options in both]
+    ways += [(name, options) for name in gathers for options in both + gathered]
+    return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 
 
 def bounded_error(cases: list[Case]) -> list[str]:

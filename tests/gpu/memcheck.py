@@ -31,6 +31,8 @@ def cases(ranks: int) -> list[Case]:
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
         Case(PAIRWISE, (ranks,), m=389, n=328, k=456, mechanism="store", config=None),
         Case(GATHER, (ranks,), provider="cublas", config=None),
+        Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
+        Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
     ]
 
 

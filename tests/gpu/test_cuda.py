@@ -40,6 +40,8 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=2, mechanism="pull"),
         Case(PAIRWISE, (ranks,), mechanism="pull"),
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
+        Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
+        Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -52,6 +54,8 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="pull"),
         Case(PAIRWISE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store"),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store", provider="cublas", config=None),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=8, waits="gemm", merge=True),
+        Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm", mechanism="store"),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -60,6 +64,8 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, merge=True),
         Case(GATHER, (ranks,), mechanism="pull"),
         Case(PAIRWISE, (ranks,), mechanism="store"),
+        Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
+        Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),
@@ -128,7 +134,16 @@ def test_different_plans_raise_on_all_ranks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("case", [Case(GATHER, (0,)), Case(CHAIN, (0,), chunks=2)], ids=lambda case: case.schedule)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(GATHER, (0,)),
+        Case(CHAIN, (0,), chunks=2),
+        Case(GATHER, (0,), waits="gemm"),
+        Case(CHAIN, (0,), waits="gemm", mechanism="store"),
+    ],
+    ids=lambda case: f"{case.schedule} {case.waits}",
+)
 def test_a_rank_that_raises_makes_all_raise(ranks: int, case: Case) -> None:
     case = worker.on(case, ranks)
     for rank, found in enumerate(launch(worker.late_rank, ranks, case, 1, 2.0, backend="nccl", timeout=120)):

@@ -34,12 +34,14 @@ from distgemm.runtime.cuda.workspace import (
     STAGES,
     WORD,
     Half,
+    Step,
     Words,
     Workspace,
     first_flag,
     stage_word,
 )
 from distgemm.schedulers import schedule_options
+from distgemm.tune import Choice
 
 Task = MemOp | Callable[[], None]
 
@@ -380,6 +382,62 @@ def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, re
             assert gathered is None or torch.equal(gathered.double(), drawn.whole["A"].view(gathered.shape))
 
 
+@pytest.mark.parametrize("schedule", [GATHERS[0], "reduce_scatter_1d_tiling_a_rotating_c"])
+def test_ranks_whose_kernels_cannot_wait_work_with_others(
+    schedule: str, recorded: list[Task], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where that was chosen for them; where it was asked for, they raise."""
+
+    def refuse(gemms: GatedGemms, config: Any) -> None:
+        raise ValueError("unaligned")
+
+    monkeypatch.setattr(executable, "gated_source", refuse)
+    mechanism = "store" if schedule.startswith("reduce") else "push"
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(32, 16, 64, dtype="float32"), schedule, 4, sync="barrier", chunks=4, mechanism=mechanism
+    )
+    machine = Machine(4, max(plan.workspace_bytes(rank) for rank in range(4)))
+    todo: list[list[Any]] = [[] for _ in range(4)]
+    data = [Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=False) for turn in range(4)]
+    for turn, drawn in enumerate(data):
+        for rank, call in enumerate(drawn.calls):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", merge=turn % 2 == 1)
+            one.exe.choice = Choice(schedule=schedule) if (rank + turn) % 2 else None
+            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
+            assert (call.way.waits == "memory") == (one.exe.choice is not None)
+            one.exe.actions = list(call.way.actions)
+    run(machine, todo, random.Random(0), queues=False)
+    for drawn in data:
+        assert all(
+            torch.equal(call.out.double(), wanted) for call, wanted in zip(drawn.calls, drawn.wanted, strict=True)
+        )
+    assert "waits on memory for this call: unaligned" in caplog.text
+
+
+def test_a_chain_by_one_kernel_takes_one_stream() -> None:
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(64, 64, 64),
+        "reduce_scatter_1d_tiling_a_rotating_c",
+        4,
+        chunks=2,
+        sync="barrier",
+        mechanism="store",
+    )
+    actions = lower(plan, 1, 2, gated=True)
+    assert {action.stream for action in actions} == {BRANCH}
+    assert [action.step for action in actions] == [Step.ENTRY, Step.ENTERED, None, Step.FINISH]
+    (kernel,) = (action for action in actions if action.ops)
+    assert [op is not None for op in kernel.gates] == [False] * 2 + [True] * 6
+    assert [op is not None for op in kernel.tells] == [True] * 6 + [False] * 2
+
+
+def test_what_is_signalled_last_and_the_entry_are_one_batch() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), GATHERS[0], 4, sync="barrier")
+    for gated in (False, True):
+        steps = [action for action in lower(plan, 1, 1, gated=gated) if action.step is Step.ENTERED]
+        assert [type(op) for action in steps for op in action.ops] == [Signal]
+
+
 def test_what_comes_last_comes_in_halves() -> None:
     def rows(gated: bool, ranks: int = 3, chunks: int = 8) -> list[list[int]]:
         plan = distgemm.make_plan(
@@ -471,7 +529,7 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
     monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
     put: list[int] = []
-    monkeypatch.setattr(exe, "_put", lambda launches, counted=False: put.append(exe.workspace._turn))
+    monkeypatch.setattr(exe, "_put", lambda actions, launches, counted=False: put.append(exe.workspace._turn))
     a, b, out = torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(16, 8)
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from distgemm.tune import Choice
 
 __all__ = ["CudaExecutable", "Replay", "compile"]
+
+LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
 
@@ -247,7 +250,7 @@ class CudaExecutable:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._put(launches)
+                    self._put(call.way.actions, launches)
                 finally:
                     graph.capture_end()
             finally:
@@ -262,7 +265,7 @@ class CudaExecutable:
             self.workspace.keep(self)
         # Not before: a rank that has raised until here has sent nothing, and may call again.
         self.workspace.turn()
-        self._put(launches, counted=captured)
+        self._put(call.way.actions, launches, counted=captured)
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
@@ -296,13 +299,36 @@ class CudaExecutable:
 
     def _bind(self, call: _Call) -> list[Callable[[int], None]]:
         """What each action does to a stream, and what the exit does."""
-        return [*(self._action(action, call) for action in self.actions), self._exit(call.half)]
+        call.way = self._way(call)
+        return [*(self._action(action, call) for action in call.way.actions), self._exit(call)]
+
+    def _way(self, call: _Call) -> _Way:
+        """How a call is done: as it was compiled, unless ``schedule="auto"`` chose one kernel for all GEMMs and that
+        cannot read these tensors. To the other ranks both are the same."""
+        chosen = _Way(self.actions, self.waits)
+        if self.waits != "gemm" or self.choice is None:
+            return chosen
+        try:
+            for action in self.actions:
+                if action.gates:
+                    self._gated_source(action, call)
+        except ValueError as error:
+            LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
+            return _Way(lower(self.plan, self.rank, self.branches), "memory")
+        return chosen
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
-        if action.step is Step.FINISH and self.waits != "memory":
+        if action.step is Step.FINISH and call.way.waits != "memory":
             return lambda stream: None  # a part of the exit
-        if action.step is not None:
-            step = self._steps[call.half][action.step]
+        steps = self._steps[call.half]
+        if action.step is not None and action.stream == BRANCH:  # kernels alone: the first is all that comes before
+            if action.step is Step.ENTERED:
+                return lambda stream: None
+            entered = steps[Step.ENTERED]  # peers are told once left is reset
+            resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
+            return bind_words([steps[Step.ENTRY], resets, tells], self._index)
+        step = [] if action.step is None else steps[action.step]
+        if not action.ops:
             return lambda stream: mem_ops(step, stream)
         first = action.ops[0]
         if action.gates:
@@ -316,9 +342,9 @@ class CudaExecutable:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if self.waits == "kernel" and isinstance(first, Wait) and action.stream != COMM:
+            if call.way.waits == "kernel" and isinstance(first, Wait) and action.stream != COMM:
                 return bind_words([ops], self._index)
-            return lambda stream: mem_ops(ops, stream)
+            return lambda stream: mem_ops([*ops, *step], stream)
 
         def launch(stream: int) -> None:
             for each in launches:
@@ -326,10 +352,10 @@ class CudaExecutable:
 
         return launch
 
-    def _exit(self, half: int) -> Callable[[int], None]:
+    def _exit(self, call: _Call) -> Callable[[int], None]:
         """What is done behind all else."""
-        steps = self._steps[half]
-        if self.waits == "memory":
+        steps = self._steps[call.half]
+        if call.way.waits == "memory":
             return lambda stream: mem_ops(steps[Step.EXIT], stream)
         finish = steps[Step.FINISH]
         return bind_words(
@@ -443,31 +469,32 @@ class CudaExecutable:
 
     # --- issuing: launches to streams -----------------------------------------------------------------
 
-    def _put(self, launches: list[Callable[[int], None]], counted: bool = False) -> None:
+    def _put(self, actions: Sequence[Action], launches: list[Callable[[int], None]], counted: bool = False) -> None:
         """Put all actions on streams that begin and end with the current one.
 
         counted: also count the replay, where the watchdog cannot see it begin and end
         """
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
-        streams = [*side[:BRANCH], main, *side[BRANCH:]][: 1 + max(action.stream for action in self.actions)]
-        for stream in streams:
-            if stream != main:
+        used = sorted({BRANCH, *(action.stream for action in actions)})
+        streams = {number: main if number == BRANCH else side[number - (number > BRANCH)] for number in used}
+        for number, stream in streams.items():
+            if number != BRANCH:
                 stream.wait_stream(main)
         if counted:
-            with torch.cuda.stream(streams[-1]):
+            with torch.cuda.stream(streams[used[-1]]):
                 self.workspace.replays.add_(1)
         events: dict[int, torch.cuda.Event] = {}
         *of_actions, leave = launches
-        for number, (action, launch) in enumerate(zip(self.actions, of_actions, strict=True)):
+        for number, (action, launch) in enumerate(zip(actions, of_actions, strict=True)):
             stream = streams[action.stream]
             for before in action.after:
                 stream.wait_event(events[before])
             launch(stream.cuda_stream)
             if action.awaited:
                 events[number] = stream.record_event()
-        for stream in streams:
-            if stream != main:
+        for number, stream in streams.items():
+            if number != BRANCH:
                 main.wait_stream(stream)
         leave(main.cuda_stream)
 
@@ -502,8 +529,18 @@ class _Rest(NamedTuple):
     sums: Sequence[Tensor] = ()
 
 
+class _Way(NamedTuple):
+    """What a call puts on streams, and by what it waits."""
+
+    actions: Sequence[Action]
+    waits: str
+
+
 class _Call:
-    """The tensors and numbers of one call, shards as (l, rows, columns), and the half of the workspace it takes."""
+    """The tensors and numbers of one call, shards as (l, rows, columns); the half of the workspace that it takes, and
+    the way in which it is done."""
+
+    way: _Way
 
     def __init__(
         self,

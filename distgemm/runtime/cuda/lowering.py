@@ -27,11 +27,11 @@ class Action:
     """Something put on a stream at once.
 
     stream: COMM, or BRANCH and up
-    ops:    one Gemm, Copy or Reduce, or several Waits or Signals; empty: a step of the workspace's protocol
+    ops:    one Gemm, Copy or Reduce, or several Waits or Signals; all Gemms, where they are one kernel
     gates:  of several Gemms that are one kernel, what each waits for within it, None where for nothing
     tells:  whom each of them tells of its result, None where nobody
     after:  actions on other streams that come before, by number
-    step:   the step (see :mod:`distgemm.runtime.cuda.workspace`)
+    step:   a step of the workspace's protocol (see :mod:`distgemm.runtime.cuda.workspace`), behind the ops
     awaited: whether another stream waits for it
     """
 
@@ -85,11 +85,18 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
         if isinstance(run[0], Wait):
             waits.append(len(actions))
         actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
+    # Where nothing is copied, one stream will do.
+    stream = BRANCH if kernel is not None and not ops else COMM
+    actions[0].stream = stream
+    last = max((number for number, action in enumerate(actions) if action.stream == stream), default=0)
+    if isinstance(next(iter(actions[last].ops), None), Signal):
+        actions[last].step = Step.ENTERED  # one batch
+    else:
+        actions.append(Action(stream, (), step=Step.ENTERED))
     if kernel is not None:
         waits.append(len(actions))
         actions.append(kernel)
-    actions.append(Action(COMM, (), step=Step.ENTERED))
-    actions.append(Action(COMM, (), after=tuple(waits), step=Step.FINISH))
+    actions.append(Action(stream, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
     return actions
 
