@@ -290,7 +290,7 @@ def plan_command(
     check_files("-o", paths)
     problem = _problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     options = parse_options(option)
-    how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+    how: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
     plan = make_plan(problem, name, world_size, mesh=parse_mesh(mesh), **how, **options)
     typer.echo(plan.to_json() if json else show_plan(plan, ops=ops, rank=rank, limit=limit))
     for path in paths:
@@ -374,7 +374,7 @@ def simulate_command(
     if every_chunks and not several:
         raise ValueError("--every-chunks goes with all; for one schedule, --chunks 1,2,4 shows each")
 
-    how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+    how: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
 
     def predict(schedule: str, size: int | None, mesh: Mesh | None, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}

@@ -56,8 +56,8 @@ WORKSPACES = ("full", "bounded")
 SYNCS = ("credit", "barrier")
 MECHANISMS = ("push", "pull", "store")
 
-BRANCHES = 2
-"""GEMMs of one rank that may be in flight at once: so many local slots hold results that are being sent."""
+RESULTS = 2
+"""Results of a rank that may be on their way to another one at once: one is sent while the next is computed."""
 
 OPS: tuple[type[Op], ...] = (Barrier, Copy, Gemm, Reduce, Signal, Wait)
 MAKERS = {kind: maker(kind) for kind in OPS}
@@ -658,11 +658,11 @@ class _Derivation:
 
     # --- where --------------------------------------------------------------------------------------------
 
-    def allocate(self, workspace: str) -> tuple[tuple[Slot, ...], ...]:
+    def allocate(self, workspace: str, results: int) -> tuple[tuple[Slot, ...], ...]:
         """A slot for every place, in order of their lifetimes."""
-        return tuple(self._allocate(rank, workspace == "bounded") for rank in self.ranks)
+        return tuple(self._allocate(rank, workspace == "bounded", results) for rank in self.ranks)
 
-    def _allocate(self, rank: int, bounded: bool) -> tuple[Slot, ...]:
+    def _allocate(self, rank: int, bounded: bool, results: int) -> tuple[Slot, ...]:
         group = prod(self.scheduler.chunks)
         tenants: list[list[_Place]] = []
         shared: list[_Place] = []  # the last tenants of slots that may have more
@@ -670,9 +670,9 @@ class _Derivation:
             place.slot = len(tenants)
             if bounded or not place.remote:
                 for index, last in enumerate(shared):
-                    # Room is made by whole rounds of chunks, or for as many results as branches are in flight.
+                    # Room is made by whole rounds of chunks, or for as many results as may be on their way.
                     remote = place.remote or last.remote
-                    free = (last.end // group + 1) * group if remote else last.end + BRANCHES
+                    free = (last.end // group + 1) * group if remote else last.end + results
                     # Tiles of one operand are alike in size: none takes up a slot that is larger than it needs.
                     if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
                         place.slot, place.last = last.slot, last
@@ -841,6 +841,7 @@ def make_plan(
     workspace: str = "full",
     sync: str = "credit",
     mechanism: str = "push",
+    results: int = RESULTS,
     **options: Any,
 ) -> Plan:
     """Plan a product under a schedule: what every rank multiplies, sends, waits for and adds.
@@ -853,6 +854,9 @@ def make_plan(
     mechanism: "push": whoever has a tile copies it into the slot of the rank that needs it; "pull": that rank copies
                it, from a slot of the one that has it, where shards are put first; "store": as "push", but GEMMs write
                partial sums for other ranks into their slots at once
+    results:   with "push", how many partial sums of a rank may lie in slots of their own to be sent: a GEMM whose sum
+               finds no room waits for a copy. One kernel for all GEMMs (``distgemm.compile(waits="gemm")``) cannot, and
+               takes as many as there are chunks
 
     Plans are cached: a second call with equal arguments returns the same object. Raises ValueError for
     arguments that do not fit.
@@ -877,23 +881,35 @@ def make_plan(
     ):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-    return _make_plan(problem, scheduler, workspace, sync, mechanism)
+    if not isinstance(results, int) or results < 1:
+        raise ValueError(f"results is a number of partial sums, at least 1, got {results!r}")
+    return _make_plan(problem, scheduler, workspace, sync, mechanism, results)
 
 
 @lru_cache(maxsize=128)
 def _make_plan(
-    problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str, mechanism: str
+    problem: GemmProblem,
+    scheduler: DistributedTileScheduler,
+    workspace: str,
+    sync: str,
+    mechanism: str,
+    results: int,
 ) -> Plan:
     with collector_paused():
-        return _derive(problem, scheduler, workspace, sync, mechanism)
+        return _derive(problem, scheduler, workspace, sync, mechanism, results)
 
 
 def _derive(
-    problem: GemmProblem, scheduler: DistributedTileScheduler, workspace: str, sync: str, mechanism: str
+    problem: GemmProblem,
+    scheduler: DistributedTileScheduler,
+    workspace: str,
+    sync: str,
+    mechanism: str,
+    results: int,
 ) -> Plan:
     derivation = _Derivation(problem, scheduler, mechanism)
     derivation.run()
-    slots = derivation.allocate(workspace)
+    slots = derivation.allocate(workspace, results)
     shards = {
         operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
     }

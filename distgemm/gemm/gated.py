@@ -5,7 +5,7 @@ a pause, so that products which do not fill the GPU cost no more than one that d
 
 * "operands": the warp that loads A and B waits for each product's A (or B);
 * "results": products add a partial sum, for which the warp that loads it waits, and whoever stores the last tile of a
-  result writes a word, here or in a peer's memory.
+  result writes a word, here or in a peer's memory. So sums are passed on from rank to rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class GatedGemms:
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
-    tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it.
-              D's that somebody waits for lie in one memory, the others in another
+    tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
+    away:     of each product, whether its D lies in another memory than those of the others, with rows at another
+              distance perhaps. All with C or a bias are not away
     counters: where there are partial sums, PRODUCTS int32 that are 0, for this kernel alone
 
     A thread block waits while it occupies its SM. So what is waited for must not need one of this GPU: copy engines,
@@ -59,6 +60,7 @@ class GatedGemms:
     moving: str
     waits: Sequence[int]
     tells: Sequence[int]
+    away: Sequence[bool]
     counters: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -80,27 +82,31 @@ class GatedGemms:
         """That of each product, with all terms that some have. Raises ValueError where they differ otherwise."""
         specs = [spec_of(one) for one in self.products]
         fullest = spec_of(self.fullest)
-        sums, aligned = self.kind == "results", dict[str, Any]()
+        sums = self.kind == "results"
+        least: dict[str, Any] = {}
         for name in MATRICES:
             present = [matrix for spec in specs if (matrix := getattr(spec, name)) is not None]
             if present:
-                least = min(matrix.alignment for matrix in present)
-                aligned[name] = replace(getattr(fullest, name), alignment=least)
-        common = replace(fullest, **aligned)
-        for spec in specs:
-            # What others of this kind may lack.
-            lacks: dict[str, Any] = (
-                {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None} if sums else {}
-            )
-            alike = {name: matrix for name, matrix in aligned.items() if getattr(spec, name) is not None}
-            if replace(spec, **alike) != replace(common, **lacks):
+                least[name] = min(matrix.alignment for matrix in present)
+        common = replace(fullest, **{name: replace(getattr(fullest, name), alignment=of) for name, of in least.items()})
+        for spec, away in zip(specs, self.away, strict=True):
+            # What others of this kind may lack, and how they may differ.
+            alike: dict[str, Any] = {
+                name: replace(matrix, alignment=of) for name, of in least.items() if (matrix := getattr(spec, name))
+            }
+            if away:
+                alike["d"] = replace(alike["d"], stride=common.d.stride, padded=common.d.padded)
+            lacks: dict[str, Any] = {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None}
+            if replace(spec, **alike) != replace(common, **(lacks if sums else {})):
                 raise ValueError(f"one kernel computes products of one kind, got {fullest} and {spec}")
+        if len({spec.d for spec, away in zip(specs, self.away, strict=True) if away}) > 1 and not sums:
+            raise ValueError("results lie in one memory where nothing is added to them")
+        if common.l > 1:
+            raise ValueError(f"products that wait are single matrices, got {common.l} batches")
         if sums and "row" in (common.scale_a, common.scale_b):
             raise ValueError(
                 "one kernel computes products with partial sums and one scale for all rows, got one for each"
             )
-        if common.l > 1:
-            raise ValueError(f"products that wait are single matrices, got {common.l} batches")
         return common
 
     @property
@@ -210,12 +216,13 @@ class _GatedKernel(CutlassKernel):
         if len(set(gemms.addresses(fixed))) > 1:
             raise ValueError(f"products of one kernel share {fixed.upper()}")
         operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
-        results = _Places(gemms.addresses("d"), [word != 0 for word in gemms.tells])
+        results = _Places(gemms.addresses("d"), gemms.away)
         arguments.moving = "ab".index(gemms.moving)
         setattr(base, gemms.moving, operands.here.matrix(getattr(spec, gemms.moving)))
         arguments.operand_elsewhere = operands.elsewhere.matrix(getattr(spec, gemms.moving))
         arguments.operands_here, arguments.operands_elsewhere = operands.here.count, operands.elsewhere.count
-        base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(spec.d)
+        away = next((spec_of(one).d for one, far in zip(gemms.products, gemms.away, strict=True) if far), spec.d)
+        base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(away)
         arguments.results_here, arguments.results_elsewhere = results.here.count, results.elsewhere.count
         if not sums and results.here.count != count:
             raise ValueError(f"D's lie at equal distances, {count} of them have {results.here.count} places")

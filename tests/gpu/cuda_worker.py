@@ -67,6 +67,7 @@ class Case:
             workspace=self.workspace,
             sync=self.sync,
             mechanism=self.mechanism,
+            results=max(2, self.chunks) if self.waits == "gemm" else 2,
             **options,
         )
 
@@ -471,7 +472,9 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"chunks": 4, "merge": True, "m": 1024, "k": 1024},
         {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
     ]
+    all_reduces = ("all_reduce_1d_tiling_a_rotating_c",)
     ways = [(name, {"mechanism": "store"} | options) for name in chains for options in both]
+    ways += [(name, options) for name in chains + all_reduces for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 

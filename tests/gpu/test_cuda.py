@@ -42,6 +42,8 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(CHAIN, (ranks,), chunks=2, mechanism="store"),
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
+        Case(CHAIN, (ranks,), chunks=4, waits="gemm"),
+        Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -56,6 +58,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, mechanism="store", provider="cublas", config=None),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=8, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm", mechanism="store"),
+        Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm"),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -66,6 +69,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(PAIRWISE, (ranks,), mechanism="store"),
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
+        Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),

@@ -335,19 +335,27 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
             )
 
 
-@pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
+STORED = ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"]
+PUSHED = [*STORED, "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c"]
+GATHERED = [
+    *GATHERS,
+    "all_gather_1d_pairwise_xor_a",
+    "all_gather_1d_tiling_cd_rotating_b",
+    "tensor_parallel_2d_nested",
+]
+
+
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "mechanism", "queues"),
     [
-        *GATHERS,
-        "all_gather_1d_pairwise_xor_a",
-        "all_gather_1d_tiling_cd_rotating_b",
-        "tensor_parallel_2d_nested",
-        "reduce_scatter_1d_tiling_a_rotating_c",
-        "reduce_scatter_1d_tiling_b_rotating_c",
+        *((name, "push", queues) for name in GATHERED for queues in (False, True)),
+        *((name, "store", queues) for name in STORED for queues in (False, True)),
+        *((name, "push", False) for name in PUSHED),  # the kernel and copies wait for each other
     ],
 )
-def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
+def test_one_kernel_that_waits_under_every_order(
+    schedule: str, mechanism: str, queues: bool, recorded: list[Task]
+) -> None:
     order, ranks = random.Random(schedule), 4
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
     every = [
@@ -356,7 +364,8 @@ def test_one_kernel_that_waits_under_every_order(schedule: str, queues: bool, re
             schedule,
             mesh=(2, 2) if "2d" in schedule else (4,),
             sync="barrier",
-            mechanism="store" if schedule.startswith("reduce") else "push",
+            mechanism=mechanism,
+            results=4,
             **how,
         )
         for how in chunked
@@ -465,9 +474,11 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
     for said, schedule, how in (
         (r"multiplies 15x16x64x1.* 17x16x64x1.*takes equal chunks", GATHERS[0], {"m": 66}),
         ("wait for one signal of a peer, or none", GATHERS[0], {"mechanism": "pull"}),
-        ("it needs a GEMM, which one kernel", "reduce_scatter_1d_tiling_a_rotating_c", {}),
+        ("a plan with more results has room", "reduce_scatter_1d_pairwise_a", {}),
+        ("a plan with more results has room", "reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
+        ("sums that are passed on, and here are none", "reduce_scatter_1d_pairwise_a", {"results": 3}),
         ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
-        ("it needs a GEMM, which one kernel for all GEMMs does not tell it", GATHERS[1], {"workspace": "bounded"}),
+        ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
     ):
         with pytest.raises(PlanError, match=said):
             lowered(schedule, **how)

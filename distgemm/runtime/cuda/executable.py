@@ -33,7 +33,7 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, lower, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, flags_of, lower, on_one_stream, waits_of
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
@@ -101,9 +101,11 @@ class CudaExecutable:
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
         agree(plan, f"{provider} {config} {branches} {waits} {merge} {timeout} {on_timeout}", group, device, problem)
-        flags = [op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)]
+        flags = flags_of(plan)
+        if waits == "gemm":  # a word for each result, of which copies are told
+            flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
         self.workspace: Workspace = workspace_for(
-            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), max(flags, default=-1) + 1
+            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
@@ -408,7 +410,9 @@ class CudaExecutable:
             if rest is not None:
                 raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
             products.append(tensors)
-        return GatedGemms(products, "b" if len({op.b for op in gemms}) > 1 else "a", waits, tells, self._counters)
+        moving = "b" if len({op.b for op in gemms}) > 1 else "a"
+        away = [op.out.buffer == "slot" for op in gemms]
+        return GatedGemms(products, moving, waits, tells, away, self._counters)
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)

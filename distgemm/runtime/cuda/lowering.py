@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents, contains, link_of
+from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, contains, link_of
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "lower", "on_one_stream", "waits_of"]
+__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -50,11 +50,11 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
     merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
            rank multiplies last: few chunks in between, small ones where they are waited for. With ``gated`` they are
            copied so only, and of those that come last half at once, half of the rest, and so on
-    gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself. It is
-           issued last, so that no copy stands behind it
+    gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
-    one: whatever streams the hardware serialises, the ranks come to an end.
+    one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
+    copies pass on waits for copies of peers, and copies for it, so that those streams are to run at once.
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish. What peers have taken from
@@ -72,10 +72,14 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
     kernel = None
     if gated:
         ops, kernel = _gated(plan, ops, entered)
-    streams = _streams(ops, branches)
+    streams = _streams(ops, branches, gated)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
+    passes = kernel is not None and any(tell and tell.flag.rank == rank for tell in kernel.tells)
+    if kernel is not None and passes:
+        waits.append(len(actions))
+        actions.append(kernel)  # first, as copies and what stands behind them wait for it
     for run in _runs(ops, streams):
         needed = {of[dep] for op in run for dep in op.deps}
         if isinstance(run[0], Signal):
@@ -93,9 +97,9 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
         actions[last].step = Step.ENTERED  # one batch
     else:
         actions.append(Action(stream, (), step=Step.ENTERED))
-    if kernel is not None:
+    if kernel is not None and not passes:
         waits.append(len(actions))
-        actions.append(kernel)
+        actions.append(kernel)  # last, so that no copy stands behind it
     actions.append(Action(stream, (), after=tuple(waits), step=Step.FINISH))
     _prune(actions)
     return actions
@@ -135,12 +139,13 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
+def _streams(ops: Sequence[Op], branches: int, gated: bool) -> dict[int, int]:
     """The stream of each op. Sums, and copies within a rank, have one of their own behind the branches where GEMMs
-    follow that need no sum: those are not to stand behind what a sum waits for."""
+    follow that need no sum: those are not to stand behind what a sum waits for. So they have where all GEMMs are one
+    kernel, which is none of these ops."""
     found: dict[int, int] = {}
     computed = 0
-    sums = BRANCH + branches if _sums_in_between(ops) else None
+    sums = BRANCH + branches if gated or _sums_in_between(ops) else None
     for op in ops:
         if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
             found[op.id] = COMM  # to or from a peer, or for peers to take
@@ -211,12 +216,17 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
+    sent = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
     gates: list[Wait | None] = []
     first = gemms[0]
     for op in gemms:
         found = [waits[dep] for dep in op.deps if dep in waits]
-        if len(found) > 1 or len(op.sources) > 1 or any(dep not in waits and dep not in entered for dep in op.deps):
-            raise PlanError(f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none")
+        further = {dep for dep in op.deps if dep not in waits and dep not in entered}
+        if len(found) > 1 or len(op.sources) > 1 or further:
+            hint = "; a plan with more results has room for its sum" if further & sent else ""
+            raise PlanError(
+                f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none{hint}"
+            )
         if [*map(box_extents, (op.a.box, op.b.box))] != [*map(box_extents, (first.a.box, first.b.box))]:
             raise PlanError(
                 f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: one kernel for all GEMMs takes equal "
@@ -227,17 +237,47 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
     if len({op.out.rank for op in gemms if op.out.buffer == "slot"}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs stores into one peer's memory")
-    told = {op.id for dep, op in tells.items() if dep in multiplied}
+    tells = {dep: op for dep, op in tells.items() if dep in multiplied}
+    told = {op.id for op in tells.values()}
     others = [op for op in ops if op.id not in multiplied and op.id not in told]
-    for other in others:
-        if not multiplied.isdisjoint(other.deps):
-            raise PlanError(f"{other}: it needs a GEMM, which one kernel for all GEMMs does not tell it")
+    others = _told_here(plan, others, gemms, tells)
+    if tells and not any(op.sources for op in gemms):
+        raise PlanError(
+            f"{plan.schedule}: one kernel for all GEMMs tells of sums that are passed on, and here are none"
+        )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
     stores = any(link_of(op) for op in gemms)  # which begin once the peer has left its last replay
     return kept, Action(
         BRANCH, tuple(gemms), (0,) if stores else (), gates=tuple(gates), tells=tuple(tells.get(op.id) for op in gemms)
     )
+
+
+def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: dict[int, Signal]) -> list[Op]:
+    """Ops that wait for a word of this rank's own where they need a GEMM; ``tells`` gets who writes it."""
+    first_id, first_flag = 1 + max(op.id for ops in plan.rank_ops for op in ops), flags_of(plan)
+    number = {op.id: at for at, op in enumerate(gemms)}
+    found: list[Op] = []
+    waits: dict[int, int] = {}
+    for op in others:
+        for dep in op.deps:
+            if dep not in number or dep in waits:
+                continue
+            gemm = gemms[number[dep]]
+            if dep in tells:
+                raise PlanError(f"{op}: it needs a GEMM of which a peer is told, and one kernel for all tells once")
+            flag = Flag(gemm.rank, first_flag + number[dep], 0, False)
+            waits[dep] = first_id + number[dep]
+            where = (gemm.rank, gemm.round, gemm.iteration, "D", gemm.tile, gemm.slot)
+            tells[dep] = Signal(-1 - number[dep], *where, (dep,), flag)
+            found.append(Wait(waits[dep], *where, (), flag, gemm.rank))
+        found.append(replace(op, deps=tuple(waits.get(dep, dep) for dep in op.deps)))
+    return found
+
+
+def flags_of(plan: Plan) -> int:
+    """How many flags each rank has in a plan."""
+    return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)
 
 
 def _extents(op: Gemm) -> str:
