@@ -86,8 +86,12 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 """For each op, the schedules that are tried, with their options."""
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4, 8)),
-    "gemm+rs": tuple((CHAIN, {"chunks": chunks, "mechanism": "store"}) for chunks in (1, 2, 4, 8)),
+    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4)),
+    "gemm+rs": (
+        (CHAIN, {"chunks": 2, "results": 2}),
+        (CHAIN, {"chunks": 4, "results": 4}),
+        (CHAIN, {"chunks": 2, "mechanism": "store"}),
+    ),
     "gemm+ar": (),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself."""

@@ -43,7 +43,6 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
         Case(CHAIN, (ranks,), chunks=4, waits="gemm"),
-        Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -81,6 +80,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.poisoned, (large,)),
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
+        (worker.crowded, (mixed,)),
         (worker.graph_nodes, (nodes,)),
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),
@@ -118,6 +118,11 @@ def test_a_thousand_replays_under_skew(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_reruns_are_bitwise_equal(ranks: int) -> None:
     assert failures(ranks, "repeated") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_calls_in_a_graph_of_many_branches_come_to_an_end(ranks: int) -> None:
+    assert failures(ranks, "crowded") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

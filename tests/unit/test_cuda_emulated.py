@@ -335,8 +335,7 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
             )
 
 
-STORED = ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"]
-PUSHED = [*STORED, "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c"]
+CHAINS = ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"]
 GATHERED = [
     *GATHERS,
     "all_gather_1d_pairwise_xor_a",
@@ -349,8 +348,8 @@ GATHERED = [
     ("schedule", "mechanism", "queues"),
     [
         *((name, "push", queues) for name in GATHERED for queues in (False, True)),
-        *((name, "store", queues) for name in STORED for queues in (False, True)),
-        *((name, "push", False) for name in PUSHED),  # the kernel and copies wait for each other
+        *((name, "store", queues) for name in CHAINS for queues in (False, True)),
+        *((name, "push", False) for name in CHAINS),  # the kernel and copies wait for each other
     ],
 )
 def test_one_kernel_that_waits_under_every_order(
@@ -476,7 +475,8 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("wait for one signal of a peer, or none", GATHERS[0], {"mechanism": "pull"}),
         ("a plan with more results has room", "reduce_scatter_1d_pairwise_a", {}),
         ("a plan with more results has room", "reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
-        ("sums that are passed on, and here are none", "reduce_scatter_1d_pairwise_a", {"results": 3}),
+        ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"results": 3}),
+        ("without sums and copies beside it", "all_reduce_1d_tiling_a_rotating_c", {}),
         ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
     ):

@@ -202,7 +202,7 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         assert found[0] in plans and plans[found[0]] == min(plans.values())
         limit = WITHIN * min(plans.values())
         assert set(found[:-1]) == {choice for choice, time in plans.items() if time <= limit}
-        assert len({str(choice) for choice in found}) == len(found) <= 36
+        assert len({str(choice) for choice in found}) == len(found) <= 40
         assert {choice.schedule for choice in found[:-1]} <= {name for name, _ in SCHEDULES[op]}
 
 

@@ -72,7 +72,7 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
     kernel = None
     if gated:
         ops, kernel = _gated(plan, ops, entered)
-    streams = _streams(ops, branches, gated)
+    streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
@@ -86,9 +86,16 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
             needed.add(0)  # the peer has left its last replay: it will not clear the flag any more
         for op in run:
             of[op.id] = len(actions)
+        stream = streams[run[0].id]
         if isinstance(run[0], Wait):
             waits.append(len(actions))
-        actions.append(Action(streams[run[0].id], run, tuple(sorted(needed))))
+            before = actions[-1]
+            if not needed and stream == before.stream == COMM and before.ops and isinstance(before.ops[-1], Signal):
+                waits[-1] -= 1
+                before.ops += run  # one batch
+                of |= {op.id: waits[-1] for op in run}
+                continue
+        actions.append(Action(stream, run, tuple(sorted(needed))))
     # Where nothing is copied, one stream will do.
     stream = BRANCH if kernel is not None and not ops else COMM
     actions[0].stream = stream
@@ -139,13 +146,12 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _streams(ops: Sequence[Op], branches: int, gated: bool) -> dict[int, int]:
+def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
     """The stream of each op. Sums, and copies within a rank, have one of their own behind the branches where GEMMs
-    follow that need no sum: those are not to stand behind what a sum waits for. So they have where all GEMMs are one
-    kernel, which is none of these ops."""
+    follow that need no sum: those are not to stand behind what a sum waits for."""
     found: dict[int, int] = {}
     computed = 0
-    sums = BRANCH + branches if gated or _sums_in_between(ops) else None
+    sums = BRANCH + branches if _sums_in_between(ops) else None
     for op in ops:
         if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
             found[op.id] = COMM  # to or from a peer, or for peers to take
@@ -240,6 +246,10 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
     tells = {dep: op for dep, op in tells.items() if dep in multiplied}
     told = {op.id for op in tells.values()}
     others = [op for op in ops if op.id not in multiplied and op.id not in told]
+    for other in others:
+        if isinstance(other, Reduce) or (isinstance(other, Copy) and link_of(other) is None):
+            # It would take a third stream, of which graphs may put one behind the waits of another.
+            raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
         raise PlanError(
