@@ -99,8 +99,6 @@ class GatedGemms:
             lacks: dict[str, Any] = {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None}
             if replace(spec, **alike) != replace(common, **(lacks if sums else {})):
                 raise ValueError(f"one kernel computes products of one kind, got {fullest} and {spec}")
-        if len({spec.d for spec, away in zip(specs, self.away, strict=True) if away}) > 1 and not sums:
-            raise ValueError("results lie in one memory where nothing is added to them")
         if common.l > 1:
             raise ValueError(f"products that wait are single matrices, got {common.l} batches")
         if sums and "row" in (common.scale_a, common.scale_b):
@@ -206,56 +204,70 @@ class _GatedKernel(CutlassKernel):
 
     def bind_gated(self, gemms: GatedGemms) -> CutlassLaunch:
         """Encodes the arguments."""
-        spec, count, sums = gemms.spec, len(gemms.products), gemms.kind == "results"
+        spec = gemms.spec
         if not (spec.m and spec.n):
             return self.launch(gemms.products, None)
         arguments = _Arguments(self.encoded(gemms.fullest, spec, gemms.kind))
-        base = arguments.base
-        base.l = count
-        fixed = "b" if gemms.moving == "a" else "a"
-        if len(set(gemms.addresses(fixed))) > 1:
-            raise ValueError(f"products of one kernel share {fixed.upper()}")
-        operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
-        results = _Places(gemms.addresses("d"), gemms.away)
-        arguments.moving = "ab".index(gemms.moving)
-        setattr(base, gemms.moving, operands.here.matrix(getattr(spec, gemms.moving)))
-        arguments.operand_elsewhere = operands.elsewhere.matrix(getattr(spec, gemms.moving))
-        arguments.operands_here, arguments.operands_elsewhere = operands.here.count, operands.elsewhere.count
-        away = next((spec_of(one).d for one, far in zip(gemms.products, gemms.away, strict=True) if far), spec.d)
-        base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(away)
-        arguments.results_here, arguments.results_elsewhere = results.here.count, results.elsewhere.count
-        if not sums and results.here.count != count:
-            raise ValueError(f"D's lie at equal distances, {count} of them have {results.here.count} places")
-        self._add(gemms, base, results.numbers)
-        sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
-        if sources is not None and spec.partial is not None and gemms.counters is not None:
-            base.source, arguments.sources = sources.matrix(spec.partial), sources.count
-            arguments.counters = gemms.counters.data_ptr()
-        for number, at in enumerate(gemms.addresses("partial")):
-            source = 0 if sources is None else sources.count if at is None else sources.index(at)
-            words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
-            arguments.products[number] = _Product(
-                *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number]
-            )
+        _place(arguments, gemms)
         return self.launch(gemms.products, arguments)
 
-    def _add(self, gemms: GatedGemms, base: Arguments, results: Sequence[int]) -> None:
-        """What is added to the products whose D is here, and their factors: they lie as D does, or are the same."""
-        here = [number for number, result in enumerate(results) if result >= 0]
-        for name in ("c", "bias", "scale_a", "scale_b"):
-            addresses = [at for number in here if (at := gemms.addresses(name)[number]) is not None]
-            if not addresses:
-                continue
-            places = _Batches(addresses)
-            if places.distance and places.numbers != [results[number] for number in here]:
-                raise ValueError(f"{name} of each product lies as D does, or is the same for all")
-            if name == "c":
-                matrix = gemms.spec.c
-                # By the kernel's names, the first of what is added is its source.
-                setattr(base, "source" if gemms.kind == "operands" else "aux", matrix and places.matrix(matrix))
-            else:
-                setattr(base, name, places.first)
-                setattr(base, f"{name}_stride", places.distance // getattr(gemms.fullest, name).element_size())
+
+def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
+    """Where the products' matrices lie. Raises ValueError where that is not as :class:`GatedGemms` says."""
+    spec, count, sums, base = gemms.spec, len(gemms.products), gemms.kind == "results", arguments.base
+    base.l = count
+    fixed = "b" if gemms.moving == "a" else "a"
+    if len(set(gemms.addresses(fixed))) > 1:
+        raise ValueError(f"products of one kernel share {fixed.upper()}")
+    operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
+    arguments.moving = "ab".index(gemms.moving)
+    setattr(base, gemms.moving, operands.here.matrix(getattr(spec, gemms.moving)))
+    arguments.operand_elsewhere = operands.elsewhere.matrix(getattr(spec, gemms.moving))
+    arguments.operands_here, arguments.operands_elsewhere = operands.here.count, operands.elsewhere.count
+
+    results = _Places(gemms.addresses("d"), gemms.away)
+    away = next((spec_of(one).d for one, far in zip(gemms.products, gemms.away, strict=True) if far), spec.d)
+    base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(away)
+    arguments.results_here, arguments.results_elsewhere = results.here.count, results.elsewhere.count
+    if not sums and (any(gemms.away) or any(gemms.tells) or results.here.count != count):
+        raise ValueError(
+            f"without partial sums, D's lie at equal distances in one memory and nobody is told of them; {count} of "
+            f"them have {results.here.count} places, {sum(gemms.away)} lie away"
+        )
+    _place_terms(arguments, gemms, results.numbers)
+
+    sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
+    if sources is not None and spec.partial is not None:
+        if gemms.counters is None:
+            raise ValueError("products with partial sums take counters")
+        base.source, arguments.sources = sources.matrix(spec.partial), sources.count
+        arguments.counters = gemms.counters.data_ptr()
+    for number, at in enumerate(gemms.addresses("partial")):
+        source = 0 if sources is None else sources.count if at is None else sources.index(at)
+        words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
+        arguments.products[number] = _Product(
+            *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number]
+        )
+
+
+def _place_terms(arguments: _Arguments, gemms: GatedGemms, results: Sequence[int]) -> None:
+    """C, bias and scales of the products whose D is here: they lie as D does, or are the same for all."""
+    base = arguments.base
+    here = [number for number, result in enumerate(results) if result >= 0]
+    for name in ("c", "bias", "scale_a", "scale_b"):
+        addresses = [at for number in here if (at := gemms.addresses(name)[number]) is not None]
+        if not addresses:
+            continue
+        places = _Batches(addresses)
+        if places.distance and places.numbers != [results[number] for number in here]:
+            raise ValueError(f"{name} of each product lies as D does, or is the same for all")
+        if name == "c":
+            matrix = gemms.spec.c
+            # By the kernel's names, the first of what is added is its source.
+            setattr(base, "source" if gemms.kind == "operands" else "aux", matrix and places.matrix(matrix))
+        else:
+            setattr(base, name, places.first)
+            setattr(base, f"{name}_stride", places.distance // getattr(gemms.fullest, name).element_size())
 
 
 class _Batches:

@@ -16,9 +16,9 @@ MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
 WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
 KERNELS = {
-    "128x256x64_1x2_cooperative": PRODUCT,
-    "128x128x64_2x1_pingpong": WITH_PARTIAL,
-    "128x128x32_1x1_plain": PRODUCT,
+    "128x256x64_1x2_cooperative": (PRODUCT, "alone"),
+    "128x128x64_2x1_pingpong": (WITH_PARTIAL, "results"),
+    "128x128x32_1x1_plain": (PRODUCT, "alone"),
 }
 
 
@@ -33,7 +33,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
     def one(name: str) -> tuple[str, str]:
         folder = folders[name]
-        source = kernel_source(KERNELS[name], GemmConfig.parse(name), "90a")
+        spec, kind = KERNELS[name]
+        source = kernel_source(spec, GemmConfig.parse(name), "90a", kind)
         keeping = ["--keep", "--keep-dir", str(folder)]
         done = subprocess.run(
             [*command(source, nvcc, folder / "kernel.so"), *keeping], capture_output=True, text=True, check=False
@@ -67,3 +68,11 @@ def test_tensor_cores_multiply(compiled: dict[str, tuple[str, str]], name: str, 
     # TMA loads A and B, and stores D.
     assert ("cp.async.bulk.tensor.3d.shared::cluster.global" in ptx) is with_tma
     assert ("cp.async.bulk.tensor.3d.global.shared::cta" in ptx) is with_tma
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_several_products_wait_and_tell(compiled: dict[str, tuple[str, str]], name: str) -> None:
+    _, ptx = compiled[name]
+    several = KERNELS[name][1] == "results"
+    assert ("ld.acquire.sys.global.u32" in ptx) is several
+    assert ("st.release.sys.global.u32" in ptx) is several

@@ -1,0 +1,138 @@
+"""Several products by one kernel: what it is told of where they lie, and what is refused. On GPUs: tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors
+from distgemm.gemm.cutlass import CutlassProvider, Matrix
+from distgemm.gemm.gated import PRODUCTS, GatedGemms, _Arguments, _place, gated_source
+
+M, N, K = 64, 48, 32
+
+
+def bfloat16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def operands(order: Sequence[int] = (2, 0, 1), **how: Any) -> GatedGemms:
+    """The first of three chunks is there, the others come into another memory; D's in another order."""
+    here, there, b, d, c = bfloat16(M, K), bfloat16(2, M, K), bfloat16(N, K), bfloat16(3 * M, N), bfloat16(3 * M, N)
+    products = [
+        GemmTensors(a, b, d[at * M : (at + 1) * M], c=c[at * M : (at + 1) * M], beta=1.0)
+        for a, at in zip((here, there[1], there[0]), order, strict=True)
+    ]
+    given = {"moving": "a", "waits": [0, 8, 16], "tells": [0] * 3, "away": [False] * 3} | how
+    return GatedGemms(products, **given)
+
+
+def sums(**how: Any) -> GatedGemms:
+    """Two results for a peer, two that add what comes from there, with a bias and C."""
+    a, b, d, bias = bfloat16(4, M, K), bfloat16(N, K), bfloat16(2, M, N + 8)[..., :N], bfloat16(N)
+    away, partial, c = bfloat16(2, M, N), bfloat16(2, M, N), bfloat16(2, M, N)
+    products = [GemmTensors(a[i], b, away[i], padded=True) for i in range(2)]
+    products += [GemmTensors(a[2 + i], b, d[i], c=c[i], partial=partial[1 - i], bias=bias, beta=2.0) for i in range(2)]
+    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 8, 16], "tells": [24, 32, 0, 0]}
+    given |= {"away": [True, True, False, False], "counters": torch.zeros(PRODUCTS, dtype=torch.int32)}
+    return GatedGemms(products, **(given | how))
+
+
+def address(memories: tuple[Matrix, Matrix], number: int) -> int:
+    """Of a batch: of the other memory where it is negative."""
+    memory, batch = (memories[0], number) if number >= 0 else (memories[1], ~number)
+    return int(memory.data + 2 * batch * memory.batch_stride)
+
+
+@pytest.mark.parametrize("make", [operands, sums])
+def test_every_product_finds_its_matrices(make: Any) -> None:
+    gemms, arguments = make(), _Arguments()
+    _place(arguments, gemms)
+    base, found = arguments.base, arguments.products
+    assert (base.l, arguments.moving) == (len(gemms.products), 0)
+    for number, product in enumerate(gemms.products):
+        told = found[number]
+        assert address((base.a, arguments.operand_elsewhere), told.operand) == product.a.data_ptr()
+        assert address((base.d, arguments.d_elsewhere), told.result) == product.d.data_ptr()
+        assert (told.result < 0) == gemms.away[number]
+        assert told.result_word == gemms.tells[number]
+        waits = (0, gemms.waits[number]) if make is sums else (gemms.waits[number], 0)
+        assert (told.operand_word, told.source_word) == waits
+        if product.partial is not None:
+            assert address((base.source, base.source), told.source) == product.partial.data_ptr()
+        elif make is sums:
+            assert told.source == arguments.sources  # behind the last: TMA reads zeros
+        if product.c is not None:
+            c = base.aux if make is sums else base.source
+            assert address((c, c), told.result) == product.c.data_ptr()
+    if make is sums:
+        assert (base.d.stride, arguments.d_elsewhere.stride) == (N + 8, N)
+        assert (base.bias, base.bias_stride) == (gemms.products[2].bias.data_ptr(), 0)
+        assert arguments.counters == gemms.counters.data_ptr()
+
+
+def test_columns_of_d_move_with_b() -> None:
+    """With their part of a bias."""
+    a, b, d, bias = bfloat16(M, K), bfloat16(2 * N, K), bfloat16(M, 2 * N), bfloat16(2 * N)
+    parts = [slice(0, N), slice(N, 2 * N)]
+    products = [GemmTensors(a, b[part], d[:, part], bias=bias[part]) for part in parts]
+    arguments = _Arguments()
+    _place(arguments, GatedGemms(products, "b", [0, 8], [0, 0], [False, False]))
+    base = arguments.base
+    assert (arguments.moving, base.d.stride, base.d.batch_stride, base.bias_stride) == (1, 2 * N, N, N)
+    assert address((base.b, arguments.operand_elsewhere), arguments.products[1].operand) == b[N:].data_ptr()
+
+
+def test_a_kernel_as_large_as_all_is_asked_for() -> None:
+    whole = operands().whole
+    assert (whole.m, whole.n, whole.k) == (3 * M, N, K)
+    assert (whole.d.rows, whole.c and whole.c.rows) == (3 * M, 3 * M)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(operands, "DG_OPERANDS"), (sums, "DG_RESULTS")])
+def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    source = gated_source(make(), GemmConfig.parse("128x128x64_2x1_pingpong"))
+    macros = dict(source.macros)
+    assert (macros["DG_GATED"], macros["DG_AUX"] != "void") == (kind, make is sums)
+    assert "waiting for" in source.name
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: GatedGemms([], "a", [], [], []), "1 to 128 products, got 0"),
+        (lambda: operands(moving="b"), "products of one kernel share A"),
+        (lambda: operands((0, 2, 1), tells=[8, 0, 0]), "nobody is told of them"),
+        (lambda: operands((0, 2, 1), away=[True, False, False]), "1 lie away"),
+        (lambda: sums(counters=None), "take counters"),
+    ],
+)
+def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _place(_Arguments(), change())
+
+
+def test_d_at_unequal_distances_is_refused() -> None:
+    a, b, d = bfloat16(3, M, K), bfloat16(N, K), bfloat16(5, M, N)
+    products = [GemmTensors(a[i], b, d[at]) for i, at in enumerate((0, 1, 4))]
+    with pytest.raises(ValueError, match="3 of them have 5 places"):
+        _place(_Arguments(), GatedGemms(products, "a", [0] * 3, [0] * 3, [False] * 3))
+
+
+def test_products_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    b, d = bfloat16(N, K), bfloat16(2, M, N)
+    products = [GemmTensors(bfloat16(M, K), b, d[0]), GemmTensors(bfloat16(K, M).t(), b, d[1])]
+    gemms = GatedGemms(products, "a", [0, 8], [0, 0], [False, False])
+    with pytest.raises(ValueError, match="products of one kind"):
+        gated_source(gemms)
+    odd = bfloat16(2, M, K + 1)[..., :K]
+    gemms = GatedGemms([GemmTensors(odd[i], b, d[i]) for i in range(2)], "a", [0, 8], [0, 0], [False, False])
+    with pytest.raises(ValueError, match="any configuration, products by one kernel that waits: TMA wants"):
+        gated_source(gemms)
+    with pytest.raises(ValueError, match=r"128x128x32_1x1_plain.*take a configuration with TMA"):
+        gated_source(operands(), GemmConfig.parse("128x128x32_1x1_plain"))
