@@ -265,3 +265,23 @@ def test_nested_all_reduces_add_what_is_delivered(partial: str | None):
             symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "o": owners} | sizes(problem, scheduler.grid, 16)
             symbols["F"] = int(problem.partial_dtype != problem.out_dtype)
             compare_workspace(plan, f"{workspace} + {formula[1]}", waiting, symbols, f"{across} {inside} {mesh}")
+
+
+@pytest.mark.parametrize("results", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("name", ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"])
+def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results: int):
+    """Or as there are of them; bytes on links do not depend on it, and every such plan is right."""
+    ranks, chunks = 3, 4
+    problem = distgemm.GemmProblem(m=32 * ranks * chunks, n=64, k=16 * ranks)
+    plan, two = (
+        distgemm.make_plan(problem, name, ranks, chunks=chunks, results=count, sync="barrier") for count in (results, 2)
+    )
+    arrive = (ranks - 1) * chunks
+    if "rotating_c" in name:
+        assert len(plan.slots[0]) == arrive + min(results, chunks)
+    else:  # a rank's own product comes in between, so that fewer may do
+        assert arrive < len(plan.slots[0]) <= arrive + min(results, arrive)
+    assert plan.link_bytes() == two.link_bytes()
+    plan.verify()
+    with pytest.raises(ValueError, match="results is a number of partial sums, at least 1, got 0"):
+        distgemm.make_plan(problem, name, ranks, results=0)
