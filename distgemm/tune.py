@@ -62,6 +62,8 @@ CLEARLY = 0.02
 WITHIN = 1.25
 """Plans predicted to take longer than the best one by more than this factor are not measured."""
 
+FINALISTS, FINAL_ROUNDS, FINAL_BURST_MS = 4, 9, 8.0
+"""So many of the fastest are measured again, so often and for so long."""
 WITHIN_KERNELS, KERNELS = 1.1, 5
 """Of plans whose GEMMs are one kernel, the best is measured with so many configurations of it, where it takes at most
 this factor longer than the fastest."""
@@ -577,7 +579,7 @@ def _tune(
     refused: dict[str, str] = {}
     times: dict[str, float] = {}
 
-    def measure(wanted: list[Choice]) -> list[Choice]:
+    def measure(wanted: list[Choice], **how: Any) -> list[Choice]:
         """Those that ran, the fastest first."""
         made, failures = _executables(operation, wanted, group, device, say)
         refused.update(failures)
@@ -586,7 +588,7 @@ def _tune(
         say(f"measuring {len(made)} candidates")
         methods = [bench.executable_method(operation, str(choice), exe) for choice, exe in made.items()]
         try:
-            samples = bench.sample(operation, methods)
+            samples = bench.sample(operation, methods, **how)
         finally:
             for method in methods:
                 method.release()
@@ -604,10 +606,10 @@ def _tune(
         return sorted(ran, key=lambda choice: times[str(choice)])
 
     ran = measure(tried)
-    further = _from_first(group, device, lambda: _other_kernels(trial, ran, times, group))
-    if further:
-        # Once more with those that they are to beat, as clocks move from one run to the next.
-        ran = measure([*dict.fromkeys([*ran[:2], *(choice for choice in ran if choice == UNFUSED), *further])])
+    finalists = _from_first(group, device, lambda: _finalists(trial, ran, times, group))
+    if len(finalists) > 1:
+        # What differs by less than clocks do in the first run is told apart by a longer one.
+        ran = measure(finalists, rounds=FINAL_ROUNDS, burst_ms=FINAL_BURST_MS)
     fastest = ran[0]
     if UNFUSED in ran and times[str(fastest)] > (1 - CLEARLY) * times[str(UNFUSED)]:
         fastest = UNFUSED
@@ -625,21 +627,22 @@ def _tune(
     return Tuned(replace(choice, how="measured"), times, refused, path)
 
 
-def _other_kernels(
+def _finalists(
     problem: GemmProblem, ran: Sequence[Choice], times: Mapping[str, float], group: dist.ProcessGroup
 ) -> list[Choice]:
-    """The fastest plan by one kernel with other configurations of it, where it may become the fastest of all. No other
-    measurement tells which of them is best at waiting."""
+    """The fastest, the unfused program, and the fastest plan by one kernel with other configurations of it, where that
+    may become the fastest of all. No other measurement tells which of them is best at waiting."""
     from distgemm.gemm.choose import order
-    from distgemm.gemm.cutlass import CutlassProvider
 
-    found = next((choice for choice in ran if choice.waits == "gemm"), None)
-    if found is None or times[str(found)] > WITHIN_KERNELS * times[str(ran[0])]:
-        return []
-    plan = _plan(problem, found, group)
-    spec, provider = _whole(plan), CutlassProvider()
-    configs = [config for config in order(spec, provider.configs(spec)) if config.schedule != "plain"]
-    return [replace(found, config=str(config)) for config in configs[:KERNELS]]
+    found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
+    one = next((choice for choice in ran if choice.waits == "gemm"), None)
+    if one is not None and times[str(one)] <= WITHIN_KERNELS * times[str(ran[0])]:
+        spec = _whole(_plan(problem, one, group))
+        configs = [
+            config for config in order(spec, _providers()["cutlass"].configs(spec)) if config.schedule != "plain"
+        ]
+        found += [one, *(replace(one, config=str(config)) for config in configs[:KERNELS])]
+    return list(dict.fromkeys(found))
 
 
 def _whole(plan: Plan) -> GemmSpec:

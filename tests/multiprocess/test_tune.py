@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -48,10 +49,25 @@ def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str,
         assert str(tuned.choice) == name and tuned.choice.how == "measured"
         assert tuned.ms == 1.0 and tuned.unfused_ms == 2.0 and not tuned.refused
         assert each["kept"] == 0  # the workspace keeps nothing of it
-        assert each["said"][-1] == f"measuring {len(tuned.times)} candidates"
+        (final,) = each["finals"]
+        assert each["said"][-1] == f"measuring {len(final)} candidates"
+        assert len(final) == 5 and {name, "unfused"} <= set(final)
         assert each["files"] == (["plans_NVIDIA_Test.json", "plans_NVIDIA_Test.lock"] if number == 0 else [])
         choice, how, times = each["again"]
         assert (choice, how, times) == (tuned.choice, "recorded", 1)
+
+
+def test_one_kernel_for_all_gemms_is_measured_with_other_tiles(found: list[dict[str, Any]]) -> None:
+    for each in (rank["measuring"] for rank in found):
+        assert each["one kernel"].choice.waits == "gemm" and "cooperative" in each["one kernel"].choice.config
+        (final,) = each["one kernel finals"]
+        assert len({tile for name in final for tile in re.findall(r"cutlass (\d+x\w+)", name)}) == 5
+        (final,) = each["far behind"]
+        assert not any("waits by gemm" in name for name in final)
+        # 1022 rows are in no four equal chunks.
+        assert [waits for _, waits, _ in each["of m"]] == ["gemm", "memory", "gemm"]
+        assert [config for _, _, config in each["of m"]] == [True, False, True]
+        assert {how for how, _, _ in each["of m"]} == {"recorded"}
 
 
 def test_a_plan_must_be_faster_than_the_unfused_program(found: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import distgemm
 from distgemm import GemmProblem, PlanError, bench, tune
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.runtime import unfused
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.unfused import UnfusedExecutable
@@ -312,6 +313,7 @@ class Bench:
     ) -> None:
         self.time, self.refused, self.fails, self.wrong, self.errors = time, refused, fails, wrong, errors
         self.measured: list[tuple[GemmProblem, tuple[str, ...]]] = []
+        self.finals: list[tuple[str, ...]] = []  # measured again, for longer
         self.kept: list[Any] = []
         self.real = tune.make
 
@@ -323,11 +325,17 @@ class Bench:
             return self.real(problem, op, choice, group, device)
         return FakeExecutable(problem, choice, self.kept)
 
-    def sample(self, operation: bench.Operation, methods: list[bench.Method]) -> dict[str, bench.Sample]:
+    def sample(
+        self, operation: bench.Operation, methods: list[bench.Method], **longer: float
+    ) -> dict[str, bench.Sample]:
         for method in methods:
             found = method.run()
             assert found is not None
-        self.measured.append((operation.problem, tuple(method.name for method in methods)))
+        names = tuple(method.name for method in methods)
+        if longer:
+            self.finals.append(names)
+        else:
+            self.measured.append((operation.problem, names))
         return {method.name: self.sampled(method.name) for method in methods}
 
     def sampled(self, name: str) -> bench.Sample:
@@ -367,6 +375,25 @@ def measuring(folder: str) -> dict[str, Any]:
         found["files"] = sorted(each.name for each in path.iterdir())
         again = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
         found["again"] = again, again.how, len(fakes.measured)
+        found["finals"] = fakes.finals
+
+    own_cache(folder, "one kernel")
+    large = dataclasses.replace(PROBLEM, m=1024, n=1024, k=1024)
+    with (
+        mock.patch.object(tune, "_providers", return_value={"cutlass": CutlassProvider("90a")}),
+        Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "waits by gemm" in name else 1.05) as fakes,
+    ):
+        found["one kernel"] = tune.tune(large, "gemm+rs", group, device=CPU)
+        found["one kernel finals"] = fakes.finals
+        for m in (1024, 1022, 1020):
+            of_m = tune.choose(dataclasses.replace(large, m=m), "gemm+rs", group, device=CPU)
+            found.setdefault("of m", []).append((of_m.how, of_m.waits, of_m.config is not None))
+    with (
+        mock.patch.object(tune, "_providers", return_value={"cutlass": CutlassProvider("90a")}),
+        Bench(lambda name: 1.2 if "waits by gemm" in name else 1.0) as fakes,
+    ):
+        tune.tune(large, "gemm+rs", group, device=CPU, write=False)
+        found["far behind"] = fakes.finals
 
     own_cache(folder, "tie")
     with Bench(lambda name: 1.0):
