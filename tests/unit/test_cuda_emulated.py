@@ -411,8 +411,9 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
         for rank, call in enumerate(drawn.calls):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", merge=turn % 2 == 1)
             one.exe.choice = Choice(schedule=schedule) if (rank + turn) % 2 else None
+            one.exe.config = "128x128x64_2x1_pingpong"
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
-            assert (call.way.waits == "memory") == (one.exe.choice is not None)
+            assert (call.way.waits == "memory") == (one.exe.choice is not None) == (call.way.config is None)
             one.exe.actions = list(call.way.actions)
     run(machine, todo, random.Random(0), queues=False)
     for drawn in data:

@@ -112,8 +112,8 @@ class CudaExecutable:
         flags_here = [op.flag.number for op in waits_of(self.actions)]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         if waits == "gemm":
-            with torch.inference_mode(False):
-                self._counters = torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
+            self._counters = torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
@@ -307,7 +307,7 @@ class CudaExecutable:
     def _way(self, call: _Call) -> _Way:
         """How a call is done: as it was compiled, unless ``schedule="auto"`` chose one kernel for all GEMMs and that
         cannot read these tensors. To the other ranks both are the same."""
-        chosen = _Way(self.actions, self.waits)
+        chosen = _Way(self.actions, self.waits, self.config)
         if self.waits != "gemm" or self.choice is None:
             return chosen
         try:
@@ -316,7 +316,7 @@ class CudaExecutable:
                     self._gated_source(action, call)
         except ValueError as error:
             LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            return _Way(lower(self.plan, self.rank, self.branches), "memory")
+            return _Way(lower(self.plan, self.rank, self.branches), "memory", None)
         return chosen
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
@@ -416,7 +416,8 @@ class CudaExecutable:
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)
-        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=self.config, streams=self.branches)]
+        config = call.way.config
+        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=config, streams=self.branches)]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
         return [*launches, *self._to_gathered(op, call)]
@@ -534,10 +535,11 @@ class _Rest(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What a call puts on streams, and by what it waits."""
+    """What a call puts on streams, by what it waits, and the configuration of its GEMMs."""
 
     actions: Sequence[Action]
     waits: str
+    config: str | None
 
 
 class _Call:
