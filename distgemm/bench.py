@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -373,11 +374,15 @@ def sample(
     rounds: int = 5,
     burst_ms: float = BURST_MS,
     clock: Clock | None = None,
+    rest: float = 0.0,
 ) -> dict[str, Sample]:
     """What :func:`measure` finds, round by round, and with the errors of methods that fail: the others are measured.
 
     Bursts of about ``burst_ms`` follow each other in turn, in every second round backwards, behind a round that warms
     up. Every burst begins with all ranks at once.
+
+    rest: how long the GPU rests behind each burst, in lengths of it: without, products as large as the GPU's power
+          allows are measured at the clocks that only products in a row see
     """
     clock = clock or CudaClock(operation.group, operation.device)
     found: dict[str, Sample] = {}
@@ -391,9 +396,10 @@ def sample(
         for name in list(bursts)[:: -1 if number % 2 else 1]:
             burst = bursts[name]
             clock.barrier()
-            elapsed = clock.time(burst.run, burst.count) / (burst.count * burst.calls)
+            elapsed = clock.time(burst.run, burst.count)
             if number:
-                times[name].append(elapsed)
+                times[name].append(elapsed / (burst.count * burst.calls))
+            time.sleep(rest * elapsed / 1e3)
     if bursts:
         slowest = torch.tensor(list(times.values()), dtype=torch.float64, device=operation.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, operation.group)

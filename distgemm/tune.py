@@ -62,8 +62,10 @@ CLEARLY = 0.02
 WITHIN = 1.25
 """Plans predicted to take longer than the best one by more than this factor are not measured."""
 
-FINALISTS, FINAL_ROUNDS, FINAL_BURST_MS = 4, 9, 8.0
-"""So many of the fastest are measured again, so often and for so long."""
+FINALISTS = 4
+FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
+"""So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
+throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.1, 5
 """Of plans whose GEMMs are one kernel, the best is measured with so many configurations of it, where it takes at most
 this factor longer than the fastest."""
@@ -608,8 +610,8 @@ def _tune(
     ran = measure(tried)
     finalists = _from_first(group, device, lambda: _finalists(trial, ran, times, group))
     if len(finalists) > 1:
-        # What differs by less than clocks do in the first run is told apart by a longer one.
-        ran = measure(finalists, rounds=FINAL_ROUNDS, burst_ms=FINAL_BURST_MS)
+        # What differs by less than clocks do in the first run is told apart by one more.
+        ran = measure(finalists, **FINALS)
     fastest = ran[0]
     if UNFUSED in ran and times[str(fastest)] > (1 - CLEARLY) * times[str(UNFUSED)]:
         fastest = UNFUSED

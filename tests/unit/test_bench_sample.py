@@ -117,6 +117,10 @@ def worker() -> dict[str, Any]:
     rows.append(run_case(Job(uneven, ()), settings._replace(tune=True), group, torch.device("cpu"), FakeClock(1.0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "CudaClock", lambda group, device: FakeClock(1.0))
+        slept: list[float] = []
+        patch.setattr(bench.time, "sleep", slept.append)
+        chosen = [method for method in methods(operation, clock) if method.name in ("fast", "slow")]
+        bench.sample(operation, chosen, ROUNDS, BURST, FakeClock(1.0), rest=0.5)
         raised = []
         for name in ("element", "fails"):
             chosen = [method for method in methods(operation, clock) if method.name == name]
@@ -124,7 +128,13 @@ def worker() -> dict[str, Any]:
                 bench.measure(operation, chosen)
             except RuntimeError as error:
                 raised.append((type(error), str(error)))
-    return {"samples": found, "log": clock.log, "rows": rows, "raised": raised}
+    return {"samples": found, "log": clock.log, "rows": rows, "raised": raised, "slept": slept}
+
+
+def test_a_gpu_rests_behind_each_burst() -> None:
+    for each in results():
+        assert len(each["slept"]) == 2 * (ROUNDS + 1)
+        assert all(0.4 * BURST < 1e3 * seconds < 2 * BURST for seconds in each["slept"]), each["slept"]
 
 
 @lru_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.cutlass import CutlassProvider, Matrix
-from distgemm.gemm.gated import PRODUCTS, GatedGemms, _Arguments, _place, gated_source
+from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
+from distgemm.gemm.gated import PRODUCTS, GatedGemms, _Arguments, _place, _Product, gated_source
 
 M, N, K = 64, 48, 32
 
@@ -84,6 +87,19 @@ def test_columns_of_d_move_with_b() -> None:
     base = arguments.base
     assert (arguments.moving, base.d.stride, base.d.batch_stride, base.bias_stride) == (1, 2 * N, N, N)
     assert address((base.b, arguments.operand_elsewhere), arguments.products[1].operand) == b[N:].data_ptr()
+
+
+def test_arguments_lie_as_in_c() -> None:
+    """struct Product: three uint64, four int32; GatedArguments: Arguments, two Matrix, six int32, a pointer."""
+    assert ctypes.sizeof(_Product) == 3 * 8 + 4 * 4
+    assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + 2 * 24 + 6 * 4 + 8 + PRODUCTS * 40
+    text = KernelSource("", (), "90a").path.read_text()
+    for struct, fields in (("Product", _Product._fields_), ("GatedArguments", _Arguments._fields_)):
+        found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
+        assert found
+        declared = re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"//.*", "", found.group(1)))
+        assert [field[0] for field in fields] == declared
+    assert f"kProducts = {PRODUCTS};" in text
 
 
 def test_a_kernel_as_large_as_all_is_asked_for() -> None:
