@@ -70,6 +70,9 @@ WITHIN_KERNELS, KERNELS = 1.1, 5
 """Of plans whose GEMMs are one kernel, the best is measured with so many configurations of it, where it takes at most
 this factor longer than the fastest."""
 
+EXCLUSIVE = " exclusive"
+"""At the end of the keys of choices that were made where :func:`exclusive`."""
+
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
 
@@ -98,7 +101,7 @@ BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     ),
     "gemm+ar": (),
 }
-"""The same for plans whose GEMMs are one kernel that waits by itself."""
+"""The same for plans whose GEMMs are one kernel that waits by itself. Chains are tried only where :func:`exclusive`."""
 
 logger = logging.getLogger("distgemm")
 
@@ -202,6 +205,13 @@ class Choice:
 UNFUSED = Choice("unfused", provider="cublas", branches=1)
 
 
+def exclusive() -> bool:
+    """Whether the caller promises, by DISTGEMM_EXCLUSIVE=1 in the environment of rank 0, that no other kernel that
+    waits for ranks runs beside calls: no NCCL on another stream, no calls of another group. Then chains by one kernel
+    are candidates. Each of their kernels needs all of its thread blocks on the GPU, and waits for those of peers."""
+    return os.environ.get("DISTGEMM_EXCLUSIVE") == "1"
+
+
 # --- candidates -----------------------------------------------------------------------------------------
 
 
@@ -213,7 +223,7 @@ def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
     Plans that are predicted to take more than ``WITHIN`` times as long as the best one are left out; so are those with
     GEMMs that their provider does not compute. Raises ValueError for another op.
     """
-    times = _predictions(problem, _op(op), world_size)
+    times = _predictions(problem, _op(op), world_size, exclusive())
     plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
     kept = [choice for choice in plans if times[choice] <= WITHIN * times[plans[0]]]
     return kept + [choice for choice in times if choice.method == "unfused"]
@@ -223,7 +233,7 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
     """The candidate that the cost model takes for the fastest, of those that wait outside of GEMMs: which are that fast
     with any tensors. Of a plan and the unfused program that are as fast, the unfused one, of providers the first that
     computes it. Raises ValueError where there is no candidate."""
-    every = _predictions(problem, _op(op), world_size)
+    every = _predictions(problem, _op(op), world_size, False)
     times = {choice: time for choice, time in every.items() if choice.waits != "gemm"}
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
@@ -232,8 +242,8 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
 
 
 @lru_cache(maxsize=256)
-def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
-    """us of everything that could be tried."""
+def _predictions(problem: GemmProblem, op: str, world_size: int, chains: bool) -> dict[Choice, float]:
+    """us of everything that could be tried; ``chains``: also of chains by one kernel."""
     from distgemm.runtime.cuda.lowering import lower, on_one_stream
 
     machine = Machine.load(MACHINE)
@@ -252,7 +262,7 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
                 times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
     for schedule, options in BY_ONE_KERNEL[op] if world_size > 1 else ():
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
-        if not (_computes("cutlass", plan) and by_one_kernel(plan)):
+        if (schedule == CHAIN and not chains) or not (_computes("cutlass", plan) and by_one_kernel(plan)):
             continue
         # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
         time = simulate(plan, machine, branches=2).time
@@ -275,6 +285,10 @@ def by_one_kernel(plan: Plan) -> Status:
     except PlanError as error:
         return Status(str(error))
     gemms = _specs(plan)
+    if plan.problem.l > 1 or plan.problem.dtype == "float32":
+        return Status("single products are multiplied by kernels that wait, and not of IEEE float32")
+    if any(spec.partial for spec in gemms) and len({spec.d.dtype for spec in gemms}) > 1:
+        return Status("sums that are passed on are of D's type")
     if not all(spec.operands_aligned and (spec.results_aligned or spec.partial is None) for spec in gemms):
         return Status("TMA wants addresses and strides in multiples of 16 bytes")
     return Status()
@@ -362,7 +376,8 @@ def look_up(problem: GemmProblem, op: str, world_size: int, device: str) -> Choi
     """
     known = read_choices(SHIPPED / file_name("plans", device), choices_file(device), Choice.from_dict, COMMAND)
     for each in (problem, _bucketed(problem)):
-        found = known.get(key_of(each, op, world_size))
+        key = key_of(each, op, world_size)
+        found = (known.get(f"{key}{EXCLUSIVE}") if exclusive() else None) or known.get(key)
         if found is not None:
             return Choice.from_dict(found, "recorded")
     return None
@@ -622,7 +637,7 @@ def _tune(
         entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
         if str(UNFUSED) in times:
             entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
-        return fastest, times, record(_gpu(device), {key_of(problem, op, size): entry})
+        return fastest, times, record(_gpu(device), {key_of(problem, op, size) + EXCLUSIVE * exclusive(): entry})
 
     choice, times, path = _from_first(group, device, settle)
     logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)

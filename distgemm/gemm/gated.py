@@ -74,8 +74,13 @@ class GatedGemms:
 
     @property
     def fullest(self) -> GemmTensors:
-        """The product with most terms."""
-        return max(self.products, key=lambda one: sum(x is not None for x in (one.c, one.bias, one.partial)))
+        """The product with most terms; of several, one whose D is not away."""
+
+        def terms(number: int) -> tuple[int, bool]:
+            one = self.products[number]
+            return sum(x is not None for x in (one.c, one.bias, one.partial)), not self.away[number]
+
+        return self.products[max(range(len(self.products)), key=terms)]
 
     @functools.cached_property
     def spec(self) -> GemmSpec:
@@ -233,6 +238,10 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
         raise ValueError(
             f"without partial sums, D's lie at equal distances in one memory and nobody is told of them; {count} of "
             f"them have {results.here.count} places, {sum(gemms.away)} lie away"
+        )
+    if sums and results.here.count > count:
+        raise ValueError(
+            f"D's that are not away lie at equal distances, {count} products have {results.here.count} places"
         )
     _place_terms(arguments, gemms, results.numbers)
 

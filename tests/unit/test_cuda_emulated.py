@@ -19,7 +19,8 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
-from distgemm.gemm.gated import GatedGemms
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.gated import GatedGemms, gated_source
 from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
@@ -421,6 +422,38 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
             torch.equal(call.out.double(), wanted) for call, wanted in zip(drawn.calls, drawn.wanted, strict=True)
         )
     assert "waits on memory for this call: unaligned" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "mechanism"),
+    [(GATHERS[0], "push"), ("all_gather_1d_tiling_cd_rotating_b", "push"), (CHAINS[0], "push"), (CHAINS[1], "store")],
+)
+def test_kernels_of_all_ranks_are_known_ahead(
+    schedule: str, mechanism: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compile builds, with the specs of all products, and what each kernel would be told."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    placed = []
+    monkeypatch.setattr(executable, "gated_source", lambda gemms, config: placed.append(gemms) or gated_source(gemms))
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
+        schedule,
+        ranks,
+        sync="barrier",
+        chunks=2,
+        mechanism=mechanism,
+    )
+    for rank in range(ranks):
+        for c, bias in ((False, False), (True, False), (False, True), (True, True)):
+            exe = Emulated(plan, rank, Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank], 2, "gemm").exe
+            exe.provider, exe.device = "cutlass", torch.device("meta")
+            monkeypatch.setattr(executable, "get_provider", lambda name: CutlassProvider("90a"))
+            (kernel, words) = exe.sources(c=c, bias=bias)
+            wanted = "DG_RESULTS" if schedule in CHAINS and ranks > 1 else "DG_OPERANDS"
+            assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
+    for gemms in placed:
+        assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
 
 
 def test_a_chain_by_one_kernel_takes_one_stream() -> None:

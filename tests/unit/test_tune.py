@@ -196,7 +196,7 @@ LAYERS = [
 def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks: int) -> None:
     for op, problem in [*LAYERS, *(("gemm+ar", problem) for op, problem in LAYERS if op == "gemm+rs")]:
         found = candidates(problem, op, ranks)
-        times = tune._predictions(problem, op, ranks)
+        times = tune._predictions(problem, op, ranks, False)
         plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
         assert found[-1] == UNFUSED and UNFUSED not in found[:-1]
         assert found[0] in plans and plans[found[0]] == min(plans.values())
@@ -204,6 +204,45 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         assert set(found[:-1]) == {choice for choice, time in plans.items() if time <= limit}
         assert len({str(choice) for choice in found}) == len(found) <= 40
         assert {choice.schedule for choice in found[:-1]} <= {name for name, _ in SCHEDULES[op]}
+
+
+def test_chains_by_one_kernel_are_tried_where_nothing_else_waits(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Their choices are kept apart, and stand before others where they may be taken."""
+    problem, chain = GemmProblem(8192, 8192, 2048), "reduce_scatter_1d_tiling_a_rotating_c"
+
+    def by_one(op: str) -> set[str]:
+        return {choice.schedule for choice in candidates(problem, op, 4) if choice.waits == "gemm"}
+
+    assert by_one("gemm+rs") == set() and by_one("ag+gemm") == {"all_gather_1d_tiling_cd_rotating_a"}
+    key = tune.key_of(problem, "gemm+rs", 4)
+    plain, own = Choice(schedule=chain), Choice(schedule=chain, options=(("chunks", 2),), waits="gemm")
+    tune.record("NVIDIA Test", {key: plain.to_dict(), f"{key} exclusive": own.to_dict()})
+    assert tune.look_up(problem, "gemm+rs", 4, "NVIDIA Test") == plain
+    monkeypatch.setenv("DISTGEMM_EXCLUSIVE", "1")
+    assert by_one("gemm+rs") == {chain}
+    assert tune.look_up(problem, "gemm+rs", 4, "NVIDIA Test") == own
+    assert tune.look_up(problem, "ag+gemm", 4, "NVIDIA Test") is None
+
+
+@pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
+def test_ranks_without_gemms_are_predicted_too(op: str) -> None:
+    for extents in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
+        assert tune.predicted(GemmProblem(*extents), op, 4).waits != "gemm"
+
+
+def test_what_no_kernel_waits_for_is_no_candidate() -> None:
+    chain = "reduce_scatter_1d_tiling_a_rotating_c"
+    for how, said in (
+        ({"l": 2}, "single products"),
+        ({"dtype": "float32"}, "not of IEEE float32"),
+        ({"partial_dtype": "float32"}, "of D's type"),
+        ({"n": 60}, "multiples of 16 bytes"),
+        ({"m": 66}, "takes equal chunks"),
+    ):
+        problem = GemmProblem(**({"m": 64, "n": 64, "k": 64} | how))
+        plan = make_plan(problem, chain, 4, sync="barrier", mechanism="store")
+        assert said in tune.by_one_kernel(plan).reason
+    assert tune.by_one_kernel(make_plan(GemmProblem(64, 64, 64), chain, 4, sync="barrier"))
 
 
 def test_slow_plans_are_left_out() -> None:

@@ -324,6 +324,8 @@ def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
 
 def _halved(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
     """The last group as a half of it, a half of the rest, and so on."""
+    if not groups:
+        return []
     *others, rest = groups
     while len(rest) > 1:
         others.append(rest[: len(rest) // 2])
