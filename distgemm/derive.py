@@ -887,19 +887,8 @@ def make_plan(
 
 
 @lru_cache(maxsize=128)
+@collector_paused()
 def _make_plan(
-    problem: GemmProblem,
-    scheduler: DistributedTileScheduler,
-    workspace: str,
-    sync: str,
-    mechanism: str,
-    results: int,
-) -> Plan:
-    with collector_paused():
-        return _derive(problem, scheduler, workspace, sync, mechanism, results)
-
-
-def _derive(
     problem: GemmProblem,
     scheduler: DistributedTileScheduler,
     workspace: str,

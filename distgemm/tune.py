@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distgemm.choices import Choices, file_name, own_file, read_choices, record_choices
 from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
+from distgemm.gemm.gated import together
 from distgemm.gemm.spec import Status
 from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
@@ -665,10 +666,7 @@ def _finalists(
 def _whole(plan: Plan) -> GemmSpec:
     """A product as large as all of rank 0's, which differ in A."""
     count = sum(isinstance(op, Gemm) for op in plan.ops(0))
-    spec = max(_specs(plan), key=lambda spec: spec.partial is not None)
-    larger = {name: replace(getattr(spec, name), rows=spec.m * count) for name in ("a", "d")}
-    partial = spec.partial and replace(spec.partial, rows=spec.m * count)
-    return replace(spec, a=larger["a"], d=larger["d"], partial=partial)
+    return together(max(_specs(plan), key=lambda spec: spec.partial is not None), count, "a")
 
 
 def _divisible(problem: GemmProblem, size: int) -> GemmProblem:

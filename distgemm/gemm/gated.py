@@ -27,7 +27,7 @@ from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["PRODUCTS", "GatedGemms", "bind_gated", "gated_source"]
+__all__ = ["PRODUCTS", "GatedGemms", "bind_gated", "gated_source", "together"]
 
 PRODUCTS = 128
 """How many products a kernel computes at most."""
@@ -115,17 +115,22 @@ class GatedGemms:
     @property
     def whole(self) -> GemmSpec:
         """A product as large as all of them."""
-        spec, mode = self.spec, "rows" if self.moving == "a" else "columns"
-        larger: dict[str, Any] = {}
-        for name in (self.moving, "d", "c", "partial"):
-            if (matrix := getattr(spec, name)) is not None:
-                along = "rows" if name in "ab" else mode
-                larger[name] = replace(matrix, **{along: getattr(matrix, along) * len(self.products)})
-        return replace(spec, **larger)
+        return together(self.spec, len(self.products), self.moving)
 
     def addresses(self, name: str) -> list[Any]:
         """Of one tensor of each product; None where it has none."""
         return [None if (tensor := getattr(one, name)) is None else tensor.data_ptr() for one in self.products]
+
+
+def together(spec: GemmSpec, count: int, moving: str) -> GemmSpec:
+    """A product as large as ``count`` of these, which differ in A or B."""
+    mode = "rows" if moving == "a" else "columns"
+    larger: dict[str, Any] = {}
+    for name in (moving, "d", "c", "partial"):
+        if (matrix := getattr(spec, name)) is not None:
+            along = "rows" if name in "ab" else mode
+            larger[name] = replace(matrix, **{along: getattr(matrix, along) * count})
+    return replace(spec, **larger)
 
 
 def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
