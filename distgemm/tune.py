@@ -27,7 +27,7 @@ from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import TORCH_DTYPES, WAITS, resolve_group
+from distgemm.runtime.arguments import COPIES, TORCH_DTYPES, WAITS, resolve_group
 from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
 from distgemm.simulate import predict_unfused, simulate
 
@@ -68,11 +68,8 @@ FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.1, 5
-"""Of plans whose GEMMs are one kernel, the best is measured with so many configurations of it, where it takes at most
-this factor longer than the fastest."""
-
-EXCLUSIVE = " exclusive"
-"""At the end of the keys of choices that were made where :func:`exclusive`."""
+"""Of plans whose GEMMs are one kernel, the best with copies by engines, and the best with its own, are measured with so
+many configurations of it, where they take at most this factor longer than the fastest."""
 
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
@@ -93,16 +90,19 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 }
 """For each op, the schedules that are tried, with their options."""
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
-BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4)),
+BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+    "ag+gemm": (
+        *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
+        *((GATHER, {"chunks": chunks}, "gemm") for chunks in (1, 2)),
+    ),
     "gemm+rs": (
-        (CHAIN, {"chunks": 2, "results": 2}),
-        (CHAIN, {"chunks": 4, "results": 4}),
-        (CHAIN, {"chunks": 2, "mechanism": "store"}),
+        (CHAIN, {"chunks": 2, "results": 2}, "engine"),
+        (CHAIN, {"chunks": 4, "results": 4}, "engine"),
+        (CHAIN, {"chunks": 2, "mechanism": "store"}, "engine"),
     ),
     "gemm+ar": (),
 }
-"""The same for plans whose GEMMs are one kernel that waits by itself. Chains are tried only where :func:`exclusive`."""
+"""The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
 
 logger = logging.getLogger("distgemm")
 
@@ -113,8 +113,8 @@ class Choice:
 
     method:   "plan", or "unfused": a collective and one product
     schedule, options: of the plan, options as (name, value) pairs
-    provider, branches, config, waits, merge: as :func:`distgemm.compile` takes them; config None: by shape, for each
-              GEMM
+    provider, branches, config, waits, merge, copies: as :func:`distgemm.compile` takes them; config None: by shape,
+              for each GEMM
     how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
               part of what is compared
     """
@@ -127,6 +127,7 @@ class Choice:
     config: str | None = None
     waits: str = "memory"
     merge: bool = False
+    copies: str = "engine"
     how: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +144,8 @@ class Choice:
             raise ValueError(f"waits is one of {', '.join(WAITS)}, got {self.waits!r}")
         if not isinstance(self.merge, bool):
             raise ValueError(f"merge is True or False, got {self.merge!r}")
+        if self.copies not in COPIES:
+            raise ValueError(f"copies is one of {', '.join(COPIES)}, got {self.copies!r}")
         if self.config is not None:
             GemmConfig.parse(self.config)
 
@@ -154,7 +157,8 @@ class Choice:
         waits = "" if self.waits == "memory" else f", waits by {self.waits}"
         merged = ", chunks merged" if self.merge else ""
         branches = f"{self.branches} branch{'es' * (self.branches > 1)}"
-        return f"{name}{merged}, GEMMs by {self.provider}{config}, {branches}{waits}"
+        copies = "" if self.copies == "engine" else f", copies by {self.copies}"
+        return f"{name}{merged}, GEMMs by {self.provider}{config}, {branches}{waits}{copies}"
 
     def arguments(self) -> dict[str, Any]:
         """What :func:`distgemm.compile` takes, beside the problem, to make the same again. Raises ValueError for the
@@ -168,6 +172,7 @@ class Choice:
             "config": self.config,
             "waits": self.waits,
             "merge": self.merge,
+            "copies": self.copies,
             **dict(self.options),
         }
 
@@ -184,6 +189,7 @@ class Choice:
             "config": self.config,
             "waits": self.waits,
             "merge": self.merge,
+            "copies": self.copies,
         }
 
     @classmethod
@@ -198,19 +204,15 @@ class Choice:
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
         pairs = tuple(sorted(options.items()))
-        waits, merge = fields.get("waits", "memory"), fields.get("merge", False)
-        how_many = fields["branches"]
-        return cls(fields["method"], fields["schedule"], pairs, fields["provider"], how_many, config, waits, merge, how)
+        later = {name: fields[name] for name in ("waits", "merge", "copies") if name in fields}
+        return cls(
+            *(fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config),
+            **later,
+            how=how,
+        )
 
 
 UNFUSED = Choice("unfused", provider="cublas", branches=1)
-
-
-def exclusive() -> bool:
-    """Whether the caller promises, by DISTGEMM_EXCLUSIVE=1 in the environment of rank 0, that no other kernel that
-    waits for ranks runs beside calls: no NCCL on another stream, no calls of another group. Then chains by one kernel
-    are candidates. Each of their kernels needs all of its thread blocks on the GPU, and waits for those of peers."""
-    return os.environ.get("DISTGEMM_EXCLUSIVE") == "1"
 
 
 # --- candidates -----------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
     Plans that are predicted to take more than ``WITHIN`` times as long as the best one are left out; so are those with
     GEMMs that their provider does not compute. Raises ValueError for another op.
     """
-    times = _predictions(problem, _op(op), world_size, exclusive())
+    times = _predictions(problem, _op(op), world_size)
     plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
     kept = [choice for choice in plans if times[choice] <= WITHIN * times[plans[0]]]
     return kept + [choice for choice in times if choice.method == "unfused"]
@@ -234,7 +236,7 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
     """The candidate that the cost model takes for the fastest, of those that wait outside of GEMMs: which are that fast
     with any tensors. Of a plan and the unfused program that are as fast, the unfused one, of providers the first that
     computes it. Raises ValueError where there is no candidate."""
-    every = _predictions(problem, _op(op), world_size, False)
+    every = _predictions(problem, _op(op), world_size)
     times = {choice: time for choice, time in every.items() if choice.waits != "gemm"}
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
@@ -243,8 +245,8 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
 
 
 @lru_cache(maxsize=256)
-def _predictions(problem: GemmProblem, op: str, world_size: int, chains: bool) -> dict[Choice, float]:
-    """us of everything that could be tried; ``chains``: also of chains by one kernel."""
+def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
+    """us of everything that could be tried."""
     from distgemm.runtime.cuda.lowering import lower, on_one_stream
 
     machine = Machine.load(MACHINE)
@@ -261,28 +263,31 @@ def _predictions(problem: GemmProblem, op: str, world_size: int, chains: bool) -
             for provider, waits, merge in product(providers, ways, merges):
                 pairs = tuple(options.items())
                 times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
-    for schedule, options in BY_ONE_KERNEL[op] if world_size > 1 else ():
+    for schedule, options, by in BY_ONE_KERNEL[op] if world_size > 1 else ():
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
-        if (schedule == CHAIN and not chains) or not (_computes("cutlass", plan) and by_one_kernel(plan)):
+        if not (_computes("cutlass", plan) and by_one_kernel(plan, by)):
             continue
         # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
         time = simulate(plan, machine, branches=2).time
-        copies = [len(lower(plan, 0, 1, merge, gated=True)) for merge in (False, True)]
-        for merge in (False, True) if copies[1] < copies[0] else (False,):
+        merges = (False,)
+        if by == "engine" and len(lower(plan, 0, 1, True, gated=True)) < len(lower(plan, 0, 1, gated=True)):
+            merges = (False, True)
+        for merge in merges:
             pairs = tuple(options.items())
-            times[Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge)] = time
+            times[Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge, copies=by)] = time
     if unfused_status(problem, op):
         times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
     return times
 
 
-def by_one_kernel(plan: Plan) -> Status:
-    """Whether each rank's GEMMs can be one kernel that waits by itself; falsy with the reason."""
+def by_one_kernel(plan: Plan, copies: str = "engine") -> Status:
+    """Whether each rank's GEMMs can be one kernel that waits by itself, with copies as ``distgemm.compile`` takes it;
+    falsy with the reason."""
     from distgemm.runtime.cuda.lowering import lower
 
     try:
         for rank in range(plan.world_size):
-            lower(plan, rank, 1, gated=True)
+            lower(plan, rank, 1, gated=True, sliced=copies == "gemm")
     except PlanError as error:
         return Status(str(error))
     gemms = _specs(plan)
@@ -377,8 +382,7 @@ def look_up(problem: GemmProblem, op: str, world_size: int, device: str) -> Choi
     """
     known = read_choices(SHIPPED / file_name("plans", device), choices_file(device), Choice.from_dict, COMMAND)
     for each in (problem, _bucketed(problem)):
-        key = key_of(each, op, world_size)
-        found = (known.get(f"{key}{EXCLUSIVE}") if exclusive() else None) or known.get(key)
+        found = known.get(key_of(each, op, world_size))
         if found is not None:
             return Choice.from_dict(found, "recorded")
     return None
@@ -437,7 +441,9 @@ def fitting(choice: Choice, problem: GemmProblem, world_size: int) -> Choice:
     if choice.waits != "gemm":
         return choice
     plan = make_plan(problem, choice.schedule, world_size, sync="barrier", **dict(choice.options))
-    return choice if by_one_kernel(plan) else replace(choice, waits="memory", merge=False, config=None)
+    if by_one_kernel(plan, choice.copies):
+        return choice
+    return replace(choice, waits="memory", merge=False, copies="engine", config=None)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -638,7 +644,7 @@ def _tune(
         entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
         if str(UNFUSED) in times:
             entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
-        return fastest, times, record(_gpu(device), {key_of(problem, op, size) + EXCLUSIVE * exclusive(): entry})
+        return fastest, times, record(_gpu(device), {key_of(problem, op, size): entry})
 
     choice, times, path = _from_first(group, device, settle)
     logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)
@@ -648,13 +654,15 @@ def _tune(
 def _finalists(
     problem: GemmProblem, ran: Sequence[Choice], times: Mapping[str, float], group: dist.ProcessGroup
 ) -> list[Choice]:
-    """The fastest, the unfused program, and the fastest plan by one kernel with other configurations of it, where that
-    may become the fastest of all. No other measurement tells which of them is best at waiting."""
+    """The fastest, the unfused program, and the fastest plans by one kernel with other configurations of it, where that
+    may become the fastest of all. No other measurement tells which of them is best at waiting, or at sending."""
     from distgemm.gemm.choose import order
 
     found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
-    one = next((choice for choice in ran if choice.waits == "gemm"), None)
-    if one is not None and times[str(one)] <= WITHIN_KERNELS * times[str(ran[0])]:
+    for copies in COPIES:
+        one = next((choice for choice in ran if (choice.waits, choice.copies) == ("gemm", copies)), None)
+        if one is None or times[str(one)] > WITHIN_KERNELS * times[str(ran[0])]:
+            continue
         spec = _whole(_plan(problem, one, group))
         configs = [
             config for config in order(spec, _providers()["cutlass"].configs(spec)) if config.schedule != "plain"

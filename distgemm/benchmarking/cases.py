@@ -17,7 +17,7 @@ __all__ = ["CANDIDATES", "FEWER", "LAYERS", "OPS", "Candidate", "Case", "Job", "
 OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
 LAYERS = tuple(layer.name for layer in next(iter(MODELS.values())).layers)
 
-COMPILE_OPTIONS = ("provider", "config", "branches", "waits", "merge")
+COMPILE_OPTIONS = ("provider", "config", "branches", "waits", "merge", "copies")
 """Options of a candidate that are not the plan's."""
 
 

@@ -63,12 +63,14 @@ class KernelSource:
     macros:  (name, value) pairs
     arch:    as nvcc names it: "90a", "80", ...
     file:    the file's name
+    headers: names of files of this folder that it includes
     """
 
     name: str
     macros: tuple[tuple[str, str], ...]
     arch: str
     file: str = "kernel.cu"
+    headers: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -129,9 +131,8 @@ def cutlass_include() -> Path:
 
 def _stem(source: KernelSource) -> str:
     """The part of a library's name that does not depend on the compiler."""
-    made_from = json.dumps(
-        [_text(source.path), importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS]
-    )
+    texts = [_text(source.path.with_name(name)) for name in (source.file, *source.headers)]
+    made_from = json.dumps([*texts, importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
 

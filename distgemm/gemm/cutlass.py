@@ -113,7 +113,8 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if gated == "alone" else f", waiting for {gated}"
-    return KernelSource(name, tuple((f"DG_{key}", str(value)) for key, value in values.items()), arch)
+    macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
+    return KernelSource(name, macros, arch, headers=() if gated == "alone" else ("gated.cuh",))
 
 
 class Matrix(ctypes.Structure):

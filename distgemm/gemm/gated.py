@@ -27,12 +27,28 @@ from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["PRODUCTS", "GatedGemms", "bind_gated", "gated_source", "together"]
+__all__ = ["COUNTERS", "PRODUCTS", "SENDS", "GatedGemms", "GatedSend", "bind_gated", "gated_source", "together"]
 
-PRODUCTS = 128
-"""How many products a kernel computes at most."""
+PRODUCTS, SENDS = 128, 128
+"""How many products a kernel computes, and how many pieces of matrices it sends, at most."""
+COUNTERS = 2048
+"""How many int32 a kernel counts with."""
 
 MATRICES = ("a", "b", "d", "c", "partial")
+
+
+@dataclass(frozen=True)
+class GatedSend:
+    """Rows that a kernel copies, here or to another GPU's memory, while it multiplies.
+
+    source, target: matrices of the same shape and type, with contiguous rows
+    word:           the address of an int32 at the other rank that is set to 1 once a slice of the target is there;
+                    words of further slices follow
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    word: int
 
 
 @dataclass(frozen=True)
@@ -45,10 +61,13 @@ class GatedGemms:
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
+    sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order
+    slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
+              the one before. A multiple of a tile's depth; 0: all of k
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, with rows at another
               distance perhaps. All with C or a bias are not away
-    counters: where there are partial sums, PRODUCTS int32 that are 0, for this kernel alone
+    counters: where there are partial sums, or sends, COUNTERS int32 that are 0, for this kernel alone
 
     A thread block waits while it occupies its SM. So what is waited for must not need one of this GPU: copy engines,
     memory operations and kernels of other GPUs may write words.
@@ -62,10 +81,19 @@ class GatedGemms:
     tells: Sequence[int]
     away: Sequence[bool]
     counters: torch.Tensor | None = None
+    sends: Sequence[GatedSend] = ()
+    slice: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.products) <= PRODUCTS:
             raise ValueError(f"one kernel computes 1 to {PRODUCTS} products, got {len(self.products)}")
+        slices = sum(-(-send.source.shape[1] // (self.slice or send.source.shape[1])) for send in self.sends)
+        if len(self.sends) > SENDS or slices >= COUNTERS:
+            raise ValueError(
+                f"one kernel sends at most {SENDS} chunks in {COUNTERS - 1} slices, got {len(self.sends)} in {slices}"
+            )
+        if self.sends and self.kind == "results":
+            raise ValueError("a kernel that passes partial sums on sends nothing else")
 
     @property
     def kind(self) -> str:
@@ -176,7 +204,7 @@ def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) 
 
 
 class _Product(ctypes.Structure):
-    """The struct Product of kernel.cu."""
+    """The struct Product of gated.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("operand_word", "source_word", "result_word")),
@@ -184,8 +212,18 @@ class _Product(ctypes.Structure):
     )
 
 
+class _Send(ctypes.Structure):
+    """The struct Send of gated.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("source", "target", "word")),
+        *((name, ctypes.c_int64) for name in ("source_pitch", "target_pitch")),
+        *((name, ctypes.c_uint32) for name in ("rows", "row_bytes", "slice_bytes", "counter")),
+    )
+
+
 class _Arguments(ctypes.Structure):
-    """The struct GatedArguments of kernel.cu."""
+    """The struct GatedArguments of gated.cuh."""
 
     _fields_ = (
         ("base", Arguments),
@@ -200,10 +238,13 @@ class _Arguments(ctypes.Structure):
                 "sources",
                 "results_here",
                 "results_elsewhere",
+                "slice",
             )
         ),
         ("counters", ctypes.c_void_p),
         ("products", _Product * PRODUCTS),
+        ("sent", ctypes.c_int32),
+        ("sends", _Send * SENDS),
     )
 
 
@@ -250,18 +291,38 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
         )
     _place_terms(arguments, gemms, results.numbers)
 
+    if gemms.counters is not None:
+        arguments.counters = gemms.counters.data_ptr()
+    elif sums or gemms.sends:
+        raise ValueError("products with partial sums, or sends, take counters")
+    _place_sends(arguments, gemms)
     sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
     if sources is not None and spec.partial is not None:
-        if gemms.counters is None:
-            raise ValueError("products with partial sums take counters")
         base.source, arguments.sources = sources.matrix(spec.partial), sources.count
-        arguments.counters = gemms.counters.data_ptr()
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
         words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
             *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number]
         )
+
+
+def _place_sends(arguments: _Arguments, gemms: GatedGemms) -> None:
+    """What is sent, and in which slices. Raises ValueError where TMA cannot move it."""
+    arguments.slice, arguments.sent = gemms.slice or gemms.spec.k, len(gemms.sends)
+    counter = 0
+    for number, send in enumerate(gemms.sends):
+        (rows, columns), size = send.source.shape, send.source.element_size()
+        pitches = [matrix.stride(0) * size for matrix in (send.source, send.target)]
+        along = min(gemms.slice or columns, columns)
+        if any(value % 16 for value in (send.source.data_ptr(), send.target.data_ptr(), columns * size, *pitches)):
+            raise ValueError("what is sent has addresses, strides and rows in multiples of 16 bytes")
+        arguments.sends[number] = _Send(
+            *(send.source.data_ptr(), send.target.data_ptr(), send.word),
+            *pitches,
+            *(rows, columns * size, along * size, counter),
+        )
+        counter += -(-columns // along)
 
 
 def _place_terms(arguments: _Arguments, gemms: GatedGemms, results: Sequence[int]) -> None:

@@ -6,9 +6,7 @@
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
 //
 // With DG_GATED it computes several such products of one shape, one after the other without a pause. They are the mode L
-// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes. Either a
-// product's operand is waited for (DG_OPERANDS), or its source is, and others are told that its result is stored
-// (DG_RESULTS): by words in memory.
+// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes: gated.cuh.
 
 #include <cstdint>
 #include <type_traits>
@@ -92,29 +90,13 @@ struct Arguments {
   int32_t swizzle;
 };
 
-constexpr int kProducts = 128;
+}  // namespace distgemm
 
-// One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
-// ~batch is one of the other memory.
-struct Product {
-  uint64_t operand_word;  // says that A (or B) has come
-  uint64_t source_word;   // says that the source has come
-  uint64_t result_word;   // is told that the result is stored
-  int32_t operand;        // batch of the operand that differs from product to product
-  int32_t source;         // batch of the source; behind the last: there is none
-  int32_t result;         // batch of D
-  int32_t padding;
-};
+#if DG_GATED != DG_ALONE
+#include "gated.cuh"
+#endif
 
-// Several products; `base` describes one of them, with the number of products as `l`.
-struct GatedArguments {
-  Arguments base;
-  Matrix operand_elsewhere, d_elsewhere;
-  int32_t moving;  // 0 if the products differ in A, 1 in B
-  int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
-  uint32_t* counters;  // a zero for each product, which is zero again afterwards
-  Product products[kProducts];
-};
+namespace distgemm {
 
 template <class Stride>
 Stride stride_of(Matrix const& matrix) {
@@ -182,12 +164,16 @@ struct Builder {
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::epilogue::TmaWarpSpecialized,
       cutlass::epilogue::TmaWarpSpecializedCooperative>;
+  // Rows of 128 bytes cross links faster than those of 64 that CUTLASS would choose.
+  using WideTile = Shape<Int<DG_SCHEDULE == DG_PINGPONG ? 64 : 128>, Int<128 / sizeof(ElementD)>>;
+  static constexpr bool wide = passes_results && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
+  using EpilogueTile = std::conditional_t<wide, WideTile, cutlass::epilogue::collective::EpilogueTileAuto>;
   using Tree = Sm90EVT<
       Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
       Sm90SrcFetch<ElementSource>, WithAux::Tree>;
   using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, Accumulator, Accumulator, ElementSource, LayoutD,
+      EpilogueTile, Accumulator, Accumulator, ElementSource, LayoutD,
       16 / sizeof(OrD<ElementSource>), ElementD, LayoutD, 16 / sizeof(ElementD), Schedule, Tree>::CollectiveOp;
 
   static typename Collective::Arguments arguments(distgemm::Arguments const& args) {
@@ -366,7 +352,14 @@ using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, t
 
 template <class Element, class Epilogue>
 struct TmaMainloop {
-  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage);
+#if DG_GATED == DG_OPERANDS
+  static constexpr int kBeside = sizeof(Sender::Storage) + 128;
+#elif DG_GATED == DG_RESULTS
+  static constexpr int kBeside = sizeof(TileTickets) + 128;
+#else
+  static constexpr int kBeside = 0;
+#endif
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kBeside;
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
@@ -445,207 +438,17 @@ struct PlainMainloop {
 using Mainloop =
     typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue::Collective>>::Collective;
 
-// ---------------------------------------------------------------- several products that wait for their operands
+template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
+using KernelOf = cutlass::gemm::kernel::GemmUniversal<
+    Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
 
-CUTLASS_DEVICE void wait_for(uint64_t word) {
-  uint32_t value;
-  do {
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  } while (value != 1);
-  // What has come was written by others than TMA, which reads it.
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// A main loop whose loading warp, before the first load of a product, waits for the product's word. Nobody else does:
-// the others wait for what it loads.
-template <class Base>
-class GatedMainloop : public Base {
- public:
-  struct Params : Base::Params {
-    typename Base::Params elsewhere;
-    int32_t moving;
-    Product products[kProducts];
-  };
-  using Arguments = Params;
-
-  template <class Problem>
-  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
-    return args;
-  }
-
-  template <class Pipeline, class State, class Inputs, class Coord, class... Rest>
-  CUTLASS_DEVICE void load(
-      Params const& params, Pipeline pipeline, State state, Inputs const& inputs, Coord const& coord, Rest&&... rest) {
-    auto [m, n, k, number] = coord;
-    Product const& product = params.products[number];
-    if (product.operand_word && number != open_ && elect_one_sync()) wait_for(product.operand_word);
-    open_ = number;
-    bool const here = product.operand >= 0;
-    int32_t const batch = here ? product.operand : ~product.operand;
-    // One operand is the same in all products; it, and what the coordinate says, are batch 0.
-    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
-    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
-    typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
-    Base::load(from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), static_cast<Rest&&>(rest)...);
-  }
-
- private:
-  template <class Tiles>
-  CUTLASS_DEVICE static auto shifted_(Tiles const& tiles, int32_t batch) {
-    return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
-  }
-
-  int32_t open_ = -1;
-};
-
-// An epilogue that looks up where a product's result belongs.
-template <class Base>
-class GatedEpilogue : public Base {
- public:
-  struct Arguments : Base::Arguments {
-    int32_t results[kProducts];
-  };
-  struct Params : Base::Params {
-    int32_t results[kProducts];
-  };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
-    Params params{Base::to_underlying_arguments(problem, args, workspace), {}};
-    for (int i = 0; i < kProducts; ++i) params.results[i] = args.results[i];
-    return params;
-  }
-
-  template <class Storage>
-  CUTLASS_HOST_DEVICE GatedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
-
-  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
-  CUTLASS_DEVICE auto load(
-      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
-    return Base::load(pipeline, state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
-  }
-
-  template <
-      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord, class... Rest>
-  CUTLASS_DEVICE auto store(
-      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
-      Coord const& coord, Rest&&... rest) {
-    return Base::store(
-        load, load_state, store, store_state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
-  }
-
- private:
-  template <class Coord>
-  CUTLASS_DEVICE auto place_(Coord const& coord) const {
-    return make_coord(get<0>(coord), get<1>(coord), get<2>(coord), params_.results[get<3>(coord)]);
-  }
-
-  Params const& params_;
-};
-
-// An epilogue whose loading warp waits for a product's source, and that tells, once all of a product is stored, so.
-// Results lie here or elsewhere; those elsewhere are without bias and aux.
-template <class Base>
-class PassingEpilogue : public Base {
- public:
-  struct Params : Base::Params {
-    typename Base::Params elsewhere;
-    uint32_t* counters;
-    uint32_t tiles;  // of a product
-    Product products[kProducts];
-  };
-  using Arguments = Params;
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class Problem>
-  static size_t get_workspace_size(Problem const&, Arguments const&) {
-    return 0;
-  }
-
-  template <class Storage>
-  CUTLASS_HOST_DEVICE PassingEpilogue(Params const& params, Storage& storage)
-      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage) {}
-
-  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
-  CUTLASS_DEVICE auto load(
-      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
-    auto [m, n, k, number] = coord;
-    Product const& product = params_.products[number];
-    if (product.source_word && number != open_ && elect_one_sync()) wait_for(product.source_word);
-    open_ = number;
-    return Base::load(
-        pipeline, state, problem, block, make_coord(m, n, k, product.source), static_cast<Rest&&>(rest)...);
-  }
-
-  template <
-      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord,
-      class Accumulators, class Mma, class... Rest>
-  CUTLASS_DEVICE auto store(
-      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
-      Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
-    int32_t const number = get<3>(coord);
-    Product const& product = params_.products[number];
-    // Each tile ends with its tail, which leaves nothing to the next one: that may be stored by the other of the two.
-    auto const by = [&](Base& epilogue, int32_t batch) {
-      auto const states = epilogue.store(
-          load, load_state, store, store_state, problem, block,
-          make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch), accumulators, mma, thread,
-          static_cast<Rest&&>(rest)...);
-      return epilogue.store_tail(load, get<0>(states), store, get<1>(states));
-    };
-    auto const states = product.result >= 0 ? by(*this, product.result) : by(elsewhere_, ~product.result);
-    if (product.result_word && thread < cutlass::NumThreadsPerWarp) tell_(product.result_word, number);
-    return states;
-  }
-
-  template <class Load, class LoadState, class Store, class StoreState>
-  CUTLASS_DEVICE auto store_tail(Load, LoadState load_state, Store, StoreState store_state) {
-    return make_tuple(load_state, store_state);
-  }
-
- private:
-  // By the warp that has issued the stores. Whoever stores the last tile tells, and leaves a zero for the next launch.
-  CUTLASS_DEVICE void tell_(uint64_t word, int32_t number) {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    if (elect_one_sync()) {
-      uint32_t* counter = params_.counters + number;
-      uint32_t stored;
-      asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], 1;" : "=r"(stored) : "l"(counter) : "memory");
-      if (stored + 1 == params_.tiles) {
-        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-        asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
-      }
-    }
-    __syncwarp();
-  }
-
-  Params const& params_;
-  Base elsewhere_;
-  int32_t open_ = -1;
-};
-
-template <int Kind>
-struct Collectives {
-  using Main = GatedMainloop<Mainloop>;
-  using Results = GatedEpilogue<typename Epilogue::Collective>;
-};
-template <>
-struct Collectives<DG_ALONE> {
-  using Main = Mainloop;
-  using Results = typename Epilogue::Collective;
-};
-template <>
-struct Collectives<DG_RESULTS> {
-  using Main = GatedMainloop<Mainloop>;
-  using Results = PassingEpilogue<typename Epilogue::Collective>;
-};
-
-using Kernel = cutlass::gemm::kernel::GemmUniversal<
-    Shape<int, int, int, int>, Collectives<DG_GATED>::Main, Collectives<DG_GATED>::Results,
-    std::conditional_t<plain, void, cutlass::gemm::PersistentScheduler>>;
+#if DG_GATED == DG_OPERANDS
+using Kernel = SendingKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>>>;
+#elif DG_GATED == DG_RESULTS
+using Kernel = KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>;
+#else
+using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
+#endif
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 using Params = typename Kernel::Params;
 
@@ -678,6 +481,7 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
 void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
   static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
+  arguments.sender = Sender::params(args);
 }
 
 #else
@@ -700,6 +504,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   static_cast<typename Collective::Params&>(arguments.epilogue) = of(args.base, args.results_here);
   arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
   arguments.epilogue.counters = args.counters;
+  arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.products[i] = args.products[i];
 }
 
@@ -718,6 +523,7 @@ typename Kernel::Arguments encode(void const* given) {
   (args.moving == 0 ? other.a : other.b) = args.operand_elsewhere;
   arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
   arguments.mainloop.moving = args.moving;
+  arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
   for (int i = 0; i < kProducts; ++i) arguments.mainloop.products[i] = args.products[i];
   set_results(arguments, args);
   set_order(arguments, args.base);
@@ -743,7 +549,11 @@ typename Kernel::Arguments encode(void const* given) {
 
 extern "C" {
 
-int distgemm_arguments_size() { return gated ? sizeof(GatedArguments) : sizeof(Arguments); }
+#if DG_GATED != DG_ALONE
+int distgemm_arguments_size() { return sizeof(GatedArguments); }
+#else
+int distgemm_arguments_size() { return sizeof(Arguments); }
+#endif
 int distgemm_params_size() { return sizeof(Params); }
 int distgemm_params_alignment() { return alignof(Params); }
 

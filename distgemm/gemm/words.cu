@@ -1,5 +1,5 @@
 // Words that ranks signal through, by a kernel of one warp: waits until words have values, and writes of words, in
-// phases. What is written in one phase is seen by everybody who has seen a write of a later one.
+// phases. What is written in one phase is seen by everybody who has seen a write of the last one.
 
 #include <cstdint>
 
@@ -28,6 +28,23 @@ __device__ uint32_t load(uint64_t address) {
   return value;
 }
 
+// Released writes are seen after all that came before, also that of other threads. They take microseconds: one phase of
+// them is enough, the last.
+__device__ void write(Operation const& operation, bool released) {
+  uint64_t const value = operation.value;
+  if (operation.kind == kWriteDouble) {
+    if (released) {
+      asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(operation.address), "l"(value) : "memory");
+    } else {
+      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(operation.address), "l"(value) : "memory");
+    }
+  } else if (released) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(operation.address), "r"(operation.value) : "memory");
+  } else {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(operation.address), "r"(operation.value) : "memory");
+  }
+}
+
 __global__ void words(__grid_constant__ Arguments const args) {
   int begin = 0;
   for (int phase = 0; phase < args.phases; ++phase) {
@@ -35,15 +52,11 @@ __global__ void words(__grid_constant__ Arguments const args) {
       Operation const& operation = args.operations[i];
       if (operation.kind == kWait) {
         while (load(operation.address) != operation.value) __nanosleep(20);
-      } else if (operation.kind == kWrite) {
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(operation.address), "r"(operation.value) : "memory");
       } else {
-        uint64_t const value = operation.value;
-        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(operation.address), "l"(value) : "memory");
+        write(operation, phase + 1 == args.phases);
       }
     }
     begin = args.ends[phase];
-    __threadfence_system();
     __syncwarp();
   }
 }

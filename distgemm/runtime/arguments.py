@@ -10,6 +10,7 @@ import torch.distributed as dist
 from distgemm.plan import Plan, PlanError
 
 __all__ = [
+    "COPIES",
     "TORCH_DTYPES",
     "WAITS",
     "agree",
@@ -32,6 +33,7 @@ TORCH_DTYPES = {
 }
 
 WAITS = ("memory", "kernel", "gemm")
+COPIES = ("engine", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 
 

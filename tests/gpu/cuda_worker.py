@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import signal
@@ -54,6 +55,7 @@ class Case:
     provider: str = "cutlass"
     waits: str = "memory"
     merge: bool = False
+    copies: str = "engine"
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -115,11 +117,11 @@ class Data:
         )
 
 
-def compiled(case: Case) -> tuple[CudaExecutable, Data]:
+def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    how = {name: getattr(case, name) for name in ("branches", "config", "provider", "waits", "merge")}
-    exe = compile_plan(plan, **how)
+    how = {name: getattr(case, name) for name in ("branches", "config", "provider", "waits", "merge", "copies")}
+    exe = compile_plan(plan, **how, **more)
     return exe, Data(case, plan, exe.device)
 
 
@@ -236,7 +238,7 @@ def repeated(cases: list[Case]) -> list[str]:
 
 def late_rank(case: Case, late: int, seconds: float) -> dict[str, Any]:
     """One rank raises for a wrong shape and does not take part: all are told, and nobody gets a result."""
-    exe = compile_plan(case.plan(), config=case.config, waits=case.waits, timeout=seconds)
+    exe, _ = compiled(case, timeout=seconds)
     data = Data(case, exe.plan, exe.device)
     data.draw(0)
     data.call(exe)
@@ -392,6 +394,35 @@ def crowded(cases: list[Case], branches: int = 16, calls: int = 12) -> list[str]
     return failures
 
 
+def crossed(cases: list[Case], calls: int = 6) -> list[str]:
+    """Calls beside NCCL on another stream, which comes first on every other rank: each of the two holds SMs that the
+    other one needs on the peers."""
+    failures = []
+    traffic = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
+    rank, other = dist.get_rank(), torch.cuda.Stream()
+    noise = torch.zeros(1 << 26, device="cuda")
+
+    def reduce() -> None:
+        with torch.cuda.stream(other):
+            dist.all_reduce(noise, group=traffic)
+
+    for number, case in enumerate(cases):
+        exe, data = compiled(case, timeout=10.0)
+        for call in range(calls):
+            wanted = data.draw(100 * number + call)
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[exe.device.index])
+            torch.cuda.synchronize()
+            steps = [reduce, functools.partial(data.call, exe)]
+            for step in steps if (rank + call) % 2 else steps[::-1]:
+                step()
+                time.sleep(0.003)
+            torch.cuda.synchronize()
+            if not torch.equal(data.shards["D"].double(), wanted):
+                failures.append(f"rank {rank} call {call}: {case}")
+    return failures
+
+
 def engines(cases: list[Case]) -> list[str]:
     """One profiler trace each: every copy from GPU to GPU is a memcpy, on no SM, and some run under GEMMs."""
     return [failure for case in cases for failure in _engines(case)]
@@ -503,7 +534,13 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"chunks": 4, "merge": True, "m": 1024, "k": 1024},
         {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
     ]
+    sent: list[dict[str, Any]] = [
+        {"chunks": 2, "beta": 1.0, "k": 1536},  # in three slices
+        {"config": CONFIG, "m": 392 * ranks, "n": 328 * ranks, "k": 1160, "alpha": 2.0},  # in two, the last one shorter
+        {"chunks": 4, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "k": 512},
+    ]
     ways = [(name, {"mechanism": "store"} | options) for name in chains for options in both]
+    ways += [(name, {"copies": "gemm"} | options) for name in gathers[:2] for options in sent]
     ways += [(name, options) for name in chains for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]

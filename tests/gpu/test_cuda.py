@@ -43,6 +43,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
         Case(CHAIN, (ranks,), chunks=4, waits="gemm"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -58,6 +59,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=8, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm", mechanism="store"),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm"),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="gemm"),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -69,6 +71,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),
@@ -81,6 +84,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
         (worker.crowded, (mixed,)),
+        (worker.crossed, (large[-4:],)),
         (worker.graph_nodes, (nodes,)),
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),
@@ -126,6 +130,11 @@ def test_calls_in_a_graph_of_many_branches_come_to_an_end(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_kernels_that_wait_leave_sms_to_nccl(ranks: int) -> None:
+    assert failures(ranks, "crossed") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_graphs_hold_what_the_plan_says(ranks: int) -> None:
     """GEMM and sum kernels, copies of memory, memory operations; each edge that the lowering asks for, none more."""
     assert failures(ranks, "graph_nodes") == []
@@ -150,8 +159,9 @@ def test_different_plans_raise_on_all_ranks(ranks: int) -> None:
         Case(CHAIN, (0,), chunks=2),
         Case(GATHER, (0,), waits="gemm"),
         Case(CHAIN, (0,), waits="gemm", mechanism="store"),
+        Case(GATHER, (0,), waits="gemm", copies="gemm"),
     ],
-    ids=lambda case: f"{case.schedule} {case.waits}",
+    ids=lambda case: f"{case.schedule} {case.waits} {case.copies}",
 )
 def test_a_rank_that_raises_makes_all_raise(ranks: int, case: Case) -> None:
     case = worker.on(case, ranks)

@@ -378,7 +378,6 @@ def measuring(folder: str) -> dict[str, Any]:
         found["finals"] = fakes.finals
 
     own_cache(folder, "one kernel")
-    os.environ["DISTGEMM_EXCLUSIVE"] = "1"
     large = dataclasses.replace(PROBLEM, m=1024, n=1024, k=1024)
     with (
         mock.patch.object(tune, "_providers", return_value={"cutlass": CutlassProvider("90a")}),
@@ -395,8 +394,6 @@ def measuring(folder: str) -> dict[str, Any]:
     ):
         tune.tune(large, "gemm+rs", group, device=CPU, write=False)
         found["far behind"] = fakes.finals
-    os.environ.pop("DISTGEMM_EXCLUSIVE")
-    found["not exclusive"] = tune.choose(large, "gemm+rs", group, device=CPU, tune=False).how
 
     own_cache(folder, "tie")
     with Bench(lambda name: 1.0):

@@ -5,6 +5,7 @@ events and words allow. Values, deadlocks, and the protocol by which executables
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
 from collections import OrderedDict, deque
@@ -44,7 +45,14 @@ from distgemm.runtime.cuda.workspace import (
 from distgemm.schedulers import schedule_options
 from distgemm.tune import Choice
 
-Task = MemOp | Callable[[], None]
+Task = Any  # a MemOp, a Callable[[], None], or a Together
+
+
+class Together:
+    """Tasks of several that go on beside one another."""
+
+    def __init__(self, parts: list[list[Any]]) -> None:
+        self.parts, self.order = [deque(part) for part in parts], random.Random(0)
 
 
 class Machine:
@@ -55,6 +63,7 @@ class Machine:
             [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(2)
         ]
         self.words: dict[int, int] = {}
+        self.moved = False
         self.workspaces = [FakeWorkspace(self, rank, ranks) for rank in range(ranks)]
         for workspace in self.workspaces:
             for half in workspace.halves:
@@ -63,6 +72,14 @@ class Machine:
 
     def done(self, task: Task) -> bool:
         """Does a task, if it is no wait that has to go on."""
+        if isinstance(task, Together):
+            for part in task.order.sample(task.parts, len(task.parts)):
+                while part and self.done(part[0]):
+                    part.popleft()
+                    self.moved = True
+                    if task.order.random() < 0.3:
+                        break
+            return not any(task.parts)
         if not isinstance(task, MemOp):
             task()
         elif task.wait:
@@ -97,12 +114,13 @@ class Emulated:
         branches: int,
         waits: str = "memory",
         merge: bool = False,
+        copies: str = "engine",
     ) -> None:
         exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
         exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
-        exe.device, exe.waits = torch.device("cpu"), waits
-        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm")
+        exe.device, exe.waits, exe.copies = torch.device("cpu"), waits, copies
+        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm", sliced=copies == "gemm")
         exe.number = workspace.register(exe)
         flags = [op.flag.number for op in waits_of(exe.actions)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
@@ -141,11 +159,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         return lambda stream: tasks.append(multiplied(t))
 
     def bind_gated(gemms: GatedGemms, config: Any) -> Callable[[int], None]:
-        parts: list[list[Task]] = [
-            [*([memops.wait_for(word)] if word else []), multiplied(t), *([memops.write(told)] if told else [])]
-            for t, word, told in zip(gemms.products, gemms.waits, gemms.tells, strict=True)
-        ]
-        return lambda stream: tasks.extend(task for part in parts for task in part)
+        def words(first: int, columns: int) -> list[int]:
+            slices = -(-columns // (gemms.slice or columns))
+            return [first + WORD * number for number in range(slices if first else 0)]
+
+        products: list[Task] = []
+        for t, word, told in zip(gemms.products, gemms.waits, gemms.tells, strict=True):
+            products += [memops.wait_for(of_slice) for of_slice in words(word, t.a.shape[1])]
+            products += [multiplied(t), *([memops.write(told)] if told else [])]
+        sent: list[Task] = []
+        for send in gemms.sends:
+            along = gemms.slice or send.source.shape[1]
+            for number, word in enumerate(words(send.word, send.source.shape[1])):
+                columns = slice(number * along, (number + 1) * along)
+                sent += [functools.partial(send.target[:, columns].copy_, send.source[:, columns]), memops.write(word)]
+        return lambda stream: tasks.extend([Together([products, sent])] if sent else products)
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
         def add() -> None:
@@ -210,7 +238,7 @@ def run(
         for rank, number in choices:
             emulated, tasks = ranks[rank][states[rank][0]]
             at = progress[rank].get(number, 0)
-            moved = False
+            moved = machine.moved = False
             while at < len(tasks[number]) and machine.done(tasks[number][at]):
                 at, moved = at + 1, True
             progress[rank][number] = at
@@ -222,7 +250,7 @@ def run(
                     progress[rank] = {}
                 else:
                     states[rank][1].add(number)
-            if moved:
+            if moved or machine.moved:
                 break
         else:
             pytest.fail(f"nothing moves: {[(rank, state[0], sorted(state[1])) for rank, state in enumerate(states)]}")
@@ -396,6 +424,43 @@ def test_one_kernel_that_waits_under_every_order(
         drawn.check()
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("schedule", [GATHERS[0], "all_gather_1d_tiling_cd_rotating_b", "all_gather_1d_pairwise_xor_a"])
+def test_a_kernel_that_sends_under_every_order(
+    schedule: str, ranks: int, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slice by slice; beside others whose tensors no kernel reads, and beside plans that are done otherwise."""
+    order = random.Random(schedule)
+    if "xor" in schedule:
+        ranks += ranks % 2
+    problem = distgemm.GemmProblem(12 * ranks, 8 * ranks, 1152, dtype="float32")
+    chunked = [{"chunks": chunks} for chunks in (1, 2) if chunks == 1 or "chunks" in schedule_options(schedule)]
+    every = [distgemm.make_plan(problem, schedule, ranks, sync="barrier", **how) for how in chunked]
+    machine = machine_of(every)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+
+    def refused(gemms: GatedGemms, config: Any) -> None:
+        if order.random() < 0.3:
+            raise ValueError("unaligned")
+
+    monkeypatch.setattr(executable, "gated_source", refused)
+    for turn, plan in enumerate(every * 6):
+        data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
+        half, copies = order.randrange(2), ("gemm", "gemm", "engine")[turn % 3]
+        for rank in range(ranks):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
+            one.exe.choice = Choice(schedule=schedule)
+            sends = [len(slices) for action in one.exe.actions for slices in action.sends]
+            copied = sum(isinstance(op, Copy) for op in plan.ops(rank))
+            assert sends == ([4] * copied if copies == "gemm" else [])
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
+            one.exe.actions = list(data[-1].calls[rank].way.actions)
+    run(machine, todo, order, queues=False)
+    for drawn in data:
+        drawn.check()
+
+
 @pytest.mark.parametrize("schedule", [GATHERS[0], "reduce_scatter_1d_tiling_a_rotating_c"])
 def test_ranks_whose_kernels_cannot_wait_work_with_others(
     schedule: str, recorded: list[Task], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -474,7 +539,7 @@ def test_a_chain_by_one_kernel_takes_one_stream() -> None:
     assert {action.stream for action in actions} == {BRANCH}
     assert [action.step for action in actions] == [Step.ENTRY, Step.ENTERED, None, Step.FINISH]
     (kernel,) = (action for action in actions if action.ops)
-    assert [op is not None for op in kernel.gates] == [False] * 2 + [True] * 6
+    assert [len(waits) for waits in kernel.gates] == [0] * 2 + [1] * 6
     assert [op is not None for op in kernel.tells] == [True] * 6 + [False] * 2
 
 

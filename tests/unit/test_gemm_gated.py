@@ -13,7 +13,18 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
-from distgemm.gemm.gated import PRODUCTS, GatedGemms, _Arguments, _place, _Product, gated_source
+from distgemm.gemm.gated import (
+    COUNTERS,
+    PRODUCTS,
+    SENDS,
+    GatedGemms,
+    GatedSend,
+    _Arguments,
+    _place,
+    _Product,
+    _Send,
+    gated_source,
+)
 
 M, N, K = 64, 48, 32
 
@@ -90,16 +101,39 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: three uint64, four int32; GatedArguments: Arguments, two Matrix, six int32, a pointer."""
-    assert ctypes.sizeof(_Product) == 3 * 8 + 4 * 4
-    assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + 2 * 24 + 6 * 4 + 8 + PRODUCTS * 40
-    text = KernelSource("", (), "90a").path.read_text()
-    for struct, fields in (("Product", _Product._fields_), ("GatedArguments", _Arguments._fields_)):
+    """struct Product: three uint64, four int32; Send: five and four; GatedArguments: Arguments, two Matrix, seven
+    int32, a pointer, products, an int32, sends."""
+    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 4 * 4, 5 * 8 + 4 * 4)
+    numbers = 2 * 24 + 8 * 4 + 8 + PRODUCTS * 40 + 8 + SENDS * 56
+    assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
+    text = KernelSource("", (), "90a").path.with_name("gated.cuh").read_text()
+    for struct, fields in (
+        ("Product", _Product._fields_),
+        ("Send", _Send._fields_),
+        ("GatedArguments", _Arguments._fields_),
+    ):
         found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
         assert found
         declared = re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"//.*", "", found.group(1)))
         assert [field[0] for field in fields] == declared
-    assert f"kProducts = {PRODUCTS};" in text
+    for name, value in (("kProducts", PRODUCTS), ("kSends", SENDS)):
+        assert f"{name} = {value};" in text
+
+
+def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
+    source, target = bfloat16(M, 2 * K)[:, :K], bfloat16(M, K)
+    sends = [GatedSend(source, target, 8), GatedSend(target, source, 24)]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    arguments = _Arguments()
+    _place(arguments, operands((0, 2, 1), sends=sends, slice=24, counters=counters))
+    assert (arguments.slice, arguments.sent, arguments.counters) == (24, 2, counters.data_ptr())
+    first, second = arguments.sends[:2]
+    assert (first.source, first.target, first.word) == (source.data_ptr(), target.data_ptr(), 8)
+    assert (first.source_pitch, first.target_pitch) == (second.target_pitch, second.source_pitch) == (4 * K, 2 * K)
+    assert (first.rows, first.row_bytes, first.slice_bytes) == (M, 2 * K, 48)
+    assert (first.counter, second.counter) == (0, 2)
+    _place(arguments, operands((0, 2, 1), sends=sends, counters=counters))
+    assert (arguments.slice, arguments.sends[0].slice_bytes, arguments.sends[1].counter) == (K, 2 * K, 1)
 
 
 def test_a_kernel_as_large_as_all_is_asked_for() -> None:
@@ -125,6 +159,17 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: operands((0, 2, 1), tells=[8, 0, 0]), "nobody is told of them"),
         (lambda: operands((0, 2, 1), away=[True, False, False]), "1 lie away"),
         (lambda: sums(counters=None), "take counters"),
+        (lambda: operands((0, 2, 1), sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "or sends, take counters"),
+        (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
+        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2047 slices"),
+        (
+            lambda: operands(
+                (0, 2, 1),
+                sends=[GatedSend(bfloat16(M, K + 4)[:, :K], bfloat16(M, K), 8)],
+                counters=torch.zeros(COUNTERS, dtype=torch.int32),
+            ),
+            "multiples of 16 bytes",
+        ),
     ],
 )
 def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:

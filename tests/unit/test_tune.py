@@ -68,6 +68,7 @@ def test_a_choice_pins_what_compile_takes() -> None:
     assert arguments == {
         "schedule": PLAN.schedule, "chunks": 2, "provider": "cublas", "branches": 2, "config": None, "waits": "memory",
         "merge": False,
+        "copies": "engine",
     }  # fmt: skip
     with pytest.raises(ValueError, match="no plan"):
         UNFUSED.arguments()
@@ -83,10 +84,11 @@ def test_a_choice_pins_what_compile_takes() -> None:
         {"branches": 3},
         {"config": "fast"},
         {"merge": 1},
+        {"copies": "sm"},
     ],
 )
 def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is"):
+    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is|copies is"):
         dataclasses.replace(PLAN, **wrong)
 
 
@@ -196,7 +198,7 @@ LAYERS = [
 def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks: int) -> None:
     for op, problem in [*LAYERS, *(("gemm+ar", problem) for op, problem in LAYERS if op == "gemm+rs")]:
         found = candidates(problem, op, ranks)
-        times = tune._predictions(problem, op, ranks, False)
+        times = tune._predictions(problem, op, ranks)
         plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
         assert found[-1] == UNFUSED and UNFUSED not in found[:-1]
         assert found[0] in plans and plans[found[0]] == min(plans.values())
@@ -206,22 +208,15 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         assert {choice.schedule for choice in found[:-1]} <= {name for name, _ in SCHEDULES[op]}
 
 
-def test_chains_by_one_kernel_are_tried_where_nothing_else_waits(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Their choices are kept apart, and stand before others where they may be taken."""
-    problem, chain = GemmProblem(8192, 8192, 2048), "reduce_scatter_1d_tiling_a_rotating_c"
+def test_plans_by_one_kernel_are_tried() -> None:
+    problem = GemmProblem(8192, 8192, 2048)
 
-    def by_one(op: str) -> set[str]:
-        return {choice.schedule for choice in candidates(problem, op, 4) if choice.waits == "gemm"}
+    def by_one(op: str) -> set[tuple[str, str]]:
+        return {(each.schedule, each.copies) for each in candidates(problem, op, 4) if each.waits == "gemm"}
 
-    assert by_one("gemm+rs") == set() and by_one("ag+gemm") == {"all_gather_1d_tiling_cd_rotating_a"}
-    key = tune.key_of(problem, "gemm+rs", 4)
-    plain, own = Choice(schedule=chain), Choice(schedule=chain, options=(("chunks", 2),), waits="gemm")
-    tune.record("NVIDIA Test", {key: plain.to_dict(), f"{key} exclusive": own.to_dict()})
-    assert tune.look_up(problem, "gemm+rs", 4, "NVIDIA Test") == plain
-    monkeypatch.setenv("DISTGEMM_EXCLUSIVE", "1")
-    assert by_one("gemm+rs") == {chain}
-    assert tune.look_up(problem, "gemm+rs", 4, "NVIDIA Test") == own
-    assert tune.look_up(problem, "ag+gemm", 4, "NVIDIA Test") is None
+    assert by_one("gemm+rs") == {("reduce_scatter_1d_tiling_a_rotating_c", "engine")}
+    assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in ("engine", "gemm")}
+    assert by_one("gemm+ar") == set()
 
 
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])

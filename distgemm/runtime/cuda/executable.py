@@ -18,13 +18,14 @@ from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build_together
-from distgemm.gemm.gated import PRODUCTS, GatedGemms, bind_gated, gated_source
+from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated, gated_source
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.arguments import (
+    COPIES,
     TORCH_DTYPES,
     WAITS,
     agree,
@@ -33,7 +34,17 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, Action, flags_of, lower, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering import (
+    BRANCH,
+    COMM,
+    SLICES,
+    Action,
+    flags_of,
+    lower,
+    on_one_stream,
+    slice_of,
+    waits_of,
+)
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
@@ -78,10 +89,12 @@ class CudaExecutable:
         branches: int = 2,
         waits: str = "memory",
         merge: bool = False,
+        copies: str = "engine",
         timeout: float = 300.0,
         on_timeout: str = "raise",
     ) -> None:
-        self.timeout, self.on_timeout, self.waits, self.merge = timeout, on_timeout, waits, merge
+        self.timeout, self.on_timeout = timeout, on_timeout
+        self.waits, self.merge, self.copies = waits, merge, copies
         self.plan, self.group, self.device = plan, group, device
         self.rank = dist.get_rank(group)
         self.provider, self.config, self.branches = provider, config, branches
@@ -89,7 +102,7 @@ class CudaExecutable:
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm")
+            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm", sliced=copies == "gemm")
             if waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -100,8 +113,9 @@ class CudaExecutable:
             build_together(self.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        agree(plan, f"{provider} {config} {branches} {waits} {merge} {timeout} {on_timeout}", group, device, problem)
-        flags = flags_of(plan)
+        how = f"{provider} {config} {branches} {waits} {merge} {copies} {timeout} {on_timeout}"
+        agree(plan, how, group, device, problem)
+        flags = flags_of(plan) * (SLICES if copies == "gemm" else 1)
         if waits == "gemm":  # a word for each result, of which copies are told
             flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
         self.workspace: Workspace = workspace_for(
@@ -112,7 +126,7 @@ class CudaExecutable:
         flags_here = [op.flag.number for op in waits_of(self.actions)]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
         if waits == "gemm":
-            self._counters = torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
+            self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
         self._copied = copied_buffers(plan, self.rank)
         self._tiles_of_a = tiles_of_a(plan, self.rank)
@@ -316,7 +330,7 @@ class CudaExecutable:
                     self._gated_source(action, call)
         except ValueError as error:
             LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            return _Way(lower(self.plan, self.rank, self.branches), "memory", None)
+            return _Way(lower(self.plan, self.rank, self.branches, sliced=self.copies == "gemm"), "memory", None)
         return chosen
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
@@ -389,14 +403,29 @@ class CudaExecutable:
     def _gemms(self, action: Action, call: _Call) -> list[Launch]:
         """All GEMMs of the rank by one kernel."""
         copies = [self._to_gathered(op, call) for op in action.ops if isinstance(op, Gemm)]
-        addresses = [
-            [0 if op is None else self._memop(op, call.half).address for op in ops]
-            for ops in (action.gates, action.tells)
+        waits = [self._memop(ops[0], call.half).address if ops else 0 for ops in action.gates]
+        tells = [0 if op is None else self._memop(op, call.half).address for op in action.tells]
+        sends = [
+            GatedSend(
+                self._whole([copy.src for copy, _ in slices], call),
+                self._whole([copy.dst for copy, _ in slices], call),
+                self._memop(slices[0][1], call.half).address,
+            )
+            for slices in action.sends
         ]
-        return [bind_gated(self._products(action, call, *addresses), self._config), *chain.from_iterable(copies)]
+        gemms = self._products(action, call, waits, tells)
+        if sends:
+            gemms = replace(gemms, sends=sends, slice=slice_of(self.plan))
+        return [bind_gated(gemms, self._config), *chain.from_iterable(copies)]
+
+    def _whole(self, slices: Sequence[View], call: _Call) -> Tensor:
+        """Neighbouring columns of a matrix as one."""
+        batch, rows, (start, _) = slices[0].box
+        return _matrix(self._tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1]))), call))
 
     def _gated_source(self, action: Action, call: _Call) -> KernelSource:
-        return gated_source(self._products(action, call, action.gates, action.tells), self._config)
+        waits = [len(ops) for ops in action.gates]
+        return gated_source(self._products(action, call, waits, action.tells), self._config)
 
     @property
     def _config(self) -> GemmConfig | None:
@@ -612,6 +641,7 @@ def compile(
     branches: int = 2,
     waits: str = "memory",
     merge: bool = False,
+    copies: str = "engine",
     timeout: float = 300.0,
     on_timeout: str = "raise",
     op: str | None = None,
@@ -639,6 +669,9 @@ def compile(
               SMs that the other one's peers wait for
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
               plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
+    copies:   who copies shards to peers: copy "engine"s, or with waits "gemm" the "gemm" itself, in which a warp that
+              does not multiply sends them in slices along k, and the peers' kernels begin with each slice as it comes.
+              For plans that gather by pushing
     timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
@@ -652,9 +685,12 @@ def compile(
     if schedule == "auto" or op is not None or tune is not None:
         if schedule != "auto" or op is None or not isinstance(plan, GemmProblem):
             raise ValueError(f"op and tune are for a problem with schedule='auto', got {schedule!r} and op {op!r}")
-        if options or (provider, config, branches, waits, merge) != ("cutlass", None, 2, "memory", False):
+        if options or (provider, config, branches, waits, merge, copies) != (
+            *("cutlass", None, 2, "memory", False, "engine"),
+        ):
             raise ValueError(
-                "schedule='auto' chooses provider, config, branches, waits, merge and options; name a schedule for them"
+                "schedule='auto' chooses provider, config, branches, waits, merge, copies and options; name a schedule "
+                "for them"
             )
         from distgemm.tune import executable
 
@@ -672,6 +708,10 @@ def compile(
         raise ValueError(f"waits is one of {', '.join(WAITS)}, got {waits!r}")
     if not isinstance(merge, bool):
         raise ValueError(f"merge is True or False, got {merge!r}")
+    if copies not in COPIES:
+        raise ValueError(f"copies is one of {', '.join(COPIES)}, got {copies!r}")
+    if copies == "gemm" and (waits != "gemm" or merge):
+        raise ValueError(f"copies='gemm' goes with waits='gemm' and merge=False, got {waits!r} and {merge}")
     if waits == "gemm" and provider != "cutlass":
         raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {provider!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:
@@ -700,6 +740,7 @@ def compile(
         branches=branches,
         waits=waits,
         merge=merge,
+        copies=copies,
         timeout=timeout,
         on_timeout=on_timeout,
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeGuard
 
 from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, contains, link_of
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "waits_of"]
+__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "slice_of", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -21,6 +23,11 @@ a stream of their own they made captured graphs of several replays hold copies b
 BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow, and a stream of sums."""
 
+SLICES = 4
+"""How many slices a chunk is sent in at most."""
+SLICE_UNIT, SLICE_BYTES = 256, 1024
+"""Slices are multiples of so many bytes of a row, as the depths of tiles are; and no shorter than so many."""
+
 
 @dataclass(eq=False)
 class Action:
@@ -28,8 +35,9 @@ class Action:
 
     stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; all Gemms, where they are one kernel
-    gates:  of several Gemms that are one kernel, what each waits for within it, None where for nothing
+    gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice
     tells:  whom each of them tells of its result, None where nobody
+    sends:  what the kernel copies to peers, with the signals behind it: slices of chunks, those of a chunk together
     after:  actions on other streams that come before, by number
     step:   a step of the workspace's protocol (see :mod:`distgemm.runtime.cuda.workspace`), behind the ops
     awaited: whether another stream waits for it
@@ -40,17 +48,21 @@ class Action:
     after: tuple[int, ...] = ()
     step: Step | None = None
     awaited: bool = field(default=False)
-    gates: tuple[Wait | None, ...] = ()
+    gates: tuple[tuple[Wait, ...], ...] = ()
     tells: tuple[Signal | None, ...] = ()
+    sends: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
 
 
-def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False) -> list[Action]:
+def lower(
+    plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False, sliced: bool = False
+) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
     merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
            rank multiplies last: few chunks in between, small ones where they are waited for. With ``gated`` they are
            copied so only, and of those that come last half at once, half of the rest, and so on
     gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
+    sliced: shards are copied to peers in slices along k, each with a flag of its own; with ``gated``, by the kernel
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
@@ -69,9 +81,11 @@ def lower(plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool
     ops = [op for op in ops if not _is_entry(op)]
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
+    if sliced:
+        ops = _sliced(plan, ops)
     kernel = None
     if gated:
-        ops, kernel = _gated(plan, ops, entered)
+        ops, kernel = _gated(plan, ops, entered, sliced)
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -119,7 +133,9 @@ def on_one_stream(actions: Sequence[Action]) -> bool:
 
 def waits_of(actions: Sequence[Action]) -> list[Wait]:
     """What is waited for, on streams and within kernels."""
-    return [op for action in actions for op in (*action.ops, *action.gates) if isinstance(op, Wait)]
+    return [
+        op for action in actions for op in (*action.ops, *chain.from_iterable(action.gates)) if isinstance(op, Wait)
+    ]
 
 
 def _is_entry(op: Op) -> bool:
@@ -214,22 +230,81 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list[Op], Action | None]:
-    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action."""
+def slice_of(plan: Plan) -> int:
+    """Elements along k of a slice of what is copied to peers; 0 where nothing is sent in slices."""
+    extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
+    if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
+        return 0
+    _, _, k, dtype = extents.pop()
+    row = k * DTYPE_BYTES[dtype]
+    count = min(SLICES, max(1, row // SLICE_BYTES))
+    return -(-row // count // SLICE_UNIT) * SLICE_UNIT // DTYPE_BYTES[dtype]
+
+
+def _is_sent(op: Op) -> TypeGuard[Copy]:
+    """Whether it copies from the rank's shard to a peer."""
+    return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
+
+
+def _sliced(plan: Plan, ops: Sequence[Op]) -> list[Op]:
+    """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice."""
+    along = slice_of(plan)
+    if not along:
+        raise PlanError(f"{plan.schedule}: slices are of shards that are copied to peers alike, and here are none")
+    counts: dict[tuple[int, int], int] = {}  # of slices, by flag
+    for rank_ops in plan.rank_ops:
+        sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
+        for op in rank_ops:
+            if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
+                counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise PlanError(f"{plan.schedule}: slices are of copies that are signalled one by one")
+    count = next(iter(counts.values()), 1)
+    first = 1 + max(op.id for ops in plan.rank_ops for op in ops)
+    ids: dict[int, list[int]] = {}
+    found: list[Op] = []
+    for op in ops:
+        slices = count if _is_sent(op) else counts.get((op.flag.rank, op.flag.number), 1) if _has_flag(op) else 1
+        ids[op.id] = [op.id] if slices == 1 else [first + op.id * count + number for number in range(slices)]
+        for number, own in enumerate(ids[op.id]):
+            changed: dict[str, Any] = {"id": own}
+            if _has_flag(op):
+                changed["flag"] = op.flag._replace(number=op.flag.number * count + number)
+            if _is_sent(op):
+                changed |= {"src": _cut(op.src, along)[number], "dst": _cut(op.dst, along)[number]}
+            alone = isinstance(op, Signal) and slices > 1  # it follows its slice, all others all slices
+            deps = [ids[dep][number : number + 1] if alone else ids[dep] for dep in op.deps if dep in ids]
+            others = [dep for dep in op.deps if dep not in ids]  # the entry
+            found.append(replace(op, **changed, deps=(*others, *chain.from_iterable(deps))))
+    return found
+
+
+def _has_flag(op: Op) -> TypeGuard[Signal | Wait]:
+    return isinstance(op, (Signal, Wait))
+
+
+def _cut(view: View, along: int) -> list[View]:
+    batch, rows, (start, stop) = view.box
+    return [view._replace(box=(batch, rows, (at, min(at + along, stop)))) for at in range(start, stop, along)]
+
+
+def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) -> tuple[list[Op], Action | None]:
+    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action. With ``sends``,
+    the copies are a part of it."""
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
-    sent = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
-    gates: list[Wait | None] = []
+    passed_on = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
+    gates: list[tuple[Wait, ...]] = []
     first = gemms[0]
     for op in gemms:
-        found = [waits[dep] for dep in op.deps if dep in waits]
+        found = tuple(waits[dep] for dep in op.deps if dep in waits)
         further = {dep for dep in op.deps if dep not in waits and dep not in entered}
-        if len(found) > 1 or len(op.sources) > 1 or further:
-            hint = "; a plan with more results has room for its sum" if further & sent else ""
+        if (len(found) > 1 and not sends) or len(op.sources) > 1 or further:
+            hint = "; a plan with more results has room for its sum" if further & passed_on else ""
             raise PlanError(
                 f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none{hint}"
             )
@@ -238,7 +313,9 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
                 f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: one kernel for all GEMMs takes equal "
                 "chunks; choose extents that ranks and chunks divide"
             )
-        gates.append(found[0] if found else None)
+        if sends and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
+            raise PlanError(f"{op}: a kernel that sends in slices takes GEMMs of whole chunks, and this is of a part")
+        gates.append(found)
     if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
     if len({op.out.rank for op in gemms if op.out.buffer == "slot"}) > 1:
@@ -250,6 +327,9 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
         if isinstance(other, Reduce) or (isinstance(other, Copy) and link_of(other) is None):
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
+    sent, others = _sends(others, entered) if sends else ((), others)
+    if sends and any(isinstance(op, Copy) for op in others):
+        raise PlanError(f"{plan.schedule}: a kernel sends what is in shards, and here is passed on what has come")
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
         raise PlanError(
@@ -257,10 +337,21 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int]) -> tuple[list
         )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
-    stores = any(link_of(op) for op in gemms)  # which begin once the peer has left its last replay
-    return kept, Action(
-        BRANCH, tuple(gemms), (0,) if stores else (), gates=tuple(gates), tells=tuple(tells.get(op.id) for op in gemms)
-    )
+    writes = bool(sent) or any(link_of(op) for op in gemms)  # at peers, once they have left their last replay
+    told_of = tuple(tells.get(op.id) for op in gemms)
+    return kept, Action(BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent)
+
+
+def _sends(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[tuple[tuple[Copy, Signal], ...], ...], list[Op]]:
+    """Copies of shards with the signals behind them, those of a chunk together; and all other ops."""
+    signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
+    chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
+    taken = set()
+    for op in ops:
+        if _is_sent(op) and op.id in signals and all(dep in entered for dep in op.deps):
+            chunks.setdefault((op.dst.rank, op.dst.slot), []).append((op, signals[op.id]))
+            taken |= {op.id, signals[op.id].id}
+    return tuple(map(tuple, chunks.values())), [op for op in ops if op.id not in taken]
 
 
 def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: dict[int, Signal]) -> list[Op]:

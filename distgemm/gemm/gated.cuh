@@ -1,0 +1,624 @@
+// Several products by one kernel, for kernel.cu. Its persistent scheduler walks them as the mode L of CUTLASS.
+//
+// Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
+// products add, and others are told of results (DG_RESULTS). Words in memory say what has come.
+
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
+#include "cutlass/pipeline/pipeline.hpp"
+
+namespace distgemm {
+
+using namespace cute;
+
+constexpr int kProducts = 128;
+constexpr int kSends = 128;
+
+// One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
+// ~batch is one of the other memory.
+struct Product {
+  uint64_t operand_word;  // says that A (or B) has come; the words behind it that further slices have
+  uint64_t source_word;   // says that the source has come
+  uint64_t result_word;   // is told that the result is stored
+  int32_t operand;        // batch of the operand that differs from product to product
+  int32_t source;         // batch of the source; behind the last: there is none
+  int32_t result;         // batch of D
+  int32_t padding;
+};
+
+// Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
+// there, its word becomes 1: the words of the slices follow one another.
+struct Send {
+  uint64_t source, target, word;
+  int64_t source_pitch, target_pitch;  // bytes from row to row
+  uint32_t rows, row_bytes, slice_bytes;
+  uint32_t counter;  // the number of its first slice's
+};
+
+// Several products; `base` describes one of them, with the number of products as `l`.
+struct GatedArguments {
+  Arguments base;
+  Matrix operand_elsewhere, d_elsewhere;
+  int32_t moving;  // 0 if the products differ in A, 1 in B
+  int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
+  int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
+  uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets; or tickets of pieces, and
+                       // of each slice sent
+  Product products[kProducts];
+  int32_t sent;
+  Send sends[kSends];
+};
+
+// ---------------------------------------------------------------- several products that wait for their operands
+
+CUTLASS_DEVICE void wait_for(uint64_t word) {
+  uint32_t value;
+  do {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  } while (value != 1);
+  // What has come was written by others than TMA, which reads it.
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// How many have counted, this one included.
+CUTLASS_DEVICE uint32_t count(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before + 1;
+}
+
+// By the last one, for whom all is there that the others have written before they counted: leaves a zero for the next
+// launch, and tells who waits.
+CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
+}
+
+// A main loop whose loading warp, before the first load of a product, or of a slice of it, waits for its word. Nobody else
+// does: the others wait for what it loads.
+template <class Base>
+class GatedMainloop : public Base {
+ public:
+  struct Params : Base::Params {
+    typename Base::Params elsewhere;
+    int32_t moving;
+    int32_t slice_tiles;  // along k
+    Product products[kProducts];
+  };
+  using Arguments = Params;
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
+    return args;
+  }
+
+  template <class Pipeline, class State, class Inputs, class Coord, class Steps, class... Rest>
+  CUTLASS_DEVICE void load(
+      Params const& params, Pipeline pipeline, State state, Inputs const& inputs, Coord const& coord, Steps steps,
+      int count, Rest&&... rest) {
+    auto [m, n, k, number] = coord;
+    Product const& product = params.products[number];
+    bool const waits = product.operand_word && number != open_;
+    open_ = number;
+    bool const here = product.operand >= 0;
+    int32_t const batch = here ? product.operand : ~product.operand;
+    // One operand is the same in all products; it, and what the coordinate says, are batch 0.
+    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
+    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
+    typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
+    int const at_once = waits ? params.slice_tiles : count;
+    uint64_t word = product.operand_word;
+    for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, word += sizeof(uint32_t)) {
+      int const now = rest_of_k < at_once ? rest_of_k : at_once;
+      if (waits && elect_one_sync()) wait_for(word);
+      Base::load(
+          from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), steps, now, static_cast<Rest&&>(rest)...);
+      state.advance(now);
+      for (int i = 0; i < now; ++i) ++steps;
+    }
+  }
+
+ private:
+  template <class Tiles>
+  CUTLASS_DEVICE static auto shifted_(Tiles const& tiles, int32_t batch) {
+    return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
+  }
+
+  int32_t open_ = -1;
+};
+
+// An epilogue that looks up where a product's result belongs.
+template <class Base>
+class GatedEpilogue : public Base {
+ public:
+  struct Arguments : Base::Arguments {
+    int32_t results[kProducts];
+  };
+  struct Params : Base::Params {
+    int32_t results[kProducts];
+  };
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
+    Params params{Base::to_underlying_arguments(problem, args, workspace), {}};
+    for (int i = 0; i < kProducts; ++i) params.results[i] = args.results[i];
+    return params;
+  }
+
+  template <class Storage>
+  CUTLASS_HOST_DEVICE GatedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
+
+  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto load(
+      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
+    return Base::load(pipeline, state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
+  }
+
+  template <
+      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto store(
+      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
+      Coord const& coord, Rest&&... rest) {
+    return Base::store(
+        load, load_state, store, store_state, problem, block, place_(coord), static_cast<Rest&&>(rest)...);
+  }
+
+ private:
+  template <class Coord>
+  CUTLASS_DEVICE auto place_(Coord const& coord) const {
+    return make_coord(get<0>(coord), get<1>(coord), get<2>(coord), params_.results[get<3>(coord)]);
+  }
+
+  Params const& params_;
+};
+
+// An epilogue whose loading warp waits for a product's source, and that tells, once all of a product is stored, so.
+// Results lie here or elsewhere; those elsewhere are without bias and aux.
+template <class Base>
+class PassingEpilogue : public Base {
+ public:
+  struct Params : Base::Params {
+    typename Base::Params elsewhere;
+    uint32_t* counters;
+    uint32_t tiles;  // of a product
+    Product products[kProducts];
+  };
+  using Arguments = Params;
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(Problem const&, Arguments const&) {
+    return 0;
+  }
+
+  template <class Storage>
+  CUTLASS_HOST_DEVICE PassingEpilogue(Params const& params, Storage& storage)
+      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage) {}
+
+  template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
+  CUTLASS_DEVICE auto load(
+      Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
+    auto [m, n, k, number] = coord;
+    Product const& product = params_.products[number];
+    if (product.source_word && number != open_ && elect_one_sync()) wait_for(product.source_word);
+    open_ = number;
+    return Base::load(
+        pipeline, state, problem, block, make_coord(m, n, k, product.source), static_cast<Rest&&>(rest)...);
+  }
+
+  template <
+      class Load, class LoadState, class Store, class StoreState, class Problem, class Block, class Coord,
+      class Accumulators, class Mma, class... Rest>
+  CUTLASS_DEVICE auto store(
+      Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
+      Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
+    int32_t const number = get<3>(coord);
+    Product const& product = params_.products[number];
+    // Each tile ends with its tail, which leaves nothing to the next one: that may be stored by the other of the two.
+    auto const by = [&](Base& epilogue, int32_t batch) {
+      auto const states = epilogue.store(
+          load, load_state, store, store_state, problem, block,
+          make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch), accumulators, mma, thread,
+          static_cast<Rest&&>(rest)...);
+      return epilogue.store_tail(load, get<0>(states), store, get<1>(states));
+    };
+    auto const states = product.result >= 0 ? by(*this, product.result) : by(elsewhere_, ~product.result);
+    if (product.result_word && thread < cutlass::NumThreadsPerWarp) tell_(product.result_word, number);
+    return states;
+  }
+
+  template <class Load, class LoadState, class Store, class StoreState>
+  CUTLASS_DEVICE auto store_tail(Load, LoadState load_state, Store, StoreState store_state) {
+    return make_tuple(load_state, store_state);
+  }
+
+ private:
+  // By the warp that has issued the stores. Whoever stores the last tile tells, and leaves a zero for the next launch.
+  CUTLASS_DEVICE void tell_(uint64_t word, int32_t number) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    uint32_t* counter = params_.counters + number;
+    if (elect_one_sync() && count(counter) == params_.tiles) tell(counter, word);
+    __syncwarp();
+  }
+
+  Params const& params_;
+  Base elsewhere_;
+  int32_t open_ = -1;
+};
+
+// ---------------------------------------------------------------- tiles that are handed out
+
+// Tiles in order to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no tile
+// may belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold
+// its SM. Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
+struct HandedOut {};
+
+struct TileTickets {
+  static constexpr int kTickets = 32;  // the loading warp is never so many tiles ahead: there are fewer stages
+
+  uint64_t arrived[kTickets];
+  uint32_t tickets[kTickets + 1];  // the last is the first that a cluster takes
+
+  // The names by which CUTLASS's kernels know a scheduler's shared memory.
+  CUTLASS_DEVICE TileTickets* pipeline() { return this; }
+  CUTLASS_DEVICE TileTickets* throttle_pipeline() { return nullptr; }
+  CUTLASS_DEVICE TileTickets* data() { return this; }
+};
+
+// What CUTLASS's kernels call between warps. Nobody waits here: tickets are not asked for ahead, and never overwritten.
+struct TicketPipeline {
+  static constexpr int Stages = TileTickets::kTickets;
+  using PipelineState = cutlass::PipelineState<Stages>;
+  enum class ThreadCategory { Producer, Consumer, ProducerConsumer };
+  struct Params {
+    ThreadCategory role;
+    uint32_t producer_blockid, producer_arv_count, consumer_arv_count, transaction_bytes, dst_blockid;
+    int initializing_warp;
+  };
+
+  CUTLASS_DEVICE TicketPipeline(TileTickets* tickets, Params const&) {
+    if (tickets && threadIdx.x == 0) {
+      for (uint64_t& arrived : tickets->arrived) cutlass::arch::ClusterTransactionBarrier::init(&arrived, 1);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  CUTLASS_DEVICE void producer_acquire(PipelineState const&) {}
+  CUTLASS_DEVICE void producer_commit(PipelineState const&) {}
+  CUTLASS_DEVICE void producer_tail(PipelineState const&) {}
+  CUTLASS_DEVICE void consumer_wait(PipelineState const&) {}
+  CUTLASS_DEVICE void consumer_release(PipelineState const&) {}
+};
+
+template <class ClusterShape>
+class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
+  using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
+
+ public:
+  static constexpr bool IsDynamicPersistent = true;
+  using Pipeline = TicketPipeline;
+  using ThrottlePipeline = TicketPipeline;
+  using SharedStorage = TileTickets;
+  using CLCResponse = uint32_t;
+  using WorkTileInfo = typename Base::WorkTileInfo;
+  struct Arguments : Base::Arguments {
+    uint32_t* tickets = nullptr;
+  };
+  struct Params : Base::Params {
+    uint32_t* tickets;
+  };
+
+  template <class Problem, class Tile, class Cluster, class... Rest>
+  static Params to_underlying_arguments(
+      Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
+      Rest... rest) {
+    return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...), args.tickets};
+  }
+
+  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), taken_(params.tickets) {}
+  CUTLASS_DEVICE void set_data_ptr(TileTickets* tickets) { tickets_ = tickets; }
+
+  // By all threads.
+  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) {
+    // The pingpong kernel asks between its arrival at the cluster's barrier and its wait there.
+    constexpr bool arrived = DG_SCHEDULE == DG_PINGPONG;
+    if constexpr (kBlocks > 1 && arrived) cluster_wait();
+    if (threadIdx.x == 0 && block_rank_in_cluster() == 0) {
+      uint32_t const ticket = take_();
+      for (uint32_t block = 0; block < kBlocks; ++block) {
+        asm volatile(
+            "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.u32 [at], %2; }" ::"r"(
+                cast_smem_ptr_to_uint(&tickets_->tickets[TileTickets::kTickets])),
+            "r"(block), "r"(ticket)
+            : "memory");
+      }
+    }
+    if constexpr (kBlocks > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      cutlass::arch::NamedBarrier::sync(blockDim.x, kBarrier);
+    }
+    uint32_t const ticket = tickets_->tickets[TileTickets::kTickets];
+    if constexpr (kBlocks > 1 && arrived) cluster_arrive_relaxed();
+    return tile_(ticket);
+  }
+
+  template <class State>
+  CUTLASS_DEVICE State advance_to_next_work(TicketPipeline&, State const& state) {
+    return state;
+  }
+  template <class State>
+  CUTLASS_DEVICE void store_invalid_response(State const&) {}
+
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& work) { return make_tuple(work, true); }
+
+  template <class State>
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& work, TicketPipeline&, State const& state) {
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp == kScheduling) return make_tuple(WorkTileInfo::invalid_work_tile(), true);
+    if (warp == kLoading && block_rank_in_cluster() == 0) {
+      if (cutlass::canonical_lane_idx() == 0) hand_out_(work.is_valid() ? take_() : kNone, state.index());
+      __syncwarp();
+    }
+    cutlass::arch::ClusterTransactionBarrier::wait(&tickets_->arrived[state.index()], state.phase());
+    return make_tuple(tile_(tickets_->tickets[state.index()]), true);
+  }
+
+ private:
+  static constexpr uint32_t kBlocks = size(ClusterShape{});
+  static constexpr uint32_t kNone = 0xffffffff;
+  static constexpr uint32_t kBarrier = 7;
+  static constexpr int kLoading = 0, kScheduling = 1;  // CUTLASS's warps
+
+  // Every cluster takes one ticket for which there is no tile; the last one to do so leaves a zero.
+  CUTLASS_DEVICE uint32_t take_() const {
+    uint32_t const ticket = atomicAdd(taken_, 1u);
+    uint32_t const clusters = gridDim.x * gridDim.y * gridDim.z / kBlocks;
+    if (ticket == scheduler_params.blocks_per_problem_ / kBlocks + clusters - 1) atomicExch(taken_, 0u);
+    return ticket;
+  }
+
+  CUTLASS_DEVICE void hand_out_(uint32_t ticket, int index) {
+    uint32_t const to = cast_smem_ptr_to_uint(&tickets_->tickets[index]);
+    uint32_t const arrived = cast_smem_ptr_to_uint(&tickets_->arrived[index]);
+    for (uint32_t block = 0; block < kBlocks; ++block) {
+      cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
+          &tickets_->arrived[index], sizeof(uint32_t), block, 1);
+      asm volatile(
+          "{ .reg .b32 at, arrived; mapa.shared::cluster.u32 at, %0, %2; mapa.shared::cluster.u32 arrived, %1, %2; "
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [at], %3, [arrived]; }" ::"r"(to),
+          "r"(arrived), "r"(block), "r"(ticket)
+          : "memory");
+    }
+  }
+
+  CUTLASS_DEVICE WorkTileInfo tile_(uint32_t ticket) const {
+    auto const [m, n, l] = block_id_in_cluster();
+    uint32_t const within = scheduler_params.raster_order_ == RasterOrder::AlongN
+                                ? n * size<0>(ClusterShape{}) + m
+                                : m * size<1>(ClusterShape{}) + n;
+    return get_current_work_for_linear_idx(uint64_t(ticket) * kBlocks + within);
+  }
+
+  uint32_t* taken_;
+  TileTickets* tickets_ = nullptr;
+};
+
+// ---------------------------------------------------------------- copies by a warp that has nothing else to do
+
+// Copies of all sends by one warp of each thread block, through shared memory. Pieces are taken in order, by whoever comes
+// first: so they all leave, and in this order, however many blocks are resident.
+class Sender {
+ public:
+  static constexpr uint32_t kPart = 4096;  // bytes at most, of a piece, that go through one buffer
+  static constexpr int kParts = 4;
+  static constexpr uint32_t kUnit = 2048;  // of a part, that one thread moves
+
+  struct Storage {
+    alignas(128) uint8_t buffers[kParts][kPart];
+    alignas(8) uint64_t arrived[kParts];
+  };
+
+  struct Params {
+    int32_t count;
+    uint32_t pieces;         // of all sends
+    uint32_t* counters;      // pieces taken; then of each slice of each send, pieces stored
+    uint32_t first[kSends];  // piece of each
+    Send sends[kSends];
+  };
+
+  static Params params(GatedArguments const& args) {
+    Params found{};
+    found.count = args.sent;
+    found.counters = args.counters;
+    for (int i = 0; i < args.sent; ++i) {
+      Send const& send = found.sends[i] = args.sends[i];
+      found.first[i] = found.pieces;
+      found.pieces += slices_(send) * pieces_(send);
+    }
+    return found;
+  }
+
+  CUTLASS_DEVICE Sender(Params const& params, Storage& storage)
+      : params_(params), storage_(storage), lane_(cutlass::canonical_lane_idx()) {}
+
+  CUTLASS_DEVICE void operator()() {
+    if (!params_.pieces) return;
+    if (lane_ == 0) {
+      for (int i = 0; i < kParts; ++i) Arrival::init(&storage_.arrived[i], cutlass::NumThreadsPerWarp);
+    }
+    cutlass::arch::fence_barrier_init();
+    __syncwarp();
+    uint32_t taken = everyone_(take_());
+    Piece now = piece_(taken);
+    if (taken < params_.pieces) load_<0>(now);
+    for (uint32_t phase = 0; taken < params_.pieces; phase ^= 1) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kParts; ++i) {
+        Arrival::wait(&storage_.arrived[i], phase);
+        store_(now, i);
+      }
+      // Not earlier: who comes late would find that others have taken what is needed first, and not begun with it.
+      taken = everyone_(take_());
+      Piece const next = piece_(taken);
+      if (taken < params_.pieces) load_<0>(next);
+      count_(now);
+      now = next;
+    }
+    // Every block has taken one piece that there is not; the last one to do so leaves a zero.
+    if (lane_ == 0 && taken == params_.pieces + gridDim.x * gridDim.y * gridDim.z - 1) atomicExch(params_.counters, 0u);
+  }
+
+ private:
+  using Arrival = cutlass::arch::ClusterTransactionBarrier;
+
+  // Units of a slice, from `unit` on: one for each thread of the warp, as far as they fit into a buffer; then more.
+  struct Piece {
+    int32_t send;
+    uint32_t slice, unit;
+  };
+  // A part of a row.
+  struct Unit {
+    uint32_t row, column, bytes;
+  };
+
+  CUTLASS_HOST_DEVICE static uint32_t unit_bytes_(Send const& send) {
+    return send.slice_bytes < kUnit ? send.slice_bytes : kUnit;
+  }
+  CUTLASS_HOST_DEVICE static uint32_t at_once_(Send const& send) {
+    uint32_t const fitting = kPart / unit_bytes_(send);
+    return fitting < cutlass::NumThreadsPerWarp ? fitting : cutlass::NumThreadsPerWarp;
+  }
+  CUTLASS_HOST_DEVICE static uint32_t slices_(Send const& send) {
+    return (send.row_bytes + send.slice_bytes - 1) / send.slice_bytes;
+  }
+  CUTLASS_HOST_DEVICE static uint32_t across_(Send const& send) {
+    return (send.slice_bytes + kUnit - 1) / kUnit;
+  }
+  CUTLASS_HOST_DEVICE static uint32_t pieces_(Send const& send) {
+    uint32_t const units = kParts * at_once_(send);
+    return (send.rows * across_(send) + units - 1) / units;
+  }
+
+  CUTLASS_DEVICE Piece piece_(uint32_t number) const {
+    int i = 0;
+    while (i + 1 < params_.count && number >= params_.first[i + 1]) ++i;
+    Send const& send = params_.sends[i];
+    uint32_t const within = number - params_.first[i], pieces = pieces_(send);
+    return {i, within / pieces, within % pieces * kParts * at_once_(send)};
+  }
+
+  // That of this thread in a part.
+  CUTLASS_DEVICE Unit unit_(Piece const& piece, int part) const {
+    Send const& send = params_.sends[piece.send];
+    uint32_t const unit = piece.unit + part * at_once_(send) + lane_, row = unit / across_(send);
+    if (lane_ >= at_once_(send) || row >= send.rows) return {0, 0, 0};
+    uint32_t const column = piece.slice * send.slice_bytes + unit % across_(send) * kUnit;
+    uint32_t const end = cute::min((piece.slice + 1) * send.slice_bytes, send.row_bytes);
+    return {row, column, column < end ? cute::min(uint32_t(kUnit), end - column) : 0};
+  }
+
+  CUTLASS_DEVICE uint32_t take_() const { return lane_ == 0 ? atomicAdd(params_.counters, 1u) : 0; }
+  CUTLASS_DEVICE static uint32_t everyone_(uint32_t first) { return __shfl_sync(0xffffffff, first, 0); }
+
+  CUTLASS_DEVICE uint8_t* buffer_(Send const& send, int part) {
+    return storage_.buffers[part] + lane_ * unit_bytes_(send);
+  }
+
+  // Parts from `Number` on, each once the store that was before in its buffer has read it.
+  template <int Number>
+  CUTLASS_DEVICE void load_(Piece const& piece) {
+    if constexpr (Number < kParts) {
+      tma_store_wait<kParts - 1 - Number>();
+      __syncwarp();
+      Send const& send = params_.sends[piece.send];
+      Unit const unit = unit_(piece, Number);
+      Arrival::arrive_and_expect_tx(&storage_.arrived[Number], unit.bytes);
+      if (unit.bytes) {
+        uint64_t const from = send.source + int64_t(unit.row) * send.source_pitch + unit.column;
+        SM90_BULK_COPY_G2S::copy(
+            reinterpret_cast<void const*>(from), &storage_.arrived[Number], buffer_(send, Number), unit.bytes);
+      }
+      load_<Number + 1>(piece);
+    }
+  }
+
+  CUTLASS_DEVICE void store_(Piece const& piece, int part) {
+    Send const& send = params_.sends[piece.send];
+    Unit const unit = unit_(piece, part);
+    if (unit.bytes) {
+      uint64_t const to = send.target + int64_t(unit.row) * send.target_pitch + unit.column;
+      SM90_BULK_COPY_S2G::copy(buffer_(send, part), reinterpret_cast<void*>(to), unit.bytes);
+    }
+    tma_store_arrive();
+  }
+
+  // Once the piece is stored. Whoever has stored the last one of a slice tells.
+  CUTLASS_DEVICE void count_(Piece const& piece) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    __syncwarp();
+    if (lane_ == 0) {
+      Send const& send = params_.sends[piece.send];
+      uint32_t* counter = params_.counters + 1 + send.counter + piece.slice;
+      if (count(counter) == pieces_(send)) tell(counter, send.word + piece.slice * sizeof(uint32_t));
+    }
+  }
+
+  Params const& params_;
+  Storage& storage_;
+  uint32_t const lane_;
+};
+
+// A kernel of which a warp that CUTLASS leaves idle sends. It begins when CUTLASS's kernel has nothing for it to do.
+template <class Base>
+class SendingKernel : public Base {
+ public:
+  struct Arguments : Base::Arguments {
+    Sender::Params sender;
+  };
+  struct Params : Base::Params {
+    Sender::Params sender;
+  };
+  static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
+  static constexpr int SharedStorageSize = kStorageAt + sizeof(Sender::Storage);
+
+  static Params to_underlying_arguments(Arguments const& args, void* workspace) {
+    return {Base::to_underlying_arguments(args, workspace), args.sender};
+  }
+
+  // All SMs send, also where there are fewer tiles.
+  static dim3 get_grid_shape(Params const& params) {
+    if (!params.sender.pieces) return Base::get_grid_shape(params);
+    typename Base::Params larger = params;
+    get<3>(larger.problem_shape) *= 1024;
+    return Base::get_grid_shape(larger);
+  }
+
+  CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
+    Base::operator()(params, shared);
+    if (cutlass::canonical_warp_idx_sync() == kWarp) {
+      Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))();
+    }
+  }
+
+ private:
+  static constexpr int kWarp = 3;
+};
+
+}  // namespace distgemm
+
+template <class Arch, class Tile, class Cluster, uint32_t Stages>
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::HandedOut, Arch, Tile, Cluster, Stages> {
+  using Scheduler = distgemm::TicketScheduler<Cluster>;
+};
