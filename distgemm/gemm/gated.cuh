@@ -20,6 +20,7 @@ using namespace cute;
 
 constexpr int kProducts = 128;
 constexpr int kSends = 128;
+constexpr int kTickets = 32;
 
 // One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
 // ~batch is one of the other memory.
@@ -86,6 +87,10 @@ CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
 // does: the others wait for what it loads.
 template <class Base>
 class GatedMainloop : public Base {
+  // The warp that loads is ahead of others by its stages at most, each way through a cluster, and a tile or two.
+  static constexpr int kWays = DG_CLUSTER_M > 1 && DG_CLUSTER_N > 1 ? 2 : 1;
+  static_assert(DG_GATED != DG_RESULTS || Base::DispatchPolicy::Stages * kWays + 3 < kTickets);
+
  public:
   struct Params : Base::Params {
     typename Base::Params elsewhere;
@@ -247,6 +252,7 @@ class PassingEpilogue : public Base {
   // By the warp that has issued the stores. Whoever stores the last tile tells, and leaves a zero for the next launch.
   CUTLASS_DEVICE void tell_(uint64_t word, int32_t number) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    __syncwarp();
     uint32_t* counter = params_.counters + number;
     if (elect_one_sync() && count(counter) == params_.tiles) tell(counter, word);
     __syncwarp();
@@ -265,8 +271,6 @@ class PassingEpilogue : public Base {
 struct HandedOut {};
 
 struct TileTickets {
-  static constexpr int kTickets = 32;  // the loading warp is never so many tiles ahead: there are fewer stages
-
   uint64_t arrived[kTickets];
   uint32_t tickets[kTickets + 1];  // the last is the first that a cluster takes
 
@@ -278,7 +282,7 @@ struct TileTickets {
 
 // What CUTLASS's kernels call between warps. Nobody waits here: tickets are not asked for ahead, and never overwritten.
 struct TicketPipeline {
-  static constexpr int Stages = TileTickets::kTickets;
+  static constexpr int Stages = kTickets;
   using PipelineState = cutlass::PipelineState<Stages>;
   enum class ThreadCategory { Producer, Consumer, ProducerConsumer };
   struct Params {
@@ -335,10 +339,11 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
     if constexpr (kBlocks > 1 && arrived) cluster_wait();
     if (threadIdx.x == 0 && block_rank_in_cluster() == 0) {
       uint32_t const ticket = take_();
-      for (uint32_t block = 0; block < kBlocks; ++block) {
+      if constexpr (kBlocks == 1) tickets_->tickets[kTickets] = ticket;
+      for (uint32_t block = 0; kBlocks > 1 && block < kBlocks; ++block) {
         asm volatile(
             "{ .reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.u32 [at], %2; }" ::"r"(
-                cast_smem_ptr_to_uint(&tickets_->tickets[TileTickets::kTickets])),
+                cast_smem_ptr_to_uint(&tickets_->tickets[kTickets])),
             "r"(block), "r"(ticket)
             : "memory");
       }
@@ -349,7 +354,7 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
     } else {
       cutlass::arch::NamedBarrier::sync(blockDim.x, kBarrier);
     }
-    uint32_t const ticket = tickets_->tickets[TileTickets::kTickets];
+    uint32_t const ticket = tickets_->tickets[kTickets];
     if constexpr (kBlocks > 1 && arrived) cluster_arrive_relaxed();
     return tile_(ticket);
   }
@@ -390,6 +395,12 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   }
 
   CUTLASS_DEVICE void hand_out_(uint32_t ticket, int index) {
+    if constexpr (kBlocks == 1) {
+      tickets_->tickets[index] = ticket;
+      cutlass::arch::ClusterBarrier::arrive(&tickets_->arrived[index]);
+      return;
+    }
+    // Into the memory of other blocks, with what they wait for.
     uint32_t const to = cast_smem_ptr_to_uint(&tickets_->tickets[index]);
     uint32_t const arrived = cast_smem_ptr_to_uint(&tickets_->arrived[index]);
     for (uint32_t block = 0; block < kBlocks; ++block) {
@@ -601,7 +612,7 @@ class SendingKernel : public Base {
   static dim3 get_grid_shape(Params const& params) {
     if (!params.sender.pieces) return Base::get_grid_shape(params);
     typename Base::Params larger = params;
-    get<3>(larger.problem_shape) *= 1024;
+    get<3>(larger.problem_shape) = cute::max(get<3>(larger.problem_shape), larger.hw_info.sm_count);
     return Base::get_grid_shape(larger);
   }
 

@@ -200,7 +200,22 @@ def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) 
         return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
     if config.schedule == "plain" or (gemms.kind == "results" and config.epilogue != "tma"):
         return Status("what no warp loads through TMA, none can wait for: take a configuration with TMA")
+    if gemms.slice % config.tile[2] and gemms.slice < gemms.spec.k:
+        return Status(f"slices of {gemms.slice} elements are no multiple of the depth of tiles, {config.tile[2]}")
+    if not all(map(_can_be_sent, gemms.sends)):
+        return Status("what is sent has addresses, strides and rows in multiples of 16 bytes")
     return provider.supports(gemms.spec, config)
+
+
+def _can_be_sent(send: GatedSend) -> bool:
+    """Whether TMA moves it."""
+    sizes = [send.source.shape[1] * send.source.element_size(), send.source.data_ptr(), send.target.data_ptr()]
+    return not any(size % 16 for size in (*sizes, _pitch(send.source), _pitch(send.target)))
+
+
+def _pitch(matrix: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return matrix.stride(0) * matrix.element_size() if matrix.shape[0] > 1 else 0
 
 
 class _Product(ctypes.Structure):
@@ -308,18 +323,15 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
 
 
 def _place_sends(arguments: _Arguments, gemms: GatedGemms) -> None:
-    """What is sent, and in which slices. Raises ValueError where TMA cannot move it."""
+    """What is sent, and in which slices."""
     arguments.slice, arguments.sent = gemms.slice or gemms.spec.k, len(gemms.sends)
     counter = 0
     for number, send in enumerate(gemms.sends):
         (rows, columns), size = send.source.shape, send.source.element_size()
-        pitches = [matrix.stride(0) * size for matrix in (send.source, send.target)]
         along = min(gemms.slice or columns, columns)
-        if any(value % 16 for value in (send.source.data_ptr(), send.target.data_ptr(), columns * size, *pitches)):
-            raise ValueError("what is sent has addresses, strides and rows in multiples of 16 bytes")
         arguments.sends[number] = _Send(
             *(send.source.data_ptr(), send.target.data_ptr(), send.word),
-            *pitches,
+            *(_pitch(send.source), _pitch(send.target)),
             *(rows, columns * size, along * size, counter),
         )
         counter += -(-columns // along)

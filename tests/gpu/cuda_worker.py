@@ -528,7 +528,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"config": CONFIG, "beta": 1.0},
         {"chunks": 4, "dtype": "float16", "m": 32 * ranks, "n": 32 * ranks, "k": 512 * ranks},
         {"chunks": 2, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "partial_dtype": "bfloat16"},
-        {"m": 392 * ranks, "n": 328 * ranks, "k": 232 * ranks, "alpha": 2.0},
+        {"m": 392 * ranks, "n": 328 * ranks, "k": 232 * ranks, "alpha": 2.0, "config": "64x128x64_1x1_pingpong"},
     ]
     gathered: list[dict[str, Any]] = [
         {"chunks": 4, "merge": True, "m": 1024, "k": 1024},

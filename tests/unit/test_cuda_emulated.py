@@ -461,6 +461,23 @@ def test_a_kernel_that_sends_under_every_order(
         drawn.check()
 
 
+@pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8)])
+def test_a_rank_that_sends_nothing_waits_for_every_slice(rows: tuple[int, ...], recorded: list[Task]) -> None:
+    ranks = len(rows)
+    problem = distgemm.GemmProblem(16, 8 * ranks, 1152, dtype="float32", m_per_rank=rows)
+    plan = distgemm.make_plan(problem, GATHERS[0], ranks, sync="barrier")
+    machine, order = machine_of([plan]), random.Random(0)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = [Data(plan, turn, alpha=1.0, beta=0.0, bias=False) for turn in range(6)]
+    for turn, drawn in enumerate(data):
+        for rank, call in enumerate(drawn.calls):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies="gemm")
+            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
+    run(machine, todo, order, queues=False)
+    for drawn in data:
+        drawn.check()
+
+
 @pytest.mark.parametrize("schedule", [GATHERS[0], "reduce_scatter_1d_tiling_a_rotating_c"])
 def test_ranks_whose_kernels_cannot_wait_work_with_others(
     schedule: str, recorded: list[Task], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -570,9 +587,9 @@ def test_what_comes_last_comes_in_halves() -> None:
 
 
 def test_what_one_kernel_cannot_do_is_refused() -> None:
-    def lowered(schedule: str, m: int = 64, **how: Any) -> None:
-        plan = distgemm.make_plan(distgemm.GemmProblem(m, 64, 64), schedule, 4, **({"sync": "barrier"} | how))
-        lower(plan, 1, 1, gated=True)
+    def lowered(schedule: str, m: int = 64, sliced: bool = False, ranks: int = 4, **how: Any) -> None:
+        plan = distgemm.make_plan(distgemm.GemmProblem(m, 64, 64), schedule, ranks, **({"sync": "barrier"} | how))
+        lower(plan, 1, 1, gated=True, sliced=sliced)
 
     for said, schedule, how in (
         (r"multiplies 15x16x64x1.* 17x16x64x1.*takes equal chunks", GATHERS[0], {"m": 66}),
@@ -583,9 +600,35 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("without sums and copies beside it", "all_reduce_1d_tiling_a_rotating_c", {}),
         ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
+        ("sends what is in shards, and here is passed on", GATHERS[1], {"sliced": True}),
+        ("wait for one signal of a peer, or none", "all_gather_1d_bidirectional_split_a", {"sliced": True, "ranks": 2}),
+        ("are pushed to peers, and here are none", GATHERS[0], {"sliced": True, "mechanism": "pull"}),
+        ("are pushed to peers, and here are none", CHAINS[0], {"sliced": True, "mechanism": "store"}),
     ):
         with pytest.raises(PlanError, match=said):
             lowered(schedule, **how)
+
+
+def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
+    """Of 1 KiB at least; with copies by engines the slices are the same."""
+    for k, dtype, widths in (
+        (4096, "bfloat16", [1024] * 4),
+        (1160, "bfloat16", [640, 520]),
+        (500, "bfloat16", [500]),
+        (3000, "float8_e4m3fn", [1536, 1464]),
+    ):
+        problem = distgemm.GemmProblem(64, 64, k, dtype=dtype, out_dtype="bfloat16")
+        plan = distgemm.make_plan(problem, GATHERS[0], 4, sync="barrier", chunks=2)
+        actions = lower(plan, 1, 1, gated=True, sliced=True)
+        assert {action.stream for action in actions} == {BRANCH}
+        (kernel,) = (action for action in actions if action.ops)
+        found = [[copy.src.box[2][1] - copy.src.box[2][0] for copy, _ in slices] for slices in kernel.sends]
+        assert found == [widths] * 6
+        assert [len(waits) for waits in kernel.gates] == [0] * 2 + [len(widths)] * 6
+        beside = [op for action in lower(plan, 1, 1, sliced=True) for op in action.ops if isinstance(op, Copy)]
+        assert beside == [copy for slices in kernel.sends for copy, _ in slices]
+        flags = [wait.flag for waits in kernel.gates for wait in waits]
+        assert len(set(flags)) == len(flags)
 
 
 def test_all_but_the_last_shard_is_merged() -> None:
@@ -679,6 +722,9 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
         ({"branches": 3}, "branches is 1 or 2, got 3"),
         ({"waits": "events"}, "waits is one of memory, kernel, gemm, got .events."),
         ({"merge": 1}, "merge is True or False, got 1"),
+        ({"copies": "sm"}, "copies is one of engine, gemm, got 'sm'"),
+        ({"copies": "gemm"}, "goes with waits='gemm' and merge=False, got 'memory' and False"),
+        ({"copies": "gemm", "waits": "gemm", "merge": True}, "got 'gemm' and True"),
         ({"timeout": 0}, "timeout > 0"),
         ({"schedule": "auto", "op": "ag+gemm"}, "op and tune are for a problem"),
         ({"schedule": "all_gather_1d_ring_a"}, "a plan has its schedule and options already"),
@@ -854,6 +900,14 @@ def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: s
     assert re.search(said, _explain(exe, read, 2.0)), _explain(exe, read, 2.0)
     assert "all_reduce_1d_tiling_a_rotating_c on rank 0 of 4 has not ended within 2 s" in _explain(exe, read, 2.0)
     assert "cannot be read" in _explain(exe, None, 2.0)
+
+
+def test_the_watchdog_knows_slices() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(16, 16, 4096), GATHERS[0], 2, sync="barrier", chunks=2)
+    exe = Emulated(plan, 0, machine_of([plan]).workspaces[0], 1, "gemm", copies="gemm").exe
+    for missing in range(8):
+        said = _explain(exe, Words(1, BODY, [1] * 2, [1] * 2, [int(number != missing) for number in range(8)]), 2.0)
+        assert re.search(rf"waits for rank 1 at .*arrival flag {missing}@0, from rank 1$", said), said
 
 
 def test_a_call_is_stuck_once_nothing_has_moved(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -162,19 +162,35 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: operands((0, 2, 1), sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "or sends, take counters"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
         (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2047 slices"),
-        (
-            lambda: operands(
-                (0, 2, 1),
-                sends=[GatedSend(bfloat16(M, K + 4)[:, :K], bfloat16(M, K), 8)],
-                counters=torch.zeros(COUNTERS, dtype=torch.int32),
-            ),
-            "multiples of 16 bytes",
-        ),
     ],
 )
 def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         _place(_Arguments(), change())
+
+
+@pytest.mark.parametrize(
+    ("rows", "along", "said"),
+    [
+        (bfloat16(M, K + 4)[:, :K], 0, "what is sent has addresses, strides and rows in multiples of 16 bytes"),
+        (bfloat16(M, K), 24, "slices of 24 elements are no multiple of the depth of tiles, 64"),
+        (bfloat16(K, 1).t(), 0, None),  # a single row has no distance to the next
+    ],
+)
+def test_what_no_warp_sends_is_refused(
+    rows: torch.Tensor, along: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    send = GatedSend(rows, bfloat16(*rows.shape), 8)
+    gemms = operands((0, 2, 1), sends=[send], slice=along, counters=torch.zeros(COUNTERS, dtype=torch.int32))
+    if said is None:
+        gated_source(gemms)
+    else:
+        with pytest.raises(ValueError, match=said):
+            gated_source(gemms)
+    arguments = _Arguments()
+    _place(arguments, gemms)
+    assert (arguments.sends[0].source_pitch == 0) == (rows.shape[0] == 1)
 
 
 def test_d_at_unequal_distances_is_refused() -> None:

@@ -403,19 +403,7 @@ class CudaExecutable:
     def _gemms(self, action: Action, call: _Call) -> list[Launch]:
         """All GEMMs of the rank by one kernel."""
         copies = [self._to_gathered(op, call) for op in action.ops if isinstance(op, Gemm)]
-        waits = [self._memop(ops[0], call.half).address if ops else 0 for ops in action.gates]
-        tells = [0 if op is None else self._memop(op, call.half).address for op in action.tells]
-        sends = [
-            GatedSend(
-                self._whole([copy.src for copy, _ in slices], call),
-                self._whole([copy.dst for copy, _ in slices], call),
-                self._memop(slices[0][1], call.half).address,
-            )
-            for slices in action.sends
-        ]
-        gemms = self._products(action, call, waits, tells)
-        if sends:
-            gemms = replace(gemms, sends=sends, slice=slice_of(self.plan))
+        gemms = self._products(action, call, lambda op: self._memop(op, call.half).address)
         return [bind_gated(gemms, self._config), *chain.from_iterable(copies)]
 
     def _whole(self, slices: Sequence[View], call: _Call) -> Tensor:
@@ -424,14 +412,14 @@ class CudaExecutable:
         return _matrix(self._tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1]))), call))
 
     def _gated_source(self, action: Action, call: _Call) -> KernelSource:
-        waits = [len(ops) for ops in action.gates]
-        return gated_source(self._products(action, call, waits, action.tells), self._config)
+        return gated_source(self._products(action, call, lambda op: 1), self._config)
 
     @property
     def _config(self) -> GemmConfig | None:
         return None if self.config is None else GemmConfig.parse(self.config)
 
-    def _products(self, action: Action, call: _Call, waits: Sequence[Any], tells: Sequence[Any]) -> GatedGemms:
+    def _products(self, action: Action, call: _Call, word: Callable[[Wait | Signal], int]) -> GatedGemms:
+        """The GEMMs of a kernel and what it sends, with the addresses of words."""
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
         products = []
         for op in gemms:
@@ -439,9 +427,24 @@ class CudaExecutable:
             if rest is not None:
                 raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
             products.append(tensors)
-        moving = "b" if len({op.b for op in gemms}) > 1 else "a"
-        away = [op.out.buffer == "slot" for op in gemms]
-        return GatedGemms(products, moving, waits, tells, away, self._counters)
+        sends = [
+            GatedSend(
+                self._whole([copy.src for copy, _ in slices], call),
+                self._whole([copy.dst for copy, _ in slices], call),
+                word(slices[0][1]),
+            )
+            for slices in action.sends
+        ]
+        return GatedGemms(
+            products,
+            moving="b" if len({op.b for op in gemms}) > 1 else "a",
+            waits=[word(ops[0]) if ops else 0 for ops in action.gates],
+            tells=[0 if op is None else word(op) for op in action.tells],
+            away=[op.out.buffer == "slot" for op in gemms],
+            counters=self._counters,
+            sends=sends,
+            slice=slice_of(self.plan) if self.copies == "gemm" else 0,
+        )
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)

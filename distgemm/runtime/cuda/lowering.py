@@ -81,11 +81,12 @@ def lower(
     ops = [op for op in ops if not _is_entry(op)]
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
+    slices = 0
     if sliced:
-        ops = _sliced(plan, ops)
+        ops, slices = _sliced(plan, ops)
     kernel = None
     if gated:
-        ops, kernel = _gated(plan, ops, entered, sliced)
+        ops, kernel = _gated(plan, ops, entered, slices)
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -246,11 +247,12 @@ def _is_sent(op: Op) -> TypeGuard[Copy]:
     return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
 
 
-def _sliced(plan: Plan, ops: Sequence[Op]) -> list[Op]:
-    """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice."""
+def _sliced(plan: Plan, ops: Sequence[Op]) -> tuple[list[Op], int]:
+    """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice; and how
+    many these are. Flag f becomes the flags from f times that number on."""
     along = slice_of(plan)
     if not along:
-        raise PlanError(f"{plan.schedule}: slices are of shards that are copied to peers alike, and here are none")
+        raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
     counts: dict[tuple[int, int], int] = {}  # of slices, by flag
     for rank_ops in plan.rank_ops:
         sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
@@ -258,7 +260,7 @@ def _sliced(plan: Plan, ops: Sequence[Op]) -> list[Op]:
             if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
                 counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
     if len(set(counts.values())) > 1 or 0 in counts.values():
-        raise PlanError(f"{plan.schedule}: slices are of copies that are signalled one by one")
+        raise PlanError(f"{plan.schedule}: copies in slices are signalled one by one, and here are some together")
     count = next(iter(counts.values()), 1)
     first = 1 + max(op.id for ops in plan.rank_ops for op in ops)
     ids: dict[int, list[int]] = {}
@@ -276,7 +278,7 @@ def _sliced(plan: Plan, ops: Sequence[Op]) -> list[Op]:
             deps = [ids[dep][number : number + 1] if alone else ids[dep] for dep in op.deps if dep in ids]
             others = [dep for dep in op.deps if dep not in ids]  # the entry
             found.append(replace(op, **changed, deps=(*others, *chain.from_iterable(deps))))
-    return found
+    return found, count
 
 
 def _has_flag(op: Op) -> TypeGuard[Signal | Wait]:
@@ -288,9 +290,9 @@ def _cut(view: View, along: int) -> list[View]:
     return [view._replace(box=(batch, rows, (at, min(at + along, stop)))) for at in range(start, stop, along)]
 
 
-def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) -> tuple[list[Op], Action | None]:
-    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action. With ``sends``,
-    the copies are a part of it."""
+def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int) -> tuple[list[Op], Action | None]:
+    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action. With ``slices`` of
+    each chunk, the copies are a part of it."""
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
@@ -303,7 +305,7 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) 
     for op in gemms:
         found = tuple(waits[dep] for dep in op.deps if dep in waits)
         further = {dep for dep in op.deps if dep not in waits and dep not in entered}
-        if (len(found) > 1 and not sends) or len(op.sources) > 1 or further:
+        if len({wait.flag.number // (slices or 1) for wait in found}) > 1 or len(op.sources) > 1 or further:
             hint = "; a plan with more results has room for its sum" if further & passed_on else ""
             raise PlanError(
                 f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none{hint}"
@@ -313,7 +315,7 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) 
                 f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: one kernel for all GEMMs takes equal "
                 "chunks; choose extents that ranks and chunks divide"
             )
-        if sends and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
+        if slices and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
             raise PlanError(f"{op}: a kernel that sends in slices takes GEMMs of whole chunks, and this is of a part")
         gates.append(found)
     if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
@@ -327,8 +329,8 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) 
         if isinstance(other, Reduce) or (isinstance(other, Copy) and link_of(other) is None):
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
-    sent, others = _sends(others, entered) if sends else ((), others)
-    if sends and any(isinstance(op, Copy) for op in others):
+    sent, others = _sends(others, entered, slices) if slices else ((), others)
+    if slices and any(isinstance(op, Copy) for op in others):
         raise PlanError(f"{plan.schedule}: a kernel sends what is in shards, and here is passed on what has come")
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
@@ -342,15 +344,18 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], sends: bool) 
     return kept, Action(BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent)
 
 
-def _sends(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[tuple[tuple[Copy, Signal], ...], ...], list[Op]]:
+def _sends(
+    ops: Sequence[Op], entered: Container[int], slices: int
+) -> tuple[tuple[tuple[tuple[Copy, Signal], ...], ...], list[Op]]:
     """Copies of shards with the signals behind them, those of a chunk together; and all other ops."""
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
     taken = set()
     for op in ops:
         if _is_sent(op) and op.id in signals and all(dep in entered for dep in op.deps):
-            chunks.setdefault((op.dst.rank, op.dst.slot), []).append((op, signals[op.id]))
-            taken |= {op.id, signals[op.id].id}
+            signal = signals[op.id]
+            chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
+            taken |= {op.id, signal.id}
     return tuple(map(tuple, chunks.values())), [op for op in ops if op.id not in taken]
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from cuda.bindings import runtime
 
 from distgemm.gemm.streams import new_stream
-from distgemm.ops import Wait
+from distgemm.runtime.cuda.lowering import waits_of
 from distgemm.runtime.cuda.memops import raise_on
 from distgemm.runtime.cuda.workspace import ENTRY, Words, Workspace
 
@@ -253,8 +253,8 @@ def _explain(executable: CudaExecutable, words: Words | None, seconds: float) ->
     late = [peer for peer in executable.workspace.peers if not words.left[peer]]
     if words.stage == ENTRY and late:
         return f"{head}: at its start it waits for ranks {late} to leave their last replay"
-    waits = [op for op in plan.ops(rank) if isinstance(op, Wait) and not op.flag.initial]
-    missing = [op for op in waits if not words.flags[op.flag.number]]
+    waits = [op for op in waits_of(executable.actions) if op.peer != rank]
+    missing = sorted((op for op in waits if not words.flags[op.flag.number]), key=lambda op: op.round)
     if missing:
         first = missing[0]
         more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""

@@ -1,0 +1,95 @@
+"""Kernels for several products on one GPU: what they wait for, pass on and send is their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors
+from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated
+
+pytestmark = pytest.mark.gpu(1)
+
+CONFIGS = (
+    "64x128x64_1x1_pingpong",
+    "128x128x64_2x1_pingpong",
+    "128x128x64_1x2_pingpong",
+    "128x256x64_2x1_cooperative",
+)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Small integers, so sparse that sums of them are exact."""
+    values = torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.25)
+    return values.to(dtype)
+
+
+def counters() -> torch.Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512)])
+def test_sums_are_passed_on(config: str, m: int, n: int, k: int) -> None:
+    """Two results go into another memory, from where two later products take them in the other order; five times."""
+    a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
+    passed = torch.empty_like(d)
+    words, counts = torch.zeros(2, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * number for number in range(2)]
+    products = [GemmTensors(a[i], b, passed[i], padded=True) for i in range(2)]
+    products += [GemmTensors(a[2 + i], b, d[i], partial=passed[1 - i]) for i in range(2)]
+    launch = bind_gated(
+        GatedGemms(products, "a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts),
+        GemmConfig.parse(config),
+    )
+    for _ in range(5):
+        a.copy_(drawn(4, m, k))
+        d.fill_(float("nan"))
+        passed.fill_(float("nan"))
+        words.zero_()
+        launch()
+        torch.cuda.synchronize()
+        wanted = [(a[2 + i].double() + a[1 - i].double()) @ b.double().T for i in range(2)]
+        assert torch.equal(d.double(), torch.stack(wanted))
+        assert words.tolist() == [1, 1] and not counts.any()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "along"),
+    [(256, 384, 1536, 512), (392, 328, 1160, 640), (1000, 256, 512, 0), (2048, 1024, 4096, 1024)],
+)
+def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, k: int, along: int) -> None:
+    """The first product's matrix is there, two others are sent by the kernel that waits for them; five times."""
+    slices = -(-k // (along or k))
+    here, sources, slots = drawn(m, k), drawn(2, m, k + 8)[..., :k], torch.empty(2, m, k, device="cuda").bfloat16()
+    b, d = drawn(n, k), torch.empty(3 * m, n, device="cuda").bfloat16()
+    words, counts = torch.zeros(2 * slices, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * slices * number for number in range(2)]
+    products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
+    sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
+    launch = bind_gated(
+        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along), GemmConfig.parse(config)
+    )
+    for _ in range(5):
+        sources.copy_(drawn(2, m, k))
+        d.fill_(float("nan"))
+        slots.fill_(float("nan"))
+        words.zero_()
+        launch()
+        torch.cuda.synchronize()
+        assert torch.equal(slots, sources)
+        assert torch.equal(d.double(), torch.cat([here, *sources]).double() @ b.double().T)
+        assert bool((words == 1).all()) and not counts.any()
+
+
+def test_fp8_is_sent_too() -> None:
+    m, n, k, eight = 200, 144, 2048, torch.float8_e4m3fn
+    source, slot, b = drawn(m, k, dtype=eight), torch.zeros(m, k, device="cuda").to(eight), drawn(n, k, dtype=eight)
+    here, d = drawn(m, k, dtype=eight), torch.empty(2 * m, n, device="cuda").bfloat16()
+    words, counts = torch.zeros(2, dtype=torch.int32, device="cuda"), counters()
+    products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, slot))]
+    sends = [GatedSend(source, slot, words.data_ptr())]
+    bind_gated(GatedGemms(products, "a", [0, words.data_ptr()], [0, 0], [False, False], counts, sends, 1024))()
+    torch.cuda.synchronize()
+    assert torch.equal(d.double(), torch.cat([here.double(), source.double()]) @ b.double().T)
