@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distgemm.gemm import compiler
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, compiler
 from distgemm.gemm.compiler import (
     CompileError,
     CompilerNotFoundError,
@@ -28,6 +28,7 @@ from distgemm.gemm.compiler import (
     library,
     missing,
 )
+from distgemm.gemm.cutlass import kernel_source
 
 SOURCE = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 MEBIBYTE = 1 << 20
@@ -186,6 +187,25 @@ def test_all_that_it_is_made_from_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest
             paths.append(library(SOURCE))
     assert len(set(paths)) == 5 == len(nvcc.calls)
     assert library(SOURCE) == paths[1]
+    assert len(nvcc.calls) == 5
+
+
+def test_what_a_source_includes_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels for several products, and of no others."""
+    matrix = MatrixSpec("bfloat16", 256, 256)
+    tile = GemmConfig.parse("128x128x64_2x1_pingpong")
+
+    def names() -> list[Path]:
+        kinds = ("alone", "operands", "results")
+        spec = GemmSpec(matrix, matrix, matrix, partial=matrix)
+        return [library(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
+
+    def changed(path: Path) -> str:
+        return path.read_text() + "// changed" * (path.name == "gated.cuh")
+
+    before = names()
+    monkeypatch.setattr(compiler, "_text", changed)
+    assert [one == other for one, other in zip(before, names(), strict=True)] == [True, False, False]
     assert len(nvcc.calls) == 5
 
 

@@ -16,7 +16,7 @@ MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
 WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
 KERNELS = {
-    "128x256x64_1x2_cooperative": (PRODUCT, "alone"),
+    "128x256x64_1x2_cooperative": (PRODUCT, "operands"),
     "128x128x64_2x1_pingpong": (WITH_PARTIAL, "results"),
     "128x128x32_1x1_plain": (PRODUCT, "alone"),
 }
@@ -73,6 +73,13 @@ def test_tensor_cores_multiply(compiled: dict[str, tuple[str, str]], name: str, 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_several_products_wait_and_tell(compiled: dict[str, tuple[str, str]], name: str) -> None:
     _, ptx = compiled[name]
-    several = KERNELS[name][1] == "results"
-    assert ("ld.acquire.sys.global.u32" in ptx) is several
-    assert ("st.release.sys.global.u32" in ptx) is several
+    kind = KERNELS[name][1]
+    # Words of this GPU and of others; tickets from block to block of a cluster; copies that are no tensors.
+    for instruction, kinds in (
+        ("ld.acquire.sys.global.u32", ("operands", "results")),
+        ("fence.acq_rel.sys", ("operands", "results")),
+        ("st.relaxed.sys.global.u32", ("operands", "results")),
+        ("st.async.shared::cluster", ("results",)),
+        ("cp.async.bulk.global.shared::cta.bulk_group", ("operands",)),
+    ):
+        assert (instruction in ptx) is (kind in kinds), instruction
