@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -28,6 +30,16 @@ def counters() -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
 
 
+def launched(launch: Callable[[], None], operand: torch.Tensor, words: torch.Tensor, *empty: torch.Tensor) -> None:
+    """Once, on a new operand, with words as before the first launch and nothing in what is to be written."""
+    operand.copy_(drawn(*operand.shape))
+    for tensor in empty:
+        tensor.fill_(float("nan"))
+    words.zero_()
+    launch()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512)])
 def test_sums_are_passed_on(config: str, m: int, n: int, k: int) -> None:
@@ -43,12 +55,7 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int) -> None:
         GemmConfig.parse(config),
     )
     for _ in range(5):
-        a.copy_(drawn(4, m, k))
-        d.fill_(float("nan"))
-        passed.fill_(float("nan"))
-        words.zero_()
-        launch()
-        torch.cuda.synchronize()
+        launched(launch, a, words, d, passed)
         wanted = [(a[2 + i].double() + a[1 - i].double()) @ b.double().T for i in range(2)]
         assert torch.equal(d.double(), torch.stack(wanted))
         assert words.tolist() == [1, 1] and not counts.any()
@@ -72,12 +79,7 @@ def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, 
         GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along), GemmConfig.parse(config)
     )
     for _ in range(5):
-        sources.copy_(drawn(2, m, k))
-        d.fill_(float("nan"))
-        slots.fill_(float("nan"))
-        words.zero_()
-        launch()
-        torch.cuda.synchronize()
+        launched(launch, sources, words, d, slots)
         assert torch.equal(slots, sources)
         assert torch.equal(d.double(), torch.cat([here, *sources]).double() @ b.double().T)
         assert bool((words == 1).all()) and not counts.any()

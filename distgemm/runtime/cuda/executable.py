@@ -42,7 +42,6 @@ from distgemm.runtime.cuda.lowering import (
     flags_of,
     lower,
     on_one_stream,
-    slice_of,
     waits_of,
 )
 from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
@@ -443,7 +442,7 @@ class CudaExecutable:
             away=[op.out.buffer == "slot" for op in gemms],
             counters=self._counters,
             sends=sends,
-            slice=slice_of(self.plan) if self.copies == "gemm" else 0,
+            slice=action.slice,
         )
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
@@ -668,8 +667,7 @@ def compile(
               "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and tells of each sum once it
               is stored. That is for plans that push what they gather, and for chains, with mechanism "store" or with
               ``results`` as many as chunks, in chunks of equal size, with provider cutlass; branches make no difference
-              then. A chain's kernel runs beside no other kernel that waits for ranks, such as NCCL's: each may keep the
-              SMs that the other one's peers wait for
+              then
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
               plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
     copies:   who copies shards to peers: copy "engine"s, or with waits "gemm" the "gemm" itself, in which a warp that

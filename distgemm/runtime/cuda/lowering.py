@@ -13,7 +13,7 @@ from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "slice_of", "waits_of"]
+__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -38,6 +38,7 @@ class Action:
     gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice
     tells:  whom each of them tells of its result, None where nobody
     sends:  what the kernel copies to peers, with the signals behind it: slices of chunks, those of a chunk together
+    slice:  elements along k of a slice that it sends, or waits for; 0 where chunks are whole
     after:  actions on other streams that come before, by number
     step:   a step of the workspace's protocol (see :mod:`distgemm.runtime.cuda.workspace`), behind the ops
     awaited: whether another stream waits for it
@@ -51,6 +52,7 @@ class Action:
     gates: tuple[tuple[Wait, ...], ...] = ()
     tells: tuple[Signal | None, ...] = ()
     sends: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
+    slice: int = 0
 
 
 def lower(
@@ -81,12 +83,15 @@ def lower(
     ops = [op for op in ops if not _is_entry(op)]
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
-    slices = 0
+    along = slices = 0
     if sliced:
-        ops, slices = _sliced(plan, ops)
+        along = _slice_of(plan)
+        ops, slices = _sliced(plan, ops, along)
     kernel = None
     if gated:
         ops, kernel = _gated(plan, ops, entered, slices)
+    if kernel is not None:
+        kernel.slice = along
     streams = _streams(ops, branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
@@ -231,11 +236,11 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
     return [tuple(run) for run in runs]
 
 
-def slice_of(plan: Plan) -> int:
-    """Elements along k of a slice of what is copied to peers; 0 where nothing is sent in slices."""
+def _slice_of(plan: Plan) -> int:
+    """Elements along k of a slice of what is copied to peers. Raises PlanError where nothing can be sent in slices."""
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
-        return 0
+        raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
     _, _, k, dtype = extents.pop()
     row = k * DTYPE_BYTES[dtype]
     count = min(SLICES, max(1, row // SLICE_BYTES))
@@ -247,12 +252,9 @@ def _is_sent(op: Op) -> TypeGuard[Copy]:
     return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
 
 
-def _sliced(plan: Plan, ops: Sequence[Op]) -> tuple[list[Op], int]:
+def _sliced(plan: Plan, ops: Sequence[Op], along: int) -> tuple[list[Op], int]:
     """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice; and how
     many these are. Flag f becomes the flags from f times that number on."""
-    along = slice_of(plan)
-    if not along:
-        raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
     counts: dict[tuple[int, int], int] = {}  # of slices, by flag
     for rank_ops in plan.rank_ops:
         sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
