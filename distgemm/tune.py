@@ -68,8 +68,8 @@ FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.1, 5
-"""Of plans whose GEMMs are one kernel, the best with copies by engines, and the best with its own, are measured with so
-many configurations of it, where they take at most this factor longer than the fastest."""
+"""Of plans whose GEMMs are one kernel, the best of each way to copy is measured with so many configurations of it,
+where it takes at most this factor longer than the fastest."""
 
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
@@ -93,14 +93,17 @@ CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "ag+gemm": (
         *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
-        *((GATHER, {"chunks": chunks}, "gemm") for chunks in (1, 2)),
+        *((GATHER, {"chunks": chunks}, copies) for copies in ("slices", "gemm") for chunks in (1, 2)),
     ),
     "gemm+rs": (
         (CHAIN, {"chunks": 2, "results": 2}, "engine"),
         (CHAIN, {"chunks": 4, "results": 4}, "engine"),
         (CHAIN, {"chunks": 2, "mechanism": "store"}, "engine"),
+        (CHAIN, {"chunks": 4, "mechanism": "store"}, "engine"),
     ),
-    "gemm+ar": (),
+    "gemm+ar": tuple(
+        ("all_reduce_1d_tiling_a_rotating_c", {"chunks": chunks, "mechanism": "store"}, "engine") for chunks in (2, 4)
+    ),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
 
@@ -287,7 +290,7 @@ def by_one_kernel(plan: Plan, copies: str = "engine") -> Status:
 
     try:
         for rank in range(plan.world_size):
-            lower(plan, rank, 1, gated=True, sliced=copies == "gemm")
+            lower(plan, rank, 1, gated=True, copies=copies)
     except PlanError as error:
         return Status(str(error))
     gemms = _specs(plan)

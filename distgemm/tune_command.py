@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -74,6 +76,9 @@ def tune_command(
         bool, typer.Option(help="Whether configurations of the GEMMs are measured as well; compiles kernels.")
     ] = True,
     write: Annotated[bool, typer.Option(help="Whether the choices are recorded.")] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where the times of all that was measured go, after each layer.")
+    ] = None,
 ) -> None:
     """Measure what schedule="auto" takes for the layers of a model on the GPUs of this machine, and record it.
 
@@ -86,10 +91,13 @@ def tune_command(
     shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype
     found = [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes)]
 
-    from distgemm.command_line import new_console
+    from distgemm.command_line import check_folder, new_console
     from distgemm.runtime.launch import launch
 
-    tuned: list[Tuned] = launch(_rank_main, size, found, write, kernels, backend="nccl", timeout=PATIENCE)[0]
+    if json_file is not None:
+        check_folder("--json", json_file)
+        json_file = json_file.absolute()
+    tuned: list[Tuned] = launch(_rank_main, size, found, write, kernels, json_file, backend="nccl", timeout=PATIENCE)[0]
     new_console().print(tuned_table(found, tuned))
     for reason in sorted({f"not measured: {name}: {why}" for each in tuned for name, why in each.refused.items()}):
         typer.echo(reason, err=True)
@@ -108,18 +116,37 @@ def _tokens(texts: list[str]) -> list[int]:
         raise ValueError(f"--m is given as 8192 or 2048,8192, got {' '.join(texts)!r}") from None
 
 
-def _rank_main(found: list[Case], write: bool, kernels: bool) -> list[Tuned]:
+def _rank_main(found: list[Case], write: bool, kernels: bool, json_file: Path | None) -> list[Tuned]:
     """What each rank does."""
     import torch.distributed as dist
 
+    from distgemm.benchmarking.report import save
     from distgemm.tune import tune
 
-    tuned = []
-    with _progress(len(found), shown=dist.get_rank() == 0) as begin:
+    tuned: list[Tuned] = []
+    first = dist.get_rank() == 0
+    with _progress(len(found), shown=first) as begin:
         for case in found:
             say = begin(f"{case.label} {case.op} m={case.problem.m}")
             tuned.append(tune(case.problem, case.op, write=write, kernels=kernels, progress=say))
+            if first and json_file is not None:
+                save({"layers": measured(found, tuned)}, json_file)
     return tuned
+
+
+def measured(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """What ``--json`` writes: of each layer measured so far the choice and the ms of all that was tried."""
+    return [
+        {
+            "layer": case.label,
+            "op": case.op,
+            "problem": dataclasses.asdict(case.problem),
+            "choice": str(best.choice),
+            "ms": dict(sorted(best.times.items(), key=lambda each: each[1])),
+            "refused": best.refused,
+        }
+        for case, best in zip(found, tuned, strict=False)
+    ]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ TORCH_DTYPES = {
 }
 
 WAITS = ("memory", "kernel", "gemm")
-COPIES = ("engine", "gemm")
+COPIES = ("engine", "slices", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 
 

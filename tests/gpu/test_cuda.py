@@ -43,7 +43,9 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
         Case(CHAIN, (ranks,), chunks=4, waits="gemm"),
+        Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -59,7 +61,9 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=8, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm", mechanism="store"),
         Case(CHAIN, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=4, waits="gemm"),
+        Case(ALL_REDUCE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="gemm"),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="slices"),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -71,7 +75,9 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
+        Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),
@@ -84,7 +90,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
         (worker.crowded, (mixed,)),
-        (worker.crossed, (large[-4:],)),
+        (worker.crossed, (large[-6:],)),
         (worker.graph_nodes, (nodes,)),
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),

@@ -120,7 +120,7 @@ class Emulated:
         exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
         exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
         exe.device, exe.waits, exe.copies = torch.device("cpu"), waits, copies
-        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm", sliced=copies == "gemm")
+        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm", copies=copies)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for op in waits_of(exe.actions)]
         exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
@@ -386,7 +386,9 @@ GATHERED = [
     [
         *((name, "push", queues) for name in GATHERED for queues in (False, True)),
         *((name, "store", queues) for name in CHAINS for queues in (False, True)),
-        *((name, "push", False) for name in CHAINS),  # the kernel and copies wait for each other
+        # The kernel and copies wait for each other.
+        *((name, "push", False) for name in CHAINS),
+        *(("all_reduce_1d_tiling_a_rotating_c", mechanism, False) for mechanism in ("push", "store")),
     ],
 )
 def test_one_kernel_that_waits_under_every_order(
@@ -447,7 +449,7 @@ def test_a_kernel_that_sends_under_every_order(
     monkeypatch.setattr(executable, "gated_source", refused)
     for turn, plan in enumerate(every * 6):
         data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
-        half, copies = order.randrange(2), ("gemm", "gemm", "engine")[turn % 3]
+        half, copies = order.randrange(2), ("gemm", "slices", "engine")[turn % 3]
         for rank in range(ranks):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
             one.exe.choice = Choice(schedule=schedule)
@@ -587,9 +589,9 @@ def test_what_comes_last_comes_in_halves() -> None:
 
 
 def test_what_one_kernel_cannot_do_is_refused() -> None:
-    def lowered(schedule: str, m: int = 64, sliced: bool = False, ranks: int = 4, **how: Any) -> None:
+    def lowered(schedule: str, m: int = 64, copies: str = "engine", ranks: int = 4, **how: Any) -> None:
         plan = distgemm.make_plan(distgemm.GemmProblem(m, 64, 64), schedule, ranks, **({"sync": "barrier"} | how))
-        lower(plan, 1, 1, gated=True, sliced=sliced)
+        lower(plan, 1, 1, gated=True, copies=copies)
 
     for said, schedule, how in (
         (r"multiplies 15x16x64x1.* 17x16x64x1.*takes equal chunks", GATHERS[0], {"m": 66}),
@@ -597,13 +599,17 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("a plan with more results has room", "reduce_scatter_1d_pairwise_a", {}),
         ("a plan with more results has room", "reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
         ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"results": 3}),
-        ("without sums and copies beside it", "all_reduce_1d_tiling_a_rotating_c", {}),
+        ("without sums and copies beside it", "all_reduce_1d_pairwise_a", {"results": 3}),
         ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
-        ("sends what is in shards, and here is passed on", GATHERS[1], {"sliced": True}),
-        ("wait for one signal of a peer, or none", "all_gather_1d_bidirectional_split_a", {"sliced": True, "ranks": 2}),
-        ("are pushed to peers, and here are none", GATHERS[0], {"sliced": True, "mechanism": "pull"}),
-        ("are pushed to peers, and here are none", CHAINS[0], {"sliced": True, "mechanism": "store"}),
+        ("sends what is in shards, and here is passed on", GATHERS[1], {"copies": "gemm"}),
+        (
+            "wait for one signal of a peer, or none",
+            "all_gather_1d_bidirectional_split_a",
+            {"copies": "gemm", "ranks": 2},
+        ),
+        ("are pushed to peers, and here are none", GATHERS[0], {"copies": "gemm", "mechanism": "pull"}),
+        ("are pushed to peers, and here are none", CHAINS[0], {"copies": "gemm", "mechanism": "store"}),
     ):
         with pytest.raises(PlanError, match=said):
             lowered(schedule, **how)
@@ -619,13 +625,13 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
     ):
         problem = distgemm.GemmProblem(64, 64, k, dtype=dtype, out_dtype="bfloat16")
         plan = distgemm.make_plan(problem, GATHERS[0], 4, sync="barrier", chunks=2)
-        actions = lower(plan, 1, 1, gated=True, sliced=True)
+        actions = lower(plan, 1, 1, gated=True, copies="gemm")
         assert {action.stream for action in actions} == {BRANCH}
         (kernel,) = (action for action in actions if action.ops)
         found = [[copy.src.box[2][1] - copy.src.box[2][0] for copy, _ in slices] for slices in kernel.sends]
         assert found == [widths] * 6
         assert [len(waits) for waits in kernel.gates] == [0] * 2 + [len(widths)] * 6
-        beside = [op for action in lower(plan, 1, 1, sliced=True) for op in action.ops if isinstance(op, Copy)]
+        beside = [op for action in lower(plan, 1, 1, copies="gemm") for op in action.ops if isinstance(op, Copy)]
         assert beside == [copy for slices in kernel.sends for copy, _ in slices]
         flags = [wait.flag for waits in kernel.gates for wait in waits]
         assert len(set(flags)) == len(flags)
@@ -722,7 +728,7 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
         ({"branches": 3}, "branches is 1 or 2, got 3"),
         ({"waits": "events"}, "waits is one of memory, kernel, gemm, got .events."),
         ({"merge": 1}, "merge is True or False, got 1"),
-        ({"copies": "sm"}, "copies is one of engine, gemm, got 'sm'"),
+        ({"copies": "sm"}, "copies is one of engine, slices, gemm, got 'sm'"),
         ({"copies": "gemm"}, "goes with waits='gemm' and merge=False, got 'memory' and False"),
         ({"copies": "gemm", "waits": "gemm", "merge": True}, "got 'gemm' and True"),
         ({"timeout": 0}, "timeout > 0"),

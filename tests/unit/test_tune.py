@@ -215,8 +215,9 @@ def test_plans_by_one_kernel_are_tried() -> None:
         return {(each.schedule, each.copies) for each in candidates(problem, op, 4) if each.waits == "gemm"}
 
     assert by_one("gemm+rs") == {("reduce_scatter_1d_tiling_a_rotating_c", "engine")}
-    assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in ("engine", "gemm")}
-    assert by_one("gemm+ar") == set()
+    every = ("engine", "slices", "gemm")
+    assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in every}
+    assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", "engine")}
 
 
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
@@ -317,8 +318,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     launched: list[Any] = []
     monkeypatch.setenv("COLUMNS", "200")
 
-    def launch(function: Any, ranks: int, found: list[Any], write: bool, kernels: bool, **more: Any) -> list[Any]:
-        launched.append((ranks, [(case.op, case.problem.m) for case in found], write, kernels, more["backend"]))
+    def launch(
+        function: Any, ranks: int, found: list[Any], write: bool, kernels: bool, to: Path | None, **more: Any
+    ) -> list[Any]:
+        launched.append((ranks, [(case.op, case.problem.m) for case in found], write, kernels, to, more["backend"]))
         path = choices_file(GPU) if write else None
         times = {str(PLAN): 0.5, str(UNFUSED): 0.75}
         return [[Tuned(PLAN, times, {"some plan": "no kernel"}, path) for _ in found]]
@@ -327,7 +330,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048", "8192", "--ops", "ag+gemm"])
     assert run.exit_code == 0, run.output
     ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
-    assert launched == [(4, ops, True, True, "nccl")]
+    assert launched == [(4, ops, True, True, None, "nccl")]
     assert run.output.count("chunks=2, GEMMs by cublas, 2 branches") == 4
     assert "0.5000" in run.output and "1.500" in run.output
     assert "not measured: some plan: no kernel" in run.output
@@ -335,6 +338,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     run = CliRunner().invoke(cli.app, ["tune", "--no-write", "--no-kernels", "--tp", "4"])
     assert launched[1][0] == 4 and launched[1][2:4] == (False, False)
     assert "choices are in" not in run.output
+    run = CliRunner().invoke(cli.app, ["tune", "--json", "times.json"])
+    assert run.exit_code == 0 and launched[-1][4] == Path("times.json").absolute()
     for models in (["all"], ["llama-3-8b,llama-3-70b", "llama-3-405b"]):
         run = CliRunner().invoke(cli.app, ["tune", "--model", *models])
         assert run.exit_code == 0 and len(launched[-1][1]) == 12, run.output
@@ -347,6 +352,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         (["--ops", "ag"], "--ops are some of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
         (["--model", "gpt"], "model is one of"),
         (["--tp", "7"], "7 ranks cannot share n = 10240 of qkv evenly"),
+        (["--json", "no/where/times.json"], "there is no folder no/where"),
     ],
 )
 def test_wrong_arguments(words: list[str], said: str) -> None:
@@ -354,16 +360,25 @@ def test_wrong_arguments(words: list[str], said: str) -> None:
     assert run.exit_code == 2 and said in run.output
 
 
-def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def fake(problem: GemmProblem, op: str, *, write: bool, kernels: bool, progress: Any) -> Any:
         progress("measuring")
         seen.append((problem.m, op, write, kernels))
-        return SimpleNamespace()
+        times = {str(UNFUSED): 2.0, str(PLAN): 1.0 + len(seen)}
+        return SimpleNamespace(choice=PLAN, times=times, refused={"a plan": "no kernel"})
 
     monkeypatch.setattr(tune, "tune", fake)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: ranks[0])
     found = tune_command.cases("llama-3-8b", [128], ["gemm+rs"], 8, 8, "bfloat16")
-    assert len(tune_command._rank_main(found, True, False)) == 2
-    assert seen == [(128, "gemm+rs", True, False)] * 2
+    written = tmp_path / "times.json"
+    ranks = [1]
+    assert len(tune_command._rank_main(found, True, False, written)) == 2 and not written.exists()
+    ranks = [0]
+    assert len(tune_command._rank_main(found, True, False, written)) == 2
+    assert seen == [(128, "gemm+rs", True, False)] * 4
+    layers = json.loads(written.read_text())["layers"]
+    assert [(one["layer"], one["choice"]) for one in layers] == [("8b out", str(PLAN)), ("8b fc2", str(PLAN))]
+    assert [list(one["ms"].values()) for one in layers] == [[2.0, 4.0], [2.0, 5.0]]  # the fastest first
+    assert layers[1]["problem"]["k"] == 14336 and layers[0]["refused"] == {"a plan": "no kernel"}

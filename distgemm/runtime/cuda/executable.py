@@ -101,7 +101,7 @@ class CudaExecutable:
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm", sliced=copies == "gemm")
+            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm", copies=copies)
             if waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -114,7 +114,7 @@ class CudaExecutable:
             problem = error
         how = f"{provider} {config} {branches} {waits} {merge} {copies} {timeout} {on_timeout}"
         agree(plan, how, group, device, problem)
-        flags = flags_of(plan) * (SLICES if copies == "gemm" else 1)
+        flags = flags_of(plan) * (1 if copies == "engine" else SLICES)
         if waits == "gemm":  # a word for each result, of which copies are told
             flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
         self.workspace: Workspace = workspace_for(
@@ -329,7 +329,7 @@ class CudaExecutable:
                     self._gated_source(action, call)
         except ValueError as error:
             LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            return _Way(lower(self.plan, self.rank, self.branches, sliced=self.copies == "gemm"), "memory", None)
+            return _Way(lower(self.plan, self.rank, self.branches, copies=self.copies), "memory", None)
         return chosen
 
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
@@ -357,7 +357,7 @@ class CudaExecutable:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if call.way.waits == "kernel" and isinstance(first, Wait) and action.stream != COMM:
+            if call.way.waits != "memory" and isinstance(first, Wait) and action.stream != COMM:
                 return bind_words([ops], self._index)
             return lambda stream: mem_ops([*ops, *step], stream)
 
@@ -711,8 +711,8 @@ def compile(
         raise ValueError(f"merge is True or False, got {merge!r}")
     if copies not in COPIES:
         raise ValueError(f"copies is one of {', '.join(COPIES)}, got {copies!r}")
-    if copies == "gemm" and (waits != "gemm" or merge):
-        raise ValueError(f"copies='gemm' goes with waits='gemm' and merge=False, got {waits!r} and {merge}")
+    if copies != "engine" and (waits != "gemm" or merge):
+        raise ValueError(f"copies={copies!r} goes with waits='gemm' and merge=False, got {waits!r} and {merge}")
     if waits == "gemm" and provider != "cutlass":
         raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {provider!r}")
     if on_timeout not in ("raise", "abort") or not timeout > 0:

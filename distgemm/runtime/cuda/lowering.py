@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeGuard
@@ -56,7 +56,7 @@ class Action:
 
 
 def lower(
-    plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False, sliced: bool = False
+    plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False, copies: str = "engine"
 ) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
@@ -64,7 +64,8 @@ def lower(
            rank multiplies last: few chunks in between, small ones where they are waited for. With ``gated`` they are
            copied so only, and of those that come last half at once, half of the rest, and so on
     gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
-    sliced: shards are copied to peers in slices along k, each with a flag of its own; with ``gated``, by the kernel
+    copies: of shards to peers, as ``distgemm.compile`` takes it. Where there are slices along k, each has a flag of its
+           own; with "gemm" and ``gated`` they are sent by the kernel
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
@@ -84,15 +85,15 @@ def lower(
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
     along = slices = 0
-    if sliced:
+    if copies != "engine":
         along = _slice_of(plan)
-        ops, slices = _sliced(plan, ops, along)
+        ops, slices = _sliced(plan, ops, along, copies == "slices")
     kernel = None
     if gated:
-        ops, kernel = _gated(plan, ops, entered, slices)
+        ops, kernel = _gated(plan, ops, entered, slices, copies == "gemm")
     if kernel is not None:
         kernel.slice = along
-    streams = _streams(ops, branches)
+    streams = _streams(ops, 1 if gated else branches)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
@@ -252,9 +253,11 @@ def _is_sent(op: Op) -> TypeGuard[Copy]:
     return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
 
 
-def _sliced(plan: Plan, ops: Sequence[Op], along: int) -> tuple[list[Op], int]:
+def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list[Op], int]:
     """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice; and how
-    many these are. Flag f becomes the flags from f times that number on."""
+    many these are. Flag f becomes the flags from f times that number on. With ``last`` a copy is whole, and all its
+    signals come behind it, unless the peer multiplies it last."""
+    cut = set(_multiplied_last(plan)) if last else None
     counts: dict[tuple[int, int], int] = {}  # of slices, by flag
     for rank_ops in plan.rank_ops:
         sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
@@ -267,20 +270,34 @@ def _sliced(plan: Plan, ops: Sequence[Op], along: int) -> tuple[list[Op], int]:
     first = 1 + max(op.id for ops in plan.rank_ops for op in ops)
     ids: dict[int, list[int]] = {}
     found: list[Op] = []
+    signals: dict[int, Op] = {}  # by the slice that they follow
     for op in ops:
-        slices = count if _is_sent(op) else counts.get((op.flag.rank, op.flag.number), 1) if _has_flag(op) else 1
+        slices = 1
+        if _is_sent(op) and (cut is None or (op.dst.rank, op.dst.slot) in cut):
+            slices = count
+        elif _has_flag(op):
+            slices = counts.get((op.flag.rank, op.flag.number), 1)
         ids[op.id] = [op.id] if slices == 1 else [first + op.id * count + number for number in range(slices)]
         for number, own in enumerate(ids[op.id]):
             changed: dict[str, Any] = {"id": own}
             if _has_flag(op):
                 changed["flag"] = op.flag._replace(number=op.flag.number * count + number)
-            if _is_sent(op):
+            if _is_sent(op) and slices > 1:
                 changed |= {"src": _cut(op.src, along)[number], "dst": _cut(op.dst, along)[number]}
-            alone = isinstance(op, Signal) and slices > 1  # it follows its slice, all others all slices
-            deps = [ids[dep][number : number + 1] if alone else ids[dep] for dep in op.deps if dep in ids]
-            others = [dep for dep in op.deps if dep not in ids]  # the entry
-            found.append(replace(op, **changed, deps=(*others, *chain.from_iterable(deps))))
-    return found, count
+            follows = [ids.get(dep, [dep]) for dep in op.deps]  # the entry has no slices
+            if isinstance(op, Signal) and slices > 1 and len(follows[0]) == slices:
+                after = follows[0][number]
+                signals[after] = replace(op, **changed, deps=(after,))
+            else:
+                found.append(replace(op, **changed, deps=tuple(chain.from_iterable(follows))))
+    return [each for op in found for each in (op, signals.get(op.id)) if each is not None], count
+
+
+def _multiplied_last(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Rank and slot of the chunk that each rank multiplies last."""
+    for rank in range(plan.world_size):
+        views = [view for op in plan.ops(rank) if isinstance(op, Gemm) for view in (op.a, op.b)]
+        yield from [(rank, view.slot) for view in views if view.buffer == "slot"][-1:]
 
 
 def _has_flag(op: Op) -> TypeGuard[Signal | Wait]:
@@ -292,9 +309,14 @@ def _cut(view: View, along: int) -> list[View]:
     return [view._replace(box=(batch, rows, (at, min(at + along, stop)))) for at in range(start, stop, along)]
 
 
-def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int) -> tuple[list[Op], Action | None]:
-    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action. With ``slices`` of
-    each chunk, the copies are a part of it."""
+def _gated(
+    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, sending: bool
+) -> tuple[list[Op], Action | None]:
+    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action.
+
+    slices:  of which each chunk is, 0 where they are whole
+    sending: whether copies are a part of the action
+    """
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
@@ -318,7 +340,7 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int) 
                 "chunks; choose extents that ranks and chunks divide"
             )
         if slices and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
-            raise PlanError(f"{op}: a kernel that sends in slices takes GEMMs of whole chunks, and this is of a part")
+            raise PlanError(f"{op}: a kernel that waits for slices takes GEMMs of whole chunks, and this is of a part")
         gates.append(found)
     if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
@@ -328,11 +350,12 @@ def _gated(plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int) 
     told = {op.id for op in tells.values()}
     others = [op for op in ops if op.id not in multiplied and op.id not in told]
     for other in others:
-        if isinstance(other, Reduce) or (isinstance(other, Copy) and link_of(other) is None):
+        here = isinstance(other, Reduce) or (isinstance(other, Copy) and link_of(other) is None)
+        if here and not multiplied.isdisjoint(other.deps):
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
-    sent, others = _sends(others, entered, slices) if slices else ((), others)
-    if slices and any(isinstance(op, Copy) for op in others):
+    sent, others = _sends(others, entered, slices) if sending else ((), others)
+    if sending and any(isinstance(op, Copy) for op in others):
         raise PlanError(f"{plan.schedule}: a kernel sends what is in shards, and here is passed on what has come")
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
