@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +28,7 @@ from distgemm.ops import Gemm, Reduce, View, box_extents
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import COPIES, TORCH_DTYPES, WAITS, resolve_group
-from distgemm.runtime.unfused import UnfusedExecutable, unfused_status
+from distgemm.runtime.unfused import COLLECTIVES, UnfusedExecutable, collective_status, unfused_status
 from distgemm.simulate import predict_unfused, simulate
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ FINALISTS = 4
 FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
-WITHIN_KERNELS, KERNELS = 1.1, 5
+WITHIN_KERNELS, KERNELS = 1.25, 6
 """Of plans whose GEMMs are one kernel, the best of each way to copy is measured with so many configurations of it,
 where it takes at most this factor longer than the fastest."""
 
@@ -118,6 +118,7 @@ class Choice:
     schedule, options: of the plan, options as (name, value) pairs
     provider, branches, config, waits, merge, copies: as :func:`distgemm.compile` takes them; config None: by shape,
               for each GEMM
+    collective: of the unfused program, as :class:`distgemm.runtime.unfused.UnfusedExecutable` takes it
     how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
               part of what is compared
     """
@@ -131,6 +132,7 @@ class Choice:
     waits: str = "memory"
     merge: bool = False
     copies: str = "engine"
+    collective: str = "nccl"
     how: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -149,12 +151,14 @@ class Choice:
             raise ValueError(f"merge is True or False, got {self.merge!r}")
         if self.copies not in COPIES:
             raise ValueError(f"copies is one of {', '.join(COPIES)}, got {self.copies!r}")
+        if self.collective not in (COLLECTIVES if self.method == "unfused" else ("nccl",)):
+            raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, of no plan, got {self.collective!r}")
         if self.config is not None:
             GemmConfig.parse(self.config)
 
     def __str__(self) -> str:
         if self.method == "unfused":
-            return "unfused"
+            return "unfused" if self.collective == "nccl" else f"unfused, {self.collective}"
         name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
         config = "" if self.config is None else f" {self.config}"
         waits = "" if self.waits == "memory" else f", waits by {self.waits}"
@@ -182,7 +186,7 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
         if self.method == "unfused":
-            return {"method": "unfused"}
+            return {"method": "unfused", "collective": self.collective}
         return {
             "method": "plan",
             "schedule": self.schedule,
@@ -199,7 +203,7 @@ class Choice:
     def from_dict(cls, fields: Mapping[str, Any], how: str = "") -> Choice:
         """What :meth:`to_dict` wrote; further fields are passed over. Raises ValueError, KeyError or TypeError."""
         if fields["method"] == "unfused":
-            return replace(UNFUSED, how=how)
+            return replace(UNFUSED, collective=fields.get("collective", "nccl"), how=how)
         options = fields["options"]
         if not isinstance(options, dict) or not all(isinstance(value, (int, str)) for value in options.values()):
             raise ValueError(f"options are numbers and texts by name, got {options!r}")
@@ -279,7 +283,12 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
             pairs = tuple(options.items())
             times[Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge, copies=by)] = time
     if unfused_status(problem, op):
-        times[UNFUSED] = predict_unfused(problem, machine, op, world_size)
+        time = predict_unfused(problem, machine, op, world_size)
+        for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured
+            if (collective == "nccl" or world_size > 1) and collective_status(
+                problem, op, collective, torch.device("cuda")
+            ):
+                times[replace(UNFUSED, collective=collective)] = time
     return times
 
 
@@ -435,12 +444,15 @@ def choose(
     found = _from_first(whole, at, decide)
     if found is None:
         found = _tune(_bucketed(problem), op, whole, at).choice
-    return fitting(found, problem, size)
+    return fitting(found, problem, op, size)
 
 
-def fitting(choice: Choice, problem: GemmProblem, world_size: int) -> Choice:
+def fitting(choice: Choice, problem: GemmProblem, op: str, world_size: int) -> Choice:
     """A choice for other rows than it was measured at: waiting within GEMMs takes chunks of equal size, and where these
-    rows are in none, waits are on memory."""
+    rows are in none, waits are on memory; NCCL adds what no other collective does."""
+    if choice.method == "unfused":
+        status = collective_status(problem, op, choice.collective, torch.device("cuda"))
+        return choice if status else replace(UNFUSED, how=choice.how)
     if choice.waits != "gemm":
         return choice
     plan = make_plan(problem, choice.schedule, world_size, sync="barrier", **dict(choice.options))
@@ -504,7 +516,7 @@ def make(
 ) -> CudaExecutable | UnfusedExecutable:
     """This rank's executable of a choice. A collective call."""
     if choice.method == "unfused":
-        unfused = UnfusedExecutable(problem, op, group, device)
+        unfused = UnfusedExecutable(problem, op, group, device, choice.collective)
         unfused.choice = choice
         return unfused
     from distgemm.runtime.cuda import CudaExecutable
@@ -666,18 +678,23 @@ def _finalists(
         one = next((choice for choice in ran if (choice.waits, choice.copies) == ("gemm", copies)), None)
         if one is None or times[str(one)] > WITHIN_KERNELS * times[str(ran[0])]:
             continue
-        spec = _whole(_plan(problem, one, group))
-        configs = [
-            config for config in order(spec, _providers()["cutlass"].configs(spec)) if config.schedule != "plain"
-        ]
-        found += [one, *(replace(one, config=str(config)) for config in configs[:KERNELS])]
+        plan = _plan(problem, one, group)
+        # What multiplies everything fastest, and what multiplies a chunk fastest: the rest once the last one has come.
+        best = [order(spec, _providers()["cutlass"].configs(spec)) for spec in (_whole(plan), _chunk(plan))]
+        configs = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
+        found += [one, *(replace(one, config=str(config)) for config in list(dict.fromkeys(configs))[:KERNELS])]
     return list(dict.fromkeys(found))
 
 
 def _whole(plan: Plan) -> GemmSpec:
     """A product as large as all of rank 0's, which differ in A."""
     count = sum(isinstance(op, Gemm) for op in plan.ops(0))
-    return together(max(_specs(plan), key=lambda spec: spec.partial is not None), count, "a")
+    return together(_chunk(plan), count, "a")
+
+
+def _chunk(plan: Plan) -> GemmSpec:
+    """One of the products, with a partial sum if there are any."""
+    return max(_specs(plan), key=lambda spec: spec.partial is not None)
 
 
 def _divisible(problem: GemmProblem, size: int) -> GemmProblem:

@@ -25,7 +25,7 @@ from distgemm.runtime.arguments import (
 if TYPE_CHECKING:
     from distgemm.tune import Choice
 
-__all__ = ["DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "unfused_status"]
+__all__ = ["COLLECTIVES", "DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 
 Tensor = torch.Tensor
 
@@ -35,6 +35,10 @@ DEFAULTS = {
     "gemm+ar": "all_reduce_1d_pairwise_a",
 }
 """For each op, the schedule whose shards the unfused program takes."""
+
+COLLECTIVES = ("nccl", "two-shot", "one-shot")
+"""What adds over ranks: torch.distributed, or for "gemm+ar" the kernels of torch's symmetric memory, in which each rank
+adds a part of the result and all read it, or each rank reads and adds everything."""
 
 HALVES = ("bfloat16", "float16")
 
@@ -53,6 +57,24 @@ def unfused_status(problem: GemmProblem, op: str) -> Status:
         return Status(f"the unfused program has no products of {dtype}")
     if product != dtype and not (dtype in HALVES and product == "float32"):
         return Status(f"the unfused program multiplies {dtype} into {dtype} or, from 16 bits, float32, not {product}")
+    return Status()
+
+
+def collective_status(problem: GemmProblem, op: str, collective: str, device: torch.device) -> Status:
+    """Whether one of ``COLLECTIVES`` adds what the unfused program multiplies; falsy with the reason where not."""
+    if collective == "nccl":
+        return Status()
+    if op != "gemm+ar":
+        return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {op}")
+    if device.type != "cuda":
+        return Status(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
+    dtype = _product_dtype(problem, op)
+    size = problem.l * problem.m * problem.n * TORCH_DTYPES[dtype].itemsize
+    if dtype not in ("bfloat16", "float32") or size % 16:
+        return Status(
+            f"symmetric memory's {collective} all-reduce adds multiples of 16 bytes of bfloat16 or float32, here are "
+            f"{size} of {dtype}"
+        )
     return Status()
 
 
@@ -78,17 +100,36 @@ def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> T
     return found
 
 
+_symmetric: dict[tuple[str, torch.device], Tensor] = {}
+"""As ``_scratch``, in memory that all GPUs of the group read."""
+
+
+@torch.inference_mode(False)
+def _symmetric_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
+    """As :func:`_scratch_for`. A collective call: sizes are the same on all ranks."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    key = (group.group_name, device)
+    found = _symmetric.get(key)
+    if found is None or found.numel() < size:
+        found = _symmetric[key] = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(found, group)
+    return found
+
+
 class UnfusedExecutable:
     """The unfused program over torch.distributed (NCCL, or gloo on CPUs) and torch's products (cuBLAS).
 
     plan:   of the op's default schedule; says which shards go in and come out, and is not executed
     op:     "ag+gemm", "gemm+rs" or "gemm+ar"
+    collective: one of ``COLLECTIVES``, what adds over ranks
     choice: why this and no plan, where :func:`distgemm.compile` chose; else None
 
     Buffers are allocated when it is made, and shared with the unfused executables of the same group: as with plans,
     they are called one after the other, or ordered by events.
 
-    Raises ValueError for types of which :func:`unfused_status` says that they cannot be computed.
+    Made on all ranks alike. Raises ValueError for what :func:`unfused_status` or :func:`collective_status` says cannot
+    be computed.
     """
 
     def __init__(
@@ -97,6 +138,7 @@ class UnfusedExecutable:
         op: str,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        collective: str = "nccl",
     ) -> None:
         if op not in DEFAULTS:
             raise ValueError(f"op is one of {', '.join(DEFAULTS)}, got {op!r}")
@@ -107,7 +149,11 @@ class UnfusedExecutable:
         if device is None:
             nccl = dist.get_backend(self.group) == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self.op, self.device = op, device
+        if collective not in COLLECTIVES:
+            raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
+        if not (status := collective_status(problem, op, collective, device)):
+            raise ValueError(status.reason)
+        self.op, self.device, self.collective = op, device, collective
         self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
         self.provider = "cublas" if self.device.type == "cuda" else "torch"
         self.choice: Choice | None = None
@@ -135,7 +181,8 @@ class UnfusedExecutable:
             shapes["blocks"] = (size, *block)
         sizes = {name: -(-prod(shape) * moved.itemsize // 256) * 256 for name, shape in shapes.items()}
         self.workspace_bytes = sum(sizes.values())
-        scratch = _scratch_for(self.group, self.device, self.workspace_bytes)
+        memory = _scratch_for if self.collective == "nccl" else _symmetric_for
+        scratch = memory(self.group, self.device, self.workspace_bytes)
         self._buffers: dict[str, Tensor] = {}
         at = 0
         for name, shape in shapes.items():
@@ -177,6 +224,8 @@ class UnfusedExecutable:
             partial = alpha * a_shard @ b_shard.T
             dist.reduce_scatter_tensor(d, partial, group=group)  # or dist.all_reduce(partial, group=group)
             d += beta * c_shard + bias
+
+        where ``torch.ops.symm_mem`` has the all-reduces other than NCCL's.
 
         The collective sums in an order of its own, and rounds to ``problem.partial_dtype`` as it does so; C and the
         bias are rounded to ``problem.out_dtype`` one after the other.
@@ -242,7 +291,13 @@ class UnfusedExecutable:
         """The sum over ranks of the products, or this rank's rows of it, in D."""
         partial = self._buffers["whole"]
         direct = d.is_contiguous() and d.dtype == partial.dtype
-        if self.op == "gemm+ar":
+        if self.collective != "nccl":
+            _multiply(a, b, partial, alpha)
+            summed = d if direct else torch.empty_like(partial)
+            name = self.collective.replace("-", "_")
+            add = getattr(torch.ops.symm_mem, f"{name}_all_reduce_out")
+            add(partial, "sum", self.group.group_name, summed)
+        elif self.op == "gemm+ar":
             summed = d if direct else partial
             _multiply(a, b, summed, alpha)
             dist.all_reduce(summed, group=self.group)

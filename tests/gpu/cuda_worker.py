@@ -325,16 +325,25 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         data.draw(0)
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
-        # GEMMs that wait by themselves are one action and one kernel, and finish and exit are one kernel. So are entry
-        # and entered, where nothing is copied.
+        # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
+        # exit are one kernel. So are entry and entered, where nothing is copied.
         by_kernel = exe.waits != "memory"
         alone = {action.stream for action in exe.actions} == {BRANCH} and by_kernel
         passed_over = {Step.FINISH} if by_kernel else set()
         passed_over |= {Step.ENTERED} if alone else set()
         actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
-        computed = [action for action in actions if action.ops and isinstance(action.ops[0], (Gemm, Reduce))]
-        copies = [op for action in actions for op in action.ops if isinstance(op, Copy)]
-        memops = [action for action in actions if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
+        computed = [
+            action
+            for action in actions
+            if action.ops
+            and (
+                isinstance(action.ops[0], (Gemm, Reduce))
+                or (by_kernel and isinstance(action.ops[0], Wait) and action.stream == BRANCH)
+            )
+        ]
+        others = [action for action in actions if action not in computed]
+        copies = [op for action in others for op in action.ops if isinstance(op, Copy)]
+        memops = [action for action in others if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
         memory = len(memops) + 1 - by_kernel - alone
         wanted = {"KERNEL": len(computed) + by_kernel + alone, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
         wanted = {kind: count for kind, count in wanted.items() if count}

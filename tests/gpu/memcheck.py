@@ -13,7 +13,7 @@ from tests.gpu.cuda_worker import Case
 
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
-ALL_REDUCE = "all_reduce_1d_pairwise_a"
+ALL_REDUCE, ALL_REDUCE_CHAIN = "all_reduce_1d_pairwise_a", "all_reduce_1d_tiling_a_rotating_c"
 
 
 def cases(ranks: int) -> list[Case]:
@@ -33,7 +33,10 @@ def cases(ranks: int) -> list[Case]:
         Case(GATHER, (ranks,), provider="cublas", config=None),
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
+        Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
+        Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="gemm"),
+        Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="slices"),
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distgemm.runtime.launch import launch
+from distgemm.runtime.unfused import COLLECTIVES
 from tests.multiprocess import tune_worker as worker
 
 RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
@@ -14,8 +15,9 @@ RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_unfused_program_is_exact_on_integers(ranks: int) -> None:
-    found = launch(worker.run_all, ranks, [(worker.equal_to_numpy, ())], backend="nccl", timeout=300)
-    assert [failure for each in found for failure in each["equal_to_numpy"]] == []
+    for collective in COLLECTIVES:
+        found = launch(worker.equal_to_numpy, ranks, collective, backend="nccl", timeout=300)
+        assert [failure for each in found for failure in each] == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -54,6 +54,9 @@ def test_wrong_calls() -> None:
             "ValueError: the unfused program has no products of tfloat32",
             "ValueError: the unfused program multiplies bfloat16 into bfloat16 or, from 16 bits, float32, not float16",
             "ValueError: op is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'",
+            "ValueError: collective is one of nccl, two-shot, one-shot, got 'ring'",
+            "ValueError: symmetric memory's two-shot collective is an all-reduce, and this is gemm+rs",
+            "ValueError: symmetric memory's one-shot all-reduce is of GPUs, this is a cpu",
         ]
         for said, start in zip(found["misuse"], wanted, strict=True):
             assert said.startswith(start)

@@ -463,8 +463,11 @@ def test_a_kernel_that_sends_under_every_order(
         drawn.check()
 
 
+@pytest.mark.parametrize("copies", ["slices", "gemm"])
 @pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8)])
-def test_a_rank_that_sends_nothing_waits_for_every_slice(rows: tuple[int, ...], recorded: list[Task]) -> None:
+def test_a_rank_that_sends_nothing_waits_for_every_slice(
+    rows: tuple[int, ...], copies: str, recorded: list[Task]
+) -> None:
     ranks = len(rows)
     problem = distgemm.GemmProblem(16, 8 * ranks, 1152, dtype="float32", m_per_rank=rows)
     plan = distgemm.make_plan(problem, GATHERS[0], ranks, sync="barrier")
@@ -473,7 +476,7 @@ def test_a_rank_that_sends_nothing_waits_for_every_slice(rows: tuple[int, ...], 
     data = [Data(plan, turn, alpha=1.0, beta=0.0, bias=False) for turn in range(6)]
     for turn, drawn in enumerate(data):
         for rank, call in enumerate(drawn.calls):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies="gemm")
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
     run(machine, todo, order, queues=False)
     for drawn in data:
@@ -635,6 +638,34 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
         assert beside == [copy for slices in kernel.sends for copy, _ in slices]
         flags = [wait.flag for waits in kernel.gates for wait in waits]
         assert len(set(flags)) == len(flags)
+
+
+@pytest.mark.parametrize("schedule", [GATHERS[0], "all_gather_1d_tiling_cd_rotating_b"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> None:
+    """Each with its signal behind it; all else as a whole, with all signals at once."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 4096), schedule, 4, sync="barrier", chunks=chunks)
+    every = [lower(plan, rank, 1, gated=True, copies="slices") for rank in range(4)]
+    (gates,) = ([waits for waits in action.gates if waits] for action in every[1] if action.gates)
+    assert [len(waits) for waits in gates] == [4] * 3 * chunks
+    sent = [[op for action in actions for op in action.ops if isinstance(op, Copy)] for actions in every]
+    for copies in sent:
+        widths = [copy.src.box[2][1] - copy.src.box[2][0] for copy in copies]
+        assert sorted(widths) == [1024] * 4 + [4096] * (3 * chunks - 1)
+    brought = {copy.dst.slot: copy for copies in sent for copy in copies if copy.dst.rank == 1}
+    last = next(op for action in every[1] for op in reversed(action.ops) if isinstance(op, Gemm))
+    slot = (last.a if schedule.endswith("_a") else last.b).slot
+    for number, copy in brought.items():
+        assert (copy.src.box[2][1] - copy.src.box[2][0] < 4096) == (number == slot)
+    for actions in every:
+        streamed = [action for action in actions if action.stream == COMM and action.ops]
+        for copy, signals in zip(streamed[::2], streamed[1::2], strict=True):
+            (one,) = copy.ops
+            assert {signal.deps for signal in signals.ops} == {(one.id,)}
+            assert len(signals.ops) == (1 if one.src.box[2] != (0, 4096) else 4)
+    waited = {wait.flag for waits in gates for wait in waits}
+    told = [op.flag for actions in every for action in actions for op in action.ops if isinstance(op, Signal)]
+    assert waited == {flag for flag in told if flag.rank == 1} and len(set(told)) == len(told)
 
 
 def test_all_but_the_last_shard_is_merged() -> None:

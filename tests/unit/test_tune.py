@@ -34,6 +34,7 @@ GPU = "NVIDIA Test"
 PLAN = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), "cublas", 2)
 OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), "cutlass", 1, "64x128x64_1x1_pingpong")
 MERGED = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), waits="kernel", merge=True)
+TWO_SHOT = dataclasses.replace(UNFUSED, collective="two-shot")
 PROBLEM = GemmProblem(2048, 8192, 4096)
 
 
@@ -52,10 +53,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_choices_as_text() -> None:
     assert str(PLAN) == "all_gather_1d_tiling_cd_rotating_a chunks=2, GEMMs by cublas, 2 branches"
     assert str(OTHER) == "reduce_scatter_1d_pairwise_a chunks=1, GEMMs by cutlass 64x128x64_1x1_pingpong, 1 branch"
-    assert str(UNFUSED) == "unfused"
+    assert str(UNFUSED) == "unfused" and str(TWO_SHOT) == "unfused, two-shot"
 
 
-@pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED], ids=str)
+@pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED, TWO_SHOT], ids=str)
 def test_choices_come_back_from_json(choice: Choice) -> None:
     fields = json.loads(json.dumps(choice.to_dict()))
     found = Choice.from_dict(fields | {"ms": 1.5}, "recorded")
@@ -85,11 +86,25 @@ def test_a_choice_pins_what_compile_takes() -> None:
         {"config": "fast"},
         {"merge": 1},
         {"copies": "sm"},
+        {"collective": "two-shot"},  # of a plan
+        {"method": "unfused", "schedule": "", "collective": "ring"},
     ],
 )
 def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is|copies is"):
+    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is|copies is|collective is"):
         dataclasses.replace(PLAN, **wrong)
+
+
+def test_choices_of_older_files_are_by_nccl() -> None:
+    assert Choice.from_dict({"method": "unfused", "ms": 1.0}) == UNFUSED
+
+
+def test_a_collective_that_cannot_add_these_extents_gives_way_to_nccl() -> None:
+    kept = dataclasses.replace(TWO_SHOT, how="recorded")
+    assert tune.fitting(kept, GemmProblem(8, 8, 8), "gemm+ar", 4) == TWO_SHOT
+    for problem in (GemmProblem(7, 9, 8), GemmProblem(8, 8, 8, dtype="float16")):
+        found = tune.fitting(kept, problem, "gemm+ar", 4)
+        assert (found, found.how) == (UNFUSED, "recorded")
 
 
 # --- keys and buckets -----------------------------------------------------------------------------------
@@ -200,12 +215,15 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         found = candidates(problem, op, ranks)
         times = tune._predictions(problem, op, ranks)
         plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
-        assert found[-1] == UNFUSED and UNFUSED not in found[:-1]
+        unfused = [choice for choice in found if choice.method == "unfused"]
+        assert unfused[0] == UNFUSED and found[-len(unfused) :] == unfused
+        several = op == "gemm+ar" and ranks > 1
+        assert [each.collective for each in unfused] == ["nccl", *["two-shot", "one-shot"] * several]
         assert found[0] in plans and plans[found[0]] == min(plans.values())
         limit = WITHIN * min(plans.values())
-        assert set(found[:-1]) == {choice for choice, time in plans.items() if time <= limit}
+        assert set(found[: -len(unfused)]) == {choice for choice, time in plans.items() if time <= limit}
         assert len({str(choice) for choice in found}) == len(found) <= 40
-        assert {choice.schedule for choice in found[:-1]} <= {name for name, _ in SCHEDULES[op]}
+        assert {choice.schedule for choice in found[: -len(unfused)]} <= {name for name, _ in SCHEDULES[op]}
 
 
 def test_plans_by_one_kernel_are_tried() -> None:
