@@ -375,6 +375,7 @@ def sample(
     burst_ms: float = BURST_MS,
     clock: Clock | None = None,
     rest: float = 0.0,
+    say: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Sample]:
     """What :func:`measure` finds, round by round, and with the errors of methods that fail: the others are measured.
 
@@ -383,11 +384,13 @@ def sample(
 
     rest: how long the GPU rests behind each burst, in lengths of it: without, products as large as the GPU's power
           allows are measured at the clocks that only products in a row see
+    say:  is told what is being done, before it is
     """
     clock = clock or CudaClock(operation.group, operation.device)
     found: dict[str, Sample] = {}
     bursts: dict[str, _Burst] = {}
     for method in methods:
+        say(f"{method.name} is called, checked and captured")
         burst, found[method.name] = _prepared(operation, method, burst_ms, clock)
         if burst is not None:
             bursts[method.name] = burst
@@ -395,6 +398,7 @@ def sample(
     for number in range(rounds + 1):
         for name in list(bursts)[:: -1 if number % 2 else 1]:
             burst = bursts[name]
+            say(f"{name} is measured, round {number} of {rounds}")
             clock.barrier()
             elapsed = clock.time(burst.run, burst.count)
             if number:

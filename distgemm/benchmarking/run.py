@@ -31,6 +31,7 @@ from distgemm.bench import (
 from distgemm.benchmarking.cases import Job
 from distgemm.benchmarking.peers import copies_alone, cutlass_alone, quack_methods, quack_version, without_barrier
 from distgemm.benchmarking.report import OURS, PART, PEER, best, figures, label, save
+from distgemm.benchmarking.stalls import Stalls
 
 __all__ = ["Settings", "run_rank"]
 
@@ -76,18 +77,23 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
         "about": about(device) if first else {},
         "rows": [],
     }
-    for number, job in enumerate(jobs, 1):
-        begin = time.perf_counter()
-        row = run_case(job, settings, group, device)
-        if first and number == 1:
-            result["about"]["clocks"] = clocks()  # while the GPUs are warm
-        row["seconds"] = round(time.perf_counter() - begin, 1)
-        result["rows"].append(row)
-        result["complete"] = number == len(jobs)
-        free(device)
-        if first:
-            save(result, path)
-            print(progress(row, number, len(jobs)), file=sys.stderr, flush=True)
+    with Stalls(dist.get_rank()) as stalls:
+        for number, job in enumerate(jobs, 1):
+            begin = time.perf_counter()
+
+            def say(doing: str, at: str = f"[{number}/{len(jobs)}] {job.case}") -> None:
+                stalls.now(f"{at}: {doing}")
+
+            row = run_case(job, settings, group, device, say=say)
+            if first and number == 1:
+                result["about"]["clocks"] = clocks()  # while the GPUs are warm
+            row["seconds"] = round(time.perf_counter() - begin, 1)
+            result["rows"].append(row)
+            result["complete"] = number == len(jobs)
+            free(device)
+            if first:
+                save(result, path)
+                print(progress(row, number, len(jobs)), file=sys.stderr, flush=True)
     return result
 
 
@@ -116,13 +122,18 @@ def run_case(
     group: dist.ProcessGroup,
     device: torch.device,
     clock: Clock | None = None,
+    say: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
-    """A row, with figures. What fails is in it with its error, on all ranks alike."""
+    """A row, with figures. What fails is in it with its error, on all ranks alike.
+
+    say: is told what is being done, before it is
+    """
     case = job.case
     row: dict[str, Any] = {**case._asdict(), "methods": []}
     n, k = (case.n // case.ranks, case.k) if case.op == "ag+gemm" else (case.n, case.k // case.ranks)
     row["local"] = [case.m, n, k]
     if settings.tune:
+        say("choices are measured")
         _, failed = attempt(group, device, lambda: tune(job, group, device))
         if failed.error:
             row["tune_error"] = failed.error
@@ -131,12 +142,14 @@ def run_case(
         return figures(row | {"error": failed.error})
     methods: dict[str, tuple[str, Method]] = {}
     for name, kind, make in makers(job, settings, operation):
+        say(f"{name} is made")
         made, failed = attempt(group, device, make)
         if made is None:
             row["methods"].append(record(name, kind, failed))
         for method in made or []:
             methods[method.name] = (PART if method.name.endswith(" alone") else kind, method)
-    found = sample(operation, [method for _, method in methods.values()], settings.rounds, settings.burst_ms, clock)
+    measured = [method for _, method in methods.values()]
+    found = sample(operation, measured, settings.rounds, settings.burst_ms, clock, say=say)
     for name, one in without_barrier(found).items():
         kind, method = methods[name]
         row["methods"].append(record(name, kind, one, method))

@@ -106,7 +106,8 @@ def worker() -> dict[str, Any]:
     assert group is not None
     operation = Operation(GemmProblem(64, 48, 32), "gemm+rs", group, torch.device("cpu"))
     clock = FakeClock()
-    found = sample(operation, methods(operation, clock), ROUNDS, BURST, clock)
+    told: list[str] = []
+    found = sample(operation, methods(operation, clock), ROUNDS, BURST, clock, say=told.append)
     os.environ["DISTGEMM_TUNE"] = "0"  # "auto" measures nothing unasked
     settings = Settings(1, 1.0, auto=True, peers=True, tune=False, timelines=False, command="")
     rows = []
@@ -128,7 +129,16 @@ def worker() -> dict[str, Any]:
                 bench.measure(operation, chosen)
             except RuntimeError as error:
                 raised.append((type(error), str(error)))
-    return {"samples": found, "log": clock.log, "rows": rows, "raised": raised, "slept": slept}
+    return {"samples": found, "log": clock.log, "rows": rows, "raised": raised, "slept": slept, "told": told}
+
+
+def test_what_is_done_is_told_before() -> None:
+    for each in results():
+        called = [said.removesuffix(" is called, checked and captured") for said in each["told"] if "called" in said]
+        assert called == list(each["samples"])
+        ran = [name for name, one in each["samples"].items() if not one.error]
+        assert each["told"][-1] == f"{ran[-1 if ROUNDS % 2 == 0 else 0]} is measured, round {ROUNDS} of {ROUNDS}"
+        assert sum("measured" in said for said in each["told"]) == len(ran) * (ROUNDS + 1)
 
 
 def test_a_gpu_rests_behind_each_burst() -> None:

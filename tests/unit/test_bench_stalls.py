@@ -1,0 +1,39 @@
+"""What a benchmark says of itself when nothing happens."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from distgemm.benchmarking.stalls import Stalls
+
+
+def test_what_takes_long_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Stalls(3, patience=0.2) as stalls:
+        stalls.now("quack is made")
+        time.sleep(0.6)
+        stalls.now("quack is measured")
+        time.sleep(0.6)
+    assert capfd.readouterr().err.splitlines() == ["rank 3 for 0 s: quack is made", "rank 3 for 0 s: quack is measured"]
+
+
+def test_what_goes_on_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Stalls(0, patience=0.4) as stalls:
+        time.sleep(0.5)  # nothing has begun
+        for number in range(10):
+            stalls.now(f"round {number}")
+            time.sleep(0.05)
+    assert capfd.readouterr().err == ""
+
+
+def test_it_ends_at_once_and_lets_errors_through() -> None:
+    def fails() -> None:
+        with Stalls(0, patience=100.0) as stalls:
+            stalls.now("this")
+            raise ValueError("inside")
+
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="inside"):
+        fails()
+    assert time.monotonic() - begin < 5
