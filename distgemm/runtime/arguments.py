@@ -33,8 +33,9 @@ TORCH_DTYPES = {
 }
 
 WAITS = ("memory", "kernel", "gemm")
-COPIES = ("engine", "slices", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
+COPIES = ("engine", "slices", "gemm")
+"""How it copies shards to peers."""
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

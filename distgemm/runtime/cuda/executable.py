@@ -665,14 +665,14 @@ def compile(
     waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
               some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
               "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and tells of each sum once it
-              is stored. That is for plans that push what they gather, and for chains, with mechanism "store" or with
-              ``results`` as many as chunks, in chunks of equal size, with provider cutlass; branches make no difference
-              then
+              is stored. That is for plans that push what they gather, and for chains, of all-reduces too, with
+              mechanism "store" or with ``results`` as many as chunks, in chunks of equal size, with provider cutlass;
+              branches make no difference then
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
               plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
-    copies:   who copies shards to peers: copy "engine"s, or with waits "gemm" the "gemm" itself, in which a warp that
-              does not multiply sends them in slices along k, and the peers' kernels begin with each slice as it comes.
-              For plans that gather by pushing
+    copies:   of shards to peers, for plans that gather by pushing: by copy "engine"s; with waits "gemm" also by engines
+              that send what a peer multiplies last in "slices" along k, or by the "gemm" itself, in which a warp that
+              does not multiply sends all in slices. The peers' kernels begin with each slice as it comes
     timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 
