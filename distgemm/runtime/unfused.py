@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from distgemm.derive import make_plan
 from distgemm.gemm.spec import Status
+from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import (
     TORCH_DTYPES,
+    agree,
     check_gathered,
     check_shards,
     resolve_group,
@@ -60,7 +62,7 @@ def unfused_status(problem: GemmProblem, op: str) -> Status:
     return Status()
 
 
-def collective_status(problem: GemmProblem, op: str, collective: str, device: torch.device) -> Status:
+def collective_status(problem: GemmProblem, op: str, collective: str, world_size: int, device: torch.device) -> Status:
     """Whether one of ``COLLECTIVES`` adds what the unfused program multiplies; falsy with the reason where not."""
     if collective == "nccl":
         return Status()
@@ -68,6 +70,9 @@ def collective_status(problem: GemmProblem, op: str, collective: str, device: to
         return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {op}")
     if device.type != "cuda":
         return Status(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
+    sizes = (2, 4, 8)  # that torch has kernels for
+    if world_size not in sizes:
+        return Status(f"symmetric memory's {collective} all-reduce is of {sizes} ranks, here are {world_size}")
     dtype = _product_dtype(problem, op)
     size = problem.l * problem.m * problem.n * TORCH_DTYPES[dtype].itemsize
     if dtype not in ("bfloat16", "float32") or size % 16:
@@ -100,21 +105,30 @@ def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> T
     return found
 
 
-_symmetric: dict[tuple[str, torch.device], Tensor] = {}
-"""As ``_scratch``, in memory that all GPUs of the group read."""
+_symmetric: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Tensor]] = {}
+"""As ``_scratch``, in memory that all GPUs of the group read; with the group, as names come again."""
 
 
 @torch.inference_mode(False)
-def _symmetric_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
-    """As :func:`_scratch_for`. A collective call: sizes are the same on all ranks."""
+def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
+    """As :func:`_scratch_for`. A collective call, with one plan on all ranks: where a rank has no memory, all raise."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     key = (group.group_name, device)
-    found = _symmetric.get(key)
-    if found is None or found.numel() < size:
-        found = _symmetric[key] = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(found, group)
-    return found
+    of, found = _symmetric.get(key, (None, None))
+    if of is group and found is not None and found.numel() >= size:
+        return found
+    problem: Exception | None = None
+    made = None
+    try:
+        made = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except Exception as error:  # raised below, once all ranks know of it
+        problem = error
+    agree(plan, f"{size} bytes of symmetric memory", group, device, problem)
+    assert made is not None
+    symmetric_memory.rendezvous(made, group)
+    _symmetric[key] = group, made
+    return made
 
 
 class UnfusedExecutable:
@@ -124,6 +138,9 @@ class UnfusedExecutable:
     op:     "ag+gemm", "gemm+rs" or "gemm+ar"
     collective: one of ``COLLECTIVES``, what adds over ranks
     choice: why this and no plan, where :func:`distgemm.compile` chose; else None
+
+    Where a rank does not come, NCCL's watchdog ends a call of NCCL; kernels of symmetric memory wait until the process
+    ends.
 
     Buffers are allocated when it is made, and shared with the unfused executables of the same group: as with plans,
     they are called one after the other, or ordered by events.
@@ -151,7 +168,7 @@ class UnfusedExecutable:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
-        if not (status := collective_status(problem, op, collective, device)):
+        if not (status := collective_status(problem, op, collective, self.world_size, device)):
             raise ValueError(status.reason)
         self.op, self.device, self.collective = op, device, collective
         self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
@@ -181,8 +198,10 @@ class UnfusedExecutable:
             shapes["blocks"] = (size, *block)
         sizes = {name: -(-prod(shape) * moved.itemsize // 256) * 256 for name, shape in shapes.items()}
         self.workspace_bytes = sum(sizes.values())
-        memory = _scratch_for if self.collective == "nccl" else _symmetric_for
-        scratch = memory(self.group, self.device, self.workspace_bytes)
+        if self.collective == "nccl":
+            scratch = _scratch_for(self.group, self.device, self.workspace_bytes)
+        else:
+            scratch = _symmetric_for(self.plan, self.group, self.device, self.workspace_bytes)
         self._buffers: dict[str, Tensor] = {}
         at = 0
         for name, shape in shapes.items():
@@ -293,7 +312,9 @@ class UnfusedExecutable:
         direct = d.is_contiguous() and d.dtype == partial.dtype
         if self.collective != "nccl":
             _multiply(a, b, partial, alpha)
-            summed = d if direct else torch.empty_like(partial)
+            # Its kernels write 16 bytes at once, and look at where a tensor begins in its memory.
+            begins = (d.data_ptr(), d.storage_offset() * d.element_size())
+            summed = d if direct and not any(at % 16 for at in begins) else torch.empty_like(partial)
             name = self.collective.replace("-", "_")
             add = getattr(torch.ops.symm_mem, f"{name}_all_reduce_out")
             add(partial, "sum", self.group.group_name, summed)

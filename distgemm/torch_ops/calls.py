@@ -222,7 +222,9 @@ def _make(
     if schedule == "auto" and chunks is None and device.type == "cuda":
         made = measured_executable(kind, problem, group, device)
         assert made.choice is not None
-        runtime = "NCCL" if made.choice.method == "unfused" else "CUDA runtime"
+        runtime = "CUDA runtime"
+        if made.choice.method == "unfused":
+            runtime = "NCCL" if made.choice.collective == "nccl" else f"symmetric memory, {made.choice.collective}"
         return Product(made.plan, rank, made, runtime, made.provider, made.choice.options, made.choice)
     options: dict[str, Any] = {}
     if schedule == "auto":

@@ -551,7 +551,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
     stored = (*chains, "all_reduce_1d_tiling_a_rotating_c")
     ways = [(name, {"mechanism": "store"} | options) for name in stored for options in both]
     ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in ("slices", "gemm")]
-    ways += [(name, options) for name in chains for options in both]
+    ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 

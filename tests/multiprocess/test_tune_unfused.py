@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from distgemm.runtime import unfused
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
 
@@ -60,3 +63,28 @@ def test_wrong_calls() -> None:
         ]
         for said, start in zip(found["misuse"], wanted, strict=True):
             assert said.startswith(start)
+
+
+def test_symmetric_memory_adds_into_aligned_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels write 16 bytes at once: elsewhere, and for other types, D is copied from a tensor of their own."""
+    exe: Any = object.__new__(unfused.UnfusedExecutable)
+    exe.op, exe.collective, exe.group = "gemm+ar", "two-shot", SimpleNamespace(group_name="0")
+    exe._buffers = {"whole": torch.empty(1, 8, 8, dtype=torch.bfloat16)}
+    added: list[int] = []
+
+    def add(partial: torch.Tensor, how: str, group: str, out: torch.Tensor) -> torch.Tensor:
+        added.append(out.data_ptr())
+        return out.copy_(2 * partial)
+
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", add, raising=False)
+    a, b = (torch.ones(1, 8, 4, dtype=torch.bfloat16) for _ in "ab")
+    memory = torch.zeros(256, dtype=torch.bfloat16)
+    for at, dtype, direct in ((0, torch.bfloat16, True), (8, torch.bfloat16, True), (1, torch.bfloat16, False)):
+        d = memory[at : at + 64].view(dtype).view(1, 8, 8).fill_(float("nan"))
+        exe._reduce(a, b, d, 1.0)
+        assert (added.pop() == d.data_ptr()) == direct and torch.all(d == 8)
+    wide = torch.full((1, 8, 16), torch.nan, dtype=torch.bfloat16)
+    for d in (wide[:, :, :8], torch.full((1, 8, 8), torch.nan)):
+        exe._reduce(a, b, d, 1.0)
+        assert added.pop() != d.data_ptr() and torch.all(d == 8)
+    assert torch.all(wide[:, :, 8:].isnan())

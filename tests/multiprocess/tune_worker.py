@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 from collections.abc import Callable
@@ -109,7 +110,7 @@ def equal_to_numpy(collective: str = "nccl") -> list[str]:
     failures, tried = [], 0
     for case in unfused_cases():
         problem = case.problem(ranks)
-        if not unfused.collective_status(problem, case.op, collective, device()):
+        if not unfused.collective_status(problem, case.op, collective, ranks, device()):
             continue
         tried += 1
         exe = UnfusedExecutable(problem, case.op, collective=collective)
@@ -126,12 +127,13 @@ def equal_to_numpy(collective: str = "nccl") -> list[str]:
             if case.strided:
                 shards = {name: widened(x) for name, x in shards.items()}
             if case.out:
-                more["out"] = nans(plan.shard_shape("D", rank), "D", problem)
+                shape = plan.shard_shape("D", rank)
+                more["out"] = nans((1 + math.prod(shape),), "D", problem)[1:].view(shape)  # aligned to an element
                 if case.strided:
                     more["out"] = widened(more["out"])
             if case.gathered:
                 more["gathered"] = nans(a.shape, "A", problem)
-            for scratch in (*unfused._scratch.values(), *unfused._symmetric.values()):
+            for scratch in (*unfused._scratch.values(), *(found for _, found in unfused._symmetric.values())):
                 scratch.fill_(0xFF)
             if collective != "nccl":  # a peer reads what this rank poisons
                 torch.cuda.synchronize()

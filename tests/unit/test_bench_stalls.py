@@ -19,9 +19,9 @@ def test_what_takes_long_is_said_once(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_goes_on_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Stalls(0, patience=0.4) as stalls:
-        time.sleep(0.5)  # nothing has begun
-        for number in range(10):
+    with Stalls(0, patience=2.0) as stalls:
+        time.sleep(2.5)  # nothing has begun
+        for number in range(50):
             stalls.now(f"round {number}")
             time.sleep(0.05)
     assert capfd.readouterr().err == ""

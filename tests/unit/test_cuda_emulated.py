@@ -27,7 +27,7 @@ from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops, watchdog, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, waits_of
+from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, most_flags, waits_of
 from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
@@ -420,6 +420,8 @@ def test_one_kernel_that_waits_under_every_order(
                 plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3], merge=turn % 2 == 1
             )
             assert sum(action.gates != () for action in one.exe.actions) == (turn % 3 < 2)
+            if turn % 3 < 2:  # a third stream might stand behind the kernel's
+                assert {action.stream for action in one.exe.actions} <= {COMM, BRANCH}
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues)
     for drawn in data:
@@ -519,7 +521,13 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("schedule", "mechanism"),
-    [(GATHERS[0], "push"), ("all_gather_1d_tiling_cd_rotating_b", "push"), (CHAINS[0], "push"), (CHAINS[1], "store")],
+    [
+        (GATHERS[0], "push"),
+        ("all_gather_1d_tiling_cd_rotating_b", "push"),
+        (CHAINS[0], "push"),
+        (CHAINS[1], "store"),
+        ("all_reduce_1d_tiling_a_rotating_c", "store"),
+    ],
 )
 def test_kernels_of_all_ranks_are_known_ahead(
     schedule: str, mechanism: str, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -542,7 +550,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
             exe.provider, exe.device = "cutlass", torch.device("meta")
             monkeypatch.setattr(executable, "get_provider", lambda name: CutlassProvider("90a"))
             (kernel, words) = exe.sources(c=c, bias=bias)
-            wanted = "DG_RESULTS" if schedule in CHAINS and ranks > 1 else "DG_OPERANDS"
+            wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
             assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
     for gemms in placed:
         assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
@@ -605,7 +613,11 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("without sums and copies beside it", "all_reduce_1d_pairwise_a", {"results": 3}),
         ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
-        ("sends what is in shards, and here is passed on", GATHERS[1], {"copies": "gemm"}),
+        *(
+            ("are of shards, and here is passed on", name, {"copies": copies})
+            for name in (GATHERS[1], "all_gather_1d_bidirectional_full_a")
+            for copies in ("slices", "gemm")
+        ),
         (
             "wait for one signal of a peer, or none",
             "all_gather_1d_bidirectional_split_a",
@@ -666,6 +678,53 @@ def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> N
     waited = {wait.flag for waits in gates for wait in waits}
     told = [op.flag for actions in every for action in actions for op in action.ops if isinstance(op, Signal)]
     assert waited == {flag for flag in told if flag.rank == 1} and len(set(told)) == len(told)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "m"), [(3, 1, 2), (4, 1, 3), (4, 2, 5), (4, 4, 9), (5, 4, 16), (8, 1, 2)])
+@pytest.mark.parametrize("mechanism", ["push", "store"])
+def test_all_reduces_by_one_kernel_of_ranks_without_rows(
+    ranks: int, chunks: int, m: int, mechanism: str, recorded: list[Task]
+) -> None:
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m, 16, 64, dtype="float32"),
+        "all_reduce_1d_tiling_a_rotating_c",
+        ranks,
+        sync="barrier",
+        chunks=chunks,
+        mechanism=mechanism,
+        results=2 * chunks,
+    )
+    machine, order = machine_of([plan]), random.Random(m)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = [Data(plan, turn, alpha=1.0, beta=float(turn % 2), bias=False) for turn in range(4)]
+    for turn, drawn in enumerate(data):
+        for rank, call in enumerate(drawn.calls):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm")
+            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
+    run(machine, todo, order, queues=False)
+    for drawn in data:
+        drawn.check()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "gated", "copies"),
+    [
+        (GATHERS[0], False, "engine"),
+        (GATHERS[0], True, "slices"),
+        (GATHERS[0], True, "gemm"),
+        (CHAINS[0], True, "engine"),
+        ("all_reduce_1d_tiling_a_rotating_c", True, "engine"),
+    ],
+)
+def test_workspaces_have_a_word_for_each_flag(schedule: str, gated: bool, copies: str) -> None:
+    problem = distgemm.GemmProblem(64, 64, 4096)
+    plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, results=2)
+    for rank in range(4):
+        actions = lower(plan, rank, 1, gated=gated, copies=copies)
+        told = [op for action in actions for op in (*action.ops, *action.tells) if isinstance(op, Signal)]
+        told += [signal for action in actions for slices in action.sends for _, signal in slices]
+        numbers = [op.flag.number for op in (*told, *waits_of(actions))]
+        assert len(set(numbers)) > 2 and max(numbers) < most_flags(plan, gated, copies)
 
 
 def test_all_but_the_last_shard_is_merged() -> None:

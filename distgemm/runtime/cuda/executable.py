@@ -37,10 +37,9 @@ from distgemm.runtime.arguments import (
 from distgemm.runtime.cuda.lowering import (
     BRANCH,
     COMM,
-    SLICES,
     Action,
-    flags_of,
     lower,
+    most_flags,
     on_one_stream,
     waits_of,
 )
@@ -114,9 +113,7 @@ class CudaExecutable:
             problem = error
         how = f"{provider} {config} {branches} {waits} {merge} {copies} {timeout} {on_timeout}"
         agree(plan, how, group, device, problem)
-        flags = flags_of(plan) * (1 if copies == "engine" else SLICES)
-        if waits == "gemm":  # a word for each result, of which copies are told
-            flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
+        flags = most_flags(plan, waits == "gemm", copies)
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
         )

@@ -13,7 +13,7 @@ from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "on_one_stream", "waits_of"]
+__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "most_flags", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -102,6 +102,9 @@ def lower(
         waits.append(len(actions))
         actions.append(kernel)  # first, as copies and what stands behind them wait for it
     for run in _runs(ops, streams):
+        if kernel is not None and kernel not in actions and streams[run[0].id] == BRANCH:
+            waits.append(len(actions))
+            actions.append(kernel)  # before what stands behind it on its stream
         needed = {of[dep] for op in run for dep in op.deps}
         if isinstance(run[0], Signal):
             needed.add(0)  # the peer has left its last replay: it will not clear the flag any more
@@ -125,7 +128,7 @@ def lower(
         actions[last].step = Step.ENTERED  # one batch
     else:
         actions.append(Action(stream, (), step=Step.ENTERED))
-    if kernel is not None and not passes:
+    if kernel is not None and kernel not in actions:
         waits.append(len(actions))
         actions.append(kernel)  # last, so that no copy stands behind it
     actions.append(Action(stream, (), after=tuple(waits), step=Step.FINISH))
@@ -242,6 +245,9 @@ def _slice_of(plan: Plan) -> int:
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
         raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
+    copies = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
+    if not all(map(_is_sent, copies)):
+        raise PlanError(f"{plan.schedule}: copies in slices are of shards, and here is passed on what has come")
     _, _, k, dtype = extents.pop()
     row = k * DTYPE_BYTES[dtype]
     count = min(SLICES, max(1, row // SLICE_BYTES))
@@ -355,8 +361,6 @@ def _gated(
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
     sent, others = _sends(others, entered, slices) if sending else ((), others)
-    if sending and any(isinstance(op, Copy) for op in others):
-        raise PlanError(f"{plan.schedule}: a kernel sends what is in shards, and here is passed on what has come")
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
         raise PlanError(
@@ -409,6 +413,14 @@ def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: d
 def flags_of(plan: Plan) -> int:
     """How many flags each rank has in a plan."""
     return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)
+
+
+def most_flags(plan: Plan, gated: bool, copies: str) -> int:
+    """How many flags the actions of each rank have at most, as :func:`lower` makes them."""
+    flags = flags_of(plan) * (1 if copies == "engine" else SLICES)
+    if gated:  # one for each result, of which copies are told
+        flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
+    return flags
 
 
 def _extents(op: Gemm) -> str:
