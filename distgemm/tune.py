@@ -285,7 +285,7 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
     if unfused_status(problem, op):
         time = predict_unfused(problem, machine, op, world_size)
         for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured
-            if collective_status(problem, op, collective, world_size, torch.device("cuda")):
+            if collective_status(problem, op, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
     return times
 
@@ -449,7 +449,7 @@ def fitting(choice: Choice, problem: GemmProblem, op: str, world_size: int) -> C
     """A choice for other rows than it was measured at: waiting within GEMMs takes chunks of equal size, and where these
     rows are in none, waits are on memory; NCCL adds what no other collective does."""
     if choice.method == "unfused":
-        status = collective_status(problem, op, choice.collective, world_size, torch.device("cuda"))
+        status = collective_status(problem, op, choice.collective, world_size)
         return choice if status else replace(UNFUSED, how=choice.how)
     if choice.waits != "gemm":
         return choice

@@ -62,14 +62,12 @@ def unfused_status(problem: GemmProblem, op: str) -> Status:
     return Status()
 
 
-def collective_status(problem: GemmProblem, op: str, collective: str, world_size: int, device: torch.device) -> Status:
-    """Whether one of ``COLLECTIVES`` adds what the unfused program multiplies; falsy with the reason where not."""
+def collective_status(problem: GemmProblem, op: str, collective: str, world_size: int) -> Status:
+    """Whether one of ``COLLECTIVES`` adds on GPUs what the unfused program multiplies; falsy with the reason if not."""
     if collective == "nccl":
         return Status()
     if op != "gemm+ar":
         return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {op}")
-    if device.type != "cuda":
-        return Status(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
     sizes = (2, 4, 8)  # that torch has kernels for
     if world_size not in sizes:
         return Status(f"symmetric memory's {collective} all-reduce is of {sizes} ranks, here are {world_size}")
@@ -168,8 +166,10 @@ class UnfusedExecutable:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
-        if not (status := collective_status(problem, op, collective, self.world_size, device)):
+        if not (status := collective_status(problem, op, collective, self.world_size)):
             raise ValueError(status.reason)
+        if collective != "nccl" and device.type != "cuda":
+            raise ValueError(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
         self.op, self.device, self.collective = op, device, collective
         self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
         self.provider = "cublas" if self.device.type == "cuda" else "torch"

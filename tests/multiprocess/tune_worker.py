@@ -110,7 +110,7 @@ def equal_to_numpy(collective: str = "nccl") -> list[str]:
     failures, tried = [], 0
     for case in unfused_cases():
         problem = case.problem(ranks)
-        if not unfused.collective_status(problem, case.op, collective, ranks, device()):
+        if not unfused.collective_status(problem, case.op, collective, ranks):
             continue
         tried += 1
         exe = UnfusedExecutable(problem, case.op, collective=collective)

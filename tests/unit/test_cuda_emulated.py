@@ -465,6 +465,22 @@ def test_a_kernel_that_sends_under_every_order(
         drawn.check()
 
 
+def run_by_one_kernel(
+    plan: distgemm.Plan, recorded: list[Task], turns: int, beta: float = 0.0, copies: str = "engine"
+) -> None:
+    """Replays that follow one another, on both halves, in a random order of ranks and streams; beta in every second."""
+    machine = machine_of([plan])
+    todo: list[list[Any]] = [[] for _ in range(plan.world_size)]
+    data = [Data(plan, turn, alpha=1.0, beta=beta * (turn % 2), bias=False) for turn in range(turns)]
+    for turn, drawn in enumerate(data):
+        for rank, call in enumerate(drawn.calls):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
+            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
+    run(machine, todo, random.Random(0), queues=False)
+    for drawn in data:
+        drawn.check()
+
+
 @pytest.mark.parametrize("copies", ["slices", "gemm"])
 @pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8)])
 def test_a_rank_that_sends_nothing_waits_for_every_slice(
@@ -473,16 +489,7 @@ def test_a_rank_that_sends_nothing_waits_for_every_slice(
     ranks = len(rows)
     problem = distgemm.GemmProblem(16, 8 * ranks, 1152, dtype="float32", m_per_rank=rows)
     plan = distgemm.make_plan(problem, GATHERS[0], ranks, sync="barrier")
-    machine, order = machine_of([plan]), random.Random(0)
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = [Data(plan, turn, alpha=1.0, beta=0.0, bias=False) for turn in range(6)]
-    for turn, drawn in enumerate(data):
-        for rank, call in enumerate(drawn.calls):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
-            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
-    run(machine, todo, order, queues=False)
-    for drawn in data:
-        drawn.check()
+    run_by_one_kernel(plan, recorded, turns=6, copies=copies)
 
 
 @pytest.mark.parametrize("schedule", [GATHERS[0], "reduce_scatter_1d_tiling_a_rotating_c"])
@@ -694,16 +701,7 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
         mechanism=mechanism,
         results=2 * chunks,
     )
-    machine, order = machine_of([plan]), random.Random(m)
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = [Data(plan, turn, alpha=1.0, beta=float(turn % 2), bias=False) for turn in range(4)]
-    for turn, drawn in enumerate(data):
-        for rank, call in enumerate(drawn.calls):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm")
-            todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
-    run(machine, todo, order, queues=False)
-    for drawn in data:
-        drawn.check()
+    run_by_one_kernel(plan, recorded, turns=4, beta=1.0)
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,11 @@ def lower(
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
-    passes = kernel is not None and any(tell and tell.flag.rank == rank for tell in kernel.tells)
-    if kernel is not None and passes:
-        waits.append(len(actions))
-        actions.append(kernel)  # first, as copies and what stands behind them wait for it
     for run in _runs(ops, streams):
-        if kernel is not None and kernel not in actions and streams[run[0].id] == BRANCH:
+        told_here = any(isinstance(op, Wait) and op.peer == rank for op in run)
+        if kernel is not None and kernel not in actions and (told_here or streams[run[0].id] == BRANCH):
             waits.append(len(actions))
-            actions.append(kernel)  # before what stands behind it on its stream
+            actions.append(kernel)  # before what waits for it, or stands behind it on its stream
         needed = {of[dep] for op in run for dep in op.deps}
         if isinstance(run[0], Signal):
             needed.add(0)  # the peer has left its last replay: it will not clear the flag any more
