@@ -422,6 +422,13 @@ def test_one_kernel_that_waits_under_every_order(
             assert sum(action.gates != () for action in one.exe.actions) == (turn % 3 < 2)
             if turn % 3 < 2:  # a third stream might stand behind the kernel's
                 assert {action.stream for action in one.exe.actions} <= {COMM, BRANCH}
+                of = {action: number for number, action in enumerate(one.exe.actions)}
+                (kernel,) = (number for action, number in of.items() if action.gates)
+                own = [
+                    n for action, n in of.items() if any(isinstance(op, Wait) and op.peer == rank for op in action.ops)
+                ]
+                assert all(kernel < number for number in own)  # it is issued before what waits for it
+                assert bool(own) == ((mechanism == "push" and schedule in CHAINS) or schedule.startswith("all_reduce"))
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues)
     for drawn in data:
