@@ -29,8 +29,8 @@ demo: $(STAMP)
 	$(RUN) -m distgemm demo
 
 test: check
-	$(RUN) -m pytest -n auto --dist loadfile --ignore tests/gpu
 	$(RUN) -m pytest tests/gpu
+	$(RUN) -m pytest -n auto --dist loadfile --ignore tests/gpu
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

@@ -13,6 +13,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from distgemm.bench import Method, Operation, Sample
 from distgemm.gemm import GemmTensors, bind
+from distgemm.gemm.streams import new_stream
 from distgemm.runtime.cuda.memops import copy_box
 
 __all__ = ["copies_alone", "cutlass_alone", "quack_methods", "quack_version", "without_barrier"]
@@ -105,6 +106,11 @@ def quack_methods(operation: Operation) -> list[Method]:
         # Graphs that are replayed in a row are faster with capture_lockstep, its documentation says. Each method has a
         # runner of its own: one may not be called between replays of its graphs.
         runner = runner_of(rows, p.k, a.dtype, operation.group, operation.device, capture_lockstep=True)
+        # Its streams are of torch's pool, which after 32 gives the first again: captured on that one, copies
+        # would stand behind the kernel that waits for them.
+        for stream in ("push_stream", "barrier_stream"):
+            getattr(runner, stream)  # raises where it has none of that name
+            setattr(runner, stream, new_stream(operation.device))
         runner.handle.barrier(channel=0)  # loads its kernel, which must not happen beside a kernel that waits
         torch.cuda.synchronize(operation.device)
         d = torch.empty(p.m, b.shape[0], dtype=a.dtype, device=a.device)

@@ -114,7 +114,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if gated == "alone" else f", waiting for {gated}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    return KernelSource(name, macros, arch, headers=() if gated == "alone" else ("gated.cuh",))
+    return KernelSource(name, macros, arch, headers=() if gated == "alone" else ("gated.cuh", "words.cuh"))
 
 
 class Matrix(ctypes.Structure):

@@ -1,7 +1,8 @@
 // Several products by one kernel, for kernel.cu. Its persistent scheduler walks them as the mode L of CUTLASS.
 //
 // Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
-// products add, and others are told of results (DG_RESULTS). Words in memory say what has come.
+// products add, and others are told of results (DG_RESULTS). Words in memory say what has come. The kernel also does, if
+// told so, what ranks say to each other before and behind a replay.
 
 #pragma once
 
@@ -13,6 +14,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
+#include "words.cuh"
 
 namespace distgemm {
 
@@ -21,6 +23,7 @@ using namespace cute;
 constexpr int kProducts = 128;
 constexpr int kSends = 128;
 constexpr int kTickets = 32;
+constexpr int kCounters = 2048;
 
 // One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
 // ~batch is one of the other memory.
@@ -31,7 +34,8 @@ struct Product {
   int32_t operand;        // batch of the operand that differs from product to product
   int32_t source;         // batch of the source; behind the last: there is none
   int32_t result;         // batch of D
-  int32_t padding;
+  int16_t first;          // tiles of so many products from this one on are handed out in turn
+  int16_t abreast;
 };
 
 // Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
@@ -51,7 +55,8 @@ struct GatedArguments {
   int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
   int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
   uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets; or tickets of pieces, and
-                       // of each slice sent
+                       // of each slice sent; the last are a Passage's
+  Words entry, exit;   // of a replay: before anything is written at a peer, and behind all else; or none
   Product products[kProducts];
   int32_t sent;
   Send sends[kSends];
@@ -82,6 +87,48 @@ CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
   asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
 }
+
+// How a kernel enters a replay while it multiplies already, and leaves it with its last thread block. An idle warp of
+// each block, 3, and the first of each group that multiplies take part.
+struct Passage {
+  static constexpr int kBegun = kCounters - 3, kEnded = kCounters - 2, kOpen = kCounters - 1;
+
+  Words entry, exit;  // without phases: nothing to be done
+  uint32_t* counters;
+
+  // The word that is 1 once peers can be written; 0 where they can be from the beginning.
+  CUTLASS_HOST_DEVICE uint64_t open() const {
+    return entry.phases ? reinterpret_cast<uint64_t>(counters + kOpen) : 0;
+  }
+
+  // By the idle warp; the first one to come does it, for its block is resident.
+  CUTLASS_DEVICE void enter() const {
+    if (!entry.phases) return;
+    bool const first = cutlass::canonical_lane_idx() == 0 && atomicAdd(counters + kBegun, 1u) == 0;
+    if (!__shfl_sync(0xffffffff, first, 0)) return;
+    perform(entry);
+    if (cutlass::canonical_lane_idx() == 0) {
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(counters + kOpen) : "memory");
+    }
+  }
+
+  // By each of these warps, with nothing left to do; the last one to come does it.
+  CUTLASS_DEVICE void leave() const {
+    if (!exit.phases) return;
+    uint32_t const lane = cutlass::canonical_lane_idx();
+    uint32_t const warps = gridDim.x * gridDim.y * gridDim.z * (blockDim.x / cutlass::NumThreadsPerWarpGroup);
+    __syncwarp();
+    bool last = false;
+    if (lane == 0) {
+      last = count(counters + kEnded) == warps;
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+    }
+    if (!__shfl_sync(0xffffffff, last, 0)) return;
+    if (lane < 3) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counters + kBegun + lane) : "memory");
+    __syncwarp();
+    perform(exit);
+  }
+};
 
 // A main loop whose loading warp, before the first load of a product, or of a slice of it, waits for its word. Nobody else
 // does: the others wait for what it loads.
@@ -194,6 +241,7 @@ class PassingEpilogue : public Base {
     typename Base::Params elsewhere;
     uint32_t* counters;
     uint32_t tiles;  // of a product
+    uint64_t open;   // says that others' memory can be written
     Product products[kProducts];
   };
   using Arguments = Params;
@@ -230,6 +278,11 @@ class PassingEpilogue : public Base {
       Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
     int32_t const number = get<3>(coord);
     Product const& product = params_.products[number];
+    if (product.result < 0 && !entered_) {
+      if (params_.open && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.open);
+      __syncwarp();
+      entered_ = true;
+    }
     // Each tile ends with its tail, which leaves nothing to the next one: that may be stored by the other of the two.
     auto const by = [&](Base& epilogue, int32_t batch) {
       auto const states = epilogue.store(
@@ -261,11 +314,12 @@ class PassingEpilogue : public Base {
   Params const& params_;
   Base elsewhere_;
   int32_t open_ = -1;
+  bool entered_ = false;
 };
 
 // ---------------------------------------------------------------- tiles that are handed out
 
-// Tiles in order to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no tile
+// Tiles to whoever comes first, those of products that are abreast in turn, others product by product. Where products wait for other GPUs' kernels, which wait for this one, no tile
 // may belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold
 // its SM. Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
 struct HandedOut {};
@@ -317,19 +371,29 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   using WorkTileInfo = typename Base::WorkTileInfo;
   struct Arguments : Base::Arguments {
     uint32_t* tickets = nullptr;
+    int16_t first[kProducts], abreast[kProducts];
   };
   struct Params : Base::Params {
     uint32_t* tickets;
+    uint32_t clusters;  // for the tiles of a product
+    int16_t first[kProducts], abreast[kProducts];
   };
 
   template <class Problem, class Tile, class Cluster, class... Rest>
   static Params to_underlying_arguments(
       Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
       Rest... rest) {
-    return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...), args.tickets};
+    auto const base = Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
+    uint32_t const clusters = base.blocks_per_problem_ / kBlocks / get<3>(problem);
+    Params params{base, args.tickets, clusters, {}, {}};
+    for (int i = 0; i < kProducts; ++i) {
+      params.first[i] = args.first[i];
+      params.abreast[i] = args.abreast[i];
+    }
+    return params;
   }
 
-  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), taken_(params.tickets) {}
+  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), params_(params), taken_(params.tickets) {}
   CUTLASS_DEVICE void set_data_ptr(TileTickets* tickets) { tickets_ = tickets; }
 
   // By all threads.
@@ -415,6 +479,11 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   }
 
   CUTLASS_DEVICE WorkTileInfo tile_(uint32_t ticket) const {
+    if (ticket < scheduler_params.blocks_per_problem_ / kBlocks) {
+      uint32_t const number = ticket / params_.clusters, first = params_.first[number], abreast = params_.abreast[number];
+      uint32_t const within = ticket - first * params_.clusters;
+      ticket = (first + within % abreast) * params_.clusters + within / abreast;
+    }
     auto const [m, n, l] = block_id_in_cluster();
     uint32_t const within = scheduler_params.raster_order_ == RasterOrder::AlongN
                                 ? n * size<0>(ClusterShape{}) + m
@@ -422,6 +491,7 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
     return get_current_work_for_linear_idx(uint64_t(ticket) * kBlocks + within);
   }
 
+  Params const& params_;
   uint32_t* taken_;
   TileTickets* tickets_ = nullptr;
 };
@@ -464,8 +534,11 @@ class Sender {
   CUTLASS_DEVICE Sender(Params const& params, Storage& storage)
       : params_(params), storage_(storage), lane_(cutlass::canonical_lane_idx()) {}
 
-  CUTLASS_DEVICE void operator()() {
+  // open: the word that says that others' memory can be written; 0: it can
+  CUTLASS_DEVICE void operator()(uint64_t open) {
     if (!params_.pieces) return;
+    if (open && elect_one_sync()) wait_for(open);
+    __syncwarp();
     if (lane_ == 0) {
       for (int i = 0; i < kParts; ++i) Arrival::init(&storage_.arrived[i], cutlass::NumThreadsPerWarp);
     }
@@ -591,21 +664,26 @@ class Sender {
   uint32_t const lane_;
 };
 
-// A kernel of which a warp that CUTLASS leaves idle sends. It begins when CUTLASS's kernel has nothing for it to do.
+// What CUTLASS's kernel does, and what a warp that it leaves idle does besides: sends, and the way into a replay. That
+// warp begins when CUTLASS's kernel has nothing for it to do.
 template <class Base>
-class SendingKernel : public Base {
+class GatedKernel : public Base {
+  static constexpr bool kSending = DG_GATED == DG_OPERANDS;
+  static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
+
  public:
   struct Arguments : Base::Arguments {
     Sender::Params sender;
+    Passage passage;
   };
   struct Params : Base::Params {
     Sender::Params sender;
+    Passage passage;
   };
-  static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
-  static constexpr int SharedStorageSize = kStorageAt + sizeof(Sender::Storage);
+  static constexpr int SharedStorageSize = kSending ? kStorageAt + sizeof(Sender::Storage) : Base::SharedStorageSize;
 
   static Params to_underlying_arguments(Arguments const& args, void* workspace) {
-    return {Base::to_underlying_arguments(args, workspace), args.sender};
+    return {Base::to_underlying_arguments(args, workspace), args.sender, args.passage};
   }
 
   // All SMs send, also where there are fewer tiles.
@@ -618,13 +696,19 @@ class SendingKernel : public Base {
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     Base::operator()(params, shared);
-    if (cutlass::canonical_warp_idx_sync() == kWarp) {
-      Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))();
+    int const warp = cutlass::canonical_warp_idx_sync();
+    bool const idle = warp == kWarp, multiplies = warp >= kGroup && warp % kGroup == 0;
+    if (idle) {
+      params.passage.enter();
+      if constexpr (kSending) {
+        Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))(params.passage.open());
+      }
     }
+    if (idle || multiplies) params.passage.leave();
   }
 
  private:
-  static constexpr int kWarp = 3;
+  static constexpr int kWarp = 3, kGroup = cutlass::NumWarpsPerWarpGroup;
 };
 
 }  // namespace distgemm

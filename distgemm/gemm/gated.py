@@ -25,14 +25,15 @@ from distgemm.gemm.cutlass import Arguments, CutlassKernel, CutlassLaunch, Cutla
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.words import MemOp, Words, words_of
 from distgemm.problem import DTYPE_BYTES
 
 __all__ = ["COUNTERS", "PRODUCTS", "SENDS", "GatedGemms", "GatedSend", "bind_gated", "gated_source", "together"]
 
 PRODUCTS, SENDS = 128, 128
 """How many products a kernel computes, and how many pieces of matrices it sends, at most."""
-COUNTERS = 2048
-"""How many int32 a kernel counts with."""
+COUNTERS, PASSAGE = 2048, 3
+"""How many int32 a kernel counts with, and how many of them to enter and leave a replay."""
 
 MATRICES = ("a", "b", "d", "c", "partial")
 
@@ -61,13 +62,19 @@ class GatedGemms:
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
+    abreast:  where there are partial sums, of how many products in a row tiles are computed in turn, so that those
+              which go away and those which stay take turns, and the link is always busy; for all products. None of
+              them waits for another one of these. Empty: each is computed alone
     sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, with rows at another
               distance perhaps. All with C or a bias are not away
-    counters: where there are partial sums, or sends, COUNTERS int32 that are 0, for this kernel alone
+    counters: where there are partial sums, sends, or something to enter, COUNTERS int32 that are 0, for this kernel
+              alone
+    entry, exit: what is waited for and written, in phases, before anything is stored or sent away, and behind all else;
+              multiplication begins before the entry is done. Both or none
 
     A thread block waits while it occupies its SM. So what is waited for must not need one of this GPU: copy engines,
     memory operations and kernels of other GPUs may write words.
@@ -83,15 +90,26 @@ class GatedGemms:
     counters: torch.Tensor | None = None
     sends: Sequence[GatedSend] = ()
     slice: int = 0
+    abreast: Sequence[int] = ()
+    entry: Sequence[Sequence[MemOp]] = ()
+    exit: Sequence[Sequence[MemOp]] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.products) <= PRODUCTS:
             raise ValueError(f"one kernel computes 1 to {PRODUCTS} products, got {len(self.products)}")
         slices = sum(-(-send.source.shape[1] // (self.slice or send.source.shape[1])) for send in self.sends)
-        if len(self.sends) > SENDS or slices >= COUNTERS:
+        if len(self.sends) > SENDS or slices >= COUNTERS - PASSAGE:
             raise ValueError(
-                f"one kernel sends at most {SENDS} chunks in {COUNTERS - 1} slices, got {len(self.sends)} in {slices}"
+                f"one kernel sends at most {SENDS} chunks in {COUNTERS - PASSAGE - 1} slices, got {len(self.sends)} in "
+                f"{slices}"
             )
+        if self.abreast and (self.kind == "operands" or sum(self.abreast) != len(self.products)):
+            raise ValueError(
+                f"products abreast are all of a kernel's, with partial sums; got {[*self.abreast]} of "
+                f"{len(self.products)} products that wait for {self.kind}"
+            )
+        if bool(self.entry) != bool(self.exit):
+            raise ValueError("a kernel that enters a replay also leaves it")
         if self.sends and self.kind == "results":
             raise ValueError("a kernel that passes partial sums on sends nothing else")
 
@@ -223,7 +241,8 @@ class _Product(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("operand_word", "source_word", "result_word")),
-        *((name, ctypes.c_int32) for name in ("operand", "source", "result", "padding")),
+        *((name, ctypes.c_int32) for name in ("operand", "source", "result")),
+        *((name, ctypes.c_int16) for name in ("first", "abreast")),
     )
 
 
@@ -257,6 +276,8 @@ class _Arguments(ctypes.Structure):
             )
         ),
         ("counters", ctypes.c_void_p),
+        ("entry", Words),
+        ("exit", Words),
         ("products", _Product * PRODUCTS),
         ("sent", ctypes.c_int32),
         ("sends", _Send * SENDS),
@@ -308,17 +329,20 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
 
     if gemms.counters is not None:
         arguments.counters = gemms.counters.data_ptr()
-    elif sums or gemms.sends:
-        raise ValueError("products with partial sums, or sends, take counters")
+    elif sums or gemms.sends or gemms.entry:
+        raise ValueError("products with partial sums, sends or an entry take counters")
+    arguments.entry, arguments.exit = words_of(gemms.entry), words_of(gemms.exit)
     _place_sends(arguments, gemms)
     sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
     if sources is not None and spec.partial is not None:
         base.source, arguments.sources = sources.matrix(spec.partial), sources.count
+    groups = gemms.abreast or [1] * count
+    turns = [(sum(groups[:i]), size) for i, size in enumerate(groups) for _ in range(size)]
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
         words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
-            *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number]
+            *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number], *turns[number]
         )
 
 

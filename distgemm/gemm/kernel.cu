@@ -443,9 +443,9 @@ using KernelOf = cutlass::gemm::kernel::GemmUniversal<
     Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
 
 #if DG_GATED == DG_OPERANDS
-using Kernel = SendingKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>>>;
+using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>>>;
 #elif DG_GATED == DG_RESULTS
-using Kernel = KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>;
+using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
 #else
 using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
 #endif
@@ -504,8 +504,13 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   static_cast<typename Collective::Params&>(arguments.epilogue) = of(args.base, args.results_here);
   arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
   arguments.epilogue.counters = args.counters;
+  arguments.epilogue.open = arguments.passage.open();
   arguments.scheduler.tickets = args.counters + kProducts;
-  for (int i = 0; i < kProducts; ++i) arguments.epilogue.products[i] = args.products[i];
+  for (int i = 0; i < kProducts; ++i) {
+    arguments.epilogue.products[i] = args.products[i];
+    arguments.scheduler.first[i] = args.products[i].first;
+    arguments.scheduler.abreast[i] = args.products[i].abreast;
+  }
 }
 
 #endif
@@ -525,6 +530,7 @@ typename Kernel::Arguments encode(void const* given) {
   arguments.mainloop.moving = args.moving;
   arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
   for (int i = 0; i < kProducts; ++i) arguments.mainloop.products[i] = args.products[i];
+  arguments.passage = {args.entry, args.exit, args.counters};
   set_results(arguments, args);
   set_order(arguments, args.base);
   return arguments;

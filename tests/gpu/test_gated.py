@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated
+from distgemm.gemm.words import MemOp
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -42,7 +44,8 @@ def launched(launch: Callable[[], None], operand: torch.Tensor, words: torch.Ten
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512)])
-def test_sums_are_passed_on(config: str, m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("abreast", [(), (2, 2), (1, 1, 2)], ids=str)
+def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[int, ...]) -> None:
     """Two results go into another memory, from where two later products take them in the other order; five times."""
     a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
     passed = torch.empty_like(d)
@@ -51,7 +54,9 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int) -> None:
     products = [GemmTensors(a[i], b, passed[i], padded=True) for i in range(2)]
     products += [GemmTensors(a[2 + i], b, d[i], partial=passed[1 - i]) for i in range(2)]
     launch = bind_gated(
-        GatedGemms(products, "a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts),
+        GatedGemms(
+            products, "a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts, abreast=abreast
+        ),
         GemmConfig.parse(config),
     )
     for _ in range(5):
@@ -95,3 +100,56 @@ def test_fp8_is_sent_too() -> None:
     bind_gated(GatedGemms(products, "a", [0, words.data_ptr()], [0, 0], [False, False], counts, sends, 1024))()
     torch.cuda.synchronize()
     assert torch.equal(d.double(), torch.cat([here.double(), source.double()]) @ b.double().T)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", ["operands", "results"])
+def test_nothing_goes_away_before_the_entry(config: str, kind: str) -> None:
+    """The kernel multiplies, but what it sends or stores elsewhere stays until a word says that it may; three times."""
+    m, n, k = 1024, 512, 256
+    here, b = drawn(2, m, k), drawn(n, k)
+    away = torch.empty((m, k) if kind == "operands" else (m, n), device="cuda").bfloat16()
+    d = torch.empty(2 * m, n, device="cuda").bfloat16()
+    words, counts = torch.zeros(6, dtype=torch.int32, device="cuda"), counters()
+    may, told, left, ended, last, come = (words.data_ptr() + 4 * number for number in range(6))
+    entry = [[MemOp(True, may, 1)], [MemOp(False, may, 0)], [MemOp(False, told, 7)]]
+    exit_ = [[MemOp(True, left, 1)], [MemOp(False, ended, 8)], [MemOp(False, last, 9)]]
+    if kind == "operands":
+        products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here[0], away))]
+        gemms = GatedGemms(
+            *(products, "a", [0, come], [0, 0], [False, False], counts, [GatedSend(here[1], away, come)]),
+            entry=entry,
+            exit=exit_,
+        )
+    else:
+        products = [GemmTensors(here[0], b, away, padded=True), GemmTensors(here[1], b, d[:m], partial=away)]
+        gemms = GatedGemms(products, "a", [0, come], [come, 0], [True, False], counts, entry=entry, exit=exit_)
+    launch, side = bind_gated(gemms, GemmConfig.parse(config)), torch.cuda.Stream()
+    seen = torch.empty(away.shape, dtype=away.dtype, pin_memory=True)
+    said = torch.empty(6, dtype=torch.int32, pin_memory=True)
+    one = torch.ones(1, dtype=torch.int32, device="cuda")
+
+    def look() -> list[int]:
+        time.sleep(0.02)
+        seen.copy_(away, non_blocking=True)
+        said.copy_(words, non_blocking=True)
+        side.synchronize()
+        return said.tolist()
+
+    for _ in range(3):
+        words.zero_()
+        away.fill_(float("nan"))
+        d.fill_(float("nan"))
+        torch.cuda.synchronize()
+        launch()
+        with torch.cuda.stream(side):
+            assert look() == [0] * 6 and bool(seen.isnan().all())
+            words[:1].copy_(one)
+            assert look() == [0, 7, 0, 0, 0, 1] and not bool(seen.isnan().any())
+            words[2:3].copy_(one)
+        torch.cuda.synchronize()
+        assert words.tolist() == [0, 7, 1, 8, 9, 1] and not counts.any()
+        if kind == "operands":
+            assert torch.equal(d.double(), here.double().view(-1, k) @ b.double().T)
+        else:
+            assert torch.equal(d[:m].double(), here.double().sum(0) @ b.double().T)

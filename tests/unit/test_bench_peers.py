@@ -89,6 +89,7 @@ class Runner:
     def __init__(self, rows: int, k: int, dtype: torch.dtype, group: str, device: torch.device, **how: Any) -> None:
         assert (k, group, how) == (K, "g", {"capture_lockstep": True})
         self.rows, self.warm = rows, 0
+        self.push_stream = self.barrier_stream = "of the pool"
         self.handle = SimpleNamespace(barrier=self._barrier)
 
     def _barrier(self, channel: int) -> None:
@@ -96,7 +97,7 @@ class Runner:
 
     @contextlib.contextmanager
     def gather(self, a: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
-        assert self.warm
+        assert self.warm and (self.push_stream, self.barrier_stream) == ("of its own", "of its own")
         assert a.shape == (self.rows, K)
         yield torch.cat([a] * SIZE), "arrivals"
 
@@ -113,6 +114,7 @@ def test_quack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "quack.distributed", SimpleNamespace(AllGatherRunner=Runner))
     monkeypatch.setitem(sys.modules, "quack.gemm", SimpleNamespace(gemm=gemm))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(peers, "new_stream", lambda device: "of its own")
     given = operation("ag+gemm")
     methods = peers.quack_methods(given)
     assert [method.name for method in methods] == ["quack 128x256 2x1", "quack 128x192 2x1 pingpong"]

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,13 @@ import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.gated import GatedGemms, gated_source
+from distgemm.gemm.words import MemOp, words_of
 from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, memops, watchdog, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, most_flags, waits_of
-from distgemm.runtime.cuda.memops import MemOp
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
@@ -163,17 +164,26 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             slices = -(-columns // (gemms.slice or columns))
             return [first + WORD * number for number in range(slices if first else 0)]
 
+        opened = memops.wait_for(-id(gemms))  # a word of the kernel's own
+        enters: list[Task] = [opened] if gemms.entry else []
+        each: list[list[Task]] = []
+        for t, word, told, away in zip(gemms.products, gemms.waits, gemms.tells, gemms.away, strict=True):
+            each.append([memops.wait_for(of_slice) for of_slice in words(word, t.a.shape[1])])
+            each[-1] += [*(enters if away else []), multiplied(t), *([memops.write(told)] if told else [])]
         products: list[Task] = []
-        for t, word, told in zip(gemms.products, gemms.waits, gemms.tells, strict=True):
-            products += [memops.wait_for(of_slice) for of_slice in words(word, t.a.shape[1])]
-            products += [multiplied(t), *([memops.write(told)] if told else [])]
-        sent: list[Task] = []
+        for size in gemms.abreast or [1] * len(each):
+            products += [Together(each[:size])] if size > 1 else each[0]
+            del each[:size]
+        sent: list[Task] = list(enters)
         for send in gemms.sends:
             along = gemms.slice or send.source.shape[1]
             for number, word in enumerate(words(send.word, send.source.shape[1])):
                 columns = slice(number * along, (number + 1) * along)
                 sent += [functools.partial(send.target[:, columns].copy_, send.source[:, columns]), memops.write(word)]
-        return lambda stream: tasks.extend([Together([products, sent])] if sent else products)
+        entry = [*chain.from_iterable(gemms.entry), *([memops.write(opened.address)] if gemms.entry else [])]
+        closed = [memops.write(opened.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
+        parts = [part for part in (entry, products, sent) if part]
+        return lambda stream: tasks.extend([Together(parts), *closed] if len(parts) > 1 else products)
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
         def add() -> None:
@@ -1111,7 +1121,7 @@ def test_words_of_a_kernel_are_split_into_launches() -> None:
     assert all(len(phases) <= words.PHASES and sum(map(len, phases)) <= words.OPERATIONS for phases in launches)
     assert [op for phases in launches for phase in phases for op in phase] == ops + ops[:2] + ops[:1] * words.PHASES
     (phases,) = words.split([[memops.wait_for(8)], [*memops.clear([16]), memops.write(24, 7)]])
-    encoded = words._arguments(phases)
+    encoded = words_of(phases)
     assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
     found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
     assert found == [(8, 1, words.WAIT), (16, 0, words.WRITE_DOUBLE), (24, 7, words.WRITE)]

@@ -21,6 +21,7 @@ from distgemm.gemm.compiler import KernelSource, build_together
 from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated, gated_source
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.gemm.words import MemOp, fits
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES, GemmProblem
@@ -43,7 +44,7 @@ from distgemm.runtime.cuda.lowering import (
     on_one_stream,
     waits_of,
 )
-from distgemm.runtime.cuda.memops import MemOp, copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
@@ -57,6 +58,8 @@ __all__ = ["CudaExecutable", "Replay", "compile"]
 LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
+
+Phases = Sequence[Sequence[MemOp]]
 
 GRAPHS = 32
 """Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
@@ -312,6 +315,7 @@ class CudaExecutable:
     def _bind(self, call: _Call) -> list[Callable[[int], None]]:
         """What each action does to a stream, and what the exit does."""
         call.way = self._way(call)
+        call.passage = self._passage(call)
         return [*(self._action(action, call) for action in call.way.actions), self._exit(call)]
 
     def _way(self, call: _Call) -> _Way:
@@ -329,16 +333,36 @@ class CudaExecutable:
             return _Way(lower(self.plan, self.rank, self.branches, copies=self.copies), "memory", None)
         return chosen
 
+    def _passage(self, call: _Call) -> _Passage | None:
+        """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""
+        actions = call.way.actions
+        alone = any(action.gates for action in actions) and all(action.stream == BRANCH for action in actions)
+        if not alone or "gathered" in call.shards:
+            return None
+        found = _Passage(self._entry_phases(call), self._exit_phases(call))
+        return found if fits(found.entry) and fits(found.exit) else None
+
+    def _entry_phases(self, call: _Call) -> Phases:
+        """Where nothing is on another stream, what comes before everything."""
+        steps = self._steps[call.half]
+        entered = steps[Step.ENTERED]  # peers are told once left is reset
+        resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
+        return [steps[Step.ENTRY], resets, tells]
+
+    def _exit_phases(self, call: _Call) -> Phases:
+        """What is done by a kernel behind all else."""
+        steps = self._steps[call.half]
+        finish = steps[Step.FINISH]
+        return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
+
     def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
         if action.step is Step.FINISH and call.way.waits != "memory":
             return lambda stream: None  # a part of the exit
         steps = self._steps[call.half]
         if action.step is not None and action.stream == BRANCH:  # kernels alone: the first is all that comes before
-            if action.step is Step.ENTERED:
+            if action.step is Step.ENTERED or call.passage is not None:
                 return lambda stream: None
-            entered = steps[Step.ENTERED]  # peers are told once left is reset
-            resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
-            return bind_words([steps[Step.ENTRY], resets, tells], self._index)
+            return bind_words(self._entry_phases(call), self._index)
         step = [] if action.step is None else steps[action.step]
         if not action.ops:
             return lambda stream: mem_ops(step, stream)
@@ -366,13 +390,12 @@ class CudaExecutable:
 
     def _exit(self, call: _Call) -> Callable[[int], None]:
         """What is done behind all else."""
-        steps = self._steps[call.half]
         if call.way.waits == "memory":
-            return lambda stream: mem_ops(steps[Step.EXIT], stream)
-        finish = steps[Step.FINISH]
-        return bind_words(
-            [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]], self._index
-        )
+            exit_step = self._steps[call.half][Step.EXIT]
+            return lambda stream: mem_ops(exit_step, stream)
+        if call.passage is not None:
+            return lambda stream: None  # a part of the kernel
+        return bind_words(self._exit_phases(call), self._index)
 
     @property
     def _index(self) -> int:
@@ -440,6 +463,9 @@ class CudaExecutable:
             counters=self._counters,
             sends=sends,
             slice=action.slice,
+            abreast=action.abreast,
+            entry=call.passage.entry if call.passage else (),
+            exit=call.passage.exit if call.passage else (),
         )
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
@@ -562,6 +588,13 @@ class _Rest(NamedTuple):
     sums: Sequence[Tensor] = ()
 
 
+class _Passage(NamedTuple):
+    """What a kernel waits for and writes, in phases, to enter a replay and to leave it."""
+
+    entry: Phases
+    exit: Phases
+
+
 class _Way(NamedTuple):
     """What a call puts on streams, by what it waits, and the configuration of its GEMMs."""
 
@@ -571,10 +604,11 @@ class _Way(NamedTuple):
 
 
 class _Call:
-    """The tensors and numbers of one call, shards as (l, rows, columns); the half of the workspace that it takes, and
-    the way in which it is done."""
+    """The tensors and numbers of one call, shards as (l, rows, columns); the half of the workspace that it takes, the
+    way in which it is done, and how a kernel enters and leaves the replay by itself."""
 
     way: _Way
+    passage: _Passage | None = None
 
     def __init__(
         self,

@@ -23,6 +23,9 @@ a stream of their own they made captured graphs of several replays hold copies b
 BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow, and a stream of sums."""
 
+LAG = 1
+"""How many groups of GEMMs lie between one that stores a sum and the one that adds to it."""
+
 SLICES = 4
 """How many slices a chunk is sent in at most."""
 SLICE_UNIT, SLICE_BYTES = 256, 1024
@@ -39,6 +42,7 @@ class Action:
     tells:  whom each of them tells of its result, None where nobody
     sends:  what the kernel copies to peers, with the signals behind it: slices of chunks, those of a chunk together
     slice:  elements along k of a slice that it sends, or waits for; 0 where chunks are whole
+    abreast: of several Gemms that are one kernel, of how many in a row tiles are computed in turn; empty: of each alone
     after:  actions on other streams that come before, by number
     step:   a step of the workspace's protocol (see :mod:`distgemm.runtime.cuda.workspace`), behind the ops
     awaited: whether another stream waits for it
@@ -53,6 +57,7 @@ class Action:
     tells: tuple[Signal | None, ...] = ()
     sends: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
     slice: int = 0
+    abreast: tuple[int, ...] = ()
 
 
 def lower(
@@ -323,6 +328,8 @@ def _gated(
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
+    groups = _abreast(plan, gemms)
+    gemms = [op for group in groups for op in group]
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
@@ -367,7 +374,43 @@ def _gated(
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
     writes = bool(sent) or any(link_of(op) for op in gemms)  # at peers, once they have left their last replay
     told_of = tuple(tells.get(op.id) for op in gemms)
-    return kept, Action(BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent)
+    kernel = Action(BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent)
+    if len(groups) < len(gemms):
+        kernel.abreast = tuple(map(len, groups))
+    return kept, kernel
+
+
+def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
+    """A rank's GEMMs in groups whose tiles are computed in turn: where GEMMs store what others add to, each stands LAG
+    groups behind the one that it adds to, so that in most groups some store at a peer and some do not, and the link has
+    something to carry until the end. Else each for itself, in the plan's order.
+
+    No GEMM waits for one of its own group, or of a later one, on any rank: ranks come to an end.
+    """
+    every = [op for ops in plan.rank_ops for op in ops]
+    stores = {(op.rank, op.id) for op in every if isinstance(op, Gemm) and link_of(op) is not None}
+    sent = any(isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op) is not None for op in every)
+    told = {op.flag: (op.rank, op.deps[0]) for op in every if isinstance(op, Signal) and len(op.deps) == 1}
+    waits = {(op.rank, op.id): op for op in every if isinstance(op, Wait)}
+    before: dict[tuple[int, int], tuple[int, int]] = {}  # whose sum a GEMM adds to
+    for op in every:
+        if isinstance(op, Gemm):
+            flags = [waits[op.rank, dep].flag for dep in op.deps if (op.rank, dep) in waits]
+            for flag in flags:
+                if told.get(flag) in stores:
+                    before[op.rank, op.id] = told[flag]
+    if not before or sent:
+        return [[op] for op in gemms]
+    group: dict[tuple[int, int], int] = {}
+    heads = Counter[int]()
+    for op in sorted((op for op in every if isinstance(op, Gemm)), key=lambda op: op.round):
+        source = before.get((op.rank, op.id))
+        group[op.rank, op.id] = heads[op.rank] if source is None else group[source] + LAG
+        heads[op.rank] += source is None
+    found: dict[int, list[Gemm]] = {}
+    for op in gemms:
+        found.setdefault(group[op.rank, op.id], []).append(op)
+    return [found[number] for number in sorted(found)]
 
 
 def _sends(

@@ -6,24 +6,17 @@ All of it is captured into CUDA graphs as it stands: memory operations and memcp
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from cuda.bindings import driver, runtime
 
-__all__ = ["MemOp", "clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
+from distgemm.gemm.words import MemOp
+
+__all__ = ["clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
 
 BATCH = 255
 """Memory operations that CUDA takes in one call."""
-
-
-class MemOp(NamedTuple):
-    """A wait until the word at an address equals a value, or a write of it; double: of two words at once, to 0."""
-
-    wait: bool
-    address: int
-    value: int
-    double: bool = False
 
 
 def wait_for(address: int, value: int = 1) -> MemOp:

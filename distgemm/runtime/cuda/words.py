@@ -12,35 +12,18 @@ from collections.abc import Sequence
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.libraries import Library, open_library
-from distgemm.runtime.cuda.memops import MemOp
+from distgemm.gemm.words import OPERATIONS, PHASES, MemOp, Words, words_of
 
 __all__ = ["bind_words", "word_source"]
-
-OPERATIONS, PHASES = 192, 8
-WAIT, WRITE, WRITE_DOUBLE = range(3)
-
-
-class _Operation(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_uint64), ("value", ctypes.c_uint32), ("kind", ctypes.c_uint32))
-
-
-class _Arguments(ctypes.Structure):
-    """The struct Arguments of words.cu."""
-
-    _fields_ = (
-        ("phases", ctypes.c_int32),
-        ("ends", ctypes.c_int32 * PHASES),
-        ("operations", _Operation * OPERATIONS),
-    )
 
 
 def word_source() -> KernelSource:
     """What the kernel is compiled from."""
-    return KernelSource("words", (), CutlassProvider().arch, "words.cu")
+    return KernelSource("words", (), CutlassProvider().arch, "words.cu", ("words.cuh",))
 
 
 def _open(device: int) -> Library:
-    found = open_library(word_source(), _Arguments)
+    found = open_library(word_source(), Words)
     found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     found.load_on(device)
     return found
@@ -60,24 +43,12 @@ def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
     return launches
 
 
-def _arguments(phases: Sequence[Sequence[MemOp]]) -> _Arguments:
-    arguments = _Arguments(len(phases))
-    end = 0
-    for number, phase in enumerate(phases):
-        for op in phase:
-            kind = WAIT if op.wait else WRITE_DOUBLE if op.double else WRITE
-            arguments.operations[end] = _Operation(op.address, op.value, kind)
-            end += 1
-        arguments.ends[number] = end
-    return arguments
-
-
 class WordLaunch:
     """The kernel with its operations; called with a stream."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
         self._library = _open(device)
-        self._arguments = [_arguments(part) for part in split(phases)]
+        self._arguments = [words_of(part) for part in split(phases)]
 
     def __call__(self, stream: int) -> None:
         for arguments in self._arguments:
