@@ -60,8 +60,9 @@ MACHINE = "h200"
 
 CLEARLY = 0.02
 """Share of the unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
-WITHIN = 1.25
-"""Plans predicted to take longer than the best one by more than this factor are not measured."""
+WITHIN, WITHIN_ONE_KERNEL = 1.25, 1.4
+"""Plans predicted to take longer than the best one by more than this factor are not measured. Of what chunks cost where
+GEMMs are one kernel the model knows too little."""
 
 FINALISTS = 4
 FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
@@ -89,6 +90,8 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "gemm+ar": tuple((f"all_reduce_1d_{name}", options) for name, options in SUMS),
 }
 """For each op, the schedules that are tried, with their options."""
+STORED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 4, "lag": 2}, {"chunks": 8, "lag": 2}, {"chunks": 8, "lag": 4})
+"""Chains by one kernel that stores its sums."""
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "ag+gemm": (
@@ -98,12 +101,9 @@ BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "gemm+rs": (
         (CHAIN, {"chunks": 2, "results": 2}, "engine"),
         (CHAIN, {"chunks": 4, "results": 4}, "engine"),
-        (CHAIN, {"chunks": 2, "mechanism": "store"}, "engine"),
-        (CHAIN, {"chunks": 4, "mechanism": "store"}, "engine"),
+        *((CHAIN, {"mechanism": "store", **how}, "engine") for how in STORED),
     ),
-    "gemm+ar": tuple(
-        ("all_reduce_1d_tiling_a_rotating_c", {"chunks": chunks, "mechanism": "store"}, "engine") for chunks in (2, 4)
-    ),
+    "gemm+ar": tuple(("all_reduce_1d_tiling_a_rotating_c", {"mechanism": "store", **how}, "engine") for how in STORED),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
 
@@ -230,12 +230,14 @@ def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
 
     op: "ag+gemm", "gemm+rs" or "gemm+ar"
 
-    Plans that are predicted to take more than ``WITHIN`` times as long as the best one are left out; so are those with
-    GEMMs that their provider does not compute. Raises ValueError for another op.
+    Plans that are predicted to take more than ``WITHIN`` times as long as the best one (``WITHIN_ONE_KERNEL`` where
+    GEMMs are one kernel) are left out; so are those with GEMMs that their provider does not compute. Raises ValueError
+    for another op.
     """
     times = _predictions(problem, _op(op), world_size)
     plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
-    kept = [choice for choice in plans if times[choice] <= WITHIN * times[plans[0]]]
+    within = {choice: WITHIN_ONE_KERNEL if choice.waits == "gemm" else WITHIN for choice in plans}
+    kept = [choice for choice in plans if times[choice] <= within[choice] * times[plans[0]]]
     return kept + [choice for choice in times if choice.method == "unfused"]
 
 

@@ -28,16 +28,20 @@ def _delivered(name: str, scatter: DistributedTileScheduler) -> DistributedTileS
 
 
 @register_schedule(default_of="gemm+ar")
-def all_reduce_1d_tiling_a_rotating_c(mesh: Mesh, *, chunks: int = 1, last: str = "gemm") -> DistributedTileScheduler:
+def all_reduce_1d_tiling_a_rotating_c(
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r; partial sums go round the ring, finished tiles from their reducer to every rank."""
-    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, last=last)
+    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, last=last, lag=lag)
     return _delivered("all_reduce_1d_tiling_a_rotating_c", scatter)
 
 
 @register_schedule()
-def all_reduce_1d_tiling_b_rotating_c(mesh: Mesh, *, chunks: int = 1, last: str = "gemm") -> DistributedTileScheduler:
+def all_reduce_1d_tiling_b_rotating_c(
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with tiles of D along N."""
-    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, last=last)
+    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, last=last, lag=lag)
     return _delivered("all_reduce_1d_tiling_b_rotating_c", scatter)
 
 

@@ -6,6 +6,8 @@ With ``chunks=c`` a shard is c tiles along the mode that moves: tile = shard * c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distgemm.layouts import Axis, Modulo, Offset, Swizzle, TVLayout
 from distgemm.schedulers.registry import register_schedule
 from distgemm.schedulers.routes import (
@@ -50,6 +52,16 @@ def _rotate(ranks: int, chunks: int, direction: int = 1, offset: int = 0) -> Axe
 def _chunk_order(shards: list[int], chunks: int) -> list[int]:
     """The order of iterations (chunks, N) that takes whole shards in the given order."""
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
+
+
+def _lagging(name: str, ranks: int, chunks: int, lag: int) -> list[int]:
+    """The order of iterations (chunks, N) in which each shard begins ``lag`` chunks behind the one before; of several
+    in one place, the chunk of the shard that began first comes first."""
+    if lag > chunks:
+        raise ValueError(f"{name}: lag is at most as many as there are chunks, {chunks}, got {lag}")
+    pairs = [(shard, chunk) for shard in range(ranks) for chunk in range(chunks)]
+    pairs.sort(key=lambda pair: (pair[1] + lag * pair[0], pair[1]))
+    return [shard * chunks + chunk for shard, chunk in pairs]
 
 
 # --- all-gather + GEMM: A is sharded along M, B and D along N -----------------------------------------
@@ -186,18 +198,22 @@ def _scatter_m(
 
 @register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_of="gemm+rs")
 def reduce_scatter_1d_tiling_a_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm"
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
 ) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r; partial sums of D go round the ring, r to r + 1, each rank adding its part
     (CUTLASS ReduceScatter1D_TilingA_RotatingC).
 
     last: where an owner adds what arrives last: in the epilogue of its own "gemm", which waits for it, or in a "sum"
           behind one that does not: the end is sooner, for more traffic of the memory.
+    lag:  a shard begins so many chunks behind the one before, 1 to ``chunks``, so that the chunks of an owner's own
+          shard, which go nowhere, come between others, and sums are on their way until shortly before the end. Not
+          given: shard by shard, the own one last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
     work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
-    return _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, _chain(name, last))
+    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, _chain(name, last))
+    return replace(schedule, work=schedule.work.reorder(_lagging(name, ranks, chunks, lag))) if lag else schedule
 
 
 @register_schedule()
@@ -215,7 +231,7 @@ def reduce_scatter_1d_pairwise_a(mesh: Mesh, *, chunks: int = 1) -> DistributedT
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
 def reduce_scatter_1d_tiling_b_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm"
+    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with D sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC)."""
     (ranks,) = mesh
@@ -227,4 +243,6 @@ def reduce_scatter_1d_tiling_b_rotating_c(
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
     work = TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE))
     name = "reduce_scatter_1d_tiling_b_rotating_c"
+    if lag:
+        work = work.reorder(_lagging(name, ranks, chunks, lag))
     return DistributedTileScheduler(name, partition, work, Route(d=_chain(name, last)), TileCoord(1, chunks, 1, 1))

@@ -56,7 +56,7 @@ struct GatedArguments {
   int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
   uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets; or tickets of pieces, and
                        // of each slice sent; the last are a Passage's
-  Words entry, exit;   // of a replay: before anything is written at a peer, and behind all else; or none
+  Words entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
   Product products[kProducts];
   int32_t sent;
   Send sends[kSends];
@@ -93,7 +93,7 @@ CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
 struct Passage {
   static constexpr int kBegun = kCounters - 3, kEnded = kCounters - 2, kOpen = kCounters - 1;
 
-  Words entry, exit;  // without phases: nothing to be done
+  Words entry, exit;  // without phases: nothing to be done. Peers can be written behind the first phase of the entry
   uint32_t* counters;
 
   // The word that is 1 once peers can be written; 0 where they can be from the beginning.
@@ -106,10 +106,11 @@ struct Passage {
     if (!entry.phases) return;
     bool const first = cutlass::canonical_lane_idx() == 0 && atomicAdd(counters + kBegun, 1u) == 0;
     if (!__shfl_sync(0xffffffff, first, 0)) return;
-    perform(entry);
+    perform(entry, 0, 1);
     if (cutlass::canonical_lane_idx() == 0) {
       asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(counters + kOpen) : "memory");
     }
+    perform(entry, 1, entry.phases);
   }
 
   // By each of these warps, with nothing left to do; the last one to come does it.
@@ -126,7 +127,7 @@ struct Passage {
     if (!__shfl_sync(0xffffffff, last, 0)) return;
     if (lane < 3) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counters + kBegun + lane) : "memory");
     __syncwarp();
-    perform(exit);
+    perform(exit, 0, exit.phases);
   }
 };
 

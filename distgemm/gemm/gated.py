@@ -73,8 +73,8 @@ class GatedGemms:
               distance perhaps. All with C or a bias are not away
     counters: where there are partial sums, sends, or something to enter, COUNTERS int32 that are 0, for this kernel
               alone
-    entry, exit: what is waited for and written, in phases, before anything is stored or sent away, and behind all else;
-              multiplication begins before the entry is done. Both or none
+    entry, exit: what is waited for and written, in phases: of the entry the first comes before anything is stored or
+              sent away, and beside all products; the exit behind all else. Both or none
 
     A thread block waits while it occupies its SM. So what is waited for must not need one of this GPU: copy engines,
     memory operations and kernels of other GPUs may write words.

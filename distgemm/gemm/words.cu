@@ -4,7 +4,7 @@
 
 namespace distgemm {
 
-__global__ void words(__grid_constant__ Words const args) { perform(args); }
+__global__ void words(__grid_constant__ Words const args) { perform(args, 0, args.phases); }
 
 extern "C" {
 

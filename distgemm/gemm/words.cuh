@@ -47,10 +47,10 @@ __device__ inline void write_word(Operation const& operation, bool released) {
   }
 }
 
-// By all threads of a warp.
-__device__ inline void perform(Words const& words) {
-  int begin = 0;
-  for (int phase = 0; phase < words.phases; ++phase) {
+// Phases up to `end`, by all threads of a warp.
+__device__ inline void perform(Words const& words, int phase, int end) {
+  int begin = phase ? words.ends[phase - 1] : 0;
+  for (; phase < end; ++phase) {
     for (int i = begin + threadIdx.x % 32; i < words.ends[phase]; i += 32) {
       Operation const& operation = words.operations[i];
       if (operation.kind == kWait) {

@@ -23,7 +23,7 @@ import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.gated import GatedGemms, gated_source
-from distgemm.gemm.words import MemOp, words_of
+from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
 from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
@@ -406,6 +406,8 @@ def test_one_kernel_that_waits_under_every_order(
 ) -> None:
     order, ranks = random.Random(schedule), 4
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
+    if "lag" in schedule_options(schedule):
+        chunked += [{"chunks": chunks, "lag": lag} for chunks, lag in ((2, 1), (4, 1), (4, 2), (4, 3))]
     every = [
         distgemm.make_plan(
             distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -413,7 +415,7 @@ def test_one_kernel_that_waits_under_every_order(
             mesh=(2, 2) if "2d" in schedule else (4,),
             sync="barrier",
             mechanism=mechanism,
-            results=4,
+            results=16 if "lag" in how else 4,
             **how,
         )
         for how in chunked
@@ -509,9 +511,15 @@ def test_a_rank_that_sends_nothing_waits_for_every_slice(
     run_by_one_kernel(plan, recorded, turns=6, copies=copies)
 
 
-@pytest.mark.parametrize("schedule", [GATHERS[0], "reduce_scatter_1d_tiling_a_rotating_c"])
+@pytest.mark.parametrize(
+    ("schedule", "how"), [(GATHERS[0], {}), (CHAINS[0], {}), *((CHAINS[0], {"lag": lag}) for lag in (1, 2, 3))], ids=str
+)
 def test_ranks_whose_kernels_cannot_wait_work_with_others(
-    schedule: str, recorded: list[Task], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    schedule: str,
+    how: dict[str, int],
+    recorded: list[Task],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where that was chosen for them; where it was asked for, they raise."""
 
@@ -521,7 +529,13 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
     monkeypatch.setattr(executable, "gated_source", refuse)
     mechanism = "store" if schedule.startswith("reduce") else "push"
     plan = distgemm.make_plan(
-        distgemm.GemmProblem(32, 16, 64, dtype="float32"), schedule, 4, sync="barrier", chunks=4, mechanism=mechanism
+        distgemm.GemmProblem(32, 16, 64, dtype="float32"),
+        schedule,
+        4,
+        sync="barrier",
+        chunks=4,
+        mechanism=mechanism,
+        **how,
     )
     machine = Machine(4, max(plan.workspace_bytes(rank) for rank in range(4)))
     todo: list[list[Any]] = [[] for _ in range(4)]
@@ -578,6 +592,62 @@ def test_kernels_of_all_ranks_are_known_ahead(
             assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
     for gemms in placed:
         assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", [*CHAINS, "all_reduce_1d_tiling_a_rotating_c"])
+def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int) -> None:
+    """Nor for later ones, on any rank; a group has at most one GEMM of each shard, and without a lag they are alone."""
+
+    def groups(rank: int, chunks: int, **lag: int) -> list[list[Gemm]]:
+        plan = distgemm.make_plan(
+            distgemm.GemmProblem(96, 96, 48), schedule, ranks, chunks=chunks, sync="barrier", mechanism="store", **lag
+        )
+        (kernel,) = (action for action in lower(plan, rank, 1, gated=True) if action.gates)
+        ops = [op for op in kernel.ops if isinstance(op, Gemm)]
+        assert not kernel.abreast or sum(kernel.abreast) == len(ops) == len(kernel.gates)
+        sizes = kernel.abreast or (1,) * len(ops)
+        return [[ops.pop(0) for _ in range(size)] for size in sizes]
+
+    for chunks in (1, 2, 4):
+        for lag in range(1, chunks + 1):
+            found = [groups(rank, chunks, lag=lag) for rank in range(ranks)]
+            place = {(op.rank, op.out): number for each in found for number, group in enumerate(each) for op in group}
+            for each in found:
+                for number, group in enumerate(each):
+                    assert len({(op.tile[0] // chunks, op.tile[1] // chunks) for op in group}) == len(group)
+                    assert all(
+                        place[rank, source] < number
+                        for op in group
+                        for source in op.sources
+                        for rank in range(ranks)
+                        if (rank, source) in place
+                    )
+                assert max(map(len, each)) == (min(ranks, -(-chunks // lag)) if lag < chunks else 1)
+        assert all(len(group) == 1 for group in groups(0, chunks))
+
+
+def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is launched, but where A is asked for, or the words do not fit into one kernel."""
+    monkeypatch.setattr(
+        executable, "bind_words", lambda phases, device: lambda stream: recorded.append(memops.write(-1))
+    )
+
+    def launches(schedule: str, gathered: bool = False, copies: str = "engine", **how: Any) -> list[int]:
+        problem = distgemm.GemmProblem(32, 16, 1152 * 2, dtype="float32")
+        plan = distgemm.make_plan(problem, schedule, 2, sync="barrier", **how)
+        one = Emulated(plan, 0, machine_of([plan]).workspaces[0], 2, "gemm", copies=copies)
+        call = Data(plan, 0, 1.0, 0.0, False).calls[0]
+        if not gathered:
+            call.shards.pop("gathered", None)
+        return [len(tasks) for tasks in one.tasks(call, recorded, 0) if tasks]
+
+    assert len(launches(CHAINS[0], mechanism="store")) == 1
+    assert len(launches(GATHERS[0], copies="gemm")) == 1
+    assert len(launches(GATHERS[0], copies="gemm", gathered=True)) == 3
+    assert len(launches(GATHERS[0])) > 3  # copies stand on another stream
+    monkeypatch.setattr(executable, "fits", lambda phases: len(phases[0]) > 1)
+    assert len(launches(CHAINS[0], mechanism="store")) == 3
 
 
 def test_a_chain_by_one_kernel_takes_one_stream() -> None:
@@ -1124,7 +1194,7 @@ def test_words_of_a_kernel_are_split_into_launches() -> None:
     encoded = words_of(phases)
     assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
     found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
-    assert found == [(8, 1, words.WAIT), (16, 0, words.WRITE_DOUBLE), (24, 7, words.WRITE)]
+    assert found == [(8, 1, WAIT), (16, 0, WRITE_DOUBLE), (24, 7, WRITE)]
 
 
 def test_two_words_are_cleared_at_once() -> None:

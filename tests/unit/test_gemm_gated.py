@@ -15,6 +15,7 @@ from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
 from distgemm.gemm.gated import (
     COUNTERS,
+    PASSAGE,
     PRODUCTS,
     SENDS,
     GatedGemms,
@@ -25,6 +26,7 @@ from distgemm.gemm.gated import (
     _Send,
     gated_source,
 )
+from distgemm.gemm.words import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
 
 M, N, K = 64, 48, 32
 
@@ -101,23 +103,60 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: three uint64, four int32; Send: five and four; GatedArguments: Arguments, two Matrix, seven
-    int32, a pointer, products, an int32, sends."""
-    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 4 * 4, 5 * 8 + 4 * 4)
-    numbers = 2 * 24 + 8 * 4 + 8 + PRODUCTS * 40 + 8 + SENDS * 56
+    """struct Product: three uint64, three int32, two int16; Send: five uint64 and four int32; Words: int32 for the
+    phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a pointer, two
+    Words, products, an int32, sends."""
+    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2, 5 * 8 + 4 * 4)
+    assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
+    numbers = 2 * 24 + 8 * 4 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 40 + 8 + SENDS * 56
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
-    text = KernelSource("", (), "90a").path.with_name("gated.cuh").read_text()
+    folder = KernelSource("", (), "90a").path.parent
+    text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
     for struct, fields in (
         ("Product", _Product._fields_),
         ("Send", _Send._fields_),
         ("GatedArguments", _Arguments._fields_),
+        ("Words", Words._fields_),
     ):
         found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
         assert found
         declared = re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"//.*", "", found.group(1)))
         assert [field[0] for field in fields] == declared
-    for name, value in (("kProducts", PRODUCTS), ("kSends", SENDS)):
-        assert f"{name} = {value};" in text
+    constants = {"kProducts": PRODUCTS, "kSends": SENDS, "kCounters": COUNTERS, "kOperations": OPERATIONS}
+    for name, value in (constants | {"kPhases": PHASES, "kBegun": f"kCounters - {PASSAGE}"}).items():
+        assert f"{name} = {value}" in text
+
+
+def test_tiles_of_products_abreast_are_computed_in_turn() -> None:
+    for abreast, wanted in (
+        ((), [(0, 1), (1, 1), (2, 1), (3, 1)]),
+        ((1, 2, 1), [(0, 1), (1, 2), (1, 2), (3, 1)]),
+        ((4,), [(0, 4)] * 4),
+    ):
+        arguments = _Arguments()
+        _place(arguments, sums(abreast=abreast))
+        assert [(one.first, one.abreast) for one in arguments.products[:4]] == wanted
+
+
+def test_a_kernel_is_told_how_to_enter_and_leave() -> None:
+    entry = [[MemOp(True, 8, 1)], [MemOp(False, 16, 0, double=True), MemOp(False, 24, 5)]]
+    for make in (operands, sums):
+        counters = torch.zeros(COUNTERS, dtype=torch.int32)
+        arguments = _Arguments()
+        _place(
+            arguments,
+            make(
+                **({"order": (0, 2, 1)} if make is operands else {}), counters=counters, entry=entry, exit=entry[::-1]
+            ),
+        )
+        for words, phases in ((arguments.entry, entry), (arguments.exit, entry[::-1])):
+            ops = [op for phase in phases for op in phase]
+            assert list(words.ends)[: words.phases] == [len(phases[0]), len(ops)]
+            found = [(op.kind == WAIT, op.address, op.value, op.kind == WRITE_DOUBLE) for op in words.operations[:3]]
+            assert found == ops
+        assert arguments.counters == counters.data_ptr()
+    _place(arguments, sums())
+    assert (arguments.entry.phases, arguments.exit.phases) == (0, 0)
 
 
 def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
@@ -159,9 +198,20 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: operands((0, 2, 1), tells=[8, 0, 0]), "nobody is told of them"),
         (lambda: operands((0, 2, 1), away=[True, False, False]), "1 lie away"),
         (lambda: sums(counters=None), "take counters"),
-        (lambda: operands((0, 2, 1), sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "or sends, take counters"),
+        (
+            lambda: operands((0, 2, 1), sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]),
+            "sends or an entry take counters",
+        ),
+        (lambda: operands((0, 2, 1), entry=[[]], exit=[[]]), "sends or an entry take counters"),
+        (lambda: sums(entry=[[]]), "enters a replay also leaves it"),
+        (
+            lambda: sums(entry=[[]], exit=[[MemOp(True, 8, 1)] * 200]),
+            "at most 192 operations in 8 phases, got 200 in 1",
+        ),
+        (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
+        (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
-        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2047 slices"),
+        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2044 slices"),
     ],
 )
 def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeGuard
 
 from distgemm.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, contains, link_of
@@ -22,9 +22,6 @@ a stream of their own they made captured graphs of several replays hold copies b
 """
 BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow, and a stream of sums."""
-
-LAG = 1
-"""How many groups of GEMMs lie between one that stores a sum and the one that adds to it."""
 
 SLICES = 4
 """How many slices a chunk is sent in at most."""
@@ -381,36 +378,36 @@ def _gated(
 
 
 def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
-    """A rank's GEMMs in groups whose tiles are computed in turn: where GEMMs store what others add to, each stands LAG
-    groups behind the one that it adds to, so that in most groups some store at a peer and some do not, and the link has
-    something to carry until the end. Else each for itself, in the plan's order.
+    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain that its ``lag``
+    puts in one place. Some of them store at a peer and some do not, so that the link has something to carry until the
+    end. In all other plans each is alone.
 
     No GEMM waits for one of its own group, or of a later one, on any rank: ranks come to an end.
     """
-    every = [op for ops in plan.rank_ops for op in ops]
-    stores = {(op.rank, op.id) for op in every if isinstance(op, Gemm) and link_of(op) is not None}
-    sent = any(isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op) is not None for op in every)
-    told = {op.flag: (op.rank, op.deps[0]) for op in every if isinstance(op, Signal) and len(op.deps) == 1}
-    waits = {(op.rank, op.id): op for op in every if isinstance(op, Wait)}
-    before: dict[tuple[int, int], tuple[int, int]] = {}  # whose sum a GEMM adds to
-    for op in every:
-        if isinstance(op, Gemm):
-            flags = [waits[op.rank, dep].flag for dep in op.deps if (op.rank, dep) in waits]
-            for flag in flags:
-                if told.get(flag) in stores:
-                    before[op.rank, op.id] = told[flag]
-    if not before or sent:
+    multiplied = [op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)]
+    stores = {(op.rank, op.id) for op in multiplied if link_of(op) is not None}
+    told = {
+        op.flag: (op.rank, op.deps[0])
+        for ops in plan.rank_ops
+        for op in ops
+        if isinstance(op, Signal) and len(op.deps) == 1 and (op.rank, op.deps[0]) in stores
+    }
+    waits = {(op.rank, op.id): op.flag for ops in plan.rank_ops for op in ops if isinstance(op, Wait)}
+    place: dict[tuple[int, int], int] = {}
+    begun, lag = Counter[int](), Counter[int]()
+    for op in sorted(multiplied, key=lambda op: op.round):
+        before = [told[flag] for dep in op.deps if (flag := waits.get((op.rank, dep))) in told]
+        if before:
+            lag.setdefault(op.rank, begun[op.rank])
+            place[op.rank, op.id] = place[before[0]] + lag[op.rank]
+        else:
+            place[op.rank, op.id] = begun[op.rank]
+            begun[op.rank] += 1
+    places = [place[op.rank, op.id] for op in gemms]
+    alike = len(set(begun.values())) == len(set(lag.values())) == 1 and len(begun) == len(lag) == plan.world_size
+    if not alike or min(lag.values()) == 0 or places != sorted(places):
         return [[op] for op in gemms]
-    group: dict[tuple[int, int], int] = {}
-    heads = Counter[int]()
-    for op in sorted((op for op in every if isinstance(op, Gemm)), key=lambda op: op.round):
-        source = before.get((op.rank, op.id))
-        group[op.rank, op.id] = heads[op.rank] if source is None else group[source] + LAG
-        heads[op.rank] += source is None
-    found: dict[int, list[Gemm]] = {}
-    for op in gemms:
-        found.setdefault(group[op.rank, op.id], []).append(op)
-    return [found[number] for number in sorted(found)]
+    return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
 
 
 def _sends(
