@@ -45,6 +45,7 @@ class Case:
     partial_dtype: str | None = None
     rows: tuple[int, ...] | None = None
     chunks: int = 1
+    lag: int = 0
     workspace: str = "full"
     sync: str = "barrier"
     mechanism: str = "push"
@@ -61,7 +62,7 @@ class Case:
         problem = distgemm.GemmProblem(
             self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.rows
         )
-        options = {} if self.chunks == 1 else {"chunks": self.chunks}
+        options = ({} if self.chunks == 1 else {"chunks": self.chunks}) | ({"lag": self.lag} if self.lag else {})
         return distgemm.make_plan(
             problem,
             self.schedule,
@@ -326,11 +327,10 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
         # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
-        # exit are one kernel. So are entry and entered, where nothing is copied.
+        # exit are one kernel. Where nothing is copied, the one that multiplies does all.
         by_kernel = exe.waits != "memory"
-        alone = {action.stream for action in exe.actions} == {BRANCH} and by_kernel
+        alone = {action.stream for action in exe.actions} == {BRANCH}
         passed_over = {Step.FINISH} if by_kernel else set()
-        passed_over |= {Step.ENTERED} if alone else set()
         actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
         computed = [
             action
@@ -344,9 +344,9 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         others = [action for action in actions if action not in computed]
         copies = [op for action in others for op in action.ops if isinstance(op, Copy)]
         memops = [action for action in others if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
-        memory = len(memops) + 1 - by_kernel - alone
-        wanted = {"KERNEL": len(computed) + by_kernel + alone, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
-        wanted = {kind: count for kind, count in wanted.items() if count}
+        memory = len(memops) + 1 - by_kernel
+        wanted = {"KERNEL": len(computed) + by_kernel, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
+        wanted = {"KERNEL": 1} if alone else {kind: count for kind, count in wanted.items() if count}
         counted = {kind: kinds.count(kind) for kind in {*kinds, *wanted} - {"EMPTY"}}
         if counted != wanted:
             failures.append(f"rank {exe.rank} {case}: nodes {counted}, wanted {wanted}")
