@@ -69,7 +69,7 @@ FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.25, 6
-"""Of plans whose GEMMs are one kernel, the best of each way to copy is measured with so many configurations of it,
+"""Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations of it,
 where it takes at most this factor longer than the fastest."""
 
 LEAST_BUCKET = 64
@@ -674,10 +674,11 @@ def _finalists(
     from distgemm.gemm.choose import order
 
     found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
-    for copies in COPIES:
-        one = next((choice for choice in ran if (choice.waits, choice.copies) == ("gemm", copies)), None)
-        if one is None or times[str(one)] > WITHIN_KERNELS * times[str(ran[0])]:
-            continue
+    by_one_kernel: dict[tuple[str, Any], Choice] = {}
+    for choice in ran:
+        if choice.waits == "gemm" and times[str(choice)] <= WITHIN_KERNELS * times[str(ran[0])]:
+            by_one_kernel.setdefault((choice.copies, dict(choice.options).get("mechanism")), choice)
+    for one in by_one_kernel.values():
         plan = _plan(problem, one, group)
         # What multiplies everything fastest, and what multiplies a chunk fastest: the rest once the last one has come.
         best = [order(spec, _providers()["cutlass"].configs(spec)) for spec in (_whole(plan), _chunk(plan))]
