@@ -136,8 +136,8 @@ PROTOTYPE = {"replay": 24.0, "entry": 0.0, "copy_launch": 0.0, "signal_gap": 0.0
 PROTOTYPE_LINK = {"gap": 1.0, "latency": 14.0}
 """What the prototypes' replays, signals and copies cost besides bytes; of the machine, in the runtime."""
 
-BENCHMARKS = [Path(__file__).parent / "results" / f"bench_{ranks}xh200.json" for ranks in (4, 2)]
-"""Layers of three Llamas by ``distgemm bench``."""
+BENCHMARKS = [Path(__file__).parent / "results" / f"bench_schedules_{ranks}xh200.json" for ranks in (4, 2)]
+"""Layers of three Llamas by ``distgemm bench``, with what schedules took that were named."""
 
 
 @dataclass(frozen=True)
