@@ -69,7 +69,7 @@ FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.25, 6
-"""Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations of it,
+"""Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations,
 where it takes at most this factor longer than the fastest."""
 
 LEAST_BUCKET = 64

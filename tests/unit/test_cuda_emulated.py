@@ -627,6 +627,17 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         assert all(len(group) == 1 for group in groups(0, chunks))
 
 
+def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[GatedGemms] = []
+    monkeypatch.setattr(executable, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    problem = distgemm.GemmProblem(64, 16, 64, dtype="float32")
+    for how, wanted in (({}, ()), ({"lag": 2}, (1, 1, 2, 2, 1, 1))):
+        plan = distgemm.make_plan(problem, CHAINS[0], 2, chunks=4, sync="barrier", mechanism="store", **how)
+        one = Emulated(plan, 1, machine_of([plan]).workspaces[1], 2, "gemm")
+        one.tasks(Data(plan, 0, 1.0, 0.0, False).calls[1], recorded, 0)
+        assert told.pop().abreast == wanted
+
+
 def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is launched, but where A is asked for, or the words do not fit into one kernel."""
     monkeypatch.setattr(

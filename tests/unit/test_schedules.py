@@ -119,6 +119,35 @@ def test_work_tiles_equal_the_table(name: str, chunks: int):
                 assert tile == expected_tile(name, size, chunks, iteration, rank), (size, rank, iteration)
 
 
+LAGGING = [name for name in distgemm.list_schedules() if "lag" in schedule_options(name)]
+
+
+@pytest.mark.parametrize("name", LAGGING)
+def test_shards_lag_behind_one_another(name: str):
+    """Every shard's chunks stay in order, each shard's ``lag`` turns behind the one before."""
+    assert len(LAGGING) == 4
+    mode = "m" if "tiling_a" in name else "n"
+
+    def order(chunks: int, **lag: int) -> list[tuple[int, int]]:
+        plain = distgemm.get_schedule(name, 3, chunks=chunks)
+        tiles = [plain.work_tile(iteration, 1) for iteration in range(3 * chunks)]
+        schedule = distgemm.get_schedule(name, 3, chunks=chunks, **lag)
+        at = [tiles.index(schedule.work_tile(iteration, 1)) for iteration in range(3 * chunks)]
+        assert {getattr(tile, mode) for tile in tiles} == set(range(3 * chunks))
+        return [divmod(iteration, chunks) for iteration in at]  # which shard in time, and which chunk
+
+    by_shards = [(shard, chunk) for shard in range(3) for chunk in range(4)]
+    assert order(4, lag=4) == order(4) == by_shards
+    assert order(2, lag=1) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+    at = {pair: turn for turn, pair in enumerate(order(4, lag=2))}
+    assert [at[0, chunk] for chunk in range(4)] == [0, 1, 3, 5]
+    assert all(at[shard, chunk] < at[shard + 1, chunk] < at[shard, chunk + 3] for shard in (0, 1) for chunk in (0,))
+    with pytest.raises(ValueError, match="lag is at most as many as there are chunks, 2, got 3"):
+        distgemm.get_schedule(name, 4, chunks=2, lag=3)
+    with pytest.raises(ValueError, match="lag is an integer >= 1, got 0"):
+        distgemm.get_schedule(name, 4, chunks=2, lag=0)
+
+
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ONE_D)
 def test_grid_is_what_the_work_spans(name: str, chunks: int):

@@ -241,6 +241,32 @@ def test_plans_by_one_kernel_are_tried() -> None:
     assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", "engine")}
 
 
+def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored and pushed sums: the first of each, where it is not far behind."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    problem, group = GemmProblem(8192, 8192, 4096), SimpleNamespace(size=lambda: 4)
+    every = candidates(problem, "gemm+rs", 4)
+    others = [each for each in every if each.waits != "gemm" and each.method == "plan"]
+    kernels = [each for each in every if each.waits == "gemm"]
+    stored = [each for each in kernels if ("mechanism", "store") in each.options]
+    pushed = [each for each in kernels if each not in stored]
+    assert len(stored) > 1 and len(pushed) > 1
+
+    def found(ran: list[Choice], slow: list[Choice]) -> list[Choice]:
+        times = {str(each): 2.0 if each in slow else 1.0 for each in ran}
+        return tune._finalists(problem, ran, times, group)  # type: ignore[arg-type]
+
+    ran = [*others[:3], *stored, UNFUSED, *pushed]
+    finalists = found(ran, [])
+    assert finalists[:5] == [*ran[:4], UNFUSED]
+    for one in (stored[0], pushed[0]):
+        tiles = [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
+        assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS
+    assert not {*stored[1:], *pushed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
+    far = found(ran, pushed)
+    assert far == [each for each in finalists if dataclasses.replace(each, config=None) != pushed[0]]
+
+
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
 def test_ranks_without_gemms_are_predicted_too(op: str) -> None:
     for extents in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
