@@ -103,7 +103,9 @@ class GatedGemms:
                 f"one kernel sends at most {SENDS} chunks in {COUNTERS - PASSAGE - 1} slices, got {len(self.sends)} in "
                 f"{slices}"
             )
-        if self.abreast and (self.kind == "operands" or sum(self.abreast) != len(self.products)):
+        if self.abreast and (
+            self.kind == "operands" or sum(self.abreast) != len(self.products) or min(self.abreast) < 1
+        ):
             raise ValueError(
                 f"products abreast are all of a kernel's, with partial sums; got {[*self.abreast]} of "
                 f"{len(self.products)} products that wait for {self.kind}"

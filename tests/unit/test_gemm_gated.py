@@ -209,6 +209,7 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             "at most 192 operations in 8 phases, got 200 in 1",
         ),
         (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
+        (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
         (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2044 slices"),

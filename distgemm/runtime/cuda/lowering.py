@@ -75,7 +75,8 @@ def lower(
 
     Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
     waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish. What peers have taken from
-    a rank's slots they have before it leaves the replay: their ENTERED, for which it waits, is behind their copies.
+    a rank's slots they have before it leaves the replay: their ENTERED, for which it waits, is behind their copies,
+    but for what a kernel sends, which no peer takes from there.
 
     Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
     depend on what vanishes, and GEMMs that cannot be one kernel.
@@ -382,30 +383,36 @@ def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
     puts in one place. Some of them store at a peer and some do not, so that the link has something to carry until the
     end. In all other plans each is alone.
 
-    No GEMM waits for one of its own group, or of a later one, on any rank: ranks come to an end.
+    No GEMM waits for one of its own group, or of a later one, on any rank, neither for its sum nor for room: ranks come
+    to an end.
     """
-    multiplied = [op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)]
-    stores = {(op.rank, op.id) for op in multiplied if link_of(op) is not None}
-    told = {
-        op.flag: (op.rank, op.deps[0])
-        for ops in plan.rank_ops
-        for op in ops
-        if isinstance(op, Signal) and len(op.deps) == 1 and (op.rank, op.deps[0]) in stores
+    every = {(op.rank, op.id): op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)}
+    tellers: dict[Flag, list[tuple[int, int]]] = {}
+    for op in chain.from_iterable(plan.rank_ops):
+        if isinstance(op, Signal):
+            tellers[op.flag] = [(op.rank, dep) for dep in op.deps if (op.rank, dep) in every]
+    flags = {(op.rank, op.id): op.flag for ops in plan.rank_ops for op in ops if isinstance(op, Wait)}
+    needs = {
+        key: [teller for dep in op.deps if (op.rank, dep) in flags for teller in tellers.get(flags[op.rank, dep], ())]
+        for key, op in every.items()
     }
-    waits = {(op.rank, op.id): op.flag for ops in plan.rank_ops for op in ops if isinstance(op, Wait)}
     place: dict[tuple[int, int], int] = {}
     begun, lag = Counter[int](), Counter[int]()
-    for op in sorted(multiplied, key=lambda op: op.round):
-        before = [told[flag] for dep in op.deps if (flag := waits.get((op.rank, dep))) in told]
-        if before:
+    for key, op in sorted(every.items(), key=lambda item: item[1].round):
+        sums = [before for before in needs[key] if link_of(every[before]) is not None]
+        if sums:
             lag.setdefault(op.rank, begun[op.rank])
-            place[op.rank, op.id] = place[before[0]] + lag[op.rank]
+            place[key] = place[sums[0]] + lag[op.rank]
         else:
-            place[op.rank, op.id] = begun[op.rank]
+            place[key] = begun[op.rank]
             begun[op.rank] += 1
-    places = [place[op.rank, op.id] for op in gemms]
     alike = len(set(begun.values())) == len(set(lag.values())) == 1 and len(begun) == len(lag) == plan.world_size
-    if not alike or min(lag.values()) == 0 or places != sorted(places):
+    places = [
+        [place[rank, op.id] for op in plan.ops(rank) if (rank, op.id) in every] for rank in range(plan.world_size)
+    ]
+    in_order = all(of_rank == sorted(of_rank) for of_rank in places)
+    earlier = all(place[before] < place[key] for key, tellers_of in needs.items() for before in tellers_of)
+    if not (alike and min(lag.values()) > 0 and in_order and earlier):
         return [[op] for op in gemms]
     return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
 
