@@ -33,6 +33,7 @@ def cases(ranks: int) -> list[Case]:
         Case(GATHER, (ranks,), provider="cublas", config=None),
         Case(GATHER, (ranks,), chunks=4, waits="gemm", merge=True),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
+        Case(CHAIN, (ranks,), chunks=4, lag=2, waits="gemm", mechanism="store", beta=1.0),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
         Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="gemm"),
