@@ -285,3 +285,26 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
     plan.verify()
     with pytest.raises(ValueError, match="results is a number of partial sums, at least 1, got 0"):
         distgemm.make_plan(problem, name, ranks, results=0)
+
+
+@pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "lag" in schedule_options(name)])
+def test_a_lag_takes_no_more(name: str) -> None:
+    """The same bytes over the same links; the same workspace or a slot less."""
+    for size, chunks, last, mechanism in itertools.product((1, 2, 3, 4), (1, 2, 4), OPTIONS["last"], ("push", "store")):
+
+        def made(
+            *, last: str = last, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **lag: int
+        ) -> distgemm.Plan:
+            grid = distgemm.get_schedule(name, size, chunks=chunks, last=last, **lag).grid
+            return distgemm.make_plan(
+                problem_for(grid), name, size, chunks=chunks, last=last, mechanism=mechanism, **lag
+            )
+
+        plain = made()
+        slot = max((slot.bytes for slot in plain.slots[0]), default=0)
+        for lag in range(1, chunks + 1):
+            lagging = made(lag=lag)
+            assert lagging.link_bytes() == plain.link_bytes()
+            for rank in range(size):
+                saved = plain.workspace_bytes(rank) - lagging.workspace_bytes(rank)
+                assert 0 <= saved <= slot, (size, chunks, lag, last, mechanism, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -146,6 +147,18 @@ def test_shards_lag_behind_one_another(name: str):
         distgemm.get_schedule(name, 4, chunks=2, lag=3)
     with pytest.raises(ValueError, match="lag is an integer >= 1, got 0"):
         distgemm.get_schedule(name, 4, chunks=2, lag=0)
+
+
+@pytest.mark.parametrize("name", LAGGING)
+def test_plans_whose_shards_lag_are_proved(name: str):
+    """With every mechanism and workspace, both ways to synchronise, ragged."""
+    ways = itertools.product(("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("gemm", "sum"))
+    for mechanism, workspace, sync, last in ways:
+        for size, chunks in ((2, 2), (3, 2), (4, 3)):
+            for lag in range(1, chunks + 1):
+                how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "last": last}
+                problem = distgemm.GemmProblem(26, 25, 19)
+                distgemm.verify(distgemm.make_plan(problem, name, size, chunks=chunks, lag=lag, **how))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
