@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, TypeGuard
 
@@ -382,9 +383,19 @@ def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
     """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain that its ``lag``
     puts in one place. Some of them store at a peer and some do not, so that the link has something to carry until the
     end. In all other plans each is alone.
+    """
+    place = _places(plan) if plan.mechanism == "store" else None
+    if place is None:
+        return [[op] for op in gemms]
+    return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
 
-    No GEMM waits for one of its own group, or of a later one, on any rank, neither for its sum nor for room: ranks come
-    to an end.
+
+@lru_cache(maxsize=8)
+def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
+    """The place of each GEMM, by rank and id, in a chain whose shards lag behind one another; None for other plans.
+
+    No GEMM waits for one in its own place, or in a later one, on any rank, neither for its sum nor for room, and each
+    rank has them in the order of places: ranks come to an end.
     """
     every = {(op.rank, op.id): op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)}
     tellers: dict[Flag, list[tuple[int, int]]] = {}
@@ -407,14 +418,10 @@ def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
             place[key] = begun[op.rank]
             begun[op.rank] += 1
     alike = len(set(begun.values())) == len(set(lag.values())) == 1 and len(begun) == len(lag) == plan.world_size
-    places = [
-        [place[rank, op.id] for op in plan.ops(rank) if (rank, op.id) in every] for rank in range(plan.world_size)
-    ]
-    in_order = all(of_rank == sorted(of_rank) for of_rank in places)
-    earlier = all(place[before] < place[key] for key, tellers_of in needs.items() for before in tellers_of)
-    if not (alike and min(lag.values()) > 0 and in_order and earlier):
-        return [[op] for op in gemms]
-    return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
+    orders = [[place[rank, op.id] for op in ops if (rank, op.id) in every] for rank, ops in enumerate(plan.rank_ops)]
+    in_order = all(order == sorted(order) for order in orders)
+    earlier = all(place[before] < place[key] for key, waited_for in needs.items() for before in waited_for)
+    return place if alike and min(lag.values()) > 0 and in_order and earlier else None
 
 
 def _sends(
