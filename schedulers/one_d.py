@@ -206,8 +206,8 @@ def reduce_scatter_1d_tiling_a_rotating_c(
     last: where an owner adds what arrives last: in the epilogue of its own "gemm", which waits for it, or in a "sum"
           behind one that does not: the end is sooner, for more traffic of the memory.
     lag:  a shard begins so many chunks behind the one before, 1 to ``chunks``, so that the chunks of an owner's own
-          shard, which go nowhere, come between others, and sums are on their way until shortly before the end. Not
-          given: shard by shard, the own one last.
+          shard, which go nowhere, come between others, and sums are on their way until shortly before the end. 0:
+          shard by shard, the own one last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"

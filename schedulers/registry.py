@@ -167,7 +167,8 @@ def get_schedule(
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
-        counts = type(entry.options[key]) is int
+        default = entry.options[key]
+        counts = type(default) is int and (type(value), value) != (int, default)
         chosen[key] = _count(f"{entry.name}: {key}", value) if counts else value
     return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
 

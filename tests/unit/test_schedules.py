@@ -146,8 +146,10 @@ def test_shards_lag_behind_one_another(name: str):
     assert all(at[shard, chunk] < at[shard + 1, chunk] < at[shard, chunk + 3] for shard in (0, 1) for chunk in (0,))
     with pytest.raises(ValueError, match="lag is at most as many as there are chunks, 2, got 3"):
         distgemm.get_schedule(name, 4, chunks=2, lag=3)
-    with pytest.raises(ValueError, match="lag is an integer >= 1, got 0"):
-        distgemm.get_schedule(name, 4, chunks=2, lag=0)
+    assert distgemm.get_schedule(name, 4, chunks=2, lag=0) is distgemm.get_schedule(name, 4, chunks=2)
+    for given in (-1, False, "1", 1.0):
+        with pytest.raises(ValueError, match="lag is an integer >= 1, got "):
+            distgemm.get_schedule(name, 4, chunks=2, lag=given)
 
 
 @pytest.mark.parametrize("name", LAGGING)
