@@ -54,14 +54,17 @@ def _chunk_order(shards: list[int], chunks: int) -> list[int]:
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
 
 
-def _lagging(name: str, ranks: int, chunks: int, lag: int) -> list[int]:
-    """The order of iterations (chunks, N) in which each shard begins ``lag`` chunks behind the one before; of several
-    in one place, the chunk of the shard that began first comes first."""
+def _lagging(name: str, work: TVLayout, lag: int) -> TVLayout:
+    """Work of iterations (chunks, N) in which each shard begins ``lag`` chunks behind the one before; 0: as it is. Of
+    several in one place, the chunk of the shard that began last comes first."""
+    if not lag:
+        return work
+    chunks, shards = work.values
     if lag > chunks:
         raise ValueError(f"{name}: lag is at most as many as there are chunks, {chunks}, got {lag}")
-    pairs = [(shard, chunk) for shard in range(ranks) for chunk in range(chunks)]
+    pairs = [(shard, chunk) for shard in range(shards) for chunk in range(chunks)]
     pairs.sort(key=lambda pair: (pair[1] + lag * pair[0], pair[1]))
-    return [shard * chunks + chunk for shard, chunk in pairs]
+    return work.reorder([shard * chunks + chunk for shard, chunk in pairs])
 
 
 # --- all-gather + GEMM: A is sharded along M, B and D along N -----------------------------------------
@@ -213,7 +216,7 @@ def reduce_scatter_1d_tiling_a_rotating_c(
     name = "reduce_scatter_1d_tiling_a_rotating_c"
     work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
     schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, _chain(name, last))
-    return replace(schedule, work=schedule.work.reorder(_lagging(name, ranks, chunks, lag))) if lag else schedule
+    return replace(schedule, work=_lagging(name, schedule.work, lag))
 
 
 @register_schedule()
@@ -241,8 +244,6 @@ def reduce_scatter_1d_tiling_b_rotating_c(
         d=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
     )
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
-    work = TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE))
     name = "reduce_scatter_1d_tiling_b_rotating_c"
-    if lag:
-        work = work.reorder(_lagging(name, ranks, chunks, lag))
+    work = _lagging(name, TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE)), lag)
     return DistributedTileScheduler(name, partition, work, Route(d=_chain(name, last)), TileCoord(1, chunks, 1, 1))
