@@ -96,7 +96,7 @@ CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "ag+gemm": (
         *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
-        *((GATHER, {"chunks": chunks}, copies) for copies in ("slices", "gemm") for chunks in (1, 2)),
+        *((GATHER, {"chunks": chunks}, copies) for copies in ("slices", "gemm", "both") for chunks in (1, 2)),
     ),
     "gemm+rs": (
         (CHAIN, {"chunks": 2, "results": 2}, "engine"),

@@ -12,6 +12,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
+#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 #include "words.cuh"
@@ -36,6 +37,7 @@ struct Product {
   int32_t result;         // batch of D
   int16_t first;          // tiles of so many products from this one on are handed out in turn
   int16_t abreast;
+  int32_t sliced;         // 0 where the operand that is waited for comes as a whole
 };
 
 // Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
@@ -55,9 +57,11 @@ struct GatedArguments {
   int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
   int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
   uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets; or tickets of pieces, and
-                       // of each slice sent; the last are a Passage's
+                       // of each slice sent; the last are a Passage's and, never zero again, a Pace's
+  uint32_t pace;       // of what goes to other GPUs, picoseconds for each KiB
   Words entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
   Product products[kProducts];
+  uint64_t opens;      // a word that says that something may be sent; 0: it may, behind the entry
   int32_t sent;
   Send sends[kSends];
 };
@@ -87,6 +91,90 @@ CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
   asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
 }
+
+CUTLASS_DEVICE uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// Turns on the link to other GPUs. Stores that come faster than it takes them fill the queues of this GPU, in which its
+// loads then stand, too: a main loop beside them gets an eighth of its data. So each store waits for its turn.
+struct Pace {
+  static constexpr int kTurns = kCounters - 6;        // at a multiple of 8 bytes
+  static constexpr uint64_t kFine = 8;                // turns are counted in eighths of a nanosecond
+  static constexpr uint64_t kLongest = 1'000'000'000;  // no turn is so many nanoseconds ahead, unless a clock was put back
+
+  uint64_t* free;    // when the last turn that was taken ends
+  uint32_t per_kib;  // picoseconds; 0: nobody waits
+
+  static CUTLASS_HOST_DEVICE Pace of(uint32_t* counters, uint32_t per_kib) {
+    return {reinterpret_cast<uint64_t*>(counters + kTurns), per_kib};
+  }
+
+  // When the turn of so many bytes begins; for who asks now.
+  CUTLASS_DEVICE uint64_t take(uint32_t bytes) const {
+    if (!per_kib) return 0;
+    auto* const at = reinterpret_cast<unsigned long long*>(free);
+    uint64_t const now = nanoseconds();
+    atomicMax(at, now * kFine);
+    uint64_t const turn = atomicAdd(at, bytes * kFine * per_kib / (1024 * 1000)) / kFine;
+    if (turn < now + kLongest) return turn;
+    atomicExch(at, now * kFine);
+    return now;
+  }
+
+  static CUTLASS_DEVICE void wait_until(uint64_t turn) {
+    while (nanoseconds() < turn) continue;
+  }
+};
+
+// An epilogue's tree. What is stored of its result, an array of `Element`, waits for its turn.
+template <class Tree, class Element>
+struct PacedTree : Tree {
+  using Arguments = typename Tree::Arguments;
+  struct Params : Tree::Params {
+    Pace pace;
+  };
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
+    return {Tree::to_underlying_arguments(problem, args, workspace), {}};
+  }
+
+  CUTLASS_HOST_DEVICE PacedTree() {}
+  CUTLASS_HOST_DEVICE PacedTree(Params const& params, typename Tree::SharedStorage const& storage)
+      : Tree(params, storage), pace_(params.pace) {}
+
+  // Of a thread for which the others wait before they store.
+  template <class Base, int Bytes>
+  struct Callbacks : Base {
+    Pace pace;
+    uint64_t turn = 0;
+
+    CUTLASS_DEVICE Callbacks(Base base, Pace pace) : Base(base), pace(pace) {}
+
+    CUTLASS_DEVICE void previsit(int m, int n, int iteration, bool loaded) {
+      turn = pace.take(Bytes);
+      Base::previsit(m, n, iteration, loaded);
+    }
+    CUTLASS_DEVICE void postreduce(int m, int n, int iteration, bool stores) {
+      Base::postreduce(m, n, iteration, stores);
+      Pace::wait_until(turn);
+    }
+  };
+
+  template <bool ReferenceSource, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    auto callbacks = Tree::template get_consumer_store_callbacks<ReferenceSource>(args);
+    constexpr int bytes = size(decltype(args.epi_tile){}) * sizeof(Element);
+    return Callbacks<decltype(callbacks), bytes>(callbacks, {pace_.free, args.thread_idx == 0 ? pace_.per_kib : 0});
+  }
+
+ private:
+  Pace pace_;
+};
 
 // How a kernel enters a replay while it multiplies already, and leaves it with its last thread block. An idle warp of
 // each block, 3, and the first of each group that multiplies take part.
@@ -167,7 +255,7 @@ class GatedMainloop : public Base {
     Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
     Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
     typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
-    int const at_once = waits ? params.slice_tiles : count;
+    int const at_once = waits && product.sliced ? params.slice_tiles : count;
     uint64_t word = product.operand_word;
     for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, word += sizeof(uint32_t)) {
       int const now = rest_of_k < at_once ? rest_of_k : at_once;
@@ -516,6 +604,8 @@ class Sender {
   struct Params {
     int32_t count;
     uint32_t pieces;         // of all sends
+    Pace pace;
+    uint64_t opens;          // the word that says that others' memory can be written; 0: it can
     uint32_t* counters;      // pieces taken; then of each slice of each send, pieces stored
     uint32_t first[kSends];  // piece of each
     Send sends[kSends];
@@ -525,6 +615,7 @@ class Sender {
     Params found{};
     found.count = args.sent;
     found.counters = args.counters;
+    found.pace = Pace::of(args.counters, args.pace);
     for (int i = 0; i < args.sent; ++i) {
       Send const& send = found.sends[i] = args.sends[i];
       found.first[i] = found.pieces;
@@ -536,10 +627,9 @@ class Sender {
   CUTLASS_DEVICE Sender(Params const& params, Storage& storage)
       : params_(params), storage_(storage), lane_(cutlass::canonical_lane_idx()) {}
 
-  // open: the word that says that others' memory can be written; 0: it can
-  CUTLASS_DEVICE void operator()(uint64_t open) {
+  CUTLASS_DEVICE void operator()() {
     if (!params_.pieces) return;
-    if (open && elect_one_sync()) wait_for(open);
+    if (params_.opens && elect_one_sync()) wait_for(params_.opens);
     __syncwarp();
     if (lane_ == 0) {
       for (int i = 0; i < kParts; ++i) Arrival::init(&storage_.arrived[i], cutlass::NumThreadsPerWarp);
@@ -548,8 +638,10 @@ class Sender {
     __syncwarp();
     uint32_t taken = everyone_(take_());
     Piece now = piece_(taken);
-    if (taken < params_.pieces) load_<0>(now);
+    uint64_t turn = begin_(now, taken);
     for (uint32_t phase = 0; taken < params_.pieces; phase ^= 1) {
+      Pace::wait_until(turn);
+      __syncwarp();
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kParts; ++i) {
         Arrival::wait(&storage_.arrived[i], phase);
@@ -558,7 +650,7 @@ class Sender {
       // Not earlier: who comes late would find that others have taken what is needed first, and not begun with it.
       taken = everyone_(take_());
       Piece const next = piece_(taken);
-      if (taken < params_.pieces) load_<0>(next);
+      turn = begin_(next, taken);
       count_(now);
       now = next;
     }
@@ -620,6 +712,13 @@ class Sender {
 
   CUTLASS_DEVICE uint8_t* buffer_(Send const& send, int part) {
     return storage_.buffers[part] + lane_ * unit_bytes_(send);
+  }
+
+  // Loads the piece, if there is one. Returns, to one thread, its turn on the link.
+  CUTLASS_DEVICE uint64_t begin_(Piece const& piece, uint32_t number) {
+    if (number >= params_.pieces) return 0;
+    load_<0>(piece);
+    return lane_ == 0 ? params_.pace.take(kParts * kPart) : 0;
   }
 
   // Parts from `Number` on, each once the store that was before in its buffer has read it.
@@ -703,7 +802,7 @@ class GatedKernel : public Base {
     if (idle) {
       params.passage.enter();
       if constexpr (kSending) {
-        Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))(params.passage.open());
+        Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))();
       }
     }
     if (idle || multiplies) params.passage.leave();

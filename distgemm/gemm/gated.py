@@ -32,8 +32,9 @@ __all__ = ["COUNTERS", "PRODUCTS", "SENDS", "GatedGemms", "GatedSend", "bind_gat
 
 PRODUCTS, SENDS = 128, 128
 """How many products a kernel computes, and how many pieces of matrices it sends, at most."""
-COUNTERS, PASSAGE = 2048, 3
-"""How many int32 a kernel counts with, and how many of them to enter and leave a replay."""
+COUNTERS, RESERVED, TURNS = 2048, 6, 2
+"""How many int32 a kernel counts with; how many of them, the last, for other things than products and sends; and how
+many of these, the first, for turns on the link, which are not 0 again afterwards."""
 
 MATRICES = ("a", "b", "d", "c", "partial")
 
@@ -66,13 +67,17 @@ class GatedGemms:
               which go away and those which stay take turns, and the link is always busy; for all products. None of
               them waits for another one of these. Empty: each is computed alone
     sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order
+    opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
+    entire:   of each product, whether its operand comes as a whole nevertheless, with one word. Empty: none does
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, with rows at another
               distance perhaps. All with C or a bias are not away
     counters: where there are partial sums, sends, or something to enter, COUNTERS int32 that are 0, for this kernel
-              alone
+              alone, at a multiple of 8 bytes
+    rate:     at how many GB/s stores and sends to other GPUs leave; 0: as fast as they can. A little below what the
+              link takes, so that they do not queue up: loads would stand behind them
     entry, exit: what is waited for and written, in phases: of the entry the first comes before anything is stored or
               sent away, and beside all products; the exit behind all else. Both or none
 
@@ -89,8 +94,11 @@ class GatedGemms:
     away: Sequence[bool]
     counters: torch.Tensor | None = None
     sends: Sequence[GatedSend] = ()
+    opens: int = 0
     slice: int = 0
+    entire: Sequence[bool] = ()
     abreast: Sequence[int] = ()
+    rate: float = 0.0
     entry: Sequence[Sequence[MemOp]] = ()
     exit: Sequence[Sequence[MemOp]] = ()
 
@@ -98,10 +106,10 @@ class GatedGemms:
         if not 1 <= len(self.products) <= PRODUCTS:
             raise ValueError(f"one kernel computes 1 to {PRODUCTS} products, got {len(self.products)}")
         slices = sum(-(-send.source.shape[1] // (self.slice or send.source.shape[1])) for send in self.sends)
-        if len(self.sends) > SENDS or slices >= COUNTERS - PASSAGE:
+        if len(self.sends) > SENDS or slices >= COUNTERS - RESERVED:
             raise ValueError(
-                f"one kernel sends at most {SENDS} chunks in {COUNTERS - PASSAGE - 1} slices, got {len(self.sends)} in "
-                f"{slices}"
+                f"one kernel sends at most {SENDS} chunks in {COUNTERS - RESERVED - 1} slices, got {len(self.sends)} "
+                f"in {slices}"
             )
         if self.abreast and (
             self.kind == "operands" or sum(self.abreast) != len(self.products) or min(self.abreast) < 1
@@ -112,6 +120,8 @@ class GatedGemms:
             )
         if bool(self.entry) != bool(self.exit):
             raise ValueError("a kernel that enters a replay also leaves it")
+        if self.opens and self.entry:
+            raise ValueError("what a kernel sends waits for one word, and behind an entry that is the entry's")
         if self.sends and self.kind == "results":
             raise ValueError("a kernel that passes partial sums on sends nothing else")
 
@@ -245,6 +255,7 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("operand_word", "source_word", "result_word")),
         *((name, ctypes.c_int32) for name in ("operand", "source", "result")),
         *((name, ctypes.c_int16) for name in ("first", "abreast")),
+        ("sliced", ctypes.c_int32),
     )
 
 
@@ -278,9 +289,11 @@ class _Arguments(ctypes.Structure):
             )
         ),
         ("counters", ctypes.c_void_p),
+        ("pace", ctypes.c_uint32),
         ("entry", Words),
         ("exit", Words),
         ("products", _Product * PRODUCTS),
+        ("opens", ctypes.c_uint64),
         ("sent", ctypes.c_int32),
         ("sends", _Send * SENDS),
     )
@@ -333,6 +346,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
         arguments.counters = gemms.counters.data_ptr()
     elif sums or gemms.sends or gemms.entry:
         raise ValueError("products with partial sums, sends or an entry take counters")
+    arguments.pace = round(1024e3 / gemms.rate) if gemms.rate else 0
     arguments.entry, arguments.exit = words_of(gemms.entry), words_of(gemms.exit)
     _place_sends(arguments, gemms)
     sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
@@ -342,15 +356,22 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
     turns = [(sum(groups[:i]), size) for i, size in enumerate(groups) for _ in range(size)]
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
+        sliced = int(not (gemms.entire and gemms.entire[number]))
         words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
-            *words, gemms.tells[number], operands.numbers[number], source, results.numbers[number], *turns[number]
+            *words,
+            gemms.tells[number],
+            operands.numbers[number],
+            source,
+            results.numbers[number],
+            *turns[number],
+            sliced,
         )
 
 
 def _place_sends(arguments: _Arguments, gemms: GatedGemms) -> None:
     """What is sent, and in which slices."""
-    arguments.slice, arguments.sent = gemms.slice or gemms.spec.k, len(gemms.sends)
+    arguments.slice, arguments.sent, arguments.opens = gemms.slice or gemms.spec.k, len(gemms.sends), gemms.opens
     counter = 0
     for number, send in enumerate(gemms.sends):
         (rows, columns), size = send.source.shape, send.source.element_size()

@@ -168,9 +168,14 @@ struct Builder {
   using WideTile = Shape<Int<DG_SCHEDULE == DG_PINGPONG ? 64 : 128>, Int<128 / sizeof(ElementD)>>;
   static constexpr bool wide = passes_results && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
   using EpilogueTile = std::conditional_t<wide, WideTile, cutlass::epilogue::collective::EpilogueTileAuto>;
-  using Tree = Sm90EVT<
+  using Sum = Sm90EVT<
       Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
       Sm90SrcFetch<ElementSource>, WithAux::Tree>;
+#if DG_GATED == DG_RESULTS
+  using Tree = PacedTree<Sum, ElementD>;
+#else
+  using Tree = Sum;
+#endif
   using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       EpilogueTile, Accumulator, Accumulator, ElementSource, LayoutD,
@@ -482,6 +487,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
   arguments.sender = Sender::params(args);
+  arguments.sender.opens = args.opens ? args.opens : arguments.passage.open();
 }
 
 #else
@@ -505,6 +511,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
   arguments.epilogue.counters = args.counters;
   arguments.epilogue.open = arguments.passage.open();
+  arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
   arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) {
     arguments.epilogue.products[i] = args.products[i];

@@ -34,7 +34,7 @@ TORCH_DTYPES = {
 
 WAITS = ("memory", "kernel", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
-COPIES = ("engine", "slices", "gemm")
+COPIES = ("engine", "slices", "gemm", "both")
 """How it copies shards to peers."""
 
 

@@ -543,6 +543,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"chunks": 4, "merge": True, "m": 1024, "k": 1024},
         {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
     ]
+    by_whom = ("slices", "gemm", "both")
     sent: list[dict[str, Any]] = [
         {"chunks": 2, "beta": 1.0, "k": 1536},  # in three slices
         {"config": CONFIG, "m": 392 * ranks, "n": 328 * ranks, "k": 1160, "alpha": 2.0},  # in two, the last one shorter
@@ -550,7 +551,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
     ]
     stored = (*chains, "all_reduce_1d_tiling_a_rotating_c")
     ways = [(name, {"mechanism": "store"} | options) for name in stored for options in both]
-    ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in ("slices", "gemm")]
+    ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
     ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]

@@ -38,6 +38,7 @@ def cases(ranks: int) -> list[Case]:
         Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="slices"),
+        Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="both"),
     ]
 
 

@@ -48,6 +48,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm", mechanism="store", beta=1.0),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="both"),
     ]
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
@@ -74,6 +75,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(ALL_REDUCE, (ranks,), m=2048 * ranks, n=8192, k=256 * ranks, chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="slices"),
+        Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="both"),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -89,6 +91,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(ALL_REDUCE, (ranks,), chunks=2, waits="gemm", mechanism="store"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
+        Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="both"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),
@@ -101,7 +104,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.stress, (mixed, 1000, ranks)),
         (worker.repeated, (mixed,)),
         (worker.crowded, (mixed,)),
-        (worker.crossed, (large[-8:],)),
+        (worker.crossed, (large[-9:],)),
         (worker.graph_nodes, (nodes,)),
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),

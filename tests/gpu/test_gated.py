@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated
+from distgemm.gemm.gated import COUNTERS, RESERVED, TURNS, GatedGemms, GatedSend, bind_gated
 from distgemm.gemm.words import MemOp
 
 pytestmark = pytest.mark.gpu(1)
@@ -32,6 +32,11 @@ def counters() -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
 
 
+def spent(counts: torch.Tensor) -> bool:
+    """Whether counters are left as they were found, all but when the link is free."""
+    return not (counts[:-RESERVED].any() or counts[TURNS - RESERVED :].any())
+
+
 def launched(launch: Callable[[], None], operand: torch.Tensor, words: torch.Tensor, *empty: torch.Tensor) -> None:
     """Once, on a new operand, with words as before the first launch and nothing in what is to be written."""
     operand.copy_(drawn(*operand.shape))
@@ -45,7 +50,8 @@ def launched(launch: Callable[[], None], operand: torch.Tensor, words: torch.Ten
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512)])
 @pytest.mark.parametrize("abreast", [(), (2, 2), (1, 1, 2)], ids=str)
-def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rate", [0.0, 300.0])
+def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[int, ...], rate: float) -> None:
     """Two results go into another memory, from where two later products take them in the other order; five times."""
     a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
     passed = torch.empty_like(d)
@@ -55,7 +61,10 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
     products += [GemmTensors(a[2 + i], b, d[i], partial=passed[1 - i]) for i in range(2)]
     launch = bind_gated(
         GatedGemms(
-            products, "a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts, abreast=abreast
+            products,
+            *("a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts),
+            abreast=abreast,
+            rate=rate,
         ),
         GemmConfig.parse(config),
     )
@@ -63,7 +72,7 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
         launched(launch, a, words, d, passed)
         wanted = [(a[2 + i].double() + a[1 - i].double()) @ b.double().T for i in range(2)]
         assert torch.equal(d.double(), torch.stack(wanted))
-        assert words.tolist() == [1, 1] and not counts.any()
+        assert words.tolist() == [1, 1] and spent(counts)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -81,13 +90,14 @@ def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, 
     products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
     sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
     launch = bind_gated(
-        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along), GemmConfig.parse(config)
+        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along, rate=300.0),
+        GemmConfig.parse(config),
     )
     for _ in range(5):
         launched(launch, sources, words, d, slots)
         assert torch.equal(slots, sources)
         assert torch.equal(d.double(), torch.cat([here, *sources]).double() @ b.double().T)
-        assert bool((words == 1).all()) and not counts.any()
+        assert bool((words == 1).all()) and spent(counts)
 
 
 def test_fp8_is_sent_too() -> None:
@@ -100,6 +110,38 @@ def test_fp8_is_sent_too() -> None:
     bind_gated(GatedGemms(products, "a", [0, words.data_ptr()], [0, 0], [False, False], counts, sends, 1024))()
     torch.cuda.synchronize()
     assert torch.equal(d.double(), torch.cat([here.double(), source.double()]) @ b.double().T)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", ["operands", "results"])
+def test_what_goes_away_takes_its_turn(config: str, kind: str) -> None:
+    """2 MiB at 1 GB/s take two milliseconds, and much less as fast as they can; three times each."""
+    size = 1024
+    here, b = drawn(2, size, size), drawn(size, size)
+    away, d = torch.empty(size, size, device="cuda").bfloat16(), torch.empty(2 * size, size, device="cuda").bfloat16()
+    words = torch.zeros(1, dtype=torch.int32, device="cuda")
+    come = words.data_ptr()
+    for rate, least, most in ((1.0, 2.0, 4.0), (0.0, 0.0, 0.5)):
+        counts = counters()
+        if kind == "operands":
+            products = [GemmTensors(x, b, d[i * size : (i + 1) * size]) for i, x in enumerate((here[0], away))]
+            sends = [GatedSend(here[1], away, come)]
+            gemms = GatedGemms(products, "a", [0, come], [0, 0], [False, False], counts, sends, rate=rate)
+        else:
+            products = [GemmTensors(here[0], b, away, padded=True), GemmTensors(here[1], b, d[:size], partial=away)]
+            gemms = GatedGemms(products, "a", [0, come], [come, 0], [True, False], counts, rate=rate)
+        launch = bind_gated(gemms, GemmConfig.parse(config))
+        launch()
+        for _ in range(3):
+            words.zero_()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            begin.record()
+            launch()
+            end.record()
+            torch.cuda.synchronize()
+            assert least < begin.elapsed_time(end) < most
+            assert spent(counts)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -148,7 +190,7 @@ def test_nothing_goes_away_before_the_entry(config: str, kind: str) -> None:
             assert look() == [0, 7, 0, 0, 0, 1] and not bool(seen.isnan().any())
             words[2:3].copy_(one)
         torch.cuda.synchronize()
-        assert words.tolist() == [0, 7, 1, 8, 9, 1] and not counts.any()
+        assert words.tolist() == [0, 7, 1, 8, 9, 1] and spent(counts)
         if kind == "operands":
             assert torch.equal(d.double(), here.double().view(-1, k) @ b.double().T)
         else:

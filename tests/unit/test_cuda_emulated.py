@@ -168,8 +168,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         enters: list[Task] = [opened] if gemms.entry else []
         waits: list[list[Task]] = []
         each: list[list[Task]] = []
-        for t, word, told, away in zip(gemms.products, gemms.waits, gemms.tells, gemms.away, strict=True):
-            waits.append([memops.wait_for(of_slice) for of_slice in words(word, t.a.shape[1])])
+        entire = gemms.entire or [False] * len(gemms.products)
+        for t, word, told, away, whole in zip(
+            *(gemms.products, gemms.waits, gemms.tells, gemms.away, entire), strict=True
+        ):
+            every = words(word, t.a.shape[1])
+            waits.append([memops.wait_for(one) for one in (every[:1] if whole else every)])
             each.append([*(enters if away else []), multiplied(t), *([memops.write(told)] if told else [])])
         products: list[Task] = []
         at = 0
@@ -177,7 +181,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             # A single resident block waits for each of them before the first one has all of its tiles.
             products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
             at += size
-        sent: list[Task] = list(enters)
+        sent: list[Task] = [*enters, *([memops.wait_for(gemms.opens)] if gemms.opens else [])]
         for send in gemms.sends:
             along = gemms.slice or send.source.shape[1]
             for number, word in enumerate(words(send.word, send.source.shape[1])):
@@ -471,15 +475,15 @@ def test_a_kernel_that_sends_under_every_order(
             raise ValueError("unaligned")
 
     monkeypatch.setattr(executable, "gated_source", refused)
-    for turn, plan in enumerate(every * 6):
+    for turn, plan in enumerate(every * 8):
         data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
-        half, copies = order.randrange(2), ("gemm", "slices", "engine")[turn % 3]
+        half, copies = order.randrange(2), ("gemm", "slices", "both", "engine")[turn % 4]
         for rank in range(ranks):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
             one.exe.choice = Choice(schedule=schedule)
             sends = [len(slices) for action in one.exe.actions for slices in action.sends]
             copied = sum(isinstance(op, Copy) for op in plan.ops(rank))
-            assert sends == ([4] * copied if copies == "gemm" else [])
+            assert sends == [4] * {"gemm": copied, "both": min(copied, 1)}.get(copies, 0)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
             one.exe.actions = list(data[-1].calls[rank].way.actions)
     run(machine, todo, order, queues=False)
@@ -514,7 +518,7 @@ def run_by_one_kernel(
         drawn.check()
 
 
-@pytest.mark.parametrize("copies", ["slices", "gemm"])
+@pytest.mark.parametrize("copies", ["slices", "gemm", "both"])
 @pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8)])
 def test_a_rank_that_sends_nothing_waits_for_every_slice(
     rows: tuple[int, ...], copies: str, recorded: list[Task]
@@ -662,6 +666,39 @@ def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pyt
         assert told.pop().abreast == wanted
 
 
+@pytest.mark.parametrize(
+    ("schedule", "copies", "how", "rate"),
+    [
+        (CHAINS[0], "engine", {"mechanism": "store"}, executable.STORE_RATE),
+        (CHAINS[0], "engine", {"results": 2}, 0.0),  # its sums stay here until copy engines take them
+        (GATHERS[0], "engine", {}, 0.0),
+        (GATHERS[0], "slices", {}, 0.0),
+        (GATHERS[0], "gemm", {}, executable.SEND_RATE),
+        (GATHERS[0], "both", {}, executable.SEND_RATE),
+    ],
+)
+def test_what_kernels_write_at_peers_takes_turns(
+    schedule: str,
+    copies: str,
+    how: dict[str, Any],
+    rate: float,
+    recorded: list[Task],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[GatedGemms] = []
+    monkeypatch.setattr(executable, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    problem = distgemm.GemmProblem(64, 16, 1152, dtype="float32")
+    plan = distgemm.make_plan(problem, schedule, 2, chunks=2, sync="barrier", **how)
+    machine = machine_of([plan])
+    one = Emulated(plan, 1, machine.workspaces[1], 2, "gemm", copies=copies)
+    one.tasks(Data(plan, 0, 1.0, 0.0, False).calls[1], recorded, 0)
+    (gemms,) = told
+    assert gemms.rate == rate
+    # Behind an engine's copy of the first of two chunks, if there is one.
+    assert bool(gemms.opens) == (copies == "both") and (not gemms.opens or gemms.opens not in gemms.waits)
+    assert list(gemms.entire) == [False, False, copies in ("slices", "both"), False]
+
+
 def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is launched, but where A is asked for, or the words do not fit into one kernel."""
     monkeypatch.setattr(
@@ -745,7 +782,7 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         *(
             ("are of shards, and here is passed on", name, {"copies": copies})
             for name in (GATHERS[1], "all_gather_1d_bidirectional_full_a")
-            for copies in ("slices", "gemm")
+            for copies in ("slices", "gemm", "both")
         ),
         (
             "wait for one signal of a peer, or none",
@@ -784,11 +821,11 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
 @pytest.mark.parametrize("schedule", [GATHERS[0], "all_gather_1d_tiling_cd_rotating_b"])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> None:
-    """Each with its signal behind it; all else as a whole, with all signals at once."""
+    """Each with its signal behind it; all else as a whole, with one. Or the kernel sends it, and engines all else."""
     plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 4096), schedule, 4, sync="barrier", chunks=chunks)
     every = [lower(plan, rank, 1, gated=True, copies="slices") for rank in range(4)]
     (gates,) = ([waits for waits in action.gates if waits] for action in every[1] if action.gates)
-    assert [len(waits) for waits in gates] == [4] * 3 * chunks
+    assert [len(waits) for waits in gates] == [1] * (3 * chunks - 1) + [4]
     sent = [[op for action in actions for op in action.ops if isinstance(op, Copy)] for actions in every]
     for copies in sent:
         widths = [copy.src.box[2][1] - copy.src.box[2][0] for copy in copies]
@@ -803,10 +840,19 @@ def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> N
         for copy, signals in zip(streamed[::2], streamed[1::2], strict=True):
             (one,) = copy.ops
             assert {signal.deps for signal in signals.ops} == {(one.id,)}
-            assert len(signals.ops) == (1 if one.src.box[2] != (0, 4096) else 4)
+            assert len(signals.ops) == 1
     waited = {wait.flag for waits in gates for wait in waits}
     told = [op.flag for actions in every for action in actions for op in action.ops if isinstance(op, Signal)]
     assert waited == {flag for flag in told if flag.rank == 1} and len(set(told)) == len(told)
+    for actions, rank in zip(every, range(4), strict=True):
+        shared = lower(plan, rank, 1, gated=True, copies="both")
+        (kernel,) = (action for action in shared if action.gates)
+        moved = [op for action in shared for op in action.ops if isinstance(op, Copy)]
+        (slices,) = kernel.sends
+        assert {*moved, *(copy for copy, _ in slices)} == {
+            op for action in actions for op in action.ops if isinstance(op, Copy)
+        }
+        assert len(moved) == 3 * chunks - 1 and kernel.gates == next(action.gates for action in actions if action.gates)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "m"), [(3, 1, 2), (4, 1, 3), (4, 2, 5), (4, 4, 9), (5, 4, 16), (8, 1, 2)])
@@ -832,6 +878,7 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
         (GATHERS[0], False, "engine"),
         (GATHERS[0], True, "slices"),
         (GATHERS[0], True, "gemm"),
+        (GATHERS[0], True, "both"),
         (CHAINS[0], True, "engine"),
         ("all_reduce_1d_tiling_a_rotating_c", True, "engine"),
     ],
@@ -938,7 +985,7 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
         ({"branches": 3}, "branches is 1 or 2, got 3"),
         ({"waits": "events"}, "waits is one of memory, kernel, gemm, got .events."),
         ({"merge": 1}, "merge is True or False, got 1"),
-        ({"copies": "sm"}, "copies is one of engine, slices, gemm, got 'sm'"),
+        ({"copies": "sm"}, "copies is one of engine, slices, gemm, both, got 'sm'"),
         ({"copies": "gemm"}, "goes with waits='gemm' and merge=False, got 'memory' and False"),
         ({"copies": "gemm", "waits": "gemm", "merge": True}, "got 'gemm' and True"),
         ({"timeout": 0}, "timeout > 0"),

@@ -15,8 +15,8 @@ from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
 from distgemm.gemm.gated import (
     COUNTERS,
-    PASSAGE,
     PRODUCTS,
+    RESERVED,
     SENDS,
     GatedGemms,
     GatedSend,
@@ -103,12 +103,12 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: three uint64, three int32, two int16; Send: five uint64 and four int32; Words: int32 for the
-    phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a pointer, two
-    Words, products, an int32, sends."""
-    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2, 5 * 8 + 4 * 4)
+    """struct Product: three uint64, three int32, two int16, an int32; Send: five uint64 and four int32; Words: int32
+    for the phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a
+    pointer, a uint32, two Words, products, a uint64, an int32, sends."""
+    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2 + 8, 5 * 8 + 4 * 4)
     assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
-    numbers = 2 * 24 + 8 * 4 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 40 + 8 + SENDS * 56
+    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 56
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
@@ -123,7 +123,7 @@ def test_arguments_lie_as_in_c() -> None:
         declared = re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"//.*", "", found.group(1)))
         assert [field[0] for field in fields] == declared
     constants = {"kProducts": PRODUCTS, "kSends": SENDS, "kCounters": COUNTERS, "kOperations": OPERATIONS}
-    for name, value in (constants | {"kPhases": PHASES, "kBegun": f"kCounters - {PASSAGE}"}).items():
+    for name, value in (constants | {"kPhases": PHASES, "kTurns": f"kCounters - {RESERVED}"}).items():
         assert f"{name} = {value}" in text
 
 
@@ -164,14 +164,18 @@ def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
     sends = [GatedSend(source, target, 8), GatedSend(target, source, 24)]
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
     arguments = _Arguments()
-    _place(arguments, operands((0, 2, 1), sends=sends, slice=24, counters=counters))
+    _place(arguments, operands((0, 2, 1), sends=sends, slice=24, counters=counters, rate=320.0, opens=40))
+    assert (arguments.pace, arguments.opens) == (3200, 40)  # ps for each KiB
     assert (arguments.slice, arguments.sent, arguments.counters) == (24, 2, counters.data_ptr())
     first, second = arguments.sends[:2]
     assert (first.source, first.target, first.word) == (source.data_ptr(), target.data_ptr(), 8)
     assert (first.source_pitch, first.target_pitch) == (second.target_pitch, second.source_pitch) == (4 * K, 2 * K)
     assert (first.rows, first.row_bytes, first.slice_bytes) == (M, 2 * K, 48)
     assert (first.counter, second.counter) == (0, 2)
-    _place(arguments, operands((0, 2, 1), sends=sends, counters=counters))
+    assert [product.sliced for product in arguments.products[:3]] == [1, 1, 1]
+    _place(arguments, operands((0, 2, 1), sends=sends, counters=counters, entire=[False, True, False]))
+    assert [product.sliced for product in arguments.products[:3]] == [1, 0, 1]
+    assert (arguments.pace, arguments.opens) == (0, 0)
     assert (arguments.slice, arguments.sends[0].slice_bytes, arguments.sends[1].counter) == (K, 2 * K, 1)
 
 
@@ -203,6 +207,7 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             "sends or an entry take counters",
         ),
         (lambda: operands((0, 2, 1), entry=[[]], exit=[[]]), "sends or an entry take counters"),
+        (lambda: operands((0, 2, 1), entry=[[]], exit=[[]], opens=8), "behind an entry that is the entry's"),
         (lambda: sums(entry=[[]]), "enters a replay also leaves it"),
         (
             lambda: sums(entry=[[]], exit=[[MemOp(True, 8, 1)] * 200]),
@@ -212,7 +217,7 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
-        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2044 slices"),
+        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2041 slices"),
     ],
 )
 def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:

@@ -236,7 +236,7 @@ def test_plans_by_one_kernel_are_tried() -> None:
         return {(each.schedule, each.copies) for each in candidates(problem, op, 4) if each.waits == "gemm"}
 
     assert by_one("gemm+rs") == {("reduce_scatter_1d_tiling_a_rotating_c", "engine")}
-    every = ("engine", "slices", "gemm")
+    every = ("engine", "slices", "gemm", "both")
     assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in every}
     assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", "engine")}
 

@@ -61,6 +61,9 @@ Tensor = torch.Tensor
 
 Phases = Sequence[Sequence[MemOp]]
 
+STORE_RATE, SEND_RATE = 360.0, 310.0
+"""GB/s at which kernels store results at other GPUs, and send shards to them: a little less than Hopper's NVLink
+takes."""
 GRAPHS = 32
 """Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
 
@@ -462,7 +465,10 @@ class CudaExecutable:
             away=[op.out.buffer == "slot" for op in gemms],
             counters=self._counters,
             sends=sends,
+            opens=word(action.opens) if action.opens else 0,
+            rate=SEND_RATE if sends else STORE_RATE if any(op.out.rank != self.rank for op in gemms) else 0.0,
             slice=action.slice,
+            entire=[action.slice > 0 and len(ops) == 1 for ops in action.gates],
             abreast=action.abreast,
             entry=call.passage.entry if call.passage else (),
             exit=call.passage.exit if call.passage else (),
@@ -704,7 +710,8 @@ def compile(
               plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
     copies:   of shards to peers, for plans that gather by pushing: by copy "engine"s; with waits "gemm" also by engines
               that send what a peer multiplies last in "slices" along k, or by the "gemm" itself, in which a warp that
-              does not multiply sends all in slices. The peers' kernels begin with each slice as it comes
+              does not multiply sends all in slices, or by "both": by the kernel what a peer multiplies last, behind
+              engines that send all else. The peers' kernels begin with each slice as it comes
     timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 

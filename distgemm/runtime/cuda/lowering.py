@@ -39,6 +39,7 @@ class Action:
     gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice
     tells:  whom each of them tells of its result, None where nobody
     sends:  what the kernel copies to peers, with the signals behind it: slices of chunks, those of a chunk together
+    opens:  what it waits for before it does; None: for nothing
     slice:  elements along k of a slice that it sends, or waits for; 0 where chunks are whole
     abreast: of several Gemms that are one kernel, of how many in a row tiles are computed in turn; empty: of each alone
     after:  actions on other streams that come before, by number
@@ -54,6 +55,7 @@ class Action:
     gates: tuple[tuple[Wait, ...], ...] = ()
     tells: tuple[Signal | None, ...] = ()
     sends: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
+    opens: Wait | None = None
     slice: int = 0
     abreast: tuple[int, ...] = ()
 
@@ -91,10 +93,10 @@ def lower(
     along = slices = 0
     if copies != "engine":
         along = _slice_of(plan)
-        ops, slices = _sliced(plan, ops, along, copies == "slices")
+        ops, slices = _sliced(plan, ops, along, copies != "gemm")
     kernel = None
     if gated:
-        ops, kernel = _gated(plan, ops, entered, slices, copies == "gemm")
+        ops, kernel = _gated(plan, ops, entered, slices, copies)
     if kernel is not None:
         kernel.slice = along
     streams = _streams(ops, 1 if gated else branches)
@@ -145,7 +147,10 @@ def on_one_stream(actions: Sequence[Action]) -> bool:
 def waits_of(actions: Sequence[Action]) -> list[Wait]:
     """What is waited for, on streams and within kernels."""
     return [
-        op for action in actions for op in (*action.ops, *chain.from_iterable(action.gates)) if isinstance(op, Wait)
+        op
+        for action in actions
+        for op in (*action.ops, *chain.from_iterable(action.gates), action.opens)
+        if isinstance(op, Wait)
     ]
 
 
@@ -262,15 +267,19 @@ def _is_sent(op: Op) -> TypeGuard[Copy]:
 
 def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list[Op], int]:
     """Ops in which copies of shards, the signals behind them, and the waits for these are one for each slice; and how
-    many these are. Flag f becomes the flags from f times that number on. With ``last`` a copy is whole, and all its
-    signals come behind it, unless the peer multiplies it last."""
+    many these are. Flag f becomes the flags from f times that number on. With ``last`` a copy is whole, with one
+    signal, unless the peer multiplies it last."""
     cut = set(_multiplied_last(plan)) if last else None
     counts: dict[tuple[int, int], int] = {}  # of slices, by flag
+    whole: set[tuple[int, int]] = set()  # flags of copies that are not cut
     for rank_ops in plan.rank_ops:
         sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
+        kept = {op.id for op in rank_ops if _is_sent(op) and cut is not None and (op.dst.rank, op.dst.slot) not in cut}
         for op in rank_ops:
             if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
                 counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
+                if not kept.isdisjoint(op.deps):
+                    whole.add((op.flag.rank, op.flag.number))
     if len(set(counts.values())) > 1 or 0 in counts.values():
         raise PlanError(f"{plan.schedule}: copies in slices are signalled one by one, and here are some together")
     count = next(iter(counts.values()), 1)
@@ -282,7 +291,7 @@ def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list
         slices = 1
         if _is_sent(op) and (cut is None or (op.dst.rank, op.dst.slot) in cut):
             slices = count
-        elif _has_flag(op):
+        elif _has_flag(op) and (op.flag.rank, op.flag.number) not in whole:
             slices = counts.get((op.flag.rank, op.flag.number), 1)
         ids[op.id] = [op.id] if slices == 1 else [first + op.id * count + number for number in range(slices)]
         for number, own in enumerate(ids[op.id]):
@@ -317,12 +326,12 @@ def _cut(view: View, along: int) -> list[View]:
 
 
 def _gated(
-    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, sending: bool
+    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, copies: str
 ) -> tuple[list[Op], Action | None]:
     """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action.
 
-    slices:  of which each chunk is, 0 where they are whole
-    sending: whether copies are a part of the action
+    slices: of which each chunk is, 0 where they are whole
+    copies: with "gemm" they are a part of the action, with "both" those of what peers multiply last
     """
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
@@ -363,7 +372,13 @@ def _gated(
         if here and not multiplied.isdisjoint(other.deps):
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
-    sent, others = _sends(others, entered, slices) if sending else ((), others)
+    sent: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
+    if copies in ("gemm", "both"):
+        last = set(_multiplied_last(plan)) if copies == "both" else None
+        sent, others = _sends(others, entered, slices, last)
+    opens = None
+    if sent and copies == "both":
+        others, opens = _behind_engines(others, Flag(first.rank, flags_of(plan) * slices, 0, False))
     others = _told_here(plan, others, gemms, tells)
     if tells and not any(op.sources for op in gemms):
         raise PlanError(
@@ -371,9 +386,12 @@ def _gated(
         )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
-    writes = bool(sent) or any(link_of(op) for op in gemms)  # at peers, once they have left their last replay
+    # At peers, once they have left their last replay: it is told so where copy engines come first.
+    writes = (bool(sent) and opens is None) or any(link_of(op) for op in gemms)
     told_of = tuple(tells.get(op.id) for op in gemms)
-    kernel = Action(BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent)
+    kernel = Action(
+        BRANCH, tuple(gemms), (0,) if writes else (), gates=tuple(gates), tells=told_of, sends=sent, opens=opens
+    )
     if len(groups) < len(gemms):
         kernel.abreast = tuple(map(len, groups))
     return kept, kernel
@@ -425,18 +443,34 @@ def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
 
 
 def _sends(
-    ops: Sequence[Op], entered: Container[int], slices: int
+    ops: Sequence[Op], entered: Container[int], slices: int, only: Container[tuple[int, int]] | None
 ) -> tuple[tuple[tuple[tuple[Copy, Signal], ...], ...], list[Op]]:
-    """Copies of shards with the signals behind them, those of a chunk together; and all other ops."""
+    """Copies of shards with the signals behind them, those of a chunk together; and all other ops. only: to which rank
+    and slot; None: to all."""
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
     taken = set()
     for op in ops:
-        if _is_sent(op) and op.id in signals and all(dep in entered for dep in op.deps):
+        wanted = _is_sent(op) and (only is None or (op.dst.rank, op.dst.slot) in only)
+        if wanted and _is_sent(op) and op.id in signals and all(dep in entered for dep in op.deps):
             signal = signals[op.id]
             chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
             taken |= {op.id, signal.id}
     return tuple(map(tuple, chunks.values())), [op for op in ops if op.id not in taken]
+
+
+def _behind_engines(others: Sequence[Op], flag: Flag) -> tuple[list[Op], Wait | None]:
+    """Ops in which this rank is told, too, when its last copy to a peer has ended; and the Wait for it, None where
+    there is none. Until then a kernel that sends would take bandwidth from the copy engines, and more from its GEMMs.
+    """
+    copies = [op for op in others if _is_sent(op)]
+    if not copies:
+        return list(others), None
+    last = copies[-1]
+    at = 1 + max(number for number, op in enumerate(others) if op.id == last.id or last.id in op.deps)
+    where = (last.rank, last.round, last.iteration, last.operand, last.tile, last.slot)
+    told = Signal(-1, *where, (last.id,), flag)
+    return [*others[:at], told, *others[at:]], Wait(-2, *where, (), flag, last.rank)
 
 
 def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: dict[int, Signal]) -> list[Op]:
