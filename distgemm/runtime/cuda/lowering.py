@@ -70,7 +70,7 @@ def lower(
            copied so only, and of those that come last half at once, half of the rest, and so on
     gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
     copies: of shards to peers, as ``distgemm.compile`` takes it. Where there are slices along k, each has a flag of its
-           own; with "gemm" and ``gated`` they are sent by the kernel
+           own; with ``gated`` the kernel sends them if "gemm" or "both"
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
@@ -451,8 +451,9 @@ def _sends(
     chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
     taken = set()
     for op in ops:
-        wanted = _is_sent(op) and (only is None or (op.dst.rank, op.dst.slot) in only)
-        if wanted and _is_sent(op) and op.id in signals and all(dep in entered for dep in op.deps):
+        if not _is_sent(op) or op.id not in signals or not all(dep in entered for dep in op.deps):
+            continue
+        if only is None or (op.dst.rank, op.dst.slot) in only:
             signal = signals[op.id]
             chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
             taken |= {op.id, signal.id}
