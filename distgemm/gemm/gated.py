@@ -67,9 +67,9 @@ class GatedGemms:
               which go away and those which stay take turns, and the link is always busy; for all products. None of
               them waits for another one of these. Empty: each is computed alone
     sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order
-    opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
+    opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
     entire:   of each product, whether its operand comes as a whole nevertheless, with one word. Empty: none does
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, with rows at another
@@ -94,8 +94,8 @@ class GatedGemms:
     away: Sequence[bool]
     counters: torch.Tensor | None = None
     sends: Sequence[GatedSend] = ()
-    opens: int = 0
     slice: int = 0
+    opens: int = 0
     entire: Sequence[bool] = ()
     abreast: Sequence[int] = ()
     rate: float = 0.0
@@ -214,6 +214,9 @@ def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) ->
 
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
     tried = [config] if config is not None else [choose(provider, gemms.whole), *provider.configs(gemms.whole)]
+    if gemms.rate and gemms.kind == "results":
+        # What is stored takes its turn while the other warp group multiplies.
+        tried.sort(key=lambda one: one.schedule != "pingpong")
     for taken in tried:
         if _supports(provider, gemms, taken):
             return taken

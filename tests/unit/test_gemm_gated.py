@@ -256,6 +256,18 @@ def test_d_at_unequal_distances_is_refused() -> None:
         _place(_Arguments(), GatedGemms(products, "a", [0] * 3, [0] * 3, [False] * 3))
 
 
+def test_what_takes_turns_is_stored_while_another_group_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another configuration is asked for."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    m, n, k = 256, 16384, 2048
+    a, b, d = bfloat16(4, m, k), bfloat16(n, k), bfloat16(4, m, n)
+    products = [GemmTensors(a[i], b, d[i], partial=d[i - 1] if i else None, padded=True) for i in range(4)]
+    for rate, wanted in ((0.0, "cooperative"), (360.0, "pingpong")):
+        gemms = GatedGemms(products, "a", [0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False], rate=rate)
+        assert wanted in gated_source(gemms).name
+        assert "cooperative" in gated_source(gemms, GemmConfig.parse("128x256x64_2x1_cooperative")).name
+
+
 def test_products_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     b, d = bfloat16(N, K), bfloat16(2, M, N)
