@@ -115,7 +115,7 @@ class Choice:
     """How a product is done. All but ``how`` is what :meth:`arguments` hands to :func:`distgemm.compile`.
 
     method:   "plan", or "unfused": a collective and one product
-    schedule, options: of the plan, options as (name, value) pairs
+    schedule, options: of the plan, options as (name, value) pairs, by name
     provider, branches, config, waits, merge, copies: as :func:`distgemm.compile` takes them; config None: by shape,
               for each GEMM
     collective: of the unfused program, as :class:`distgemm.runtime.unfused.UnfusedExecutable` takes it
@@ -136,6 +136,7 @@ class Choice:
     how: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", tuple(sorted(self.options)))
         if self.method not in ("plan", "unfused") or (self.method == "plan") != bool(self.schedule):
             raise ValueError(
                 f"method is 'plan', with a schedule, or 'unfused', without; got {self.method!r} and {self.schedule!r}"
@@ -210,7 +211,7 @@ class Choice:
         config = fields["config"]
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
-        pairs = tuple(sorted(options.items()))
+        pairs = tuple(options.items())
         later = {name: fields[name] for name in ("waits", "merge", "copies") if name in fields}
         return cls(
             *(fields["method"], fields["schedule"], pairs, fields["provider"], fields["branches"], config),

@@ -65,6 +65,13 @@ def test_choices_come_back_from_json(choice: Choice) -> None:
     assert found.how == "recorded" and choice.how == ""
 
 
+def test_a_choice_is_the_same_in_whatever_order_its_options_come() -> None:
+    """A file has them by name, candidates as they are written."""
+    pairs = (("mechanism", "store"), ("lag", 2), ("chunks", 4))
+    one, other = (dataclasses.replace(PLAN, options=options) for options in (pairs, pairs[::-1]))
+    assert one == other == Choice.from_dict(one.to_dict()) and str(one) == str(other) and hash(one) == hash(other)
+
+
 def test_a_choice_pins_what_compile_takes() -> None:
     arguments = PLAN.arguments()
     assert arguments == {
