@@ -277,6 +277,8 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
         if not (_computes("cutlass", plan) and by_one_kernel(plan, by)):
             continue
+        if by == "both" and not any(action.opens for action in lower(plan, 0, 1, gated=True, copies=by)):
+            continue  # nothing is left for engines: the same as by the kernel alone
         # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
         time = simulate(plan, machine, branches=2).time
         merges = (False,)

@@ -99,7 +99,7 @@ CUTLASS_DEVICE uint64_t nanoseconds() {
 }
 
 // Turns on the link to other GPUs. Stores that come faster than it takes them fill the queues of this GPU, in which its
-// loads then stand, too: a main loop beside them gets an eighth of its data. So each store waits for its turn.
+// loads then stand, too: a main loop beside them gets as little as a fourteenth of its data. So each waits for its turn.
 struct Pace {
   static constexpr int kTurns = kCounters - 6;        // at a multiple of 8 bytes
   static constexpr uint64_t kFine = 8;                // turns are counted in eighths of a nanosecond

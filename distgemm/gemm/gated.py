@@ -192,7 +192,8 @@ def together(spec: GemmSpec, count: int, moving: str) -> GemmSpec:
 
 
 def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
-    """What the kernel is compiled from; config None: that of a product as large as all of them.
+    """What the kernel is compiled from; config None: that of a product as large as all of them, and where results take
+    turns the first pingpong one for it.
 
     Raises ValueError where there is none.
     """

@@ -852,6 +852,8 @@ def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> N
         assert {*moved, *(copy for copy, _ in slices)} == {
             op for action in actions for op in action.ops if isinstance(op, Copy)
         }
+        told = next(op for action in shared for op in action.ops if isinstance(op, Signal) and op.flag.rank == rank)
+        assert kernel.opens is not None and kernel.opens.flag == told.flag and told.deps == (moved[-1].id,)
         assert len(moved) == 3 * chunks - 1 and kernel.gates == next(action.gates for action in actions if action.gates)
 
 

@@ -246,6 +246,12 @@ def test_plans_by_one_kernel_are_tried() -> None:
     every = ("engine", "slices", "gemm", "both")
     assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in every}
     assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", "engine")}
+    # With one peer engines have nothing to send where a shard is one chunk.
+    chunks = {
+        ranks: {dict(each.options)["chunks"] for each in candidates(problem, "ag+gemm", ranks) if each.copies == "both"}
+        for ranks in (2, 4)
+    }
+    assert chunks == {2: {2}, 4: {1, 2}}
 
 
 def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,7 +386,7 @@ def _gated(
         )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
-    # At peers, once they have left their last replay: it is told so where copy engines come first.
+    # At peers, once they have left their last replay: behind engines' copies they have.
     writes = (bool(sent) and opens is None) or any(link_of(op) for op in gemms)
     told_of = tuple(tells.get(op.id) for op in gemms)
     kernel = Action(
