@@ -274,7 +274,7 @@ def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list
     whole: set[tuple[int, int]] = set()  # flags of copies that are not cut
     for rank_ops in plan.rank_ops:
         sent = {op.id: _cut(op.src, along) for op in rank_ops if _is_sent(op)}
-        kept = {op.id for op in rank_ops if _is_sent(op) and cut is not None and (op.dst.rank, op.dst.slot) not in cut}
+        kept = {op.id for op in rank_ops if _is_sent(op) and not _goes_into(cut, op)}
         for op in rank_ops:
             if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
                 counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
@@ -289,7 +289,7 @@ def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list
     signals: dict[int, Op] = {}  # by the slice that they follow
     for op in ops:
         slices = 1
-        if _is_sent(op) and (cut is None or (op.dst.rank, op.dst.slot) in cut):
+        if _is_sent(op) and _goes_into(cut, op):
             slices = count
         elif _has_flag(op) and (op.flag.rank, op.flag.number) not in whole:
             slices = counts.get((op.flag.rank, op.flag.number), 1)
@@ -307,6 +307,11 @@ def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list
             else:
                 found.append(replace(op, **changed, deps=tuple(chain.from_iterable(follows))))
     return [each for op in found for each in (op, signals.get(op.id)) if each is not None], count
+
+
+def _goes_into(slots: Container[tuple[int, int]] | None, op: Copy) -> bool:
+    """Whether it copies into one of these slots, by rank and number; None: any."""
+    return slots is None or (op.dst.rank, op.dst.slot) in slots
 
 
 def _multiplied_last(plan: Plan) -> Iterator[tuple[int, int]]:
@@ -453,7 +458,7 @@ def _sends(
     for op in ops:
         if not _is_sent(op) or op.id not in signals or not all(dep in entered for dep in op.deps):
             continue
-        if only is None or (op.dst.rank, op.dst.slot) in only:
+        if _goes_into(only, op):
             signal = signals[op.id]
             chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
             taken |= {op.id, signal.id}
