@@ -41,12 +41,15 @@ struct Product {
 };
 
 // Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
-// there, its word becomes 1: the words of the slices follow one another.
+// there, its word becomes 1: the words of the slices follow one another. Of sends abreast, which differ in rows at most,
+// the first slices leave first, then the second ones.
 struct Send {
   uint64_t source, target, word;
   int64_t source_pitch, target_pitch;  // bytes from row to row
   uint32_t rows, row_bytes, slice_bytes;
   uint32_t counter;  // the number of its first slice's
+  int16_t first;     // slices of so many sends from this one on leave in turn
+  int16_t abreast;
 };
 
 // Several products; `base` describes one of them, with the number of products as `l`.
@@ -118,15 +121,23 @@ struct Pace {
     auto* const at = reinterpret_cast<unsigned long long*>(free);
     uint64_t const now = nanoseconds();
     atomicMax(at, now * kFine);
-    uint64_t const turn = atomicAdd(at, bytes * kFine * per_kib / (1024 * 1000)) / kFine;
+    uint64_t const turn = atomicAdd(at, fine_(bytes)) / kFine;
     if (turn < now + kLongest) return turn;
     atomicExch(at, now * kFine);
     return now;
   }
 
+  // When so many others of as many bytes have had their turn, if all begin now.
+  CUTLASS_DEVICE uint64_t after(uint32_t others, uint32_t bytes) const {
+    return per_kib ? nanoseconds() + others * fine_(bytes) / kFine : 0;
+  }
+
   static CUTLASS_DEVICE void wait_until(uint64_t turn) {
     while (nanoseconds() < turn) continue;
   }
+
+ private:
+  CUTLASS_DEVICE uint64_t fine_(uint32_t bytes) const { return bytes * kFine * per_kib / (1024 * 1000); }
 };
 
 // An epilogue's tree. What is stored of its result, an array of `Element`, waits for its turn.
@@ -607,7 +618,8 @@ class Sender {
     Pace pace;
     uint64_t opens;          // the word that says that others' memory can be written; 0: it can
     uint32_t* counters;      // pieces taken; then of each slice of each send, pieces stored
-    uint32_t first[kSends];  // piece of each
+    uint32_t first[kSends];  // piece of those abreast with each
+    uint32_t each[kSends];   // pieces of a slice; as many for those abreast, though some of them be empty
     Send sends[kSends];
   };
 
@@ -618,8 +630,11 @@ class Sender {
     found.pace = Pace::of(args.counters, args.pace);
     for (int i = 0; i < args.sent; ++i) {
       Send const& send = found.sends[i] = args.sends[i];
-      found.first[i] = found.pieces;
-      found.pieces += slices_(send) * pieces_(send);
+      uint32_t most = 0;
+      for (int j = send.first; j < send.first + send.abreast; ++j) most = cute::max(most, pieces_(args.sends[j]));
+      found.first[i] = i == send.first ? found.pieces : found.first[send.first];
+      found.each[i] = most;
+      if (i == send.first) found.pieces += slices_(send) * most * send.abreast;
     }
     return found;
   }
@@ -638,7 +653,9 @@ class Sender {
     __syncwarp();
     uint32_t taken = everyone_(take_());
     Piece now = piece_(taken);
-    uint64_t turn = begin_(now, taken);
+    begin_(now, taken);
+    // All blocks begin at once. So that pieces leave in order, the first ones' turns are in that of their numbers.
+    uint64_t turn = lane_ == 0 ? params_.pace.after(taken, kParts * kPart) : 0;
     for (uint32_t phase = 0; taken < params_.pieces; phase ^= 1) {
       Pace::wait_until(turn);
       __syncwarp();
@@ -692,9 +709,11 @@ class Sender {
   CUTLASS_DEVICE Piece piece_(uint32_t number) const {
     int i = 0;
     while (i + 1 < params_.count && number >= params_.first[i + 1]) ++i;
-    Send const& send = params_.sends[i];
-    uint32_t const within = number - params_.first[i], pieces = pieces_(send);
-    return {i, within / pieces, within % pieces * kParts * at_once_(send)};
+    Send const& last = params_.sends[i];
+    uint32_t const within = number - params_.first[i], pieces = params_.each[i], abreast = last.abreast;
+    return {
+        int32_t(last.first + within / pieces % abreast), within / (pieces * abreast),
+        within % pieces * kParts * at_once_(last)};
   }
 
   // That of this thread in a part.
@@ -756,7 +775,7 @@ class Sender {
     if (lane_ == 0) {
       Send const& send = params_.sends[piece.send];
       uint32_t* counter = params_.counters + 1 + send.counter + piece.slice;
-      if (count(counter) == pieces_(send)) tell(counter, send.word + piece.slice * sizeof(uint32_t));
+      if (count(counter) == params_.each[piece.send]) tell(counter, send.word + piece.slice * sizeof(uint32_t));
     }
   }
 

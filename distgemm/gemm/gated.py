@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,9 @@ class GatedGemms:
     abreast:  where there are partial sums, of how many products in a row tiles are computed in turn, so that those
               which go away and those which stay take turns, and the link is always busy; for all products. None of
               them waits for another one of these. Empty: each is computed alone
-    sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order
+    sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order;
+              of those whose products run at the same time at peers, :func:`sent_in_turn`, slice by slice. The last is
+              what peers multiply last, and so on
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
     opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
@@ -122,6 +125,11 @@ class GatedGemms:
             raise ValueError("a kernel that enters a replay also leaves it")
         if self.opens and self.entry:
             raise ValueError("what a kernel sends waits for one word, and behind an entry that is the entry's")
+        if len({send.source.shape[1] for send in self.sends}) > 1 or len(self.sends) > len(self.products):
+            raise ValueError(
+                "a kernel sends what products wait for, rows of one length, got "
+                f"{[send.source.shape[1] for send in self.sends]} for {len(self.products)} products"
+            )
         if self.sends and self.kind == "results":
             raise ValueError("a kernel that passes partial sums on sends nothing else")
 
@@ -270,6 +278,7 @@ class _Send(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("source", "target", "word")),
         *((name, ctypes.c_int64) for name in ("source_pitch", "target_pitch")),
         *((name, ctypes.c_uint32) for name in ("rows", "row_bytes", "slice_bytes", "counter")),
+        *((name, ctypes.c_int16) for name in ("first", "abreast")),
     )
 
 
@@ -314,12 +323,32 @@ class _GatedKernel(CutlassKernel):
         if not (spec.m and spec.n):
             return self.launch(gemms.products, None)
         arguments = _Arguments(self.encoded(gemms.fullest, spec, gemms.kind))
-        _place(arguments, gemms)
+        _place(arguments, gemms, sent_in_turn(gemms, self.config, arguments.base.sm_count))
         return self.launch(gemms.products, arguments)
 
 
-def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
-    """Where the products' matrices lie. Raises ValueError where that is not as :class:`GatedGemms` says."""
+def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int]:
+    """Of how many sends in a row slices leave in turn, with so many thread blocks per GPU: of those whose products run
+    at the same time. So all tiles of one wave have something to multiply from the first slices on, where otherwise
+    those of the last product would wait until all others had come.
+    """
+    (rows, columns, _), cluster = config.tile, config.cluster
+    tiles = math.prod(
+        -(-extent // (tile * along)) * along
+        for extent, tile, along in zip((gemms.spec.m, gemms.spec.n), (rows, columns), cluster, strict=True)
+    )
+    at_once = max(1, blocks // math.prod(cluster)) * math.prod(cluster)
+    first = len(gemms.products) - len(gemms.sends)
+    # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
+    waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, len(gemms.products))]
+    return [len(list(group)) for _, group in itertools.groupby(waves)]
+
+
+def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) -> None:
+    """Where the products' matrices lie. Raises ValueError where that is not as :class:`GatedGemms` says.
+
+    turns: of how many sends in a row slices leave in turn; empty: each goes alone
+    """
     spec, count, sums, base = gemms.spec, len(gemms.products), gemms.kind == "results", arguments.base
     base.l = count
     fixed = "b" if gemms.moving == "a" else "a"
@@ -352,12 +381,11 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
         raise ValueError("products with partial sums, sends or an entry take counters")
     arguments.pace = round(1024e3 / gemms.rate) if gemms.rate else 0
     arguments.entry, arguments.exit = words_of(gemms.entry), words_of(gemms.exit)
-    _place_sends(arguments, gemms)
+    _place_sends(arguments, gemms, turns)
     sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
     if sources is not None and spec.partial is not None:
         base.source, arguments.sources = sources.matrix(spec.partial), sources.count
-    groups = gemms.abreast or [1] * count
-    turns = [(sum(groups[:i]), size) for i, size in enumerate(groups) for _ in range(size)]
+    abreast = _grouped(gemms.abreast, count)
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
         sliced = int(not (gemms.entire and gemms.entire[number]))
@@ -368,13 +396,20 @@ def _place(arguments: _Arguments, gemms: GatedGemms) -> None:
             operands.numbers[number],
             source,
             results.numbers[number],
-            *turns[number],
+            *abreast[number],
             sliced,
         )
 
 
-def _place_sends(arguments: _Arguments, gemms: GatedGemms) -> None:
-    """What is sent, and in which slices."""
+def _grouped(groups: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """The first of each one's group, and how many are in it; empty: each is a group."""
+    sizes = groups or [1] * count
+    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes) for _ in range(size)]
+
+
+def _place_sends(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int]) -> None:
+    """What is sent, in which slices and in which order."""
+    abreast = _grouped(turns, len(gemms.sends))
     arguments.slice, arguments.sent, arguments.opens = gemms.slice or gemms.spec.k, len(gemms.sends), gemms.opens
     counter = 0
     for number, send in enumerate(gemms.sends):
@@ -384,6 +419,7 @@ def _place_sends(arguments: _Arguments, gemms: GatedGemms) -> None:
             *(send.source.data_ptr(), send.target.data_ptr(), send.word),
             *(_pitch(send.source), _pitch(send.target)),
             *(rows, columns * size, along * size, counter),
+            *abreast[number],
         )
         counter += -(-columns // along)
 

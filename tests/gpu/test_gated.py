@@ -19,6 +19,7 @@ CONFIGS = (
     "128x128x64_2x1_pingpong",
     "128x128x64_1x2_pingpong",
     "128x256x64_2x1_cooperative",
+    "256x144x64_2x1_cooperative",
 )
 
 
@@ -98,6 +99,44 @@ def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, 
         assert torch.equal(slots, sources)
         assert torch.equal(d.double(), torch.cat([here, *sources]).double() @ b.double().T)
         assert bool((words == 1).all()) and spent(counts)
+
+
+@pytest.mark.parametrize("n", [256, 16384])
+def test_slices_leave_in_the_order_in_which_products_take_them(n: int) -> None:
+    """By their words, looked at while 6 MiB leave in 6 ms: in turn where both products fit into one wave; else one
+    send after the other."""
+    m, k, slices = 512, 2048, 4
+    here, sources, slots = drawn(m, k), drawn(2, m, k), torch.empty(2, m, k, device="cuda").bfloat16()
+    b, d = drawn(n, k), torch.empty(3 * m, n, device="cuda").bfloat16()
+    words, counts = torch.zeros(2 * slices, dtype=torch.int32, device="cuda"), counters()
+    said, side = torch.empty(2 * slices, dtype=torch.int32, pin_memory=True), torch.cuda.Stream()
+    at = [words.data_ptr() + 4 * slices * number for number in range(2)]
+    products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
+    sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
+    launch = bind_gated(
+        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, k // slices, rate=1.0),
+        GemmConfig.parse("128x128x64_2x1_pingpong"),
+    )
+    launched(launch, sources, words, d, slots)
+    words.zero_()
+    torch.cuda.synchronize()
+    launch()
+    states = []
+    with torch.cuda.stream(side):
+        while not states or not all(states[-1]):
+            said.copy_(words, non_blocking=True)
+            side.synchronize()
+            if said.tolist() not in states:
+                states.append(said.tolist())
+    in_order = [*range(2 * slices)]
+    if n == 256:
+        in_order = [number * slices + one for one in range(slices) for number in range(2)]
+    assert len(states) > slices
+    assert all(
+        sorted((state[at] for at in in_order), reverse=True) == [state[at] for at in in_order] for state in states
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(d.double(), torch.cat([here, *sources]).double() @ b.double().T) and spent(counts)
 
 
 def test_fp8_is_sent_too() -> None:

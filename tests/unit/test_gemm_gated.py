@@ -25,6 +25,7 @@ from distgemm.gemm.gated import (
     _Product,
     _Send,
     gated_source,
+    sent_in_turn,
 )
 from distgemm.gemm.words import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
 
@@ -103,12 +104,12 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: three uint64, three int32, two int16, an int32; Send: five uint64 and four int32; Words: int32
-    for the phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a
+    """struct Product: three uint64, three int32, two int16, an int32; Send: five uint64, four int32, two int16; Words:
+    int32 for the phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a
     pointer, a uint32, two Words, products, a uint64, an int32, sends."""
-    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2 + 8, 5 * 8 + 4 * 4)
+    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2 + 8, 5 * 8 + 4 * 4 + 8)
     assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
-    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 56
+    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 64
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
@@ -172,11 +173,40 @@ def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
     assert (first.source_pitch, first.target_pitch) == (second.target_pitch, second.source_pitch) == (4 * K, 2 * K)
     assert (first.rows, first.row_bytes, first.slice_bytes) == (M, 2 * K, 48)
     assert (first.counter, second.counter) == (0, 2)
+    assert (first.first, first.abreast, second.first, second.abreast) == (0, 1, 1, 1)
     assert [product.sliced for product in arguments.products[:3]] == [1, 1, 1]
     _place(arguments, operands((0, 2, 1), sends=sends, counters=counters, entire=[False, True, False]))
     assert [product.sliced for product in arguments.products[:3]] == [1, 0, 1]
     assert (arguments.pace, arguments.opens) == (0, 0)
     assert (arguments.slice, arguments.sends[0].slice_bytes, arguments.sends[1].counter) == (K, 2 * K, 1)
+    _place(arguments, operands((0, 2, 1), sends=sends, counters=counters), [2])
+    assert [(one.first, one.abreast) for one in arguments.sends[:2]] == [(0, 2), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "config", "wanted"),
+    [
+        (132, "64x128x64_1x1_pingpong", [3]),  # four products of 4x8 tiles: one wave
+        (128, "64x128x64_1x1_pingpong", [3]),
+        (96, "64x128x64_1x1_pingpong", [2, 1]),  # three at once, this rank's own among them
+        (80, "64x128x64_1x1_pingpong", [1, 2]),  # most of the third in the second wave
+        (64, "64x128x64_1x1_pingpong", [1, 2]),
+        (32, "64x128x64_1x1_pingpong", [1, 1, 1]),
+        (3, "64x128x64_1x1_pingpong", [1, 1, 1]),
+        (65, "64x128x64_2x1_pingpong", [1, 2]),  # 64 in clusters
+        (1, "64x128x64_2x1_pingpong", [1, 1, 1]),
+        (96, "64x192x64_1x4_pingpong", [2, 1]),  # 4x8 tiles, a quarter of them outside of D
+    ],
+)
+def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config: str, wanted: list[int]) -> None:
+    a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
+    products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
+    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends)
+    assert sent_in_turn(gemms, GemmConfig.parse(config), blocks) == wanted
+    one = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
+    assert sent_in_turn(one, GemmConfig.parse(config), blocks) == [1]
+    assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
 
 
 def test_a_kernel_as_large_as_all_is_asked_for() -> None:
@@ -218,6 +248,14 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
         (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2041 slices"),
+        (
+            lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 4),
+            "for 3 products",
+        ),
+        (
+            lambda: operands(sends=[GatedSend(bfloat16(M, k), bfloat16(M, k), 8) for k in (K, 2 * K)]),
+            r"rows of one length, got \[32, 64\]",
+        ),
     ],
 )
 def test_what_lies_otherwise_is_refused(change: Any, said: str) -> None:

@@ -24,10 +24,12 @@ a stream of their own they made captured graphs of several replays hold copies b
 BRANCH = 1
 """The first stream of GEMMs, the caller's own; further branches follow, and a stream of sums."""
 
-SLICES = 4
-"""How many slices a chunk is sent in at most."""
-SLICE_UNIT, SLICE_BYTES = 256, 1024
-"""Slices are multiples of so many bytes of a row, as the depths of tiles are; and no shorter than so many."""
+SLICES = {"slices": 4, "gemm": 16, "both": 16}
+"""How many slices a chunk is sent in at most, by who copies it: a copy engine takes microseconds to begin one."""
+SLICE_BYTES = {"slices": 1024, "gemm": 2048, "both": 2048}
+"""How long slices of a row are at least: a kernel moves short ones more slowly."""
+SLICE_UNIT = 256
+"""Slices are multiples of so many bytes of a row, as the depths of tiles are."""
 
 
 @dataclass(eq=False)
@@ -92,7 +94,7 @@ def lower(
         ops = _merged(plan, rank, ops, entered, gated)
     along = slices = 0
     if copies != "engine":
-        along = _slice_of(plan)
+        along = _slice_of(plan, copies)
         ops, slices = _sliced(plan, ops, along, copies != "gemm")
     kernel = None
     if gated:
@@ -246,17 +248,20 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _slice_of(plan: Plan) -> int:
-    """Elements along k of a slice of what is copied to peers. Raises PlanError where nothing can be sent in slices."""
+def _slice_of(plan: Plan, copies: str) -> int:
+    """Elements along k of a slice of what is copied to peers. Raises PlanError where nothing can be sent in slices.
+
+    copies: "slices", "gemm" or "both", as in :func:`lower`
+    """
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
         raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
-    copies = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
-    if not all(map(_is_sent, copies)):
+    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
+    if not all(map(_is_sent, moved)):
         raise PlanError(f"{plan.schedule}: copies in slices are of shards, and here is passed on what has come")
     _, _, k, dtype = extents.pop()
     row = k * DTYPE_BYTES[dtype]
-    count = min(SLICES, max(1, row // SLICE_BYTES))
+    count = min(SLICES[copies], max(1, row // SLICE_BYTES[copies]))
     return -(-row // count // SLICE_UNIT) * SLICE_UNIT // DTYPE_BYTES[dtype]
 
 
@@ -508,7 +513,7 @@ def flags_of(plan: Plan) -> int:
 
 def most_flags(plan: Plan, gated: bool, copies: str) -> int:
     """How many flags the actions of each rank have at most, as :func:`lower` makes them."""
-    flags = flags_of(plan) * (1 if copies == "engine" else SLICES)
+    flags = flags_of(plan) * SLICES.get(copies, 1)
     if gated:  # one for each result, of which copies are told
         flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
     return flags
