@@ -330,6 +330,8 @@ class CutlassProvider:
         least = 128 if config.schedule == "cooperative" else 64
         if m % least or n % 8 or not 8 <= n <= 256:
             return Status(f"tiles of {config.schedule} kernels are multiples of {least} by 8..256, got {m}x{n}")
+        if dtype == "tfloat32" and n > 32 and n % 32:
+            return Status(f"tiles of tfloat32 are multiples of 32 wide: CUTLASS does not compile others, got {m}x{n}")
         if k * DTYPE_BYTES[dtype] % 32:
             return Status(f"depths of tiles are multiples of 32 bytes, got {k} elements")
         return Status()

@@ -80,6 +80,26 @@ CUTLASS_DEVICE void wait_for(uint64_t word) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// By a warp: waits until the first of these words, which follow one another, is 1. Returns how many are from there on,
+// 31 at most: what has come behind it need not be asked for again.
+CUTLASS_DEVICE int wait_for_first(uint64_t words, int count) {
+  uint32_t const lane = cutlass::canonical_lane_idx(), asked = cute::min(count, 31);
+  uint32_t come;
+  do {
+    uint32_t value = 0;
+    if (lane < asked) {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+                   : "=r"(value)
+                   : "l"(words + lane * sizeof(uint32_t))
+                   : "memory");
+    }
+    come = __ballot_sync(0xffffffff, value == 1);
+  } while (!(come & 1));
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  __syncwarp();
+  return __ffs(~come) - 1;
+}
+
 // How many have counted, this one included.
 CUTLASS_DEVICE uint32_t count(uint32_t* counter) {
   uint32_t before;
@@ -266,15 +286,16 @@ class GatedMainloop : public Base {
     Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
     Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
     typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
-    int const at_once = waits && product.sliced ? params.slice_tiles : count;
-    uint64_t word = product.operand_word;
-    for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, word += sizeof(uint32_t)) {
-      int const now = rest_of_k < at_once ? rest_of_k : at_once;
-      if (waits && elect_one_sync()) wait_for(word);
+    int const slice = waits && product.sliced ? params.slice_tiles : count;
+    int const slices = (count + slice - 1) / slice;
+    for (int at = 0; at < slices;) {
+      int const come = waits ? wait_for_first(product.operand_word + at * sizeof(uint32_t), slices - at) : slices;
+      int const now = cute::min((at + come) * slice, count) - at * slice;
       Base::load(
           from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), steps, now, static_cast<Rest&&>(rest)...);
       state.advance(now);
       for (int i = 0; i < now; ++i) ++steps;
+      at += come;
     }
   }
 

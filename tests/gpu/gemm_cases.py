@@ -202,6 +202,9 @@ def cases() -> Iterator[Case]:
             config = str(replace(plain, raster=raster, swizzle=swizzle, share=1 + (raster == "m")))
             yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=config)
         yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(plain))
+    for dtype, tile in (("float16", "256x208x64"), ("tfloat32", "256x160x32"), ("float8_e4m3fn", "256x208x128")):
+        # A wgmma of a width that is no power of two.
+        yield Case(dtype, "rr", (), m=1096, n=1352, k=208, pad=16, config=f"{tile}_2x1_cooperative")
 
 
 def kernels(found: Iterable[Case], arch: str | None = None) -> list[KernelSource]:

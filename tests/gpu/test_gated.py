@@ -19,7 +19,7 @@ CONFIGS = (
     "128x128x64_2x1_pingpong",
     "128x128x64_1x2_pingpong",
     "128x256x64_2x1_cooperative",
-    "256x144x64_2x1_cooperative",
+    "256x144x64_1x2_cooperative",
 )
 
 
