@@ -80,8 +80,8 @@ CUTLASS_DEVICE void wait_for(uint64_t word) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// By a warp: waits until the first of these words, which follow one another, is 1. Returns how many are from there on,
-// 31 at most: what has come behind it need not be asked for again.
+// By a warp: waits until the first of these words, which follow one another, is 1. Returns how many of them are 1 up to
+// the first one that is not, 31 at most.
 CUTLASS_DEVICE int wait_for_first(uint64_t words, int count) {
   uint32_t const lane = cutlass::canonical_lane_idx(), asked = cute::min(count, 31);
   uint32_t come;
@@ -639,8 +639,8 @@ class Sender {
     Pace pace;
     uint64_t opens;          // the word that says that others' memory can be written; 0: it can
     uint32_t* counters;      // pieces taken; then of each slice of each send, pieces stored
-    uint32_t first[kSends];  // piece of those abreast with each
-    uint32_t each[kSends];   // pieces of a slice; as many for those abreast, though some of them be empty
+    uint32_t first[kSends];      // of each send, the first piece of it and those abreast
+    uint32_t per_slice[kSends];  // pieces; where those abreast have fewer rows, their last ones are empty
     Send sends[kSends];
   };
 
@@ -654,7 +654,7 @@ class Sender {
       uint32_t most = 0;
       for (int j = send.first; j < send.first + send.abreast; ++j) most = cute::max(most, pieces_(args.sends[j]));
       found.first[i] = i == send.first ? found.pieces : found.first[send.first];
-      found.each[i] = most;
+      found.per_slice[i] = most;
       if (i == send.first) found.pieces += slices_(send) * most * send.abreast;
     }
     return found;
@@ -674,9 +674,10 @@ class Sender {
     __syncwarp();
     uint32_t taken = everyone_(take_());
     Piece now = piece_(taken);
-    begin_(now, taken);
-    // All blocks begin at once. So that pieces leave in order, the first ones' turns are in that of their numbers.
-    uint64_t turn = lane_ == 0 ? params_.pace.after(taken, kParts * kPart) : 0;
+    uint64_t turn = begin_(now, taken);
+    // Blocks that begin at once ask for turns in another order than for pieces. So that pieces leave in order, the turns
+    // of the first ones, one for each block, go by their numbers.
+    if (lane_ == 0 && taken < gridDim.x * gridDim.y * gridDim.z) turn = params_.pace.after(taken, kParts * kPart);
     for (uint32_t phase = 0; taken < params_.pieces; phase ^= 1) {
       Pace::wait_until(turn);
       __syncwarp();
@@ -731,7 +732,7 @@ class Sender {
     int i = 0;
     while (i + 1 < params_.count && number >= params_.first[i + 1]) ++i;
     Send const& last = params_.sends[i];
-    uint32_t const within = number - params_.first[i], pieces = params_.each[i], abreast = last.abreast;
+    uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], abreast = last.abreast;
     return {
         int32_t(last.first + within / pieces % abreast), within / (pieces * abreast),
         within % pieces * kParts * at_once_(last)};
@@ -796,7 +797,7 @@ class Sender {
     if (lane_ == 0) {
       Send const& send = params_.sends[piece.send];
       uint32_t* counter = params_.counters + 1 + send.counter + piece.slice;
-      if (count(counter) == params_.each[piece.send]) tell(counter, send.word + piece.slice * sizeof(uint32_t));
+      if (count(counter) == params_.per_slice[piece.send]) tell(counter, send.word + piece.slice * sizeof(uint32_t));
     }
   }
 

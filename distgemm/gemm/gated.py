@@ -125,11 +125,8 @@ class GatedGemms:
             raise ValueError("a kernel that enters a replay also leaves it")
         if self.opens and self.entry:
             raise ValueError("what a kernel sends waits for one word, and behind an entry that is the entry's")
-        if len({send.source.shape[1] for send in self.sends}) > 1 or len(self.sends) > len(self.products):
-            raise ValueError(
-                "a kernel sends what products wait for, rows of one length, got "
-                f"{[send.source.shape[1] for send in self.sends]} for {len(self.products)} products"
-            )
+        if len(lengths := {send.source.shape[1] for send in self.sends}) > 1:
+            raise ValueError(f"a kernel sends rows of one length, got {sorted(lengths)}")
         if self.sends and self.kind == "results":
             raise ValueError("a kernel that passes partial sums on sends nothing else")
 
@@ -338,9 +335,9 @@ def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int
         for extent, tile, along in zip((gemms.spec.m, gemms.spec.n), (rows, columns), cluster, strict=True)
     )
     at_once = max(1, blocks // math.prod(cluster)) * math.prod(cluster)
-    first = len(gemms.products) - len(gemms.sends)
+    first = max(0, len(gemms.products) - len(gemms.sends))  # where peers have no rows, more is sent than comes
     # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
-    waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, len(gemms.products))]
+    waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, first + len(gemms.sends))]
     return [len(list(group)) for _, group in itertools.groupby(waves)]
 
 

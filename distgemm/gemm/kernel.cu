@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Tiles of other widths than these would be put together from narrow wgmmas, at down to 2/5 of their rate. Not for all
+// Tiles of other widths than these would be put together from narrow wgmmas, some at half their rate. Not for all
 // kernels: the instructions of all widths take long to compile.
 #if (DG_TILE_N & (DG_TILE_N - 1)) && DG_TILE_N != 96 && DG_TILE_N != 192
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED

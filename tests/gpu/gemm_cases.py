@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -202,9 +203,17 @@ def cases() -> Iterator[Case]:
             config = str(replace(plain, raster=raster, swizzle=swizzle, share=1 + (raster == "m")))
             yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=config)
         yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(plain))
-    for dtype, tile in (("float16", "256x208x64"), ("tfloat32", "256x160x32"), ("float8_e4m3fn", "256x208x128")):
-        # A wgmma of a width that is no power of two.
-        yield Case(dtype, "rr", (), m=1096, n=1352, k=208, pad=16, config=f"{tile}_2x1_cooperative")
+    # Wgmmas of widths that are no powers of two, for types, majors and ways to store that the tiles above have not.
+    wide: dict[str, Any] = {"m": 1096, "n": 1352, "k": 208, "pad": 16}
+    yield Case("float16", "rr", (), config="256x208x64_2x1_cooperative", **wide)
+    yield Case("tfloat32", "rr", (), config="256x160x32_2x1_cooperative", **wide)
+    yield Case("tfloat32", "cc", TERMS[-1], config="128x224x32_2x1_cooperative", **wide)
+    yield Case("float8_e4m3fn", "rr", ("row_scales",), config="256x208x128_2x1_cooperative", **wide)
+    yield Case("bfloat16", "rc", (), config="256x208x64_2x1_cooperative", **wide)
+    yield Case("bfloat16", "cc", TERMS[-1], config="256x144x64_1x2_cooperative", **wide)
+    yield Case("bfloat16", "rr", ("partial", "c"), out="float32", partial="float32",
+               config="256x208x64_2x1_cooperative", **wide)  # fmt: skip
+    yield Case("bfloat16", "rr", TERMS[-1], config="256x144x64_1x2_cooperative_direct", **wide)
 
 
 def kernels(found: Iterable[Case], arch: str | None = None) -> list[KernelSource]:

@@ -103,7 +103,7 @@ def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, 
 
 @pytest.mark.parametrize("n", [256, 16384])
 def test_slices_leave_in_the_order_in_which_products_take_them(n: int) -> None:
-    """By their words, looked at while 6 MiB leave in 6 ms: in turn where both products fit into one wave; else one
+    """By their words, looked at while 4 MiB leave in 4 ms: in turn where both products fit into one wave; else one
     send after the other."""
     m, k, slices = 512, 2048, 4
     here, sources, slots = drawn(m, k), drawn(2, m, k), torch.empty(2, m, k, device="cuda").bfloat16()

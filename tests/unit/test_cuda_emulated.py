@@ -519,7 +519,7 @@ def run_by_one_kernel(
 
 
 @pytest.mark.parametrize("copies", ["slices", "gemm", "both"])
-@pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8)])
+@pytest.mark.parametrize("rows", [(16, 0), (0, 16), (8, 0, 8), (16, 0, 0)])
 def test_a_rank_that_sends_nothing_waits_for_every_slice(
     rows: tuple[int, ...], copies: str, recorded: list[Task]
 ) -> None:
@@ -887,7 +887,7 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
     ],
 )
 def test_workspaces_have_a_word_for_each_flag(schedule: str, gated: bool, copies: str) -> None:
-    problem = distgemm.GemmProblem(64, 64, 4096)
+    problem = distgemm.GemmProblem(64, 64, 65536)  # as many slices as there are at most
     plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, results=2)
     for rank in range(4):
         actions = lower(plan, rank, 1, gated=gated, copies=copies)

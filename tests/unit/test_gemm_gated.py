@@ -207,6 +207,8 @@ def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config:
     one = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
     assert sent_in_turn(one, GemmConfig.parse(config), blocks) == [1]
     assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
+    more = GatedGemms(products[:1], "a", [0], [0], [False], sends=sends)  # peers have no rows
+    assert sum(sent_in_turn(more, GemmConfig.parse(config), blocks)) == 3
 
 
 def test_a_kernel_as_large_as_all_is_asked_for() -> None:
@@ -248,10 +250,6 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
         (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2041 slices"),
-        (
-            lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 4),
-            "for 3 products",
-        ),
         (
             lambda: operands(sends=[GatedSend(bfloat16(M, k), bfloat16(M, k), 8) for k in (K, 2 * K)]),
             r"rows of one length, got \[32, 64\]",
