@@ -193,7 +193,7 @@ def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
         (64, "64x128x64_1x1_pingpong", [1, 2]),
         (32, "64x128x64_1x1_pingpong", [1, 1, 1]),
         (3, "64x128x64_1x1_pingpong", [1, 1, 1]),
-        (65, "64x128x64_2x1_pingpong", [1, 2]),  # 64 in clusters
+        (81, "64x128x64_2x1_pingpong", [1, 2]),  # 80 in clusters; with one more it would be [2, 1]
         (1, "64x128x64_2x1_pingpong", [1, 1, 1]),
         (96, "64x192x64_1x4_pingpong", [2, 1]),  # 4x8 tiles, a quarter of them outside of D
     ],
