@@ -48,16 +48,25 @@ OVERHEADS = {"cooperative": 160, "pingpong": 60, "plain": 160}
 def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
     """The heuristic's time, in arbitrary units."""
     tile_m, tile_n, _ = config.tile
-    cluster = config.cluster[0] * config.cluster[1]
-
-    def tiles_along(extent: int, tile: int, blocks: int) -> int:
-        return -(-extent // (tile * blocks)) * blocks
-
-    tiles = tiles_along(spec.m, tile_m, config.cluster[0]) * tiles_along(spec.n, tile_n, config.cluster[1]) * spec.l
-    at_once = sms // cluster * cluster
+    tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
     rate = RATES.get((config.schedule, tile_m, tile_n), 0.7)
     return waves * (spec.k + OVERHEADS[config.schedule]) * tile_m * tile_n / rate
+
+
+def tiles_of(spec: GemmSpec, config: GemmConfig) -> int:
+    """How many tiles a product has, those outside of D included by which clusters are made whole."""
+
+    def along(extent: int, tile: int, blocks: int) -> int:
+        return -(-extent // (tile * blocks)) * blocks
+
+    return along(spec.m, config.tile[0], config.cluster[0]) * along(spec.n, config.tile[1], config.cluster[1]) * spec.l
+
+
+def tiles_at_once(config: GemmConfig, sms: int) -> int:
+    """How many tiles so many SMs compute at once, in whole clusters; one cluster at least."""
+    cluster = config.cluster[0] * config.cluster[1]
+    return max(1, sms // cluster) * cluster
 
 
 def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm.choose import choose
+from distgemm.gemm.choose import choose, tiles_at_once, tiles_of
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassKernel, CutlassLaunch, CutlassProvider, Matrix, kernel_source
 from distgemm.gemm.provider import GemmTensors
@@ -69,7 +69,7 @@ class GatedGemms:
               them waits for another one of these. Empty: each is computed alone
     sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order;
               of those whose products run at the same time at peers, :func:`sent_in_turn`, slice by slice. The last is
-              what peers multiply last, and so on
+              what peers multiply last, and so on. All have rows of one length
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
     opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
@@ -329,12 +329,7 @@ def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int
     at the same time. So all tiles of one wave have something to multiply from the first slices on, where otherwise
     those of the last product would wait until all others had come.
     """
-    (rows, columns, _), cluster = config.tile, config.cluster
-    tiles = math.prod(
-        -(-extent // (tile * along)) * along
-        for extent, tile, along in zip((gemms.spec.m, gemms.spec.n), (rows, columns), cluster, strict=True)
-    )
-    at_once = max(1, blocks // math.prod(cluster)) * math.prod(cluster)
+    tiles, at_once = tiles_of(gemms.spec, config), tiles_at_once(config, blocks)
     first = max(0, len(gemms.products) - len(gemms.sends))  # where peers have no rows, more is sent than comes
     # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
     waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, first + len(gemms.sends))]

@@ -526,7 +526,7 @@ def measured(folder: str) -> list[str]:
             failures.append(f"{op}: {first.choice} {first.choice.how}, then {again.choice} {again.choice.how}")
         tuned = tune.tune(dataclasses.replace(problem, m=1024), op, write=False)
         # The unfused program is taken unless a plan is clearly faster.
-        clearly = tune.CLEARLY if tuned.choice.method == "unfused" else 0.0
+        clearly = tune.CLEARLY if tuned.choice == UNFUSED else 0.0
         if tuned.refused or tuned.ms * (1 - clearly) > min(tuned.times.values()) or tuned.unfused_ms is None:
             failures.append(f"{op}: {tuned}")
         print(rank, op, tuned.choice, tuned.times, flush=True)

@@ -819,6 +819,20 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
         assert len(set(flags)) == len(flags)
 
 
+@pytest.mark.parametrize(
+    ("k", "dtype", "widths"),
+    [(1160, "bfloat16", [640, 520]), (500, "bfloat16", [500]), (3000, "float8_e4m3fn", [1536, 1464]),
+     (65536, "bfloat16", [16384] * 4)],
+)  # fmt: skip
+def test_slices_by_engines_are_few(k: int, dtype: str, widths: list[int]) -> None:
+    """Four at most, of 1 KiB at least."""
+    problem = distgemm.GemmProblem(64, 64, k, dtype=dtype, out_dtype="bfloat16")
+    plan = distgemm.make_plan(problem, GATHERS[0], 4, sync="barrier")
+    ops = [op for action in lower(plan, 1, 1, gated=True, copies="slices") for op in action.ops]
+    found = [op.src.box[2][1] - op.src.box[2][0] for op in ops if isinstance(op, Copy)]
+    assert sorted(found) == sorted([*widths, k, k])
+
+
 @pytest.mark.parametrize("schedule", [GATHERS[0], "all_gather_1d_tiling_cd_rotating_b"])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> None:

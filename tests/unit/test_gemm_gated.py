@@ -207,8 +207,14 @@ def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config:
     one = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
     assert sent_in_turn(one, GemmConfig.parse(config), blocks) == [1]
     assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
-    more = GatedGemms(products[:1], "a", [0], [0], [False], sends=sends)  # peers have no rows
-    assert sum(sent_in_turn(more, GemmConfig.parse(config), blocks)) == 3
+
+
+def test_more_is_sent_than_comes_where_peers_have_no_rows() -> None:
+    a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(256, 1024), bfloat16(3, 256, K)
+    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = GatedGemms([GemmTensors(a, b, d)], "a", [0], [0], [False], sends=sends)
+    for blocks, wanted in ((132, [3]), (64, [2, 1]), (32, [1, 1, 1])):
+        assert sent_in_turn(gemms, GemmConfig.parse("64x128x64_1x1_pingpong"), blocks) == wanted
 
 
 def test_a_kernel_as_large_as_all_is_asked_for() -> None:
