@@ -1,7 +1,9 @@
 """What calls and replays of executables cost the host: us, while the GPU is kept busy with something else.
 
     python benchmarks/host_time.py --ranks 2 --json benchmarks/results/host_time_2xh200.json
+    python benchmarks/host_time.py --ranks 2 --auto --json benchmarks/results/host_time_auto_2xh200.json
 
+The second takes the layers of Llama, as ``schedule="auto"`` does them, and also says how long a replay takes the GPU.
 "call" is an eager call on tensors that have come before; "replay" that of a captured one; "graph" the launch of its
 graph by torch alone, which is what of it the CUDA runtime cannot save.
 """
@@ -23,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import distgemm
+from distgemm.benchmarking.cases import LAYERS, OPS, jobs
+from distgemm.models import MODELS
 from distgemm.runtime.launch import launch
 
 GATHER, CHAIN, PAIRWISE = (
@@ -44,6 +48,9 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
 """Schedule, extents (n of a gather, k of a reduction for each rank), options."""
 BUSY = 40_000_000
 """Clock cycles for which the GPU sleeps first, so that calls queue up behind."""
+TOKENS = (2048, 8192)
+FREE, SHARE = 20.0, 0.05
+"""us, or share of what it takes the GPU, that a replay may cost the host."""
 
 
 def timed(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
@@ -84,20 +91,66 @@ def measure() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_auto() -> list[dict[str, Any]]:
+    """The rows of what ``schedule="auto"`` does, on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for job in jobs(list(MODELS), LAYERS, OPS, TOKENS, ranks, tp=8):
+        case = job.case
+        exe: Any = distgemm.compile(case.problem, "auto", op=case.op)
+        a, b, d = (torch.randn(exe.plan.shard_shape(name, rank), device=device).bfloat16() for name in "ABD")
+        for _ in range(4):
+            exe(a, b, out=d)
+        replay = exe.capture(a, b, out=d)
+        us = {"replay": timed(replay), "gpu": on_gpu(replay)}
+        rows.append(
+            {"schedule": str(case), "m": case.m, "n": case.n, "k": case.k, "options": str(exe.choice), "us": us}
+        )
+    return rows
+
+
+def on_gpu(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> float:
+    """us of the GPU per replay, of some behind one another, median over rounds."""
+    found = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(BUSY)
+        replay()
+        begin.record()
+        for _ in range(replays):
+            replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / replays * 1e3)
+    return statistics.median(found)
+
+
 def main(
     ranks: Annotated[int, typer.Option(help="GPUs.")] = 2,
+    auto: Annotated[bool, typer.Option("--auto", help="Layers of Llama, as auto does them.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Print what a call, a replay and the launch of its graph cost the host, us; the slowest rank."""
-    of_ranks = launch(measure, ranks, backend="nccl", timeout=300)
+    of_ranks = launch(measure_auto if auto else measure, ranks, backend="nccl", timeout=300)
     rows = of_ranks[0]
     for number, row in enumerate(rows):
         row["us"] = {name: round(max(found[number]["us"][name] for found in of_ranks), 1) for name in row["us"]}
-    table = Table("schedule", "options", "call", "replay", "graph")
+    table = (
+        Table("row", "done by", "replay", "GPU") if auto else Table("schedule", "options", "call", "replay", "graph")
+    )
     for row in rows:
-        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        options = row["options"]
+        if not auto:
+            options = ", ".join(f"{key}={value}" for key, value in options.items())
         table.add_row(row["schedule"], options, *(f"{us:.1f}" for us in row["us"].values()))
-    Console(width=140).print(table)
+    console = Console(width=160)
+    console.print(table)
+    if auto:
+        within = [row["us"]["replay"] <= max(FREE, SHARE * row["us"]["gpu"]) for row in rows]
+        console.print(f"{sum(within)} of {len(rows)} rows within {FREE:.0f} us or {SHARE:.0%} of what the GPU takes")
     if json_file:
         about = {
             "benchmark": "host_time",

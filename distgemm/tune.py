@@ -21,7 +21,7 @@ import torch.distributed as dist
 from distgemm.choices import Choices, file_name, own_file, read_choices, record_choices
 from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
-from distgemm.gemm.gated import together
+from distgemm.gemm.gated import PRODUCTS, SENDS, together
 from distgemm.gemm.spec import Status
 from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
@@ -92,7 +92,9 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 """For each op, the schedules that are tried, with their options."""
 STORED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 4, "lag": 2}, {"chunks": 8, "lag": 2}, {"chunks": 8, "lag": 4})
 """Chains by one kernel that stores its sums."""
-CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
+DELIVERED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 8, "lag": 2}, {"chunks": 16, "lag": 2})
+"""The same, where it delivers what is finished, too: a chunk leaves once it is complete."""
+CHAIN, ALL_REDUCE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_a_rotating_c"
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "ag+gemm": (
         *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
@@ -103,7 +105,10 @@ BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
         (CHAIN, {"chunks": 4, "results": 4}, "engine"),
         *((CHAIN, {"mechanism": "store", **how}, "engine") for how in STORED),
     ),
-    "gemm+ar": tuple(("all_reduce_1d_tiling_a_rotating_c", {"mechanism": "store", **how}, "engine") for how in STORED),
+    "gemm+ar": (
+        *((ALL_REDUCE, {"mechanism": "store", **how}, "engine") for how in STORED),
+        *((ALL_REDUCE, {"mechanism": "store", **how}, "gemm") for how in DELIVERED),
+    ),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
 
@@ -301,10 +306,16 @@ def by_one_kernel(plan: Plan, copies: str = "engine") -> Status:
     from distgemm.runtime.cuda.lowering import lower
 
     try:
-        for rank in range(plan.world_size):
-            lower(plan, rank, 1, gated=True, copies=copies)
+        kernels = [
+            action
+            for rank in range(plan.world_size)
+            for action in lower(plan, rank, 1, gated=True, copies=copies)
+            if action.gates
+        ]
     except PlanError as error:
         return Status(str(error))
+    if any(len(action.ops) > PRODUCTS or len(action.sends) > SENDS for action in kernels):
+        return Status(f"one kernel computes {PRODUCTS} products and sends {SENDS} chunks, at most")
     gemms = _specs(plan)
     if plan.problem.l > 1 or plan.problem.dtype == "float32":
         return Status("single products are multiplied by kernels that wait, and not of IEEE float32")
@@ -686,8 +697,16 @@ def _finalists(
         # What multiplies everything fastest, and what multiplies a chunk fastest: the rest once the last one has come.
         best = [order(spec, _providers()["cutlass"].configs(spec)) for spec in (_whole(plan), _chunk(plan))]
         configs = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
+        if _delivers(one):
+            configs = [config for config in configs if config.schedule == "pingpong"]
         found += [one, *(replace(one, config=str(config)) for config in list(dict.fromkeys(configs))[:KERNELS])]
     return list(dict.fromkeys(found))
+
+
+def _delivers(choice: Choice) -> bool:
+    """Whether a kernel copies results. Beside its buffers most cooperative tiles are left two stages, with which they
+    took up to 1.8 times as long."""
+    return choice.schedule == ALL_REDUCE and choice.copies == "gemm"
 
 
 def _whole(plan: Plan) -> GemmSpec:

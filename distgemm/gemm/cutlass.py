@@ -80,7 +80,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
     strides only where they decide how much is loaded at once.
 
-    gated: "operands" or "results": it computes several such products, see :mod:`distgemm.gemm.gated`
+    gated: "operands", "results" or "deliveries": it computes several such products, see :mod:`distgemm.gemm.gated`
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.schedule == "plain", config.epilogue == "direct"

@@ -1,8 +1,8 @@
 // Several products by one kernel, for kernel.cu. Its persistent scheduler walks them as the mode L of CUTLASS.
 //
 // Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
-// products add, and others are told of results (DG_RESULTS). Words in memory say what has come. The kernel also does, if
-// told so, what ranks say to each other before and behind a replay.
+// products add, and others are told of results (DG_RESULTS), or finished ones are sent on, too (DG_DELIVERIES). Words in
+// memory say what has come. The kernel also does, if told so, what ranks say to each other before and behind a replay.
 
 #pragma once
 
@@ -25,26 +25,35 @@ constexpr int kProducts = 128;
 constexpr int kSends = 128;
 constexpr int kTickets = 32;
 constexpr int kCounters = 2048;
+constexpr int kCopyingWarps = DG_GATED == DG_DELIVERIES ? 2 : DG_SENDS ? 1 : 0;  // of those that CUTLASS leaves idle
 
-// One of several products. A word is an address: 0 where nobody waits, else it becomes 1. Of what lies in two memories,
-// ~batch is one of the other memory.
+// One of several products, in parts, by who reads them. A word is an address: 0 where nobody waits, else it becomes 1. Of
+// what lies in two memories, ~batch is one of the other memory.
+struct Operand {
+  uint64_t word;   // says that A (or B) has come; the words behind it that further slices have
+  int32_t batch;   // of the operand that differs from product to product
+  int32_t sliced;  // 0 where the operand that is waited for comes as a whole
+};
+struct Result {
+  uint64_t source_word;  // says that the source has come
+  uint64_t word;         // is told that the result is stored
+  int32_t source;        // batch of the source; behind the last: there is none
+  int32_t batch;         // of D
+};
 struct Product {
-  uint64_t operand_word;  // says that A (or B) has come; the words behind it that further slices have
-  uint64_t source_word;   // says that the source has come
-  uint64_t result_word;   // is told that the result is stored
-  int32_t operand;        // batch of the operand that differs from product to product
-  int32_t source;         // batch of the source; behind the last: there is none
-  int32_t result;         // batch of D
-  int16_t first;          // tiles of so many products from this one on are handed out in turn
+  Operand operand;
+  Result result;
+  int16_t first;  // tiles of so many products from this one on are handed out in turn
   int16_t abreast;
-  int32_t sliced;         // 0 where the operand that is waited for comes as a whole
 };
 
 // Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
 // there, its word becomes 1: the words of the slices follow one another. Of sends abreast, which differ in rows at most,
 // the first slices leave first, then the second ones.
 struct Send {
-  uint64_t source, target, word;
+  uint64_t source, target;
+  uint64_t word;     // 0: nobody is told
+  uint64_t awaited;  // a word that says that the source has come; 0: it is there
   int64_t source_pitch, target_pitch;  // bytes from row to row
   uint32_t rows, row_bytes, slice_bytes;
   uint32_t counter;  // the number of its first slice's
@@ -59,45 +68,33 @@ struct GatedArguments {
   int32_t moving;  // 0 if the products differ in A, 1 in B
   int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
   int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
-  uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets; or tickets of pieces, and
-                       // of each slice sent; the last are a Passage's and, never zero again, a Pace's
+  uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets, where sums are passed on;
+                       // then tickets of pieces, and of each slice sent; the last are a Passage's and, never zero
+                       // again, a Pace's
   uint32_t pace;       // of what goes to other GPUs, picoseconds for each KiB
   Words entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
   Product products[kProducts];
   uint64_t opens;      // a word that says that something may be sent; 0: it may, behind the entry
-  int32_t sent;
+  int32_t sent, taken;  // how many sends cross a link; how many behind them do not
   Send sends[kSends];
 };
 
 // ---------------------------------------------------------------- several products that wait for their operands
 
-CUTLASS_DEVICE void wait_for(uint64_t word) {
+CUTLASS_DEVICE bool has_come(uint64_t word) {
   uint32_t value;
-  do {
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  } while (value != 1);
-  // What has come was written by others than TMA, which reads it.
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value == 1;
+}
+
+// Of what has come, which was written by others than TMA, before TMA reads it.
+CUTLASS_DEVICE void fence_for_tma() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// By a warp: waits until the first of these words, which follow one another, is 1. Returns how many of them are 1 up to
-// the first one that is not, 31 at most.
-CUTLASS_DEVICE int wait_for_first(uint64_t words, int count) {
-  uint32_t const lane = cutlass::canonical_lane_idx(), asked = cute::min(count, 31);
-  uint32_t come;
-  do {
-    uint32_t value = 0;
-    if (lane < asked) {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                   : "=r"(value)
-                   : "l"(words + lane * sizeof(uint32_t))
-                   : "memory");
-    }
-    come = __ballot_sync(0xffffffff, value == 1);
-  } while (!(come & 1));
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  __syncwarp();
-  return __ffs(~come) - 1;
+CUTLASS_DEVICE void wait_for(uint64_t word) {
+  while (!has_come(word)) continue;
+  fence_for_tma();
 }
 
 // How many have counted, this one included.
@@ -208,9 +205,10 @@ struct PacedTree : Tree {
 };
 
 // How a kernel enters a replay while it multiplies already, and leaves it with its last thread block. An idle warp of
-// each block, 3, and the first of each group that multiplies take part.
+// each block, 3, all that copy, and the first of each group that multiplies take part.
 struct Passage {
   static constexpr int kBegun = kCounters - 3, kEnded = kCounters - 2, kOpen = kCounters - 1;
+  static constexpr int kIdle = kCopyingWarps > 1 ? kCopyingWarps : 1;  // warps of a block that take part
 
   Words entry, exit;  // without phases: nothing to be done. Peers can be written behind the first phase of the entry
   uint32_t* counters;
@@ -236,7 +234,8 @@ struct Passage {
   CUTLASS_DEVICE void leave() const {
     if (!exit.phases) return;
     uint32_t const lane = cutlass::canonical_lane_idx();
-    uint32_t const warps = gridDim.x * gridDim.y * gridDim.z * (blockDim.x / cutlass::NumThreadsPerWarpGroup);
+    uint32_t const groups = blockDim.x / cutlass::NumThreadsPerWarpGroup - 1;  // that multiply
+    uint32_t const warps = gridDim.x * gridDim.y * gridDim.z * (groups + kIdle);
     __syncwarp();
     bool last = false;
     if (lane == 0) {
@@ -256,14 +255,14 @@ template <class Base>
 class GatedMainloop : public Base {
   // The warp that loads is ahead of others by its stages at most, each way through a cluster, and a tile or two.
   static constexpr int kWays = DG_CLUSTER_M > 1 && DG_CLUSTER_N > 1 ? 2 : 1;
-  static_assert(DG_GATED != DG_RESULTS || Base::DispatchPolicy::Stages * kWays + 3 < kTickets);
+  static_assert(!DG_PASSES || Base::DispatchPolicy::Stages * kWays + 3 < kTickets);
 
  public:
   struct Params : Base::Params {
     typename Base::Params elsewhere;
     int32_t moving;
     int32_t slice_tiles;  // along k
-    Product products[kProducts];
+    Operand operands[kProducts];
   };
   using Arguments = Params;
 
@@ -277,25 +276,24 @@ class GatedMainloop : public Base {
       Params const& params, Pipeline pipeline, State state, Inputs const& inputs, Coord const& coord, Steps steps,
       int count, Rest&&... rest) {
     auto [m, n, k, number] = coord;
-    Product const& product = params.products[number];
-    bool const waits = product.operand_word && number != open_;
+    Operand const& operand = params.operands[number];
+    bool const waits = operand.word && number != open_;
     open_ = number;
-    bool const here = product.operand >= 0;
-    int32_t const batch = here ? product.operand : ~product.operand;
+    bool const here = operand.batch >= 0;
+    int32_t const batch = here ? operand.batch : ~operand.batch;
     // One operand is the same in all products; it, and what the coordinate says, are batch 0.
     Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
     Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
     typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
-    int const slice = waits && product.sliced ? params.slice_tiles : count;
-    int const slices = (count + slice - 1) / slice;
-    for (int at = 0; at < slices;) {
-      int const come = waits ? wait_for_first(product.operand_word + at * sizeof(uint32_t), slices - at) : slices;
-      int const now = cute::min((at + come) * slice, count) - at * slice;
+    int const at_once = waits && operand.sliced ? params.slice_tiles : count;
+    uint64_t word = operand.word;
+    for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, word += sizeof(uint32_t)) {
+      int const now = rest_of_k < at_once ? rest_of_k : at_once;
+      if (waits && elect_one_sync()) wait_for(word);
       Base::load(
           from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), steps, now, static_cast<Rest&&>(rest)...);
       state.advance(now);
       for (int i = 0; i < now; ++i) ++steps;
-      at += come;
     }
   }
 
@@ -363,7 +361,7 @@ class PassingEpilogue : public Base {
     uint32_t* counters;
     uint32_t tiles;  // of a product
     uint64_t open;   // says that others' memory can be written
-    Product products[kProducts];
+    Result results[kProducts];
   };
   using Arguments = Params;
 
@@ -384,11 +382,11 @@ class PassingEpilogue : public Base {
   CUTLASS_DEVICE auto load(
       Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
     auto [m, n, k, number] = coord;
-    Product const& product = params_.products[number];
-    if (product.source_word && number != open_ && elect_one_sync()) wait_for(product.source_word);
+    Result const& result = params_.results[number];
+    if (result.source_word && number != open_ && elect_one_sync()) wait_for(result.source_word);
     open_ = number;
     return Base::load(
-        pipeline, state, problem, block, make_coord(m, n, k, product.source), static_cast<Rest&&>(rest)...);
+        pipeline, state, problem, block, make_coord(m, n, k, result.source), static_cast<Rest&&>(rest)...);
   }
 
   template <
@@ -398,8 +396,8 @@ class PassingEpilogue : public Base {
       Load load, LoadState load_state, Store store, StoreState store_state, Problem const& problem, Block block,
       Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
     int32_t const number = get<3>(coord);
-    Product const& product = params_.products[number];
-    if (product.result < 0 && !entered_) {
+    Result const& result = params_.results[number];
+    if (result.batch < 0 && !entered_) {
       if (params_.open && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.open);
       __syncwarp();
       entered_ = true;
@@ -412,8 +410,8 @@ class PassingEpilogue : public Base {
           static_cast<Rest&&>(rest)...);
       return epilogue.store_tail(load, get<0>(states), store, get<1>(states));
     };
-    auto const states = product.result >= 0 ? by(*this, product.result) : by(elsewhere_, ~product.result);
-    if (product.result_word && thread < cutlass::NumThreadsPerWarp) tell_(product.result_word, number);
+    auto const states = result.batch >= 0 ? by(*this, result.batch) : by(elsewhere_, ~result.batch);
+    if (result.word && thread < cutlass::NumThreadsPerWarp) tell_(result.word, number);
     return states;
   }
 
@@ -618,27 +616,35 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   TileTickets* tickets_ = nullptr;
 };
 
-// ---------------------------------------------------------------- copies by a warp that has nothing else to do
+// ---------------------------------------------------------------- copies by warps that have nothing else to do
 
-// Copies of all sends by one warp of each thread block, through shared memory. Pieces are taken in order, by whoever comes
-// first: so they all leave, and in this order, however many blocks are resident.
+// Copies of all sends by one warp of each thread block, through shared memory; of what crosses no link, by another one.
+// Pieces are taken in order, by whoever comes first: so they all leave, and in this order, however many blocks are
+// resident. Whoever has taken a piece of what has not come yet waits for it: what is awaited must not need a later one.
 class Sender {
+  static constexpr int kQueues = 2, kCountersAt = DG_PASSES ? kProducts + 1 : 0;
+
  public:
   static constexpr uint32_t kPart = 4096;  // bytes at most, of a piece, that go through one buffer
   static constexpr int kParts = 4;
   static constexpr uint32_t kUnit = 2048;  // of a part, that one thread moves
+  static constexpr uint32_t kPoll = 200;   // nanoseconds from one look at a word to the next
 
   struct Storage {
     alignas(128) uint8_t buffers[kParts][kPart];
     alignas(8) uint64_t arrived[kParts];
   };
 
+  // Sends from one on up to another.
+  struct Queue {
+    int32_t begin, end;
+    uint32_t pieces;
+  };
   struct Params {
-    int32_t count;
-    uint32_t pieces;         // of all sends
-    Pace pace;
-    uint64_t opens;          // the word that says that others' memory can be written; 0: it can
-    uint32_t* counters;      // pieces taken; then of each slice of each send, pieces stored
+    Queue queues[kQueues];       // what crosses a link, and what does not
+    Pace pace;                   // of the former
+    uint64_t opens;              // the word that says that others' memory can be written; 0: it can
+    uint32_t* counters;          // pieces taken of each queue; then of each slice of each send, pieces stored
     uint32_t first[kSends];      // of each send, the first piece of it and those abreast
     uint32_t per_slice[kSends];  // pieces; where those abreast have fewer rows, their last ones are empty
     Send sends[kSends];
@@ -646,25 +652,33 @@ class Sender {
 
   static Params params(GatedArguments const& args) {
     Params found{};
-    found.count = args.sent;
-    found.counters = args.counters;
+    found.counters = args.counters + kCountersAt;
     found.pace = Pace::of(args.counters, args.pace);
-    for (int i = 0; i < args.sent; ++i) {
-      Send const& send = found.sends[i] = args.sends[i];
-      uint32_t most = 0;
-      for (int j = send.first; j < send.first + send.abreast; ++j) most = cute::max(most, pieces_(args.sends[j]));
-      found.first[i] = i == send.first ? found.pieces : found.first[send.first];
-      found.per_slice[i] = most;
-      if (i == send.first) found.pieces += slices_(send) * most * send.abreast;
+    found.queues[0] = {0, args.sent, 0};
+    found.queues[1] = {args.sent, args.sent + args.taken, 0};
+    for (Queue& queue : found.queues) {
+      for (int i = queue.begin; i < queue.end; ++i) {
+        Send const& send = found.sends[i] = args.sends[i];
+        uint32_t most = 0;
+        for (int j = send.first; j < send.first + send.abreast; ++j) most = cute::max(most, pieces_(args.sends[j]));
+        found.first[i] = i == send.first ? queue.pieces : found.first[send.first];
+        found.per_slice[i] = most;
+        if (i == send.first) queue.pieces += slices_(send) * most * send.abreast;
+      }
     }
     return found;
   }
 
-  CUTLASS_DEVICE Sender(Params const& params, Storage& storage)
-      : params_(params), storage_(storage), lane_(cutlass::canonical_lane_idx()) {}
+  CUTLASS_DEVICE Sender(Params const& params, int queue, Storage& storage)
+      : params_(params),
+        queue_(params.queues[queue]),
+        tickets_(params.counters + queue),
+        pace_{params.pace.free, queue == 0 ? params.pace.per_kib : 0},
+        storage_(storage),
+        lane_(cutlass::canonical_lane_idx()) {}
 
   CUTLASS_DEVICE void operator()() {
-    if (!params_.pieces) return;
+    if (!queue_.pieces) return;
     if (params_.opens && elect_one_sync()) wait_for(params_.opens);
     __syncwarp();
     if (lane_ == 0) {
@@ -674,11 +688,12 @@ class Sender {
     __syncwarp();
     uint32_t taken = everyone_(take_());
     Piece now = piece_(taken);
+    await_(now, taken);
     uint64_t turn = begin_(now, taken);
     // Blocks that begin at once ask for turns in another order than for pieces. So that pieces leave in order, the turns
     // of the first ones, one for each block, go by their numbers.
-    if (lane_ == 0 && taken < gridDim.x * gridDim.y * gridDim.z) turn = params_.pace.after(taken, kParts * kPart);
-    for (uint32_t phase = 0; taken < params_.pieces; phase ^= 1) {
+    if (turn && taken < gridDim.x * gridDim.y * gridDim.z) turn = pace_.after(taken, kParts * kPart);
+    for (uint32_t phase = 0; taken < queue_.pieces; phase ^= 1) {
       Pace::wait_until(turn);
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
@@ -689,12 +704,17 @@ class Sender {
       // Not earlier: who comes late would find that others have taken what is needed first, and not begun with it.
       taken = everyone_(take_());
       Piece const next = piece_(taken);
-      turn = begin_(next, taken);
-      count_(now);
+      bool const come = come_(next, taken);
+      if (come) turn = begin_(next, taken);
+      count_(now);  // peers wait for it: not behind what this one waits for
+      if (!come) {
+        await_(next, taken);
+        turn = begin_(next, taken);
+      }
       now = next;
     }
     // Every block has taken one piece that there is not; the last one to do so leaves a zero.
-    if (lane_ == 0 && taken == params_.pieces + gridDim.x * gridDim.y * gridDim.z - 1) atomicExch(params_.counters, 0u);
+    if (lane_ == 0 && taken == queue_.pieces + gridDim.x * gridDim.y * gridDim.z - 1) atomicExch(tickets_, 0u);
   }
 
  private:
@@ -729,8 +749,8 @@ class Sender {
   }
 
   CUTLASS_DEVICE Piece piece_(uint32_t number) const {
-    int i = 0;
-    while (i + 1 < params_.count && number >= params_.first[i + 1]) ++i;
+    int i = queue_.begin;
+    while (i + 1 < queue_.end && number >= params_.first[i + 1]) ++i;
     Send const& last = params_.sends[i];
     uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], abreast = last.abreast;
     return {
@@ -748,18 +768,34 @@ class Sender {
     return {row, column, column < end ? cute::min(uint32_t(kUnit), end - column) : 0};
   }
 
-  CUTLASS_DEVICE uint32_t take_() const { return lane_ == 0 ? atomicAdd(params_.counters, 1u) : 0; }
+  CUTLASS_DEVICE uint32_t take_() const { return lane_ == 0 ? atomicAdd(tickets_, 1u) : 0; }
   CUTLASS_DEVICE static uint32_t everyone_(uint32_t first) { return __shfl_sync(0xffffffff, first, 0); }
 
   CUTLASS_DEVICE uint8_t* buffer_(Send const& send, int part) {
     return storage_.buffers[part] + lane_ * unit_bytes_(send);
   }
 
-  // Loads the piece, if there is one. Returns, to one thread, its turn on the link.
+  // Whether there is something to load, for all threads.
+  CUTLASS_DEVICE bool come_(Piece const& piece, uint32_t number) {
+    uint64_t const word = number < queue_.pieces ? params_.sends[piece.send].awaited : 0;
+    if (!word) return true;
+    bool const come = __shfl_sync(0xffffffff, lane_ == 0 && has_come(word), 0);
+    if (come) {
+      __syncwarp();
+      fence_for_tma();
+    }
+    return come;
+  }
+  // All blocks may be waiting, for one word, while others of their warps multiply.
+  CUTLASS_DEVICE void await_(Piece const& piece, uint32_t number) {
+    while (!come_(piece, number)) __nanosleep(kPoll);
+  }
+
+  // Loads the piece, if there is one. Returns, to one thread, its turn on the link; 0: now.
   CUTLASS_DEVICE uint64_t begin_(Piece const& piece, uint32_t number) {
-    if (number >= params_.pieces) return 0;
+    if (number >= queue_.pieces) return 0;
     load_<0>(piece);
-    return lane_ == 0 ? params_.pace.take(kParts * kPart) : 0;
+    return lane_ == 0 ? pace_.take(kParts * kPart) : 0;
   }
 
   // Parts from `Number` on, each once the store that was before in its buffer has read it.
@@ -796,21 +832,25 @@ class Sender {
     __syncwarp();
     if (lane_ == 0) {
       Send const& send = params_.sends[piece.send];
-      uint32_t* counter = params_.counters + 1 + send.counter + piece.slice;
-      if (count(counter) == params_.per_slice[piece.send]) tell(counter, send.word + piece.slice * sizeof(uint32_t));
+      uint32_t* counter = params_.counters + kQueues + send.counter + piece.slice;
+      if (send.word && count(counter) == params_.per_slice[piece.send]) {
+        tell(counter, send.word + piece.slice * sizeof(uint32_t));
+      }
     }
   }
 
   Params const& params_;
+  Queue const queue_;
+  uint32_t* const tickets_;
+  Pace const pace_;
   Storage& storage_;
   uint32_t const lane_;
 };
 
-// What CUTLASS's kernel does, and what a warp that it leaves idle does besides: sends, and the way into a replay. That
-// warp begins when CUTLASS's kernel has nothing for it to do.
+// What CUTLASS's kernel does, and what warps that it leaves idle do besides: sends, and the way into a replay. They
+// begin when CUTLASS's kernel has nothing for them to do.
 template <class Base>
 class GatedKernel : public Base {
-  static constexpr bool kSending = DG_GATED == DG_OPERANDS;
   static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
 
  public:
@@ -822,7 +862,8 @@ class GatedKernel : public Base {
     Sender::Params sender;
     Passage passage;
   };
-  static constexpr int SharedStorageSize = kSending ? kStorageAt + sizeof(Sender::Storage) : Base::SharedStorageSize;
+  static constexpr int SharedStorageSize =
+      DG_SENDS ? kStorageAt + kCopyingWarps * sizeof(Sender::Storage) : Base::SharedStorageSize;
 
   static Params to_underlying_arguments(Arguments const& args, void* workspace) {
     return {Base::to_underlying_arguments(args, workspace), args.sender, args.passage};
@@ -830,7 +871,7 @@ class GatedKernel : public Base {
 
   // All SMs send, also where there are fewer tiles.
   static dim3 get_grid_shape(Params const& params) {
-    if (!params.sender.pieces) return Base::get_grid_shape(params);
+    if (!(params.sender.queues[0].pieces + params.sender.queues[1].pieces)) return Base::get_grid_shape(params);
     typename Base::Params larger = params;
     get<3>(larger.problem_shape) = cute::max(get<3>(larger.problem_shape), larger.hw_info.sm_count);
     return Base::get_grid_shape(larger);
@@ -839,18 +880,18 @@ class GatedKernel : public Base {
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     Base::operator()(params, shared);
     int const warp = cutlass::canonical_warp_idx_sync();
-    bool const idle = warp == kWarp, multiplies = warp >= kGroup && warp % kGroup == 0;
-    if (idle) {
-      params.passage.enter();
-      if constexpr (kSending) {
-        Sender(params.sender, *reinterpret_cast<Sender::Storage*>(shared + kStorageAt))();
-      }
+    bool const idle = warp == kIdle, takes = kCopyingWarps > 1 && warp == kTaking;
+    bool const multiplies = warp >= kGroup && warp % kGroup == 0;
+    if (idle) params.passage.enter();
+    if constexpr (DG_SENDS) {
+      auto* const storage = reinterpret_cast<Sender::Storage*>(shared + kStorageAt);
+      if (idle || takes) Sender(params.sender, takes, storage[takes])();
     }
-    if (idle || multiplies) params.passage.leave();
+    if (idle || takes || multiplies) params.passage.leave();
   }
 
  private:
-  static constexpr int kWarp = 3, kGroup = cutlass::NumWarpsPerWarpGroup;
+  static constexpr int kIdle = 3, kTaking = 1, kGroup = cutlass::NumWarpsPerWarpGroup;
 };
 
 }  // namespace distgemm

@@ -1,11 +1,12 @@
 """Several products of one shape by one kernel, which waits for each of them by itself.
 
 The kernel is one of :mod:`distgemm.gemm.cutlass`. Its persistent thread blocks go from one product to the next without
-a pause, so that products which do not fill the GPU cost no more than one that does. It is of one of two kinds:
+a pause, so that products which do not fill the GPU cost no more than one that does. It is of one of three kinds:
 
 * "operands": the warp that loads A and B waits for each product's A (or B);
 * "results": products add a partial sum, for which the warp that loads it waits, and whoever stores the last tile of a
-  result writes a word, here or in a peer's memory. So sums are passed on from rank to rank.
+  result writes a word, here or in a peer's memory. So sums are passed on from rank to rank;
+* "deliveries": the same, and a warp copies what is finished to peers, and what comes from there to where it belongs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ PRODUCTS, SENDS = 128, 128
 COUNTERS, RESERVED, TURNS = 2048, 6, 2
 """How many int32 a kernel counts with; how many of them, the last, for other things than products and sends; and how
 many of these, the first, for turns on the link, which are not 0 again afterwards."""
+HANDED_OUT, QUEUES = 1, 2
+"""How many, where there are partial sums, count tiles, behind those of products; and how many pieces of what is sent:
+away, or not."""
 
 MATRICES = ("a", "b", "d", "c", "partial")
 
@@ -46,12 +50,17 @@ class GatedSend:
 
     source, target: matrices of the same shape and type, with contiguous rows
     word:           the address of an int32 at the other rank that is set to 1 once a slice of the target is there;
-                    words of further slices follow
+                    words of further slices follow. 0: nobody is told
+    waits:          the address of an int32 that is 1 once the source has come, or is computed; 0: it is there
+    away:           whether it goes to another GPU, and takes turns on the link. What does not is copied by warps of
+                    its own, beside what does
     """
 
     source: torch.Tensor
     target: torch.Tensor
     word: int
+    waits: int = 0
+    away: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,11 @@ class GatedGemms:
     abreast:  where there are partial sums, of how many products in a row tiles are computed in turn, so that those
               which go away and those which stay take turns, and the link is always busy; for all products. None of
               them waits for another one of these. Empty: each is computed alone
-    sends:    where there are no partial sums, what else the kernel does: by a warp that no product needs, and in order;
-              of those whose products run at the same time at peers, :func:`sent_in_turn`, slice by slice. The last is
-              what peers multiply last, and so on. All have rows of one length
+    sends:    what else the kernel does: by warps that no product needs, and in order, what goes away and what does not
+              each. All have rows of one length. With partial sums: what is finished goes away, and what has come to
+              where it belongs; none waits for what needs a later one. Without, all goes away: what peers multiply, the
+              last of them last, and so on; of those whose products run at the same time there, :func:`sent_in_turn`,
+              slice by slice
     slice:    elements of k in a slice of an operand that is waited for, or sent: each slice has a word, behind that of
               the one before. A multiple of a tile's depth; 0: all of k
     opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
@@ -109,14 +120,12 @@ class GatedGemms:
         if not 1 <= len(self.products) <= PRODUCTS:
             raise ValueError(f"one kernel computes 1 to {PRODUCTS} products, got {len(self.products)}")
         slices = sum(-(-send.source.shape[1] // (self.slice or send.source.shape[1])) for send in self.sends)
-        if len(self.sends) > SENDS or slices >= COUNTERS - RESERVED:
+        most = COUNTERS - RESERVED - QUEUES - (PRODUCTS + HANDED_OUT if self.adds else 0)
+        if len(self.sends) > SENDS or slices > most:
             raise ValueError(
-                f"one kernel sends at most {SENDS} chunks in {COUNTERS - RESERVED - 1} slices, got {len(self.sends)} "
-                f"in {slices}"
+                f"one kernel sends at most {SENDS} chunks in {most} slices, got {len(self.sends)} in {slices}"
             )
-        if self.abreast and (
-            self.kind == "operands" or sum(self.abreast) != len(self.products) or min(self.abreast) < 1
-        ):
+        if self.abreast and (not self.adds or sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
             raise ValueError(
                 f"products abreast are all of a kernel's, with partial sums; got {[*self.abreast]} of "
                 f"{len(self.products)} products that wait for {self.kind}"
@@ -127,13 +136,22 @@ class GatedGemms:
             raise ValueError("what a kernel sends waits for one word, and behind an entry that is the entry's")
         if len(lengths := {send.source.shape[1] for send in self.sends}) > 1:
             raise ValueError(f"a kernel sends rows of one length, got {sorted(lengths)}")
-        if self.sends and self.kind == "results":
-            raise ValueError("a kernel that passes partial sums on sends nothing else")
+        if not (self.adds or all(send.away for send in self.sends)):
+            raise ValueError("a kernel that waits for operands sends to other GPUs, and copies nothing here")
+        if self.adds and self.slice:
+            raise ValueError(f"what is waited for in slices are operands, not partial sums; got slices of {self.slice}")
+
+    @property
+    def adds(self) -> bool:
+        """Whether partial sums are waited for, and passed on."""
+        return any(one.partial is not None for one in self.products)
 
     @property
     def kind(self) -> str:
-        """The kernel's kind, "operands" or "results"."""
-        return "operands" if all(one.partial is None for one in self.products) else "results"
+        """The kernel's kind."""
+        if not self.adds:
+            return "operands"
+        return "deliveries" if self.sends else "results"
 
     @property
     def fullest(self) -> GemmTensors:
@@ -150,7 +168,6 @@ class GatedGemms:
         """That of each product, with all terms that some have. Raises ValueError where they differ otherwise."""
         specs = [spec_of(one) for one in self.products]
         fullest = spec_of(self.fullest)
-        sums = self.kind == "results"
         least: dict[str, Any] = {}
         for name in MATRICES:
             present = [matrix for spec in specs if (matrix := getattr(spec, name)) is not None]
@@ -165,11 +182,11 @@ class GatedGemms:
             if away:
                 alike["d"] = replace(alike["d"], stride=common.d.stride, padded=common.d.padded)
             lacks: dict[str, Any] = {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None}
-            if replace(spec, **alike) != replace(common, **(lacks if sums else {})):
+            if replace(spec, **alike) != replace(common, **(lacks if self.adds else {})):
                 raise ValueError(f"one kernel computes products of one kind, got {fullest} and {spec}")
         if common.l > 1:
             raise ValueError(f"products that wait are single matrices, got {common.l} batches")
-        if sums and "row" in (common.scale_a, common.scale_b):
+        if self.adds and "row" in (common.scale_a, common.scale_b):
             raise ValueError(
                 "one kernel computes products with partial sums and one scale for all rows, got one for each"
             )
@@ -220,7 +237,7 @@ def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) ->
 
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
     tried = [config] if config is not None else [choose(provider, gemms.whole), *provider.configs(gemms.whole)]
-    if gemms.rate and gemms.kind == "results":
+    if gemms.rate and gemms.adds:
         # What is stored takes its turn while the other warp group multiplies.
         tried.sort(key=lambda one: one.schedule != "pingpong")
     for taken in tried:
@@ -235,9 +252,9 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
 def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> Status:
     if not gemms.spec.operands_aligned:
         return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes, and not 0")
-    if gemms.kind == "results" and not gemms.spec.results_aligned:
+    if gemms.adds and not gemms.spec.results_aligned:
         return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
-    if config.schedule == "plain" or (gemms.kind == "results" and config.epilogue != "tma"):
+    if config.schedule == "plain" or (gemms.adds and config.epilogue != "tma"):
         return Status("what no warp loads through TMA, none can wait for: take a configuration with TMA")
     if gemms.slice % config.tile[2] and gemms.slice < gemms.spec.k:
         return Status(f"slices of {gemms.slice} elements are no multiple of the depth of tiles, {config.tile[2]}")
@@ -261,10 +278,11 @@ class _Product(ctypes.Structure):
     """The struct Product of gated.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("operand_word", "source_word", "result_word")),
-        *((name, ctypes.c_int32) for name in ("operand", "source", "result")),
+        ("operand_word", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("operand", "sliced")),
+        *((name, ctypes.c_uint64) for name in ("source_word", "result_word")),
+        *((name, ctypes.c_int32) for name in ("source", "result")),
         *((name, ctypes.c_int16) for name in ("first", "abreast")),
-        ("sliced", ctypes.c_int32),
     )
 
 
@@ -272,7 +290,7 @@ class _Send(ctypes.Structure):
     """The struct Send of gated.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("source", "target", "word")),
+        *((name, ctypes.c_uint64) for name in ("source", "target", "word", "awaited")),
         *((name, ctypes.c_int64) for name in ("source_pitch", "target_pitch")),
         *((name, ctypes.c_uint32) for name in ("rows", "row_bytes", "slice_bytes", "counter")),
         *((name, ctypes.c_int16) for name in ("first", "abreast")),
@@ -304,7 +322,7 @@ class _Arguments(ctypes.Structure):
         ("exit", Words),
         ("products", _Product * PRODUCTS),
         ("opens", ctypes.c_uint64),
-        ("sent", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("sent", "taken")),
         ("sends", _Send * SENDS),
     )
 
@@ -320,7 +338,8 @@ class _GatedKernel(CutlassKernel):
         if not (spec.m and spec.n):
             return self.launch(gemms.products, None)
         arguments = _Arguments(self.encoded(gemms.fullest, spec, gemms.kind))
-        _place(arguments, gemms, sent_in_turn(gemms, self.config, arguments.base.sm_count))
+        turns = () if gemms.adds else sent_in_turn(gemms, self.config, arguments.base.sm_count)
+        _place(arguments, gemms, turns)
         return self.launch(gemms.products, arguments)
 
 
@@ -341,7 +360,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
 
     turns: of how many sends in a row slices leave in turn; empty: each goes alone
     """
-    spec, count, sums, base = gemms.spec, len(gemms.products), gemms.kind == "results", arguments.base
+    spec, count, sums, base = gemms.spec, len(gemms.products), gemms.adds, arguments.base
     base.l = count
     fixed = "b" if gemms.moving == "a" else "a"
     if len(set(gemms.addresses(fixed))) > 1:
@@ -381,15 +400,11 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
         sliced = int(not (gemms.entire and gemms.entire[number]))
-        words = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
+        operand_word, source_word = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
-            *words,
-            gemms.tells[number],
-            operands.numbers[number],
-            source,
-            results.numbers[number],
+            *(operand_word, operands.numbers[number], sliced),
+            *(source_word, gemms.tells[number], source, results.numbers[number]),
             *abreast[number],
-            sliced,
         )
 
 
@@ -402,13 +417,16 @@ def _grouped(groups: Sequence[int], count: int) -> list[tuple[int, int]]:
 def _place_sends(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int]) -> None:
     """What is sent, in which slices and in which order."""
     abreast = _grouped(turns, len(gemms.sends))
-    arguments.slice, arguments.sent, arguments.opens = gemms.slice or gemms.spec.k, len(gemms.sends), gemms.opens
+    arguments.slice, arguments.opens = gemms.slice or gemms.spec.k, gemms.opens
+    sends = sorted(gemms.sends, key=lambda send: not send.away)
+    arguments.sent = sum(send.away for send in sends)
+    arguments.taken = len(sends) - arguments.sent
     counter = 0
-    for number, send in enumerate(gemms.sends):
+    for number, send in enumerate(sends):
         (rows, columns), size = send.source.shape, send.source.element_size()
         along = min(gemms.slice or columns, columns)
         arguments.sends[number] = _Send(
-            *(send.source.data_ptr(), send.target.data_ptr(), send.word),
+            *(send.source.data_ptr(), send.target.data_ptr(), send.word, send.waits),
             *(_pitch(send.source), _pitch(send.target)),
             *(rows, columns * size, along * size, counter),
             *abreast[number],
@@ -430,7 +448,7 @@ def _place_terms(arguments: _Arguments, gemms: GatedGemms, results: Sequence[int
         if name == "c":
             matrix = gemms.spec.c
             # By the kernel's names, the first of what is added is its source.
-            setattr(base, "source" if gemms.kind == "operands" else "aux", matrix and places.matrix(matrix))
+            setattr(base, "aux" if gemms.adds else "source", matrix and places.matrix(matrix))
         else:
             setattr(base, name, places.first)
             setattr(base, f"{name}_stride", places.distance // getattr(gemms.fullest, name).element_size())

@@ -35,12 +35,16 @@
 #define DG_ALONE 0        // one product, or batches of it
 #define DG_OPERANDS 1     // several products, which wait for A or B
 #define DG_RESULTS 2      // several products, which wait for what is added to them, and pass their sum on
+#define DG_DELIVERIES 3   // the same, and what is finished is sent on, too
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
 DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
 and DG_GATED are needed"
 #endif
+
+#define DG_PASSES (DG_GATED == DG_RESULTS || DG_GATED == DG_DELIVERIES)
+#define DG_SENDS (DG_GATED == DG_OPERANDS || DG_GATED == DG_DELIVERIES)
 
 namespace distgemm {
 
@@ -63,7 +67,7 @@ constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
 constexpr bool gated = DG_GATED != DG_ALONE;
-constexpr bool passes_results = DG_GATED == DG_RESULTS;
+constexpr bool passes_results = DG_PASSES;
 static_assert(direct || !plain, "without TMA, results are stored directly");
 static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
 static_assert(!passes_results || (!direct && has_source), "sums that are passed on come and leave through TMA");
@@ -177,7 +181,7 @@ struct Builder {
   using Sum = Sm90EVT<
       Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
       Sm90SrcFetch<ElementSource>, WithAux::Tree>;
-#if DG_GATED == DG_RESULTS
+#if DG_PASSES
   using Tree = PacedTree<Sum, ElementD>;
 #else
   using Tree = Sum;
@@ -363,10 +367,9 @@ using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, t
 
 template <class Element, class Epilogue>
 struct TmaMainloop {
-#if DG_GATED == DG_OPERANDS
-  static constexpr int kBeside = sizeof(Sender::Storage) + 128;
-#elif DG_GATED == DG_RESULTS
-  static constexpr int kBeside = sizeof(TileTickets) + 128;
+#if DG_GATED != DG_ALONE
+  static constexpr int kBeside = (DG_SENDS ? kCopyingWarps * sizeof(Sender::Storage) + 128 : 0) +
+                                 (DG_PASSES ? sizeof(TileTickets) + 128 : 0);
 #else
   static constexpr int kBeside = 0;
 #endif
@@ -455,7 +458,7 @@ using KernelOf = cutlass::gemm::kernel::GemmUniversal<
 
 #if DG_GATED == DG_OPERANDS
 using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>>>;
-#elif DG_GATED == DG_RESULTS
+#elif DG_PASSES
 using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
 #else
 using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
@@ -491,9 +494,7 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
 
 void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
   static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
-  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
-  arguments.sender = Sender::params(args);
-  arguments.sender.opens = args.opens ? args.opens : arguments.passage.open();
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result.batch;
 }
 
 #else
@@ -520,7 +521,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
   arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) {
-    arguments.epilogue.products[i] = args.products[i];
+    arguments.epilogue.results[i] = args.products[i].result;
     arguments.scheduler.first[i] = args.products[i].first;
     arguments.scheduler.abreast[i] = args.products[i].abreast;
   }
@@ -542,8 +543,12 @@ typename Kernel::Arguments encode(void const* given) {
   arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
   arguments.mainloop.moving = args.moving;
   arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
-  for (int i = 0; i < kProducts; ++i) arguments.mainloop.products[i] = args.products[i];
+  for (int i = 0; i < kProducts; ++i) arguments.mainloop.operands[i] = args.products[i].operand;
   arguments.passage = {args.entry, args.exit, args.counters};
+  if constexpr (DG_SENDS) {
+    arguments.sender = Sender::params(args);
+    arguments.sender.opens = args.opens ? args.opens : arguments.passage.open();
+  }
   set_results(arguments, args);
   set_order(arguments, args.base);
   return arguments;
@@ -595,7 +600,7 @@ int distgemm_load() {
 // GatedArguments where the kernel is.
 void distgemm_encode(void const* args, void* out) {
   auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
-#if DG_GATED == DG_RESULTS
+#if DG_PASSES
   // Also tiles outside of D, by which the scheduler rounds up.
   params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<GatedArguments const*>(args)->base.l;
 #else

@@ -549,8 +549,10 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"config": CONFIG, "m": 392 * ranks, "n": 328 * ranks, "k": 1160, "alpha": 2.0},  # in two, the last one shorter
         {"chunks": 4, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "k": 512},
     ]
-    stored = (*chains, "all_reduce_1d_tiling_a_rotating_c")
+    all_reduces = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c")
+    stored = (*chains, all_reduces[0])
     ways = [(name, {"mechanism": "store"} | options) for name in stored for options in both]
+    ways += [(name, {"mechanism": "store", "copies": "gemm"} | options) for name in all_reduces for options in both]
     ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
     ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]

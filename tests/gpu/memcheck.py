@@ -36,6 +36,7 @@ def cases(ranks: int) -> list[Case]:
         Case(CHAIN, (ranks,), chunks=4, lag=2, waits="gemm", mechanism="store", beta=1.0),
         Case(CHAIN, (ranks,), chunks=2, waits="gemm"),
         Case(ALL_REDUCE_CHAIN, (ranks,), chunks=2, waits="gemm", mechanism="store"),
+        Case(ALL_REDUCE_CHAIN, (ranks,), chunks=4, lag=2, waits="gemm", mechanism="store", copies="gemm", beta=1.0),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="slices"),
         Case(GATHER, (ranks,), chunks=2, k=1160, waits="gemm", copies="both"),

@@ -76,6 +76,79 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
         assert words.tolist() == [1, 1] and spent(counts)
 
 
+DELIVERING = ("64x128x64_1x1_pingpong", "128x128x64_2x1_pingpong", "128x256x64_2x1_cooperative")
+
+
+@pytest.mark.parametrize("config", DELIVERING)
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512), (8, 8, 64)])
+@pytest.mark.parametrize("abreast", [(), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("rate", [0.0, 300.0])
+def test_what_is_finished_is_delivered(
+    config: str, m: int, n: int, k: int, abreast: tuple[int, ...], rate: float
+) -> None:
+    """Sums are passed on, finished ones sent into a third memory, and from there to a fourth; five times."""
+    a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
+    passed, slots, came = torch.empty_like(d), torch.empty_like(d), torch.empty(2, m, n + 8, device="cuda").bfloat16()
+    words, counts = torch.zeros(6, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * number for number in range(6)]
+    products = [
+        GemmTensors(a[0], b, passed[0], padded=True),
+        GemmTensors(a[1], b, passed[1], padded=True),
+        GemmTensors(a[2], b, d[0], partial=passed[0]),
+        GemmTensors(a[3], b, d[1], partial=passed[1]),
+    ]
+    sends = [GatedSend(d[i], slots[i], at[4 + i], waits=at[2 + i]) for i in range(2)]
+    sends += [GatedSend(slots[i], came[i, :, :n], 0, waits=at[4 + i], away=False) for i in range(2)]
+    gemms = GatedGemms(
+        *(products, "a", [0, 0, *at[:2]], at[:4], [True, True, False, False], counts, sends),
+        abreast=abreast,
+        rate=rate,
+    )
+    launch = bind_gated(gemms, GemmConfig.parse(config))
+    for _ in range(5):
+        launched(launch, a, words, d, passed, slots, came)
+        wanted = torch.stack([(a[i].double() + a[2 + i].double()) @ b.double().T for i in range(2)])
+        assert torch.equal(d.double(), wanted) and torch.equal(slots, d) and torch.equal(came[..., :n], d)
+        assert bool(came[..., n:].isnan().all())
+        assert words.tolist() == [1] * 6 and spent(counts)
+
+
+def test_what_waits_holds_nothing_else_up() -> None:
+    """What is ready is sent and told of while another send waits, behind it and before: there are more pieces than
+    thread blocks, but fewer of those that wait."""
+    config, m, n = GemmConfig.parse(DELIVERING[0]), 256, 1024
+    a, b, d = drawn(2, m, m), drawn(n, m), torch.empty(m, n, device="cuda").bfloat16()
+    passed, slots = torch.empty_like(d), torch.empty(2, m, n, device="cuda").bfloat16()
+    large = drawn(8 * m, n)
+    went = torch.empty_like(large)
+    words, counts = torch.zeros(6, dtype=torch.int32, device="cuda"), counters()
+    come, done, last, first, second, third = (words.data_ptr() + 4 * number for number in range(6))
+    products = [GemmTensors(a[0], b, passed, padded=True), GemmTensors(a[1], b, d, partial=passed)]
+    sends = [
+        GatedSend(large, went, first),
+        GatedSend(d, slots[0], second, waits=last),
+        GatedSend(d, slots[1], third, waits=done),
+    ]
+    launch = bind_gated(GatedGemms(products, "a", [0, come], [come, done], [True, False], counts, sends), config)
+    said, side = torch.empty(6, dtype=torch.int32, pin_memory=True), torch.cuda.Stream()
+    one = torch.ones(1, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        words.zero_()
+        slots.fill_(float("nan"))
+        went.fill_(float("nan"))
+        torch.cuda.synchronize()
+        launch()
+        time.sleep(0.02)
+        with torch.cuda.stream(side):
+            said.copy_(words, non_blocking=True)
+            side.synchronize()
+            assert said.tolist() == [1, 1, 0, 1, 0, 1]
+            words[2:3].copy_(one)
+        torch.cuda.synchronize()
+        assert words.tolist() == [1] * 6 and spent(counts)
+        assert torch.equal(went, large) and torch.equal(slots[0], d) and torch.equal(slots[1], d)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "along"),

@@ -182,14 +182,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
             at += size
         sent: list[Task] = [*enters, *([memops.wait_for(gemms.opens)] if gemms.opens else [])]
+        taken: list[Task] = []
         for send in gemms.sends:
+            queue = sent if send.away else taken
             along = gemms.slice or send.source.shape[1]
-            for number, word in enumerate(words(send.word, send.source.shape[1])):
+            queue += [memops.wait_for(send.waits)] if send.waits else []
+            for number, word in enumerate(words(send.word, send.source.shape[1]) or [0]):
                 columns = slice(number * along, (number + 1) * along)
-                sent += [functools.partial(send.target[:, columns].copy_, send.source[:, columns]), memops.write(word)]
+                queue += [functools.partial(send.target[:, columns].copy_, send.source[:, columns])]
+                queue += [memops.write(word)] if word else []
         entry = [*chain.from_iterable(gemms.entry), *([memops.write(opened.address)] if gemms.entry else [])]
         closed = [memops.write(opened.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
-        parts = [part for part in (entry, products, sent) if part]
+        parts = [part for part in (entry, products, sent, taken) if part]
         return lambda stream: tasks.extend([Together(parts), *closed] if len(parts) > 1 else products)
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
@@ -481,7 +485,7 @@ def test_a_kernel_that_sends_under_every_order(
         for rank in range(ranks):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
             one.exe.choice = Choice(schedule=schedule)
-            sends = [len(slices) for action in one.exe.actions for slices in action.sends]
+            sends = [len(sent.copies) for action in one.exe.actions for sent in action.sends]
             copied = sum(isinstance(op, Copy) for op in plan.ops(rank))
             assert sends == [3] * {"gemm": copied, "both": min(copied, 1)}.get(copies, 0)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
@@ -489,6 +493,76 @@ def test_a_kernel_that_sends_under_every_order(
     run(machine, todo, order, queues=False)
     for drawn in data:
         drawn.check()
+
+
+ALL_REDUCES = ["all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c"]
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ALL_REDUCES)
+def test_a_kernel_that_delivers_under_every_order(
+    schedule: str, ranks: int, queues: bool, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that an all-reduce copies, by its kernel; beside others whose tensors no kernel reads, and beside plans that
+    are done otherwise."""
+    order = random.Random(f"{schedule} {ranks}")
+    problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
+    chunked: list[dict[str, int]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
+    every = [distgemm.make_plan(problem, schedule, ranks, sync="barrier", mechanism="store", **how) for how in chunked]
+    machine = machine_of(every)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+
+    def refused(gemms: GatedGemms, config: Any) -> None:
+        if order.random() < 0.2:
+            raise ValueError("unaligned")
+
+    monkeypatch.setattr(executable, "gated_source", refused)
+    for turn, plan in enumerate(every * 6):
+        data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
+        half, copies = order.randrange(2), "engine" if turn % 4 == 3 and not queues else "gemm"
+        for rank in range(ranks):
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
+            one.exe.choice = Choice(schedule=schedule)
+            sends = [sent for action in one.exe.actions for sent in action.sends]
+            assert len(sends) == (0 if copies == "engine" else sum(isinstance(op, Copy) for op in plan.ops(rank)))
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
+            one.exe.actions = list(data[-1].calls[rank].way.actions)
+    run(machine, todo, order, queues)
+    for drawn in data:
+        drawn.check()
+
+
+def test_what_an_all_reduce_delivers() -> None:
+    """Each finished tile to every peer, as a whole, once the kernel says so; and from slots what peers have finished,
+    to D. Nothing else is put on streams."""
+    problem = distgemm.GemmProblem(64, 64, 64)
+    plan = distgemm.make_plan(problem, ALL_REDUCES[0], 4, sync="barrier", mechanism="store", chunks=2)
+    actions = lower(plan, 1, 1, gated=True, copies="gemm")
+    assert {action.stream for action in actions} == {BRANCH}
+    assert [action.step for action in actions] == [Step.ENTRY, Step.ENTERED, None, Step.FINISH]
+    (kernel,) = (action for action in actions if action.ops)
+    away = [sent for sent in kernel.sends if sent.copies[0].dst.rank != 1]
+    here = [sent for sent in kernel.sends if sent not in away]
+    assert [sent.copies[0].dst.rank for sent in away] == [0, 3, 2, 0, 3, 2]
+    finished = {
+        op.out.box: told.flag for op, told in zip(kernel.ops, kernel.tells, strict=True) if told and op.out.rank == 1
+    }
+    for sent in away:
+        (copy,), (signal,) = sent.copies, sent.signals
+        assert sent.waits is not None and sent.waits.flag == finished[copy.src.box] and sent.waits.peer == 1
+        assert signal.flag.rank == copy.dst.rank
+    assert sorted(sent.copies[0].dst.box[1] for sent in here) == [(at, at + 8) for at in (0, 8, 32, 40, 48, 56)]
+    for sent in here:
+        assert sent.waits is not None and sent.waits.peer != 1 and not sent.signals
+    assert {wait.flag for wait in waits_of(actions)} >= {sent.waits.flag for sent in kernel.sends if sent.waits}
+    beside = [op for action in lower(plan, 1, 1, copies="gemm") for op in action.ops if isinstance(op, Copy)]
+    assert [(op.src, op.dst) for op in beside] == [
+        (copy.src, copy.dst)
+        for sent in sorted(kernel.sends, key=lambda sent: sent.copies[0].id)
+        for copy in sent.copies
+    ]
 
 
 @pytest.mark.parametrize("schedule", CHAINS)
@@ -583,6 +657,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
         (CHAINS[0], "push"),
         (CHAINS[1], "store"),
         ("all_reduce_1d_tiling_a_rotating_c", "store"),
+        ("all_reduce_1d_tiling_a_rotating_c", "delivered"),
     ],
 )
 def test_kernels_of_all_ranks_are_known_ahead(
@@ -598,15 +673,18 @@ def test_kernels_of_all_ranks_are_known_ahead(
         ranks,
         sync="barrier",
         chunks=2,
-        mechanism=mechanism,
+        mechanism="store" if mechanism == "delivered" else mechanism,
     )
+    copies = "gemm" if mechanism == "delivered" and ranks > 1 else "engine"
     for rank in range(ranks):
         for c, bias in ((False, False), (True, False), (False, True), (True, True)):
-            exe = Emulated(plan, rank, Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank], 2, "gemm").exe
+            workspace = Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank]
+            exe = Emulated(plan, rank, workspace, 2, "gemm", copies=copies).exe
             exe.provider, exe.device = "cutlass", torch.device("meta")
             monkeypatch.setattr(executable, "get_provider", lambda name: CutlassProvider("90a"))
             (kernel, words) = exe.sources(c=c, bias=bias)
             wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
+            wanted = "DG_DELIVERIES" if copies == "gemm" else wanted
             assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
     for gemms in placed:
         assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
@@ -671,6 +749,7 @@ def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pyt
     [
         (CHAINS[0], "engine", {"mechanism": "store"}, executable.STORE_RATE),
         (CHAINS[0], "engine", {"results": 2}, 0.0),  # its sums stay here until copy engines take them
+        ("all_reduce_1d_tiling_a_rotating_c", "gemm", {"mechanism": "store"}, executable.STORE_RATE),
         (GATHERS[0], "engine", {}, 0.0),
         (GATHERS[0], "slices", {}, 0.0),
         (GATHERS[0], "gemm", {}, executable.SEND_RATE),
@@ -715,6 +794,8 @@ def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monke
         return [len(tasks) for tasks in one.tasks(call, recorded, 0) if tasks]
 
     assert len(launches(CHAINS[0], mechanism="store")) == 1
+    assert len(launches(ALL_REDUCES[0], mechanism="store", copies="gemm")) == 1
+    assert len(launches(ALL_REDUCES[0], mechanism="store")) > 3
     assert len(launches(GATHERS[0], copies="gemm")) == 1
     assert len(launches(GATHERS[0], copies="gemm", gathered=True)) == 3
     assert len(launches(GATHERS[0])) > 3  # copies stand on another stream
@@ -791,6 +872,11 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ),
         ("are pushed to peers, and here are none", GATHERS[0], {"copies": "gemm", "mechanism": "pull"}),
         ("are pushed to peers, and here are none", CHAINS[0], {"copies": "gemm", "mechanism": "store"}),
+        ("are none; of all-reduces, for those with mechanism='store'", ALL_REDUCES[0], {"copies": "gemm"}),
+        *(
+            ("are pushed to peers, and here are none$", ALL_REDUCES[0], {"copies": copies, "mechanism": "store"})
+            for copies in ("slices", "both")
+        ),
     ):
         with pytest.raises(PlanError, match=said):
             lowered(schedule, **how)
@@ -810,11 +896,11 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
         actions = lower(plan, 1, 1, gated=True, copies="gemm")
         assert {action.stream for action in actions} == {BRANCH}
         (kernel,) = (action for action in actions if action.ops)
-        found = [[copy.src.box[2][1] - copy.src.box[2][0] for copy, _ in slices] for slices in kernel.sends]
+        found = [[copy.src.box[2][1] - copy.src.box[2][0] for copy in sent.copies] for sent in kernel.sends]
         assert found == [widths] * 6
         assert [len(waits) for waits in kernel.gates] == [0] * 2 + [len(widths)] * 6
         beside = [op for action in lower(plan, 1, 1, copies="gemm") for op in action.ops if isinstance(op, Copy)]
-        assert beside == [copy for slices in kernel.sends for copy, _ in slices]
+        assert beside == [copy for sent in kernel.sends for copy in sent.copies]
         flags = [wait.flag for waits in kernel.gates for wait in waits]
         assert len(set(flags)) == len(flags)
 
@@ -863,19 +949,17 @@ def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> N
         shared = lower(plan, rank, 1, gated=True, copies="both")
         (kernel,) = (action for action in shared if action.gates)
         moved = [op for action in shared for op in action.ops if isinstance(op, Copy)]
-        (slices,) = kernel.sends
-        assert {*moved, *(copy for copy, _ in slices)} == {
-            op for action in actions for op in action.ops if isinstance(op, Copy)
-        }
+        (last_sent,) = kernel.sends
+        assert {*moved, *last_sent.copies} == {op for action in actions for op in action.ops if isinstance(op, Copy)}
         told = next(op for action in shared for op in action.ops if isinstance(op, Signal) and op.flag.rank == rank)
         assert kernel.opens is not None and kernel.opens.flag == told.flag and told.deps == (moved[-1].id,)
         assert len(moved) == 3 * chunks - 1 and kernel.gates == next(action.gates for action in actions if action.gates)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "m"), [(3, 1, 2), (4, 1, 3), (4, 2, 5), (4, 4, 9), (5, 4, 16), (8, 1, 2)])
-@pytest.mark.parametrize("mechanism", ["push", "store"])
+@pytest.mark.parametrize(("mechanism", "copies"), [("push", "engine"), ("store", "engine"), ("store", "gemm")])
 def test_all_reduces_by_one_kernel_of_ranks_without_rows(
-    ranks: int, chunks: int, m: int, mechanism: str, recorded: list[Task]
+    ranks: int, chunks: int, m: int, mechanism: str, copies: str, recorded: list[Task]
 ) -> None:
     plan = distgemm.make_plan(
         distgemm.GemmProblem(m, 16, 64, dtype="float32"),
@@ -886,7 +970,7 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
         mechanism=mechanism,
         results=2 * chunks,
     )
-    run_by_one_kernel(plan, recorded, turns=4, beta=1.0)
+    run_by_one_kernel(plan, recorded, turns=4, beta=1.0, copies=copies)
 
 
 @pytest.mark.parametrize(
@@ -898,15 +982,17 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
         (GATHERS[0], True, "both"),
         (CHAINS[0], True, "engine"),
         ("all_reduce_1d_tiling_a_rotating_c", True, "engine"),
+        ("all_reduce_1d_tiling_a_rotating_c", True, "gemm"),
     ],
 )
 def test_workspaces_have_a_word_for_each_flag(schedule: str, gated: bool, copies: str) -> None:
     problem = distgemm.GemmProblem(64, 64, 65536)  # as many slices as there are at most
-    plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, results=2)
+    how = {"mechanism": "store"} if schedule in ALL_REDUCES and copies == "gemm" else {}
+    plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, results=2, **how)
     for rank in range(4):
         actions = lower(plan, rank, 1, gated=gated, copies=copies)
         told = [op for action in actions for op in (*action.ops, *action.tells) if isinstance(op, Signal)]
-        told += [signal for action in actions for slices in action.sends for _, signal in slices]
+        told += [signal for action in actions for sent in action.sends for signal in sent.signals]
         numbers = [op.flag.number for op in (*told, *waits_of(actions))]
         assert len(set(numbers)) > 2 and max(numbers) < most_flags(plan, gated, copies)
 

@@ -104,17 +104,19 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: three uint64, three int32, two int16, an int32; Send: five uint64, four int32, two int16; Words:
-    int32 for the phases and their ends, operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a
-    pointer, a uint32, two Words, products, a uint64, an int32, sends."""
-    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (3 * 8 + 3 * 4 + 2 * 2 + 8, 5 * 8 + 4 * 4 + 8)
+    """struct Product: an Operand, a uint64 and two int32, a Result, two uint64 and two int32, and two int16; Send: six
+    uint64, four int32, two int16; Words: int32 for the phases and their ends, operations of 16 bytes; GatedArguments:
+    Arguments, two Matrix, seven int32, a pointer, a uint32, two Words, products, a uint64, two int32, sends."""
+    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (16 + 24 + 8, 6 * 8 + 4 * 4 + 8)
     assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
-    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 64
+    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 72
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
     for struct, fields in (
-        ("Product", _Product._fields_),
+        ("Operand", [("word",), ("batch",), ("sliced",)]),
+        ("Result", [("source_word",), ("word",), ("source",), ("batch",)]),
+        ("Product", [("operand",), ("result",), *_Product._fields_[7:]]),
         ("Send", _Send._fields_),
         ("GatedArguments", _Arguments._fields_),
         ("Words", Words._fields_),
@@ -223,12 +225,30 @@ def test_a_kernel_as_large_as_all_is_asked_for() -> None:
     assert (whole.d.rows, whole.c and whole.c.rows) == (3 * M, 3 * M)
 
 
-@pytest.mark.parametrize(("make", "kind"), [(operands, "DG_OPERANDS"), (sums, "DG_RESULTS")])
+def deliveries() -> GatedGemms:
+    """Sums of which one is sent on, and what another rank has finished is taken from where it comes."""
+    d, slots = bfloat16(2, M, N), bfloat16(2, M, N)
+    sends = [GatedSend(slots[1], d[1], 0, waits=24, away=False), GatedSend(d[0], slots[0], 8, waits=16)]
+    return sums(sends=sends, rate=360.0)
+
+
+def test_what_is_finished_is_sent_on() -> None:
+    arguments, gemms = _Arguments(), deliveries()
+    _place(arguments, gemms)
+    assert (arguments.sent, arguments.taken, arguments.opens, arguments.pace) == (1, 1, 0, 2844)
+    found = [(one.word, one.awaited, one.abreast, one.counter) for one in arguments.sends[:2]]
+    assert found == [(8, 16, 1, 0), (0, 24, 1, 1)]
+    assert [one.slice_bytes for one in arguments.sends[:2]] == [2 * N, 2 * N]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(operands, "DG_OPERANDS"), (sums, "DG_RESULTS"), (deliveries, "DG_DELIVERIES")]
+)
 def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     source = gated_source(make(), GemmConfig.parse("128x128x64_2x1_pingpong"))
     macros = dict(source.macros)
-    assert (macros["DG_GATED"], macros["DG_AUX"] != "void") == (kind, make is sums)
+    assert (macros["DG_GATED"], macros["DG_AUX"] != "void") == (kind, make is not operands)
     assert "waiting for" in source.name
 
 
@@ -251,11 +271,16 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             lambda: sums(entry=[[]], exit=[[MemOp(True, 8, 1)] * 200]),
             "at most 192 operations in 8 phases, got 200 in 1",
         ),
+        (
+            lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8, away=False)]),
+            "sends to other GPUs, and copies nothing here",
+        ),
+        (lambda: sums(slice=64), "are operands, not partial sums; got slices of 64"),
         (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
         (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
-        (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]), "sends nothing else"),
-        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2041 slices"),
+        (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 1911 slices"),
+        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2040 slices"),
         (
             lambda: operands(sends=[GatedSend(bfloat16(M, k), bfloat16(M, k), 8) for k in (K, 2 * K)]),
             r"rows of one length, got \[32, 64\]",

@@ -232,7 +232,7 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         limits = {True: WITHIN_ONE_KERNEL * min(plans.values()), False: WITHIN * min(plans.values())}
         wanted = {choice for choice, time in plans.items() if time <= limits[choice.waits == "gemm"]}
         assert set(found[: -len(unfused)]) == wanted
-        assert len({str(choice) for choice in found}) == len(found) <= 45
+        assert len({str(choice) for choice in found}) == len(found) <= 50
         assert {choice.schedule for choice in found[: -len(unfused)]} <= {name for name, _ in SCHEDULES[op]}
 
 
@@ -245,13 +245,26 @@ def test_plans_by_one_kernel_are_tried() -> None:
     assert by_one("gemm+rs") == {("reduce_scatter_1d_tiling_a_rotating_c", "engine")}
     every = ("engine", "slices", "gemm", "both")
     assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in every}
-    assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", "engine")}
+    assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", copies) for copies in ("engine", "gemm")}
     # With one peer engines have nothing to send where a shard is one chunk.
     chunks = {
         ranks: {dict(each.options)["chunks"] for each in candidates(problem, "ag+gemm", ranks) if each.copies == "both"}
         for ranks in (2, 4)
     }
     assert chunks == {2: {2}, 4: {1, 2}}
+
+
+def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
+    problem = GemmProblem(16384, 8192, 8192)
+    for chunks, copies, said in (
+        (8, "gemm", ""),
+        (16, "engine", ""),
+        (16, "gemm", "128 products and sends 128 chunks, at most"),  # it sends 112, and takes as many
+        (32, "engine", "128 products"),
+    ):
+        plan = make_plan(problem, tune.ALL_REDUCE, 8, chunks=chunks, mechanism="store", sync="barrier")
+        status = tune.by_one_kernel(plan, copies)
+        assert bool(status) == (not said) and said in status.reason
 
 
 def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +289,10 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
         tiles = [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
         assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS
     assert not {*stored[1:], *pushed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
+    delivered = [each for each in candidates(problem, "gemm+ar", 4) if each.waits == "gemm" and each.copies == "gemm"]
+    times = {str(each): 1.0 for each in delivered}
+    tiles = [str(each.config) for each in tune._finalists(problem, delivered, times, group)]  # type: ignore[arg-type]
+    assert {"None"} < {*tiles} and all(each == "None" or each.endswith("pingpong") for each in tiles)
     far = found(ran, pushed)
     assert far == [each for each in finalists if dataclasses.replace(each, config=None) != pushed[0]]
 

@@ -22,7 +22,7 @@ from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated, gat
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.gemm.words import MemOp, fits
-from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size
+from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.arguments import (
@@ -451,12 +451,15 @@ class CudaExecutable:
             products.append(tensors)
         sends = [
             GatedSend(
-                self._whole([copy.src for copy, _ in slices], call),
-                self._whole([copy.dst for copy, _ in slices], call),
-                word(slices[0][1]),
+                self._whole([copy.src for copy in sent.copies], call),
+                self._whole([copy.dst for copy in sent.copies], call),
+                word(sent.signals[0]) if sent.signals else 0,
+                waits=word(sent.waits) if sent.waits else 0,
+                away=link_of(sent.copies[0]) is not None,
             )
-            for slices in action.sends
+            for sent in action.sends
         ]
+        stored = any(op.out.rank != self.rank for op in gemms)
         return GatedGemms(
             products,
             moving="b" if len({op.b for op in gemms}) > 1 else "a",
@@ -466,7 +469,7 @@ class CudaExecutable:
             counters=self._counters,
             sends=sends,
             opens=word(action.opens) if action.opens else 0,
-            rate=SEND_RATE if sends else STORE_RATE if any(op.out.rank != self.rank for op in gemms) else 0.0,
+            rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
             slice=action.slice,
             entire=[action.slice > 0 and len(ops) == 1 for ops in action.gates],
             abreast=action.abreast,
@@ -711,7 +714,8 @@ def compile(
     copies:   of shards to peers, for plans that gather by pushing: by copy "engine"s; with waits "gemm" also by engines
               that send what a peer multiplies last in "slices" along k, or by the "gemm" itself, in which a warp that
               does not multiply sends all in slices, or by "both": by the kernel what a peer multiplies last, behind
-              engines that send all else. The peers' kernels begin with each slice as it comes
+              engines that send all else. The peers' kernels begin with each slice as it comes. Of results, for
+              all-reduces with mechanism "store" and waits "gemm": by engines, or by the "gemm"
     timeout:  seconds without a change after which a replay that has begun counts as stuck
     on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
 

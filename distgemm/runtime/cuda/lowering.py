@@ -14,7 +14,7 @@ from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "flags_of", "lower", "most_flags", "on_one_stream", "waits_of"]
+__all__ = ["BRANCH", "COMM", "Action", "Sent", "flags_of", "lower", "most_flags", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -32,6 +32,20 @@ SLICE_UNIT = 256
 """Slices are multiples of so many bytes of a row, as the depths of tiles are."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a kernel of GEMMs copies, to a peer or within the rank: slices of one chunk.
+
+    copies:  of each slice
+    signals: behind each of them; empty: nobody is told
+    waits:   what it waits for; None: for nothing
+    """
+
+    copies: tuple[Copy, ...]
+    signals: tuple[Signal, ...] = ()
+    waits: Wait | None = None
+
+
 @dataclass(eq=False)
 class Action:
     """Something put on a stream at once.
@@ -40,8 +54,8 @@ class Action:
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; all Gemms, where they are one kernel
     gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice
     tells:  whom each of them tells of its result, None where nobody
-    sends:  what the kernel copies to peers, with the signals behind it: slices of chunks, those of a chunk together
-    opens:  what it waits for before it does; None: for nothing
+    sends:  what the kernel copies besides, in order
+    opens:  what it waits for before it copies anything; None: for nothing
     slice:  elements along k of a slice that it sends, or waits for; 0 where chunks are whole
     abreast: of several Gemms that are one kernel, of how many in a row tiles are computed in turn; empty: of each alone
     after:  actions on other streams that come before, by number
@@ -56,7 +70,7 @@ class Action:
     awaited: bool = field(default=False)
     gates: tuple[tuple[Wait, ...], ...] = ()
     tells: tuple[Signal | None, ...] = ()
-    sends: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
+    sends: tuple[Sent, ...] = ()
     opens: Wait | None = None
     slice: int = 0
     abreast: tuple[int, ...] = ()
@@ -72,7 +86,8 @@ def lower(
            copied so only, and of those that come last half at once, half of the rest, and so on
     gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
     copies: of shards to peers, as ``distgemm.compile`` takes it. Where there are slices along k, each has a flag of its
-           own; with ``gated`` the kernel sends them if "gemm" or "both"
+           own; with ``gated`` the kernel sends them if "gemm" or "both". With "gemm" also those of an all-reduce's
+           results, to peers and from slots to D, as a whole
 
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
     one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
@@ -93,7 +108,7 @@ def lower(
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
     along = slices = 0
-    if copies != "engine":
+    if copies != "engine" and not (copies == "gemm" and _delivers(plan)):
         along = _slice_of(plan, copies)
         ops, slices = _sliced(plan, ops, along, copies != "gemm")
     kernel = None
@@ -151,7 +166,12 @@ def waits_of(actions: Sequence[Action]) -> list[Wait]:
     return [
         op
         for action in actions
-        for op in (*action.ops, *chain.from_iterable(action.gates), action.opens)
+        for op in (
+            *action.ops,
+            *chain.from_iterable(action.gates),
+            action.opens,
+            *(sent.waits for sent in action.sends),
+        )
         if isinstance(op, Wait)
     ]
 
@@ -255,7 +275,10 @@ def _slice_of(plan: Plan, copies: str) -> int:
     """
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
-        raise PlanError(f"{plan.schedule}: copies in slices are of shards that are pushed to peers, and here are none")
+        raise PlanError(
+            f"{plan.schedule}: copies={copies!r} is for shards that are pushed to peers, and here are none"
+            + ("; of all-reduces, for those with mechanism='store'" if copies == "gemm" else "")
+        )
     moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
     if not all(map(_is_sent, moved)):
         raise PlanError(f"{plan.schedule}: copies in slices are of shards, and here is passed on what has come")
@@ -268,6 +291,12 @@ def _slice_of(plan: Plan, copies: str) -> int:
 def _is_sent(op: Op) -> TypeGuard[Copy]:
     """Whether it copies from the rank's shard to a peer."""
     return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
+
+
+def _delivers(plan: Plan) -> bool:
+    """Whether all that is copied to peers are results, from where they are finished."""
+    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
+    return bool(moved) and all(op.src.buffer == "D" and op.src.rank == op.rank for op in moved)
 
 
 def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list[Op], int]:
@@ -382,14 +411,16 @@ def _gated(
         if here and not multiplied.isdisjoint(other.deps):
             # It would take a third stream, of which graphs may put one behind the waits of another.
             raise PlanError(f"{other}: one kernel for all GEMMs takes plans without sums and copies beside it")
-    sent: tuple[tuple[tuple[Copy, Signal], ...], ...] = ()
-    if copies in ("gemm", "both"):
+    sent: tuple[Sent, ...] = ()
+    if slices and copies in ("gemm", "both"):
         last = set(_multiplied_last(plan)) if copies == "both" else None
         sent, others = _sends(others, entered, slices, last)
     opens = None
     if sent and copies == "both":
         others, opens = _behind_engines(others, Flag(first.rank, flags_of(plan) * slices, 0, False))
     others = _told_here(plan, others, gemms, tells)
+    if not slices and copies == "gemm":
+        sent, others = _deliveries(others, entered)
     if tells and not any(op.sources for op in gemms):
         raise PlanError(
             f"{plan.schedule}: one kernel for all GEMMs tells of sums that are passed on, and here are none"
@@ -454,7 +485,7 @@ def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
 
 def _sends(
     ops: Sequence[Op], entered: Container[int], slices: int, only: Container[tuple[int, int]] | None
-) -> tuple[tuple[tuple[tuple[Copy, Signal], ...], ...], list[Op]]:
+) -> tuple[tuple[Sent, ...], list[Op]]:
     """Copies of shards with the signals behind them, those of a chunk together; and all other ops. only: to which rank
     and slot; None: to all."""
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
@@ -467,7 +498,25 @@ def _sends(
             signal = signals[op.id]
             chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
             taken |= {op.id, signal.id}
-    return tuple(map(tuple, chunks.values())), [op for op in ops if op.id not in taken]
+    found = [Sent(tuple(copy for copy, _ in pairs), tuple(signal for _, signal in pairs)) for pairs in chunks.values()]
+    return tuple(found), [op for op in ops if op.id not in taken]
+
+
+def _deliveries(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Sent, ...], list[Op]]:
+    """Copies of finished results to peers, each with what it waits for and the signal behind it, and copies from slots
+    of what peers have finished; and all other ops.
+    """
+    waits = {op.id: op for op in ops if isinstance(op, Wait)}
+    signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
+    sent: list[Sent] = []
+    taken = set()
+    for op in ops:
+        if isinstance(op, Copy):
+            (wait,) = (waits[dep] for dep in op.deps if dep not in entered)
+            behind = (signals[op.id],) if op.id in signals else ()
+            sent.append(Sent((op,), behind, wait))
+            taken |= {op.id, wait.id, *(signal.id for signal in behind)}
+    return tuple(sent), [op for op in ops if op.id not in taken]
 
 
 def _behind_engines(others: Sequence[Op], flag: Flag) -> tuple[list[Op], Wait | None]:
