@@ -90,7 +90,14 @@ SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "gemm+ar": tuple((f"all_reduce_1d_{name}", options) for name, options in SUMS),
 }
 """For each op, the schedules that are tried, with their options."""
-STORED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 4, "lag": 2}, {"chunks": 8, "lag": 2}, {"chunks": 8, "lag": 4})
+STORED = (
+    {"chunks": 2},
+    {"chunks": 4},
+    {"chunks": 4, "lag": 2},
+    {"chunks": 8, "lag": 2},
+    {"chunks": 8, "lag": 4},
+    {"chunks": 16, "lag": 2},
+)
 """Chains by one kernel that stores its sums."""
 DELIVERED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 8, "lag": 2}, {"chunks": 16, "lag": 2})
 """The same, where it delivers what is finished, too: a chunk leaves once it is complete."""
