@@ -75,7 +75,12 @@ def _init(backend: str, rank: int, world_size: int, local_rank: int, method: str
 
 
 def launch(
-    function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 300.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 300.0,
+    share: bool = False,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` new processes that form a group; returns their results by rank.
 
@@ -84,6 +89,8 @@ def launch(
                Its process ends behind it, with what atexit knows: files that it leaves open are not flushed
     backend:   "gloo", or "nccl": then the rank is also the number of its CUDA device
     timeout:   seconds for everything, from the start of the processes (which import torch first)
+    share:     with "nccl", rank r has device r modulo the number of devices: for tests of more ranks than there are
+               GPUs. Kernels of ranks on one GPU take turns, some milliseconds each, and NCCL goes through sockets
 
     Returns or raises only when all processes have ended. Raises ValueError for arguments that do not fit, and
     RuntimeError with the rank and its traceback when a rank fails: the first one, by time, since the others fail
@@ -95,11 +102,13 @@ def launch(
         raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds > 0, got {timeout!r}")
-    if backend == "nccl" and torch.cuda.device_count() < world_size:
-        raise ValueError(f"nccl with {world_size} ranks takes as many CUDA devices, found {torch.cuda.device_count()}")
+    if share and backend != "nccl":
+        raise ValueError(f"share=True is for backend 'nccl', whose ranks have CUDA devices; got {backend!r}")
+    if backend == "nccl" and (found := torch.cuda.device_count()) < (wanted := 1 if share else world_size):
+        raise ValueError(f"nccl with {world_size} ranks takes {wanted} CUDA devices, found {found}")
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder, _started() as processes:
         threads = max(1, (os.cpu_count() or 1) // world_size)
-        job = _Job(function, args, world_size, backend, timeout, Path(folder), os.getpid(), threads)
+        job = _Job(function, args, world_size, backend, timeout, Path(folder), os.getpid(), threads, share)
         deadline = time.monotonic() + timeout
         context = start_processes(  # type: ignore[no-untyped-call]
             _run_rank, (job,), world_size, join=False, daemon=True, start_method="spawn"
@@ -140,6 +149,7 @@ class _Job:
 
     parent:  process id of the launcher
     threads: of torch, for each rank
+    share:   whether ranks share CUDA devices
     """
 
     function: Callable[..., Any]
@@ -150,6 +160,7 @@ class _Job:
     folder: Path
     parent: int
     threads: int
+    share: bool
 
     def result(self, rank: int) -> Path:
         return self.folder / f"result-{rank}"
@@ -175,11 +186,12 @@ def _run_rank(rank: int, job: _Job) -> None:
         torch.set_num_threads(job.threads)
         # The launcher's own timeout comes first: it says which ranks had not finished.
         store = f"file://{job.folder}/store"
-        _init(job.backend, rank, job.world_size, rank, store, job.timeout + 4 * GRACE)
+        device = _shared(rank) if job.share else rank
+        _init(job.backend, rank, job.world_size, device, store, job.timeout + 4 * GRACE)
         job.report(job.result(rank), pickle.dumps(job.function(*job.args)))
         if dist.is_initialized():
             # A rank that leaves early would break the connections of those still at work.
-            dist.barrier(device_ids=[rank] if job.backend == "nccl" else None)
+            dist.barrier(device_ids=[device] if job.backend == "nccl" else None)
     except BaseException as error:
         record = {"time": time.monotonic(), "what": f"{type(error).__name__}: {error}", "text": traceback.format_exc()}
         job.report(job.error(rank), json.dumps(record).encode())
@@ -195,6 +207,14 @@ def _run_rank(rank: int, job: _Job) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _shared(rank: int) -> int:
+    """The CUDA device of a rank that shares it; says so to torch, and to NCCL, which refuses it within one host."""
+    os.environ |= {"NCCL_HOSTID": f"rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    return rank % torch.cuda.device_count()
 
 
 def _watch(processes: Sequence[BaseProcess], job: _Job, deadline: float) -> None:

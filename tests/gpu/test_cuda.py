@@ -25,10 +25,9 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-@lru_cache
-def _run(ranks: int) -> list[dict[str, Any]] | Exception:
-    """One group of processes for all checks that end well."""
-    mixed = [
+def mixed(ranks: int) -> list[Case]:
+    """What is replayed on one workspace."""
+    return [
         Case(GATHER, (ranks,)),
         Case(CHAIN, (ranks,), chunks=2),
         Case(PAIRWISE, (ranks,), beta=1.0),
@@ -51,6 +50,11 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="both"),
     ]
+
+
+@lru_cache
+def _run(ranks: int) -> list[dict[str, Any]] | Exception:
+    """One group of processes for all checks that end well."""
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, provider="cublas", config=None),
@@ -110,9 +114,9 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.exact, (worker.cases(ranks),)),
         (worker.bounded_error, (worker.cases(ranks),)),
         (worker.poisoned, (large,)),
-        (worker.stress, (mixed, 1000, ranks)),
-        (worker.repeated, (mixed,)),
-        (worker.crowded, (mixed,)),
+        (worker.stress, (mixed(ranks), 1000, ranks)),
+        (worker.repeated, (mixed(ranks),)),
+        (worker.crowded, (mixed(ranks),)),
         (worker.crossed, (large[-10:],)),
         (worker.graph_nodes, (nodes,)),
         (worker.engines, (traced,)),

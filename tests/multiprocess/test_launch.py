@@ -119,7 +119,7 @@ def test_the_first_error_wins_and_the_others_stop(tmp_path: Path) -> None:
 def test_the_cause_is_the_earliest(
     records: dict[int, float], codes: dict[int, int | None], named: str, tmp_path: Path
 ) -> None:
-    job = module._Job(_blocks, (), 3, "gloo", 1.0, tmp_path, 0, 1)
+    job = module._Job(_blocks, (), 3, "gloo", 1.0, tmp_path, 0, 1, False)
     now = 100.0
     for rank, when in records.items():
         record = {"time": now + when, "what": "its error", "text": ""}
@@ -186,7 +186,8 @@ def test_arguments() -> None:
         ((True,), {}, "world_size"),
         ((2,), {"backend": "mpi"}, "gloo, nccl"),
         ((2,), {"timeout": 0}, "timeout"),
-        ((1000,), {"backend": "nccl"}, "1000 ranks takes as many CUDA devices"),
+        ((1000,), {"backend": "nccl"}, "1000 ranks takes 1000 CUDA devices"),
+        ((2,), {"share": True}, "share=True is for backend 'nccl'"),
     ):
         with pytest.raises(ValueError, match=named):
             launch(_blocks, *arguments, **options)  # type: ignore[arg-type]
