@@ -1,6 +1,6 @@
 """More ranks than GPUs: they share them, which is slow, and right. So rings are proved where few GPUs are.
 
-On one GPU kernels of several processes take turns; all else, plans, flags and words among them, is as on GPUs of their own.
+On one GPU kernels of several processes take turns; all else, kernels, plans and words, is as on GPUs of their own.
 """
 
 from __future__ import annotations
