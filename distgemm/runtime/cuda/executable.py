@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -200,7 +201,7 @@ class CudaExecutable:
             self._recorded.move_to_end(key)
             self.workspace.turn()
             graph.replay()
-        self._watched.issued(self, out)
+        self._watched.issued(self, weakref.ref(out))
         return out
 
     def raise_if_dead(self) -> None:
@@ -657,7 +658,8 @@ class Replay:
 
     def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: _Call) -> None:
         self._executable, self._graphs, self._call = executable, graphs, call
-        self.out = call.out
+        self._replays = [graph.replay for graph in graphs]
+        self.out, self._watched_out = call.out, weakref.ref(call.out)
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
@@ -667,8 +669,8 @@ class Replay:
     def __call__(self) -> Tensor:
         executable = self._executable
         executable.raise_if_dead()
-        self._graphs[executable.workspace.turn()].replay()
-        executable._watched.issued(executable, self.out)
+        self._replays[executable.workspace.turn()]()
+        executable._watched.issued(executable, self._watched_out)
         return self.out
 
 

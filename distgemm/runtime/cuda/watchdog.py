@@ -71,6 +71,7 @@ class _Watched:
         self.ended = 0  # calls that have been seen to end
         self.free: deque[torch.cuda.Event] = deque()  # theirs
         self.lock = threading.Lock()  # between those who take calls out of ``pending``
+        self.streams: dict[int, torch.cuda.Stream] = {}  # by their handles, that torch takes microseconds to wrap
         self.failed = self.warned = False
         self.last: tuple[Any, float] = None, 0.0  # words and ended calls, and since when they have not changed
         self.under_way: CudaExecutable | None = None  # whose replay the words spoke of when they were last read
@@ -78,13 +79,17 @@ class _Watched:
         self.copy = torch.empty(1 + workspace.words().numel(), dtype=torch.int32, pin_memory=True)
         self.ones = torch.ones(workspace.words().numel(), dtype=torch.int32).pin_memory()
 
-    def issued(self, executable: CudaExecutable, out: torch.Tensor) -> None:
+    def issued(self, executable: CudaExecutable, out: weakref.ref[torch.Tensor]) -> None:
         """A call was issued on the current stream."""
         if not self.free:
             self.reclaim()
         end = self.free.popleft() if self.free else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        end.record(torch.cuda.current_stream(executable.device))
-        self.pending.append(_Pending(executable, end, weakref.ref(out), threading.get_ident()))
+        handle = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream(executable.device)
+        end.record(stream)
+        self.pending.append(_Pending(executable, end, out, threading.get_ident()))
         executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
 
     def reclaim(self) -> None:

@@ -188,7 +188,7 @@ class Workspace:
 
     def turn(self) -> int:
         """Take the next half."""
-        self._turn = self.next_half
+        self._turn ^= 1
         return self._turn
 
     def register(self, executable: Any) -> int:
