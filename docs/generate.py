@@ -455,6 +455,7 @@ MARKS: dict[str, Callable[[], str]] = {
     "benchmark two": lambda: benchmark("bench_2xh200.json"),
     "benchmark small": lambda: benchmark("bench_small_4xh200.json"),
     "benchmark all reduce": lambda: benchmark("bench_all_reduce_4xh200.json"),
+    "benchmark all reduce two": lambda: benchmark("bench_all_reduce_2xh200.json"),
     "comparison": comparison,
     "against measurement": against_measurement,
     "own schedule output": own_schedule_output,
