@@ -773,6 +773,9 @@ def test_what_kernels_write_at_peers_takes_turns(
     one.tasks(Data(plan, 0, 1.0, 0.0, False).calls[1], recorded, 0)
     (gemms,) = told
     assert gemms.rate == rate
+    to_peers = [send.away for send in gemms.sends]
+    assert to_peers == ([True, False] * 2 if schedule.startswith("all_reduce") else [True] * len(to_peers))
+    assert all(bool(send.word) == send.away for send in gemms.sends)
     # Behind an engine's copy of the first of two chunks, if there is one.
     assert bool(gemms.opens) == (copies == "both") and (not gemms.opens or gemms.opens not in gemms.waits)
     assert list(gemms.entire) == [False, False, copies in ("slices", "both"), False]

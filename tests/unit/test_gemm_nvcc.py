@@ -18,6 +18,7 @@ WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
 KERNELS = {
     "128x256x64_1x2_cooperative": (PRODUCT, "operands"),
     "128x128x64_2x1_pingpong": (WITH_PARTIAL, "results"),
+    "128x128x64_1x2_pingpong": (WITH_PARTIAL, "deliveries"),
     "128x128x32_1x1_plain": (PRODUCT, "alone"),
 }
 
@@ -57,6 +58,7 @@ def test_wgmma_is_not_serialised(compiled: dict[str, tuple[str, str]], name: str
     [
         ("128x256x64_1x2_cooperative", "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"),
         ("128x128x64_2x1_pingpong", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
+        ("128x128x64_1x2_pingpong", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
         ("128x128x32_1x1_plain", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
     ],
 )
@@ -76,10 +78,10 @@ def test_kernels_of_several_products_wait_and_tell(compiled: dict[str, tuple[str
     kind = KERNELS[name][1]
     # Words of this GPU and of others; tickets from block to block of a cluster; copies that are no tensors.
     for instruction, kinds in (
-        ("ld.acquire.sys.global.u32", ("operands", "results")),
-        ("fence.acq_rel.sys", ("operands", "results")),
-        ("st.relaxed.sys.global.u32", ("operands", "results")),
-        ("st.async.shared::cluster", ("results",)),
-        ("cp.async.bulk.global.shared::cta.bulk_group", ("operands",)),
+        ("ld.acquire.sys.global.u32", ("operands", "results", "deliveries")),
+        ("fence.acq_rel.sys", ("operands", "results", "deliveries")),
+        ("st.relaxed.sys.global.u32", ("operands", "results", "deliveries")),
+        ("st.async.shared::cluster", ("results", "deliveries")),
+        ("cp.async.bulk.global.shared::cta.bulk_group", ("operands", "deliveries")),
     ):
         assert (instruction in ptx) is (kind in kinds), instruction
