@@ -6,7 +6,7 @@ a pause, so that products which do not fill the GPU cost no more than one that d
 * "operands": the warp that loads A and B waits for each product's A (or B);
 * "results": products add a partial sum, for which the warp that loads it waits, and whoever stores the last tile of a
   result writes a word, here or in a peer's memory. So sums are passed on from rank to rank;
-* "deliveries": the same, and a warp copies what is finished to peers, and what comes from there to where it belongs.
+* "deliveries": the same, and two warps copy: one what is finished to peers, one what comes from there to its place.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GatedGemms:
     """Products that one kernel computes, in this order.
 
     products: of the same shapes, strides, types and numbers; D is another in each. Either all have the same terms, C
-              and bias where D is; or some have a partial sum, and those that tell of their result neither C nor bias
+              and bias where D is; or some have a partial sum, and those whose D is away neither C nor bias
     moving:   the operand that is another in each, "a" or "b"; the other one is the same
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
@@ -168,6 +168,8 @@ class GatedGemms:
         """That of each product, with all terms that some have. Raises ValueError where they differ otherwise."""
         specs = [spec_of(one) for one in self.products]
         fullest = spec_of(self.fullest)
+        if fullest.l > 1:
+            raise ValueError(f"products that wait are single matrices, got {fullest.l} batches")
         least: dict[str, Any] = {}
         for name in MATRICES:
             present = [matrix for spec in specs if (matrix := getattr(spec, name)) is not None]
@@ -184,8 +186,6 @@ class GatedGemms:
             lacks: dict[str, Any] = {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None}
             if replace(spec, **alike) != replace(common, **(lacks if self.adds else {})):
                 raise ValueError(f"one kernel computes products of one kind, got {fullest} and {spec}")
-        if common.l > 1:
-            raise ValueError(f"products that wait are single matrices, got {common.l} batches")
         if self.adds and "row" in (common.scale_a, common.scale_b):
             raise ValueError(
                 "one kernel computes products with partial sums and one scale for all rows, got one for each"
@@ -236,6 +236,8 @@ def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) ->
 
 
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
+    if not (status := provider.supports(gemms.spec)):
+        raise ValueError(f"provider cutlass, products by one kernel that waits: {status.reason}")
     tried = [config] if config is not None else [choose(provider, gemms.whole), *provider.configs(gemms.whole)]
     if gemms.rate and gemms.adds:
         # What is stored takes its turn while the other warp group multiplies.

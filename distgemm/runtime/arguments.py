@@ -35,7 +35,7 @@ TORCH_DTYPES = {
 WAITS = ("memory", "kernel", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 COPIES = ("engine", "slices", "gemm", "both")
-"""How it copies shards to peers."""
+"""How it copies shards and results to peers."""
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -105,7 +105,7 @@ def launch(
     if share and backend != "nccl":
         raise ValueError(f"share=True is for backend 'nccl', whose ranks have CUDA devices; got {backend!r}")
     if backend == "nccl" and (found := torch.cuda.device_count()) < (wanted := 1 if share else world_size):
-        raise ValueError(f"nccl with {world_size} ranks takes {wanted} CUDA devices, found {found}")
+        raise ValueError(f"nccl with {world_size} ranks takes {wanted} CUDA device{'s' * (wanted > 1)}, found {found}")
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder, _started() as processes:
         threads = max(1, (os.cpu_count() or 1) // world_size)
         job = _Job(function, args, world_size, backend, timeout, Path(folder), os.getpid(), threads, share)

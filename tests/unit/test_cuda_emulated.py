@@ -509,7 +509,10 @@ def test_a_kernel_that_delivers_under_every_order(
     order = random.Random(f"{schedule} {ranks}")
     problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
     chunked: list[dict[str, int]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
-    every = [distgemm.make_plan(problem, schedule, ranks, sync="barrier", mechanism="store", **how) for how in chunked]
+    every = [
+        distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
+        for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
+    ]
     machine = machine_of(every)
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = []
@@ -998,6 +1001,8 @@ def test_workspaces_have_a_word_for_each_flag(schedule: str, gated: bool, copies
         told += [signal for action in actions for sent in action.sends for signal in sent.signals]
         numbers = [op.flag.number for op in (*told, *waits_of(actions))]
         assert len(set(numbers)) > 2 and max(numbers) < most_flags(plan, gated, copies)
+    if schedule in ALL_REDUCES and copies == "gemm":  # no slices: a flag for each that comes, one for each product
+        assert most_flags(plan, gated, copies) == (2 * 3 + 2 * 3) + 2 * 4
 
 
 def test_all_but_the_last_shard_is_merged() -> None:

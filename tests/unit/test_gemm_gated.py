@@ -348,3 +348,23 @@ def test_products_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) 
         gated_source(gemms)
     with pytest.raises(ValueError, match=r"128x128x32_1x1_plain.*take a configuration with TMA"):
         gated_source(operands(), GemmConfig.parse("128x128x32_1x1_plain"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ((2, M, K), torch.bfloat16, "single matrices, got 2 batches"),
+        ((M, K), torch.float64, "by one kernel that waits: A and B are of .*, not float64"),
+    ],
+)
+def test_what_no_kernel_multiplies_is_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    a = torch.zeros(2, *shape, dtype=dtype)
+    d, partial = torch.zeros(2, *shape[:-1], K, dtype=dtype), torch.zeros(*shape[:-1], K, dtype=dtype)
+    b = torch.zeros(*shape[:-2], K, K, dtype=dtype)
+    for second in (GemmTensors(a[1], b, d[1]), GemmTensors(a[1], b, d[1], partial=partial)):
+        gemms = GatedGemms([GemmTensors(a[0], b, d[0]), second], "a", [0, 8], [0, 0], [False, False])
+        with pytest.raises(ValueError, match=said):
+            gated_source(gemms)

@@ -63,8 +63,8 @@ Tensor = torch.Tensor
 Phases = Sequence[Sequence[MemOp]]
 
 STORE_RATE, SEND_RATE = 360.0, 310.0
-"""GB/s at which kernels store results at other GPUs, and send shards to them: a little less than Hopper's NVLink
-takes."""
+"""GB/s at which kernels store and deliver results at other GPUs, and send shards to them: a little less than Hopper's
+NVLink takes."""
 GRAPHS = 32
 """Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
 

@@ -274,12 +274,13 @@ def _slice_of(plan: Plan, copies: str) -> int:
     copies: "slices", "gemm" or "both", as in :func:`lower`
     """
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
+    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
+        others = moved and copies == "gemm"
         raise PlanError(
             f"{plan.schedule}: copies={copies!r} is for shards that are pushed to peers, and here are none"
-            + ("; of all-reduces, for those with mechanism='store'" if copies == "gemm" else "")
+            + ("; of all-reduces, for those with mechanism='store'" if others else "")
         )
-    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
     if not all(map(_is_sent, moved)):
         raise PlanError(f"{plan.schedule}: copies in slices are of shards, and here is passed on what has come")
     _, _, k, dtype = extents.pop()
@@ -461,7 +462,9 @@ def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
     for op in chain.from_iterable(plan.rank_ops):
         if isinstance(op, Signal):
             tellers[op.flag] = [(op.rank, dep) for dep in op.deps if (op.rank, dep) in every]
-    flags = {(op.rank, op.id): op.flag for ops in plan.rank_ops for op in ops if isinstance(op, Wait)}
+    every_op = chain.from_iterable(plan.rank_ops)
+    # Credits are waited for with the entry.
+    flags = {(op.rank, op.id): op.flag for op in every_op if isinstance(op, Wait) and not op.flag.initial}
     needs = {
         key: [teller for dep in op.deps if (op.rank, dep) in flags for teller in tellers.get(flags[op.rank, dep], ())]
         for key, op in every.items()
@@ -562,7 +565,7 @@ def flags_of(plan: Plan) -> int:
 
 def most_flags(plan: Plan, gated: bool, copies: str) -> int:
     """How many flags the actions of each rank have at most, as :func:`lower` makes them."""
-    flags = flags_of(plan) * SLICES.get(copies, 1)
+    flags = flags_of(plan) * (1 if copies == "gemm" and _delivers(plan) else SLICES.get(copies, 1))
     if gated:  # one for each result, of which copies are told
         flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
     return flags
