@@ -69,18 +69,22 @@ def timed(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
     return statistics.median(found)
 
 
+def prepared(exe: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Shards of A, B and D on this rank, and a recorded call of them; eager ones are recorded, too."""
+    a, b, d = (torch.randn(exe.plan.shard_shape(name, dist.get_rank()), device="cuda").bfloat16() for name in "ABD")
+    for _ in range(4):  # eager, and recorded for both halves of the workspace
+        exe(a, b, out=d)
+    return (a, b, d), exe.capture(a, b, out=d)
+
+
 def measure() -> list[dict[str, Any]]:
     """The rows, on each rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = dist.get_world_size()
     rows = []
     for schedule, (m, n, k), options in CASES:
         n, k = (n * ranks, k) if schedule == GATHER else (n, k * ranks)
         exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule, **options)
-        a, b, d = (torch.randn(exe.plan.shard_shape(name, rank), device=device).bfloat16() for name in "ABD")
-        for _ in range(4):  # eager, and recorded for both halves of the workspace
-            exe(a, b, out=d)
-        replay = exe.capture(a, b, out=d)
+        (a, b, d), replay = prepared(exe)
         graphs = itertools.cycle(replay._graphs)  # the halves in turn, on all ranks alike
         us = {
             "call": timed(lambda exe=exe, a=a, b=b, d=d: exe(a, b, out=d)),
@@ -93,16 +97,11 @@ def measure() -> list[dict[str, Any]]:
 
 def measure_auto() -> list[dict[str, Any]]:
     """The rows of what ``schedule="auto"`` does, on each rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
     rows = []
-    for job in jobs(list(MODELS), LAYERS, OPS, TOKENS, ranks, tp=8):
+    for job in jobs(list(MODELS), LAYERS, OPS, TOKENS, dist.get_world_size(), tp=8):
         case = job.case
         exe: Any = distgemm.compile(case.problem, "auto", op=case.op)
-        a, b, d = (torch.randn(exe.plan.shard_shape(name, rank), device=device).bfloat16() for name in "ABD")
-        for _ in range(4):
-            exe(a, b, out=d)
-        replay = exe.capture(a, b, out=d)
+        _, replay = prepared(exe)
         us = {"replay": timed(replay), "gpu": on_gpu(replay)}
         rows.append(
             {"schedule": str(case), "m": case.m, "n": case.n, "k": case.k, "options": str(exe.choice), "us": us}

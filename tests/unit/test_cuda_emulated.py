@@ -9,7 +9,7 @@ import functools
 import random
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from threading import Lock
@@ -470,27 +470,47 @@ def test_a_kernel_that_sends_under_every_order(
     problem = distgemm.GemmProblem(12 * ranks, 8 * ranks, 1600, dtype="float32")
     chunked = [{"chunks": chunks} for chunks in (1, 2) if chunks == 1 or "chunks" in schedule_options(schedule)]
     every = [distgemm.make_plan(problem, schedule, ranks, sync="barrier", **how) for how in chunked]
-    machine = machine_of(every)
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = []
+
+    def check(sends: list[int], copied: int, copies: str) -> None:
+        assert sends == [3] * {"gemm": copied, "both": min(copied, 1)}.get(copies, 0)
+
+    copied_by = ("gemm", "slices", "both", "engine")
+    run_where_some_are_refused(every * 8, copied_by, check, order, recorded, monkeypatch)
+
+
+def run_where_some_are_refused(
+    plans: list[distgemm.Plan],
+    copied_by: Sequence[str],
+    check: Callable[[list[int], int, str], None],
+    order: random.Random,
+    recorded: list[Task],
+    monkeypatch: pytest.MonkeyPatch,
+    queues: bool = False,
+) -> None:
+    """Replays by one kernel, copies by each of these in turn, where three kernels of ten cannot read their tensors.
+
+    check: takes how many slices each send of a kernel has, how many copies the rank has, and by whom they are
+    """
 
     def refused(gemms: GatedGemms, config: Any) -> None:
         if order.random() < 0.3:
             raise ValueError("unaligned")
 
     monkeypatch.setattr(executable, "gated_source", refused)
-    for turn, plan in enumerate(every * 8):
+    machine, ranks = machine_of(plans), plans[0].world_size
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for turn, plan in enumerate(plans):
         data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
-        half, copies = order.randrange(2), ("gemm", "slices", "both", "engine")[turn % 4]
+        half, copies = order.randrange(2), copied_by[turn % len(copied_by)]
         for rank in range(ranks):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
-            one.exe.choice = Choice(schedule=schedule)
+            one.exe.choice = Choice(schedule=plan.schedule)
             sends = [len(sent.copies) for action in one.exe.actions for sent in action.sends]
-            copied = sum(isinstance(op, Copy) for op in plan.ops(rank))
-            assert sends == [3] * {"gemm": copied, "both": min(copied, 1)}.get(copies, 0)
+            check(sends, sum(isinstance(op, Copy) for op in plan.ops(rank)), copies)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
             one.exe.actions = list(data[-1].calls[rank].way.actions)
-    run(machine, todo, order, queues=False)
+    run(machine, todo, order, queues)
     for drawn in data:
         drawn.check()
 
@@ -513,28 +533,12 @@ def test_a_kernel_that_delivers_under_every_order(
         distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
         for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
     ]
-    machine = machine_of(every)
-    todo: list[list[Any]] = [[] for _ in range(ranks)]
-    data = []
 
-    def refused(gemms: GatedGemms, config: Any) -> None:
-        if order.random() < 0.2:
-            raise ValueError("unaligned")
+    def check(sends: list[int], copied: int, copies: str) -> None:
+        assert sends == [1] * (0 if copies == "engine" else copied)
 
-    monkeypatch.setattr(executable, "gated_source", refused)
-    for turn, plan in enumerate(every * 6):
-        data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
-        half, copies = order.randrange(2), "engine" if turn % 4 == 3 and not queues else "gemm"
-        for rank in range(ranks):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
-            one.exe.choice = Choice(schedule=schedule)
-            sends = [sent for action in one.exe.actions for sent in action.sends]
-            assert len(sends) == (0 if copies == "engine" else sum(isinstance(op, Copy) for op in plan.ops(rank)))
-            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
-            one.exe.actions = list(data[-1].calls[rank].way.actions)
-    run(machine, todo, order, queues)
-    for drawn in data:
-        drawn.check()
+    copied_by = ("gemm", "gemm", "gemm", "gemm", "gemm" if queues else "engine")  # by engines another plan each time
+    run_where_some_are_refused(every * 6, copied_by, check, order, recorded, monkeypatch, queues)
 
 
 def test_what_an_all_reduce_delivers() -> None:

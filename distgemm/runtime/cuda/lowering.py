@@ -108,7 +108,7 @@ def lower(
     if merge:
         ops = _merged(plan, rank, ops, entered, gated)
     along = slices = 0
-    if copies != "engine" and not (copies == "gemm" and _delivers(plan)):
+    if _in_slices(plan, copies):
         along = _slice_of(plan, copies)
         ops, slices = _sliced(plan, ops, along, copies != "gemm")
     kernel = None
@@ -274,7 +274,7 @@ def _slice_of(plan: Plan, copies: str) -> int:
     copies: "slices", "gemm" or "both", as in :func:`lower`
     """
     extents = {(*box_extents(op.src.box), plan.dtype(op.src)) for ops in plan.rank_ops for op in ops if _is_sent(op)}
-    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
+    moved = _to_peers(plan)
     if len({(k, dtype) for _, _, k, dtype in extents}) != 1:
         others = moved and copies == "gemm"
         raise PlanError(
@@ -294,10 +294,17 @@ def _is_sent(op: Op) -> TypeGuard[Copy]:
     return isinstance(op, Copy) and op.src.buffer in ("A", "B") and op.src.rank == op.rank and link_of(op) is not None
 
 
-def _delivers(plan: Plan) -> bool:
-    """Whether all that is copied to peers are results, from where they are finished."""
-    moved = [op for ops in plan.rank_ops for op in ops if isinstance(op, Copy) and link_of(op) is not None]
-    return bool(moved) and all(op.src.buffer == "D" and op.src.rank == op.rank for op in moved)
+def _to_peers(plan: Plan) -> list[Copy]:
+    """Copies between ranks, of all ranks."""
+    return [op for op in chain.from_iterable(plan.rank_ops) if isinstance(op, Copy) and link_of(op) is not None]
+
+
+def _in_slices(plan: Plan, copies: str) -> bool:
+    """Whether copies to peers have slices along k. Engines copy as a whole; so does a kernel where all that it copies to
+    peers are results, from where they are finished."""
+    moved = _to_peers(plan) if copies == "gemm" else []
+    results = bool(moved) and all(op.src.buffer == "D" and op.src.rank == op.rank for op in moved)
+    return copies != "engine" and not results
 
 
 def _sliced(plan: Plan, ops: Sequence[Op], along: int, last: bool) -> tuple[list[Op], int]:
@@ -565,7 +572,7 @@ def flags_of(plan: Plan) -> int:
 
 def most_flags(plan: Plan, gated: bool, copies: str) -> int:
     """How many flags the actions of each rank have at most, as :func:`lower` makes them."""
-    flags = flags_of(plan) * (1 if copies == "gemm" and _delivers(plan) else SLICES.get(copies, 1))
+    flags = flags_of(plan) * (SLICES[copies] if _in_slices(plan, copies) else 1)
     if gated:  # one for each result, of which copies are told
         flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
     return flags
