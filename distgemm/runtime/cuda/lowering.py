@@ -300,8 +300,8 @@ def _to_peers(plan: Plan) -> list[Copy]:
 
 
 def _in_slices(plan: Plan, copies: str) -> bool:
-    """Whether copies to peers have slices along k. Engines copy as a whole; so does a kernel where all that it copies to
-    peers are results, from where they are finished."""
+    """Whether copies to peers have slices along k. Engines copy as a whole; so does a kernel where all that it copies
+    to peers are results, from where they are finished."""
     moved = _to_peers(plan) if copies == "gemm" else []
     results = bool(moved) and all(op.src.buffer == "D" and op.src.rank == op.rank for op in moved)
     return copies != "engine" and not results
