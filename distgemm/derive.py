@@ -503,12 +503,12 @@ class _Derivation:
         # A partial sum is added in the epilogue of the last GEMM if it is complete before, all the way up.
         for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
             before = [parts[rank] for rank in part.incoming]
-            fold = route.fold if part.to is not None else route.fold and getattr(route, "fold_last", True)
+            fold = route.fold if part.to is not None else getattr(route, "fold_last", route.fold)
+            last = (part.iterations or [-1])[-1]
             part.whole = not before or (
                 fold
-                and len(before) == 1
-                and before[0].whole
-                and -1 < (before[0].iterations or [-1])[-1] < (part.iterations or [-1])[-1]
+                and (len(before) == 1 or not route.fold)
+                and all(one.whole and -1 < (one.iterations or [-1])[-1] < last for one in before)
             )
 
     def _reducer(self, tile: Tile) -> int:

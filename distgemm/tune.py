@@ -101,7 +101,17 @@ STORED = (
 """Chains by one kernel that stores its sums."""
 DELIVERED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 8, "lag": 2}, {"chunks": 16, "lag": 2})
 """The same, where it delivers what is finished, too: a chunk leaves once it is complete."""
+SUMMED: tuple[dict[str, Any], ...] = (
+    {"chunks": 1, "last": "gemm"},
+    {"chunks": 2, "last": "gemm"},
+    {"chunks": 4, "last": "gemm"},
+    {"chunks": 4, "last": "gemm", "lag": 1},
+    {"chunks": 8, "last": "gemm", "lag": 1},
+)
+"""Pairwise sums by one kernel that stores all parts where they are added: no sum takes several hops, as in a chain of
+more than two ranks."""
 CHAIN, ALL_REDUCE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_a_rotating_c"
+PAIRWISE = {"gemm+rs": "reduce_scatter_1d_pairwise_a", "gemm+ar": "all_reduce_1d_pairwise_a"}
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "ag+gemm": (
         *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
@@ -111,10 +121,13 @@ BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
         (CHAIN, {"chunks": 2, "results": 2}, "engine"),
         (CHAIN, {"chunks": 4, "results": 4}, "engine"),
         *((CHAIN, {"mechanism": "store", **how}, "engine") for how in STORED),
+        *((PAIRWISE["gemm+rs"], {"mechanism": "store", **how}, "engine") for how in SUMMED),
     ),
     "gemm+ar": (
         *((ALL_REDUCE, {"mechanism": "store", **how}, "engine") for how in STORED),
         *((ALL_REDUCE, {"mechanism": "store", **how}, "gemm") for how in DELIVERED),
+        (PAIRWISE["gemm+ar"], {"mechanism": "store", **SUMMED[1]}, "engine"),
+        *((PAIRWISE["gemm+ar"], {"mechanism": "store", **SUMMED[number]}, "gemm") for number in (1, 3)),
     ),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
@@ -286,6 +299,8 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
                 pairs = tuple(options.items())
                 times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
     for schedule, options, by in BY_ONE_KERNEL[op] if world_size > 1 else ():
+        if world_size == 2 and schedule in PAIRWISE.values():
+            continue  # the same as a chain
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
         if not (_computes("cutlass", plan) and by_one_kernel(plan, by)):
             continue
@@ -695,14 +710,16 @@ def _finalists(
     from distgemm.gemm.choose import order
 
     found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
-    by_one_kernel: dict[tuple[str, Any], Choice] = {}
+    by_one_kernel: dict[tuple[Any, ...], Choice] = {}
     for choice in ran:
         if choice.waits == "gemm" and times[str(choice)] <= WITHIN_KERNELS * times[str(ran[0])]:
-            by_one_kernel.setdefault((choice.copies, dict(choice.options).get("mechanism")), choice)
+            way = choice.schedule, choice.copies, dict(choice.options).get("mechanism")
+            by_one_kernel.setdefault(way, choice)
     for one in by_one_kernel.values():
         plan = _plan(problem, one, group)
         # What multiplies everything fastest, and what multiplies a chunk fastest: the rest once the last one has come.
-        best = [order(spec, _providers()["cutlass"].configs(spec)) for spec in (_whole(plan), _chunk(plan))]
+        chunk, count = _chunk(plan), sum(isinstance(op, Gemm) for op in plan.ops(0))
+        best = [order(chunk, _providers()["cutlass"].configs(chunk), count=number) for number in (count, 1)]
         configs = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
         if _delivers(one):
             configs = [config for config in configs if config.schedule == "pingpong"]
@@ -714,7 +731,7 @@ def _delivers(choice: Choice) -> bool:
     """Whether a kernel copies results. Beside its buffers the largest tiles (128x256, 256x128, 256x192) are left two
     stages, with which 128x256 took 1.5 times as long as with copies by engines; 128x192, with three, was slower than
     pingpong tiles, too."""
-    return choice.schedule == ALL_REDUCE and choice.copies == "gemm"
+    return choice.schedule.startswith("all_reduce") and choice.copies == "gemm"
 
 
 def _whole(plan: Plan) -> GemmSpec:

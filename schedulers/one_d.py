@@ -6,6 +6,7 @@ With ``chunks=c`` a shard is c tiles along the mode that moves: tile = shard * c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from distgemm.layouts import Axis, Modulo, Offset, Swizzle, TVLayout
@@ -59,11 +60,20 @@ def _lagging(name: str, work: TVLayout, lag: int) -> TVLayout:
     several in one place, the chunk of the shard that began last comes first."""
     if not lag:
         return work
-    chunks, shards = work.values
+    _check_lag(name, lag, work.values[0])
+    return _in_order(work, lambda shard, chunk: (chunk + lag * shard, chunk))
+
+
+def _check_lag(name: str, lag: int, chunks: int) -> None:
     if lag > chunks:
         raise ValueError(f"{name}: lag is at most as many as there are chunks, {chunks}, got {lag}")
+
+
+def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
+    """Work of iterations (chunks, N), sorted by a key of the number of the shard and of the chunk."""
+    chunks, shards = work.values
     pairs = [(shard, chunk) for shard in range(shards) for chunk in range(chunks)]
-    pairs.sort(key=lambda pair: (pair[1] + lag * pair[0], pair[1]))
+    pairs.sort(key=lambda pair: key(*pair))
     return work.reorder([shard * chunks + chunk for shard, chunk in pairs])
 
 
@@ -180,10 +190,11 @@ def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> Distrib
 #     3  | 0 | 1 | 2 | 3 |                       | rank 3 |   | 0 | 1 | 2 | 3 |
 
 
-def _chain(name: str, last: str) -> Chain:
+def _by_gemm(name: str, last: str) -> bool:
+    """Whether an owner adds what arrives last in the epilogue of its own product."""
     if last not in ("gemm", "sum"):
         raise ValueError(f"{name}: last is gemm or sum, got {last!r}")
-    return Chain(fold_last=last == "gemm")
+    return last == "gemm"
 
 
 def _scatter_m(
@@ -215,21 +226,42 @@ def reduce_scatter_1d_tiling_a_rotating_c(
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
     work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
-    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, _chain(name, last))
+    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, Chain(fold_last=_by_gemm(name, last)))
     return replace(schedule, work=_lagging(name, schedule.work, lag))
 
 
 @register_schedule()
-def reduce_scatter_1d_pairwise_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
+def reduce_scatter_1d_pairwise_a(
+    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0
+) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
 
     S = chunks * N iterations, i = chunk * N + j; the own slice comes last (nvFuser's ring GEMM +
     reduce-scatter).
+
+    last: where an owner adds: in a "sum" of its own, or in the epilogue of its own "gemm". Then i = j * chunks + chunk:
+          the own shard, which waits for all others, comes behind all of them.
+    lag:  with last="gemm": chunk by chunk, and of the own shard each so many chunks behind what the others add to it,
+          1 to ``chunks``. 0: shard by shard, the own one last.
     """
     (ranks,) = mesh
+    name = "reduce_scatter_1d_pairwise_a"
+    if _by_gemm(name, last):
+        _check_lag(name, lag, chunks)
+        work_m = _rotate(ranks, chunks, offset=1)
+        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, Pairwise(fold_last=True))
+        if not lag:
+            return schedule
+        own = ranks - 1
+
+        def place(shard: int, chunk: int) -> tuple[int, int]:
+            return ((chunk + lag) * own, 0) if shard == own else (chunk * own + shard, 1)
+
+        return replace(schedule, work=_in_order(schedule.work, place))
+    if lag:
+        raise ValueError(f"{name}: lag goes with last='gemm', where an owner adds chunk by chunk, got {last!r}")
     slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
-    work_m = (Axis(chunks, value=(0, 1)), slices)
-    return _scatter_m("reduce_scatter_1d_pairwise_a", mesh, chunks, (ranks, chunks), work_m, Pairwise())
+    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise())
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
@@ -246,4 +278,6 @@ def reduce_scatter_1d_tiling_b_rotating_c(
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
     name = "reduce_scatter_1d_tiling_b_rotating_c"
     work = _lagging(name, TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE)), lag)
-    return DistributedTileScheduler(name, partition, work, Route(d=_chain(name, last)), TileCoord(1, chunks, 1, 1))
+    return DistributedTileScheduler(
+        name, partition, work, Route(d=Chain(fold_last=_by_gemm(name, last))), TileCoord(1, chunks, 1, 1)
+    )

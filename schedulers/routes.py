@@ -53,7 +53,8 @@ class ReduceRoute(Protocol):
     fold: True: a rank adds the partial sum it receives in the epilogue of its own GEMM;
           False: all partial sums are added at the end, in one final sum.
 
-    A route may have ``fold_last`` besides: the same for the reducer alone.
+    A route may have ``fold_last`` besides: the same for the reducer alone. Where it folds there only, the reducer may
+    receive any number of partial sums.
     """
 
     @property
@@ -161,9 +162,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class Pairwise:
-    """Each contributor sends its part to the reducer, which adds all of them once: no rounding per hop."""
+    """Each contributor sends its part to the reducer, which adds all of them once: no rounding per hop.
+
+    fold_last: True: the reducer's last product adds them in its epilogue
+    """
 
     fold: bool = False
+    fold_last: bool = False
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(rank, reducer) for rank in contributors]

@@ -45,10 +45,10 @@ RATES = {
 OVERHEADS = {"cooperative": 160, "pingpong": 60, "plain": 160}
 
 
-def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS) -> float:
-    """The heuristic's time, in arbitrary units."""
+def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS, count: int = 1) -> float:
+    """The heuristic's time, in arbitrary units; of so many products by one kernel, without a pause between them."""
     tile_m, tile_n, _ = config.tile
-    tiles, at_once = tiles_of(spec, config), tiles_at_once(config, sms)
+    tiles, at_once = count * tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
     rate = RATES.get((config.schedule, tile_m, tile_n), 0.7)
     return waves * (spec.k + OVERHEADS[config.schedule]) * tile_m * tile_n / rate
@@ -69,9 +69,9 @@ def tiles_at_once(config: GemmConfig, sms: int) -> int:
     return max(1, sms // cluster) * cluster
 
 
-def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1) -> list[GemmConfig]:
-    """Configurations by the heuristic's time, the best first."""
-    return sorted(configs, key=lambda config: estimate(spec, config, streams))
+def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1, count: int = 1) -> list[GemmConfig]:
+    """Configurations by the heuristic's time, the best first; for so many products by one kernel."""
+    return sorted(configs, key=lambda config: estimate(spec, config, streams, count=count))
 
 
 def key_of(spec: GemmSpec, streams: int = 1) -> str:

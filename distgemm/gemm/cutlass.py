@@ -118,7 +118,8 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if gated == "alone" else f", waiting for {gated}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    return KernelSource(name, macros, arch, headers=() if gated == "alone" else ("gated.cuh", "words.cuh"))
+    headers = {"alone": (), "operands": ("gated.cuh", "words.cuh")}
+    return KernelSource(name, macros, arch, headers=headers.get(gated, ("gated.cuh", "passing.cuh", "words.cuh")))
 
 
 class Matrix(ctypes.Structure):

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
 
-from distgemm.gemm.choose import choose, tiles_at_once, tiles_of
+from distgemm.gemm.choose import choose, order, tiles_at_once, tiles_of
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassKernel, CutlassLaunch, CutlassProvider, Matrix, kernel_source
 from distgemm.gemm.provider import GemmTensors
@@ -30,7 +30,17 @@ from distgemm.gemm.tensors import spec_of
 from distgemm.gemm.words import MemOp, Words, words_of
 from distgemm.problem import DTYPE_BYTES
 
-__all__ = ["COUNTERS", "PRODUCTS", "SENDS", "GatedGemms", "GatedSend", "bind_gated", "gated_source", "together"]
+__all__ = [
+    "COUNTERS",
+    "PRODUCTS",
+    "SENDS",
+    "Further",
+    "GatedGemms",
+    "GatedSend",
+    "bind_gated",
+    "gated_source",
+    "together",
+]
 
 PRODUCTS, SENDS = 128, 128
 """How many products a kernel computes, and how many pieces of matrices it sends, at most."""
@@ -41,6 +51,7 @@ HANDED_OUT, QUEUES = 1, 2
 """How many, where there are partial sums, count tiles, behind those of products; and how many pieces of what is sent:
 away, or not."""
 
+INT32_MAX = 2**31 - 1
 MATRICES = ("a", "b", "d", "c", "partial")
 
 
@@ -61,6 +72,18 @@ class GatedSend:
     word: int
     waits: int = 0
     away: bool = True
+
+
+@dataclass(frozen=True)
+class Further:
+    """What is added to a product besides its partial sum.
+
+    matrix: of the same shape, strides and type
+    waits:  the address of an int32 that is 1 once it has come; not 0
+    """
+
+    matrix: torch.Tensor
+    waits: int
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,10 @@ class GatedGemms:
     opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
     entire:   of each product, whether its operand comes as a whole nevertheless, with one word. Empty: none does
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
-    away:     of each product, whether its D lies in another memory than those of the others, with rows at another
-              distance perhaps. All with C or a bias are not away
+    away:     of each product, whether its D lies in another memory than those of the others, or in several, with rows
+              at another distance perhaps. All with C or a bias are not away
+    further:  of each product what else is added, in this order, before C and bias; those with something have a partial
+              sum, and are not away. Empty: nothing
     counters: where there are partial sums, sends, or something to enter, COUNTERS int32 that are 0, for this kernel
               alone, at a multiple of 8 bytes
     rate:     at how many GB/s stores and sends to other GPUs leave; 0: as fast as they can. A little below what the
@@ -115,6 +140,7 @@ class GatedGemms:
     rate: float = 0.0
     entry: Sequence[Sequence[MemOp]] = ()
     exit: Sequence[Sequence[MemOp]] = ()
+    further: Sequence[Sequence[Further]] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.products) <= PRODUCTS:
@@ -125,6 +151,14 @@ class GatedGemms:
             raise ValueError(
                 f"one kernel sends at most {SENDS} chunks in {most} slices, got {len(self.sends)} in {slices}"
             )
+        for one, away, added in zip(self.products, self.away, self.further or (), strict=bool(self.further)):
+            if added and (away or one.partial is None):
+                raise ValueError("what is added to a product beside its partial sum is added where its D stays")
+            kinds = {(each.matrix.shape, each.matrix.dtype) for each in added}
+            if one.partial is not None and not kinds <= {(one.d.shape, one.partial.dtype)}:
+                raise ValueError("what is added to a product is all of D's shape, and of one type")
+        if sum(map(len, self.further)) > PRODUCTS:
+            raise ValueError(f"one kernel adds at most {PRODUCTS} further sums, got {sum(map(len, self.further))}")
         if self.abreast and (not self.adds or sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
             raise ValueError(
                 f"products abreast are all of a kernel's, with partial sums; got {[*self.abreast]} of "
@@ -214,8 +248,8 @@ def together(spec: GemmSpec, count: int, moving: str) -> GemmSpec:
 
 
 def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
-    """What the kernel is compiled from; config None: that of a product as large as all of them, and where results take
-    turns the first pingpong one for it.
+    """What the kernel is compiled from; config None: by shape, that of a product as large as all of them where it does
+    not waste a part of its tiles in each; where results take turns the first pingpong one.
 
     Raises ValueError where there is none.
     """
@@ -238,7 +272,7 @@ def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) ->
 def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
     if not (status := provider.supports(gemms.spec)):
         raise ValueError(f"provider cutlass, products by one kernel that waits: {status.reason}")
-    tried = [config] if config is not None else [choose(provider, gemms.whole), *provider.configs(gemms.whole)]
+    tried = [config] if config is not None else _by_shape(provider, gemms)
     if gemms.rate and gemms.adds:
         # What is stored takes its turn while the other warp group multiplies.
         tried.sort(key=lambda one: one.schedule != "pingpong")
@@ -249,6 +283,15 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
     raise ValueError(
         f"provider cutlass, {config or 'any configuration'}, products by one kernel that waits: {status.reason}"
     )
+
+
+def _by_shape(provider: CutlassProvider, gemms: GatedGemms) -> list[GemmConfig]:
+    """The one chosen for a product as large as all of them first, unless parts of its tiles would lie outside of each."""
+    whole, count = gemms.whole, len(gemms.products)
+    found = order(gemms.spec, provider.configs(whole), count=count)
+    chosen = choose(provider, whole)
+    fits = count * tiles_of(gemms.spec, chosen) <= tiles_of(whole, chosen)
+    return [chosen, *found] if fits else found
 
 
 def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> Status:
@@ -284,8 +327,14 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("operand", "sliced")),
         *((name, ctypes.c_uint64) for name in ("source_word", "result_word")),
         *((name, ctypes.c_int32) for name in ("source", "result")),
-        *((name, ctypes.c_int16) for name in ("first", "abreast")),
+        *((name, ctypes.c_int16) for name in ("first", "abreast", "further", "sources")),
     )
+
+
+class _Further(ctypes.Structure):
+    """The struct Further of gated.cuh."""
+
+    _fields_ = (("word", ctypes.c_uint64), ("batch", ctypes.c_int32))
 
 
 class _Send(ctypes.Structure):
@@ -323,6 +372,8 @@ class _Arguments(ctypes.Structure):
         ("entry", Words),
         ("exit", Words),
         ("products", _Product * PRODUCTS),
+        ("adds", ctypes.c_int32),
+        ("further", _Further * PRODUCTS),
         ("opens", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("sent", "taken")),
         ("sends", _Send * SENDS),
@@ -354,7 +405,7 @@ def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int
     first = max(0, len(gemms.products) - len(gemms.sends))  # where peers have no rows, more is sent than comes
     # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
     waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, first + len(gemms.sends))]
-    return [len(list(group)) for _, group in itertools.groupby(waves)]
+    return [len(list(group)) for _, group in groupby(waves)]
 
 
 def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) -> None:
@@ -395,9 +446,16 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     arguments.pace = round(1024e3 / gemms.rate) if gemms.rate else 0
     arguments.entry, arguments.exit = words_of(gemms.entry), words_of(gemms.exit)
     _place_sends(arguments, gemms, turns)
-    sources = _Batches([at for at in gemms.addresses("partial") if at is not None]) if sums else None
+    further = [*gemms.further] or [()] * count
+    every = [*chain.from_iterable(further)]
+    partial = [at for at in gemms.addresses("partial") if at is not None]
+    sources = _Batches([*partial, *(one.matrix.data_ptr() for one in every)]) if sums else None
     if sources is not None and spec.partial is not None:
         base.source, arguments.sources = sources.matrix(spec.partial), sources.count
+        arguments.adds = len(every)
+        for number, one in enumerate(every):
+            arguments.further[number] = _Further(one.waits, sources.index(one.matrix.data_ptr()))
+    first_further = [0, *accumulate(map(len, further))]
     abreast = _grouped(gemms.abreast, count)
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
@@ -407,6 +465,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
             *(operand_word, operands.numbers[number], sliced),
             *(source_word, gemms.tells[number], source, results.numbers[number]),
             *abreast[number],
+            *(first_further[number], len(further[number])),
         )
 
 
@@ -468,6 +527,11 @@ class _Batches:
     def __init__(self, addresses: Sequence[int]) -> None:
         self.first = min(addresses)
         self.distance = math.gcd(*(address - self.first for address in addresses))
+        if self.distance and (max(addresses) - self.first) // self.distance > INT32_MAX:
+            raise ValueError(
+                f"matrices of one kernel lie at multiples of one distance, fewer than 2**31, and these, of "
+                f"{self.distance} bytes, span {max(addresses) - self.first}"
+            )
         self.numbers = [*map(self.index, addresses)]
         self.count = 1 + max(self.numbers)
 

@@ -6,7 +6,8 @@
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
 //
 // With DG_GATED it computes several such products of one shape, one after the other without a pause. They are the mode L
-// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes: gated.cuh.
+// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes: gated.cuh, and
+// passing.cuh for sums that are passed on.
 
 #include <cstdint>
 #include <type_traits>
@@ -104,6 +105,9 @@ struct Arguments {
 
 #if DG_GATED != DG_ALONE
 #include "gated.cuh"
+#endif
+#if DG_PASSES
+#include "passing.cuh"
 #endif
 
 namespace distgemm {
@@ -367,13 +371,17 @@ using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, t
 
 template <class Element, class Epilogue>
 struct TmaMainloop {
-#if DG_GATED != DG_ALONE
-  static constexpr int kBeside = (DG_SENDS ? kCopyingWarps * sizeof(Sender::Storage) + 128 : 0) +
-                                 (DG_PASSES ? sizeof(TileTickets) + 128 : 0);
+#if DG_SENDS
+  static constexpr int kSending = kCopyingWarps * sizeof(Sender::Storage) + 128;
 #else
-  static constexpr int kBeside = 0;
+  static constexpr int kSending = 0;
 #endif
-  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kBeside;
+#if DG_PASSES
+  static constexpr int kHandingOut = sizeof(TileTickets) + 128;
+#else
+  static constexpr int kHandingOut = 0;
+#endif
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSending + kHandingOut;
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
@@ -510,14 +518,19 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
     found.tma_load_c = params(args.sources).tma_load_c;
     return found;
   };
-  Arguments other = args.base;
+  Arguments here = args.base, other = args.base;
   other.d = args.d_elsewhere;
   other.bias = nullptr;
   other.aux.data = nullptr;
-  static_cast<typename Collective::Params&>(arguments.epilogue) = of(args.base, args.results_here);
+  if (args.adds) {  // the product has been multiplied by them
+    here.alpha = 1.0f;
+    here.scale_a = here.scale_b = nullptr;
+  }
+  static_cast<typename Collective::Params&>(arguments.epilogue) = of(here, args.results_here);
   arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
   arguments.epilogue.counters = args.counters;
   arguments.epilogue.open = arguments.passage.open();
+  arguments.epilogue.sources = PassingEpilogue<Collective>::Sources::params(args);
   arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
   arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) {

@@ -57,12 +57,14 @@ class Case:
     waits: str = "memory"
     merge: bool = False
     copies: str = "engine"
+    last: str = ""
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
             self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.rows
         )
-        options = ({} if self.chunks == 1 else {"chunks": self.chunks}) | ({"lag": self.lag} if self.lag else {})
+        given: dict[str, Any] = {"chunks": self.chunks * (self.chunks > 1), "lag": self.lag, "last": self.last}
+        options = {name: value for name, value in given.items() if value}
         return distgemm.make_plan(
             problem,
             self.schedule,
@@ -70,7 +72,7 @@ class Case:
             workspace=self.workspace,
             sync=self.sync,
             mechanism=self.mechanism,
-            results=max(2, self.chunks) if self.waits == "gemm" else 2,
+            results=max(2, self.chunks * (self.mesh[0] if self.last else 1)) if self.waits == "gemm" else 2,
             **options,
         )
 
@@ -529,6 +531,9 @@ def cases(ranks: int) -> list[Case]:
     return found + by_one_kernel(ranks)
 
 
+COPIERS = ("gemm", "engine")
+
+
 def by_one_kernel(ranks: int) -> list[Case]:
     """Plans whose GEMMs are one kernel that waits by itself, for what is gathered and for partial sums."""
     chains = ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c")
@@ -556,6 +561,10 @@ def by_one_kernel(ranks: int) -> list[Case]:
     ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
     ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
+    summed: dict[str, Any] = {"mechanism": "store", "last": "gemm"}
+    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in both]
+    ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
+    ways += [("reduce_scatter_1d_pairwise_a", {"last": "gemm", "chunks": 2})]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 
 

@@ -14,7 +14,7 @@ from tests.gpu.cuda_worker import Case
 RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)]
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
-ALL_REDUCE = "all_reduce_1d_tiling_a_rotating_c"
+ALL_REDUCE, PAIRWISE_AR = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
 
 
 def results(ranks: int) -> list[dict[str, Any]]:
@@ -49,6 +49,9 @@ def mixed(ranks: int) -> list[Case]:
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="both"),
+        Case(PAIRWISE, (ranks,), chunks=2, waits="gemm", mechanism="store", last="gemm", beta=1.0),
+        Case(PAIRWISE_AR, (ranks,), chunks=2, waits="gemm", mechanism="store", last="gemm", copies="gemm"),
+        Case(PAIRWISE, (ranks,), last="gemm"),
     ]
 
 
@@ -84,6 +87,13 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
             waits="gemm",
             mechanism="store",
             copies="gemm",
+        ),
+        Case(
+            *(PAIRWISE, (ranks,), 2048 * ranks, 8192, 256 * ranks),
+            chunks=2,
+            waits="gemm",
+            mechanism="store",
+            last="gemm",
         ),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="gemm"),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, waits="gemm", copies="slices"),

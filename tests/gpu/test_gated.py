@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.gated import COUNTERS, RESERVED, TURNS, GatedGemms, GatedSend, bind_gated
+from distgemm.gemm.gated import COUNTERS, RESERVED, TURNS, Further, GatedGemms, GatedSend, bind_gated
 from distgemm.gemm.words import MemOp
 
 pytestmark = pytest.mark.gpu(1)
@@ -74,6 +75,43 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
         wanted = [(a[2 + i].double() + a[1 - i].double()) @ b.double().T for i in range(2)]
         assert torch.equal(d.double(), torch.stack(wanted))
         assert words.tolist() == [1, 1] and spent(counts)
+
+
+@pytest.mark.parametrize(
+    ("config", "terms"), [*((config, False) for config in CONFIGS), (CONFIGS[1], True), (CONFIGS[3], True)]
+)
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (8, 8, 64)])
+@pytest.mark.parametrize("sums", [2, 3, 7])
+def test_a_product_adds_several_sums(config: str, m: int, n: int, k: int, sums: int, terms: bool) -> None:
+    """Results go into other memories, from where one product takes them all, besides C, a bias and a factor; two such
+    products, one by one; five times."""
+    count = 2 * sums
+    a, b, d = drawn(count + 2, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
+    c, bias = (drawn(2, m, n), drawn(n)) if terms else (None, None)
+    alpha = 2.0 if terms else 1.0
+    # In memories at uneven distances.
+    passed = [torch.empty(m * n + 64 * i, device="cuda").bfloat16()[: m * n].view(m, n) for i in range(count)]
+    words, counts = torch.zeros(count, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * number for number in range(count)]
+    products = [GemmTensors(a[i], b, passed[i], alpha=alpha, padded=True) for i in range(count)]
+    added = [random.Random(7).sample(range(number, count, 2), sums) for number in range(2)]
+    for number, (first, *_) in enumerate(added):
+        with_c = {"c": c[number], "beta": -1.0, "bias": bias} if terms else {}
+        products.append(GemmTensors(a[count + number], b, d[number], partial=passed[first], alpha=alpha, **with_c))
+    further = [[]] * count + [[Further(passed[i], at[i]) for i in rest] for _, *rest in added]
+    waits = [0] * count + [at[first] for first, *_ in added]
+    away = [True] * count + [False] * 2
+    gemms = GatedGemms(products, "a", waits, [*at, 0, 0], away, counts, further=further)
+    launch = bind_gated(gemms, GemmConfig.parse(config))
+    for _ in range(5):
+        launched(launch, a, words, d, *passed)
+        for number in range(2):
+            whole = a[[*added[number], count + number]].double().sum(0)
+            wanted = alpha * (whole @ b.double().T)
+            if terms:
+                wanted += bias.double() - c[number].double()
+            assert torch.equal(d[number].double(), wanted)
+        assert words.tolist() == [1] * count and spent(counts)
 
 
 DELIVERING = ("64x128x64_1x1_pingpong", "128x128x64_2x1_pingpong", "128x256x64_2x1_cooperative")

@@ -146,10 +146,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         pairs = memops.rows_of(target, source)
         tasks.append(lambda: [to.copy_(of) for to, of in pairs] and None)
 
-    def multiplied(t: GemmTensors) -> Callable[[], None]:
+    def multiplied(t: GemmTensors, further: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         def gemm() -> None:
             found = t.alpha * t.a.double() @ t.b.double().mT
-            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias)):
+            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in further)):
                 if added is not None:
                     found = found + factor * added.double()
             t.d.copy_(found)
@@ -169,12 +169,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         waits: list[list[Task]] = []
         each: list[list[Task]] = []
         entire = gemms.entire or [False] * len(gemms.products)
-        for t, word, told, away, whole in zip(
-            *(gemms.products, gemms.waits, gemms.tells, gemms.away, entire), strict=True
+        further = gemms.further or [()] * len(gemms.products)
+        for t, word, told, away, whole, added in zip(
+            *(gemms.products, gemms.waits, gemms.tells, gemms.away, entire, further), strict=True
         ):
             every = words(word, t.a.shape[1])
-            waits.append([memops.wait_for(one) for one in (every[:1] if whole else every)])
-            each.append([*(enters if away else []), multiplied(t), *([memops.write(told)] if told else [])])
+            every = [*(every[:1] if whole else every), *(one.waits for one in added)]
+            waits.append([memops.wait_for(one) for one in every])
+            product = multiplied(t, [one.matrix for one in added])
+            each.append([*(enters if away else []), product, *([memops.write(told)] if told else [])])
         products: list[Task] = []
         at = 0
         for size in gemms.abreast or [1] * len(each):
@@ -410,6 +413,8 @@ GATHERED = [
         # The kernel and copies wait for each other.
         *((name, "push", False) for name in CHAINS),
         *(("all_reduce_1d_tiling_a_rotating_c", mechanism, False) for mechanism in ("push", "store")),
+        *(("reduce_scatter_1d_pairwise_a", mechanism, mechanism == "store") for mechanism in ("push", "store")),
+        ("all_reduce_1d_pairwise_a", "store", False),
     ],
 )
 def test_one_kernel_that_waits_under_every_order(
@@ -419,6 +424,7 @@ def test_one_kernel_that_waits_under_every_order(
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
     if "lag" in schedule_options(schedule):
         chunked += [{"chunks": chunks, "lag": lag} for chunks, lag in ((2, 1), (4, 1), (4, 2), (4, 3))]
+    summed = {"last": "gemm"} if "pairwise_a" in schedule else {}
     every = [
         distgemm.make_plan(
             distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -426,8 +432,9 @@ def test_one_kernel_that_waits_under_every_order(
             mesh=(2, 2) if "2d" in schedule else (4,),
             sync="barrier",
             mechanism=mechanism,
-            results=16 if "lag" in how else 4,
+            results=16 if "lag" in how or summed else 4,
             **how,
+            **summed,
         )
         for how in chunked
     ]
@@ -451,7 +458,8 @@ def test_one_kernel_that_waits_under_every_order(
                     n for action, n in of.items() if any(isinstance(op, Wait) and op.peer == rank for op in action.ops)
                 ]
                 assert all(kernel < number for number in own)  # it is issued before what waits for it
-                assert bool(own) == ((mechanism == "push" and schedule in CHAINS) or schedule.startswith("all_reduce"))
+                pushed = mechanism == "push" and schedule.startswith("reduce_scatter")
+                assert bool(own) == (pushed or schedule.startswith("all_reduce"))
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues)
     for drawn in data:
@@ -520,7 +528,7 @@ ALL_REDUCES = ["all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rota
 
 @pytest.mark.parametrize("queues", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ALL_REDUCES)
+@pytest.mark.parametrize("schedule", [*ALL_REDUCES, "all_reduce_1d_pairwise_a"])
 def test_a_kernel_that_delivers_under_every_order(
     schedule: str, ranks: int, queues: bool, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,7 +536,9 @@ def test_a_kernel_that_delivers_under_every_order(
     are done otherwise."""
     order = random.Random(f"{schedule} {ranks}")
     problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
-    chunked: list[dict[str, int]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
+    chunked: list[dict[str, Any]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
+    if schedule not in ALL_REDUCES:
+        chunked = [{"chunks": chunks, "last": "gemm"} for chunks in (1, 3, 4, 4)]
     every = [
         distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
         for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
@@ -665,6 +675,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
         (CHAINS[1], "store"),
         ("all_reduce_1d_tiling_a_rotating_c", "store"),
         ("all_reduce_1d_tiling_a_rotating_c", "delivered"),
+        ("reduce_scatter_1d_pairwise_a", "store"),
     ],
 )
 def test_kernels_of_all_ranks_are_known_ahead(
@@ -681,6 +692,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
         sync="barrier",
         chunks=2,
         mechanism="store" if mechanism == "delivered" else mechanism,
+        **({"last": "gemm"} if "pairwise" in schedule else {}),
     )
     copies = "gemm" if mechanism == "delivered" and ranks > 1 else "engine"
     for rank in range(ranks):
@@ -698,12 +710,15 @@ def test_kernels_of_all_ranks_are_known_ahead(
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", [*CHAINS, "all_reduce_1d_tiling_a_rotating_c"])
+@pytest.mark.parametrize("schedule", [*CHAINS, "all_reduce_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"])
 def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int) -> None:
     """Nor for later ones, on any rank, whether for a sum or for room; without a lag they are alone."""
 
+    pairwise = "pairwise" in schedule
+
     def kernels(chunks: int, **how: Any) -> list[Any]:
         problem = distgemm.GemmProblem(288, 288, 48)
+        how |= {"last": "gemm"} if pairwise else {}
         plan = distgemm.make_plan(problem, schedule, ranks, chunks=chunks, sync="barrier", mechanism="store", **how)
         every = [[action for action in lower(plan, rank, 1, gated=True) if action.gates] for rank in range(ranks)]
         assert all(len(found) == 1 for found in every)
@@ -734,7 +749,8 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
             found = kernels(chunks, lag=lag)
             check(found)
             for kernel in found:
-                assert max(kernel.abreast, default=1) == (min(ranks, -(-chunks // lag)) if lag < chunks else 1)
+                most = 2 if pairwise else min(ranks, -(-chunks // lag))
+                assert max(kernel.abreast, default=1) == (most if lag < chunks else 1)
         assert not any(kernel.abreast for kernel in kernels(chunks))
         if ranks == 2 and schedule in CHAINS:  # room that is used again within a replay
             check(kernels(chunks, lag=chunks - 1, workspace="bounded"))
@@ -868,7 +884,7 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("a plan with more results has room", "reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
         ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"results": 3}),
         ("without sums and copies beside it", "all_reduce_1d_pairwise_a", {"results": 3}),
-        ("stores into one peer's memory", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
+        ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
         *(
             ("are of shards, and here is passed on", name, {"copies": copies})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.gemm import GemmConfig, GemmTensors
+from distgemm.gemm import GemmConfig, GemmTensors, gated
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
 from distgemm.gemm.gated import (
@@ -18,9 +18,11 @@ from distgemm.gemm.gated import (
     PRODUCTS,
     RESERVED,
     SENDS,
+    Further,
     GatedGemms,
     GatedSend,
     _Arguments,
+    _Further,
     _place,
     _Product,
     _Send,
@@ -58,13 +60,25 @@ def sums(**how: Any) -> GatedGemms:
     return GatedGemms(products, **(given | how))
 
 
+def several(**how: Any) -> GatedGemms:
+    """Two results for each of two peers, two that add what comes from both, in another order."""
+    a, b, d = bfloat16(6, M, K), bfloat16(N, K), bfloat16(2, M, N)
+    peers, slots = [bfloat16(3, M, N), bfloat16(3, M, N)], bfloat16(4, M, N)
+    products = [GemmTensors(a[i], b, peers[i // 2][i % 2], padded=True) for i in range(4)]
+    products += [GemmTensors(a[4 + i], b, d[i], partial=slots[2 + i]) for i in range(2)]
+    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 0, 0, 40, 48], "tells": [8, 16, 24, 32, 0, 0]}
+    given |= {"further": [[], [], [], [], [Further(slots[1], 56)], [Further(slots[0], 64)]]}
+    given |= {"away": [True] * 4 + [False] * 2, "counters": torch.zeros(PRODUCTS, dtype=torch.int32)}
+    return GatedGemms(products, **(given | how))
+
+
 def address(memories: tuple[Matrix, Matrix], number: int) -> int:
     """Of a batch: of the other memory where it is negative."""
     memory, batch = (memories[0], number) if number >= 0 else (memories[1], ~number)
     return int(memory.data + 2 * batch * memory.batch_stride)
 
 
-@pytest.mark.parametrize("make", [operands, sums])
+@pytest.mark.parametrize("make", [operands, sums, several])
 def test_every_product_finds_its_matrices(make: Any) -> None:
     gemms, arguments = make(), _Arguments()
     _place(arguments, gemms)
@@ -76,15 +90,21 @@ def test_every_product_finds_its_matrices(make: Any) -> None:
         assert address((base.d, arguments.d_elsewhere), told.result) == product.d.data_ptr()
         assert (told.result < 0) == gemms.away[number]
         assert told.result_word == gemms.tells[number]
-        waits = (0, gemms.waits[number]) if make is sums else (gemms.waits[number], 0)
+        waits = (gemms.waits[number], 0) if make is operands else (0, gemms.waits[number])
         assert (told.operand_word, told.source_word) == waits
         if product.partial is not None:
             assert address((base.source, base.source), told.source) == product.partial.data_ptr()
-        elif make is sums:
+        elif make is not operands:
             assert told.source == arguments.sources  # behind the last: TMA reads zeros
         if product.c is not None:
             c = base.aux if make is sums else base.source
             assert address((c, c), told.result) == product.c.data_ptr()
+        more = gemms.further[number] if gemms.further else ()
+        assert told.sources == len(more)
+        for at, one in enumerate(more, told.further):
+            assert address((base.source, base.source), arguments.further[at].batch) == one.matrix.data_ptr()
+            assert arguments.further[at].word == one.waits
+    assert bool(arguments.adds) == (make is several)
     if make is sums:
         assert (base.d.stride, arguments.d_elsewhere.stride) == (N + 8, N)
         assert (base.bias, base.bias_stride) == (gemms.products[2].bias.data_ptr(), 0)
@@ -104,12 +124,14 @@ def test_columns_of_d_move_with_b() -> None:
 
 
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: an Operand, a uint64 and two int32, a Result, two uint64 and two int32, and two int16; Send: six
-    uint64, four int32, two int16; Words: int32 for the phases and their ends, operations of 16 bytes; GatedArguments:
-    Arguments, two Matrix, seven int32, a pointer, a uint32, two Words, products, a uint64, two int32, sends."""
-    assert (ctypes.sizeof(_Product), ctypes.sizeof(_Send)) == (16 + 24 + 8, 6 * 8 + 4 * 4 + 8)
+    """struct Product: an Operand, a uint64 and two int32, a Result, two uint64 and two int32, and four int16; Further:
+    a uint64 and an int32; Send: six uint64, four int32, two int16; Words: int32 for the phases and their ends,
+    operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a pointer, a uint32, two Words,
+    products, an int32, further sources, a uint64, two int32, sends."""
+    sizes = [ctypes.sizeof(struct) for struct in (_Product, _Further, _Send)]
+    assert sizes == [16 + 24 + 8, 8 + 8, 6 * 8 + 4 * 4 + 8]
     assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
-    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 16 + SENDS * 72
+    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 8 + PRODUCTS * 16 + 16 + SENDS * 72
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
@@ -117,6 +139,7 @@ def test_arguments_lie_as_in_c() -> None:
         ("Operand", [("word",), ("batch",), ("sliced",)]),
         ("Result", [("source_word",), ("word",), ("source",), ("batch",)]),
         ("Product", [("operand",), ("result",), *_Product._fields_[7:]]),
+        ("Further", _Further._fields_),
         ("Send", _Send._fields_),
         ("GatedArguments", _Arguments._fields_),
         ("Words", Words._fields_),
@@ -276,6 +299,17 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             "sends to other GPUs, and copies nothing here",
         ),
         (lambda: sums(slice=64), "are operands, not partial sums; got slices of 64"),
+        (
+            lambda: several(further=[[Further(bfloat16(M, N), 8)], [], [], [], [], []]),
+            "added to a product beside its partial sum is added where its D stays",
+        ),
+        (
+            lambda: operands(further=[[Further(bfloat16(M, N), 8)], [], []]),
+            "added to a product beside its partial sum is added where its D stays",
+        ),
+        (lambda: several(further=[[]] * 5 + [[Further(bfloat16(N, M), 8)]]), "all of D's shape, and of one type"),
+        (lambda: several(further=[[]] * 5 + [[Further(torch.zeros(M, N), 8)]]), "all of D's shape, and of one type"),
+        (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 8)] * 129]), "at most 128 further sums, got 129"),
         (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
         (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),
         (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
@@ -333,6 +367,22 @@ def test_what_takes_turns_is_stored_while_another_group_multiplies(monkeypatch: 
         gemms = GatedGemms(products, "a", [0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False], rate=rate)
         assert wanted in gated_source(gemms).name
         assert "cooperative" in gated_source(gemms, GemmConfig.parse("128x256x64_2x1_cooperative")).name
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256, 384])
+def test_tiles_lie_within_products_of_few_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no configuration is named, also with that measured for a product as large as all of them."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    count, n, k = 4096 // rows, 4096, 512
+    a, b, d = bfloat16(count, rows, k), bfloat16(n, k), bfloat16(count, rows, n)
+    products = [GemmTensors(a[i], b, d[i], partial=d[i - 1] if i else None, padded=True) for i in range(count)]
+    given: list[Any] = [[0] + [8] * (count - 1), [8] * (count - 1) + [0], [True] * (count - 1) + [False]]
+    large = GemmConfig.parse("256x128x64_2x1_cooperative")
+    for chosen in (None, large):
+        if chosen is not None:
+            monkeypatch.setattr(gated, "choose", lambda provider, spec: large)
+        macros = dict(gated_source(GatedGemms(products, "a", *given)).macros)
+        assert rows % (int(macros["DG_TILE_M"]) * int(macros["DG_CLUSTER_M"])) == 0
 
 
 def test_products_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import distgemm
 from distgemm.layouts import Axis, TVLayout
-from distgemm.ops import Copy, Wait
+from distgemm.ops import Copy, Gemm, Reduce, Wait
 from distgemm.schedulers import (
     WHOLE,
     DistributedTileScheduler,
@@ -122,12 +122,60 @@ def test_work_tiles_equal_the_table(name: str, chunks: int):
 
 
 LAGGING = [name for name in distgemm.list_schedules() if "lag" in schedule_options(name)]
+CHAINS = [name for name in LAGGING if "rotating_c" in name]
 
 
-@pytest.mark.parametrize("name", LAGGING)
+@pytest.mark.parametrize("name", ["reduce_scatter_1d_pairwise_a", "all_reduce_1d_pairwise_a"])
+def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
+    """Behind all that it sends, or each chunk some chunks behind what the others add to it."""
+
+    def order(size: int, rank: int, **how: int) -> list[tuple[int, int]]:
+        schedule = distgemm.get_schedule(name, size, last="gemm", **how)
+        chunks = how.get("chunks", 1)
+        tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
+        assert len({*tiles}) == size * chunks and all(tile[1:] == (0, rank, 0) for tile in tiles)
+        return [((tile.m // chunks - rank - 1) % size, tile.m % chunks) for tile in tiles]  # shard in time, chunk
+
+    for rank in range(3):
+        assert order(3, rank) == [(0, 0), (1, 0), (2, 0)]
+        assert order(3, rank, chunks=2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+        assert order(3, rank, chunks=3, lag=1) == [
+            *((0, 0), (1, 0)),
+            *((2, 0), (0, 1), (1, 1)),  # of the owner's own, and the first of another's, in turn
+            *((2, 1), (0, 2), (1, 2)),
+            (2, 2),
+        ]
+    at = {pair: turn for turn, pair in enumerate(order(4, 1, chunks=5, lag=3))}
+    assert all(at[3, chunk] == at[0, chunk + 3] - 1 for chunk in range(2))
+    with pytest.raises(ValueError, match="lag is at most as many as there are chunks, 2, got 3"):
+        distgemm.get_schedule(name, 4, chunks=2, lag=3, last="gemm")
+    with pytest.raises(ValueError, match="lag goes with last='gemm'"):
+        distgemm.get_schedule(name, 4, chunks=2, lag=1)
+    with pytest.raises(ValueError, match="last is gemm or sum, got 'none'"):
+        distgemm.get_schedule(name, 4, last="none")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pairwise_sums_have_one_place_where_they_are_added(size: int):
+    """A single GEMM adds to each tile of D what all others send, in the order in which it comes; no Reduce."""
+    problem = distgemm.GemmProblem(24, 24, 24)
+    for mechanism in ("push", "store"):
+        plan = distgemm.make_plan(
+            problem, "reduce_scatter_1d_pairwise_a", size, chunks=2, last="gemm", mechanism=mechanism, sync="barrier"
+        )
+        for rank, ops in enumerate(plan.rank_ops):
+            assert not any(isinstance(op, Reduce) for op in ops)
+            adding = [op for op in ops if isinstance(op, Gemm) and op.sources]
+            assert [op.out.buffer for op in adding] == ["D", "D"]
+            for op in adding:
+                waits = {wait.slot: wait.peer for wait in ops if isinstance(wait, Wait)}
+                assert [waits[view.slot] for view in op.sources] == [(rank - far) % size for far in range(1, size)]
+
+
+@pytest.mark.parametrize("name", CHAINS)
 def test_shards_lag_behind_one_another(name: str):
     """Every shard's chunks stay in order, each shard's ``lag`` turns behind the one before."""
-    assert len(LAGGING) == 4
+    assert len(CHAINS) == 4
     mode = "m" if "tiling_a" in name else "n"
 
     def order(chunks: int, **lag: int) -> list[tuple[int, int]]:
@@ -157,6 +205,8 @@ def test_plans_whose_shards_lag_are_proved(name: str):
     """With every mechanism and workspace, both ways to synchronise, ragged."""
     ways = itertools.product(("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("gemm", "sum"))
     for mechanism, workspace, sync, last in ways:
+        if "pairwise" in name and last == "sum":
+            continue  # refused
         for size, chunks in ((2, 2), (3, 2), (4, 3)):
             for lag in range(1, chunks + 1):
                 how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "last": last}

@@ -239,13 +239,17 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
 def test_plans_by_one_kernel_are_tried() -> None:
     problem = GemmProblem(8192, 8192, 2048)
 
-    def by_one(op: str) -> set[tuple[str, str]]:
-        return {(each.schedule, each.copies) for each in candidates(problem, op, 4) if each.waits == "gemm"}
+    def by_one(op: str, ranks: int = 4) -> set[tuple[str, str]]:
+        return {(each.schedule, each.copies) for each in candidates(problem, op, ranks) if each.waits == "gemm"}
 
-    assert by_one("gemm+rs") == {("reduce_scatter_1d_tiling_a_rotating_c", "engine")}
+    chain, pairwise = ("reduce_scatter_1d_tiling_a_rotating_c", "engine"), ("reduce_scatter_1d_pairwise_a", "engine")
+    assert by_one("gemm+rs") == {chain, pairwise}
+    assert by_one("gemm+rs", 2) == {chain}  # between two ranks both are the same
     every = ("engine", "slices", "gemm", "both")
     assert by_one("ag+gemm") == {("all_gather_1d_tiling_cd_rotating_a", copies) for copies in every}
-    assert by_one("gemm+ar") == {("all_reduce_1d_tiling_a_rotating_c", copies) for copies in ("engine", "gemm")}
+    names = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a")
+    assert by_one("gemm+ar") == {(name, copies) for name in names for copies in ("engine", "gemm")}
+    assert {name for name, _ in by_one("gemm+ar", 2)} == {names[0]}
     # With one peer engines have nothing to send where a shard is one chunk.
     chunks = {
         ranks: {dict(each.options)["chunks"] for each in candidates(problem, "ag+gemm", ranks) if each.copies == "both"}
@@ -268,27 +272,28 @@ def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
 
 
 def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored and pushed sums: the first of each, where it is not far behind."""
+    """Chains, stored and pushed, and pairwise sums: the first of each, where it is not far behind."""
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     problem, group = GemmProblem(8192, 8192, 4096), SimpleNamespace(size=lambda: 4)
     every = candidates(problem, "gemm+rs", 4)
     others = [each for each in every if each.waits != "gemm" and each.method == "plan"]
     kernels = [each for each in every if each.waits == "gemm"]
-    stored = [each for each in kernels if ("mechanism", "store") in each.options]
-    pushed = [each for each in kernels if each not in stored]
-    assert len(stored) > 1 and len(pushed) > 1
+    summed = [each for each in kernels if "pairwise" in each.schedule]
+    stored = [each for each in kernels if ("mechanism", "store") in each.options and each not in summed]
+    pushed = [each for each in kernels if each not in (*stored, *summed)]
+    assert len(stored) > 1 and len(pushed) > 1 and len(summed) > 1
 
     def found(ran: list[Choice], slow: list[Choice]) -> list[Choice]:
         times = {str(each): 2.0 if each in slow else 1.0 for each in ran}
         return tune._finalists(problem, ran, times, group)  # type: ignore[arg-type]
 
-    ran = [*others[:3], *stored, UNFUSED, *pushed]
+    ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
     finalists = found(ran, [])
     assert finalists[:5] == [*ran[:4], UNFUSED]
-    for one in (stored[0], pushed[0]):
+    for one in (stored[0], pushed[0], summed[0]):
         tiles = [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
         assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS
-    assert not {*stored[1:], *pushed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
+    assert not {*stored[1:], *pushed[1:], *summed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
     delivered = [each for each in candidates(problem, "gemm+ar", 4) if each.waits == "gemm" and each.copies == "gemm"]
     times = {str(each): 1.0 for each in delivered}
     tiles = [str(each.config) for each in tune._finalists(problem, delivered, times, group)]  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build_together
-from distgemm.gemm.gated import COUNTERS, GatedGemms, GatedSend, bind_gated, gated_source
+from distgemm.gemm.gated import COUNTERS, Further, GatedGemms, GatedSend, bind_gated, gated_source
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.gemm.words import MemOp, fits
@@ -444,9 +444,11 @@ class CudaExecutable:
     def _products(self, action: Action, call: _Call, word: Callable[[Wait | Signal], int]) -> GatedGemms:
         """The GEMMs of a kernel and what it sends, with the addresses of words."""
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        products = []
-        for op in gemms:
-            tensors, rest = self._gemm_tensors(op, call)
+        products, further = [], []
+        for op, waits in zip(gemms, action.gates, strict=True):
+            tensors, rest = self._gemm_tensors(replace(op, sources=op.sources[:1]), call)
+            pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
+            further.append([Further(_matrix(self._tensor(view, call)), word(wait)) for view, wait in pairs])
             if rest is not None:
                 raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
             products.append(tensors)
@@ -476,6 +478,7 @@ class CudaExecutable:
             abreast=action.abreast,
             entry=call.passage.entry if call.passage else (),
             exit=call.passage.exit if call.passage else (),
+            further=further if any(further) else (),
         )
 
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
@@ -505,8 +508,9 @@ class CudaExecutable:
         rest = None
         further, c_term, c_factor = sources[1:], c, beta
         if further:
-            # The second sum takes C's place; C, if there is one, is added to the result.
-            rest = None if c is None else _Rest(_matrix(c), None)
+            # The second sum takes C's place; C, if there is one, and other sums are added to the result.
+            others = [_matrix(source) for source in further[1:]]
+            rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
             c_term, c_factor = further[0], 1.0
         (_, rows, _), (_, columns, _) = op.a.box, op.b.box
         tensors = GemmTensors(

@@ -52,7 +52,8 @@ class Action:
 
     stream: COMM, or BRANCH and up
     ops:    one Gemm, Copy or Reduce, or several Waits or Signals; all Gemms, where they are one kernel
-    gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice
+    gates:  of several Gemms that are one kernel, what each waits for within it: one signal, or one for each slice, or
+            for each source
     tells:  whom each of them tells of its result, None where nobody
     sends:  what the kernel copies besides, in order
     opens:  what it waits for before it copies anything; None: for nothing
@@ -394,10 +395,17 @@ def _gated(
     for op in gemms:
         found = tuple(waits[dep] for dep in op.deps if dep in waits)
         further = {dep for dep in op.deps if dep not in waits and dep not in entered}
-        if len({wait.flag.number // (slices or 1) for wait in found}) > 1 or len(op.sources) > 1 or further:
+        if len(op.sources) > 1:
+            of_slot = {wait.slot: wait for wait in found}
+            alike = len(found) == len(op.sources) and all(view.slot in of_slot for view in op.sources)
+            found = tuple(of_slot[view.slot] for view in op.sources) if alike else ()
+        else:
+            alike = len({wait.flag.number // (slices or 1) for wait in found}) <= 1
+        if not alike or further:
             hint = "; a plan with more results has room for its sum" if further & passed_on else ""
             raise PlanError(
-                f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none{hint}"
+                f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none, or for one "
+                f"of each sum that they add{hint}"
             )
         if [*map(box_extents, (op.a.box, op.b.box))] != [*map(box_extents, (first.a.box, first.b.box))]:
             raise PlanError(
@@ -409,8 +417,6 @@ def _gated(
         gates.append(found)
     if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
-    if len({op.out.rank for op in gemms if op.out.buffer == "slot"}) > 1:
-        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs stores into one peer's memory")
     tells = {dep: op for dep, op in tells.items() if dep in multiplied}
     told = {op.id for op in tells.values()}
     others = [op for op in ops if op.id not in multiplied and op.id not in told]

@@ -1,0 +1,330 @@
+"""What one of many ranks takes, measured on two GPUs.
+
+    python benchmarks/one_of_many.py --ranks 4,8 --model llama-3-8b,llama-3-70b --m 2048 --json out.json
+
+Each of the two GPUs does what rank 0 of so many does, and takes the part of all of the other one's peers: what a rank
+sends to any of them goes to the other GPU, and what comes from any of them comes from there. Schedules in one dimension
+are alike on all ranks but for a rotation, so the same products are multiplied in the same order, the same bytes leave
+and arrive over the same link, and a chain has all its hops. What is missed: how far more than two GPUs fall apart, and
+what a switch makes of more of them.
+
+Times are those of the candidates of ``schedule="auto"``, by the tuner's own two rounds, beside the GEMM and the copies
+alone. Results are checked: against what the two GPUs' shards make, taken for those of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+import distgemm
+from distgemm import bench, tune
+from distgemm.benchmarking.cases import Case
+from distgemm.gemm.compiler import build
+from distgemm.gemm.words import MemOp
+from distgemm.models import MODELS, get_model
+from distgemm.ops import Signal, View, Wait
+from distgemm.runtime.cuda import executable as executable_module
+from distgemm.runtime.cuda import workspace as workspace_module
+from distgemm.runtime.cuda.executable import CudaExecutable
+from distgemm.runtime.cuda.memops import wait_for, write
+from distgemm.runtime.cuda.workspace import Half, Workspace
+from distgemm.runtime.launch import launch
+
+SLOT_BYTES = 3 << 30
+
+
+class RotatedHalf(Half):
+    """Words of a rank by how far it is from the one in whose memory they lie: what rank 0 writes at peer p, the other
+    GPU finds as written by its own peer -p."""
+
+    def left(self, at: int, by: int) -> int:
+        return super().left(at, (by - at) % self.world_size)
+
+    def entered(self, at: int, by: int) -> int:
+        return super().entered(at, (by - at) % self.world_size)
+
+
+class Handle:
+    """Symmetric memory of two as that of many: rank 0 is this one, all others are the other one."""
+
+    def __init__(self, handle: Any, ranks: int) -> None:
+        self._handle, mine = handle, handle.rank
+        self._of = [mine, *[1 - mine] * (ranks - 1)]
+        self.buffer_ptrs = [handle.buffer_ptrs[real] for real in self._of]
+
+    def get_buffer(self, rank: int, *args: Any) -> torch.Tensor:
+        return self._handle.get_buffer(self._of[rank], *args)  # type: ignore[no-any-return]
+
+
+def counterparts(plan: distgemm.Plan) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """By peer p and number of a flag, or a slot, of p's that rank 0 writes: rank 0's own that rank -p writes so.
+
+    Raises ValueError for a plan in which ranks wait for one another differently.
+    """
+    flags: dict[tuple[int, int], int] = {}
+    slots: dict[tuple[int, int], int] = {}
+    waits = [[op for op in ops if isinstance(op, Wait)] for ops in plan.rank_ops]
+    for peer in range(1, plan.world_size):
+        mine = [op for op in waits[0] if op.peer == -peer % plan.world_size]
+        theirs = [op for op in waits[peer] if op.peer == 0]
+        for own, other in zip(mine, theirs, strict=True):
+            flags[peer, other.flag.number] = own.flag.number
+            slots[peer, other.slot] = own.slot
+    return flags, slots
+
+
+class OneOfMany(CudaExecutable):
+    """Rank 0's part. What it does to a flag or a slot of a peer is done to its counterpart."""
+
+    def __init__(self, plan: distgemm.Plan, *args: Any, **how: Any) -> None:
+        self._flags, self._slots = counterparts(plan)
+        super().__init__(plan, *args, **how)
+
+    def _memop(self, op: Wait | Signal, half: int) -> MemOp:
+        rank, number = op.flag[:2]
+        if rank:  # flags of slices are those of gathers, which are alike on all ranks
+            number = self._flags.get((rank, number), number)
+        address = self.workspace.halves[half].flag(rank, number)
+        return wait_for(address) if isinstance(op, Wait) else write(address)
+
+    def _tensor(self, view: View, call: Any) -> torch.Tensor:
+        slot = self._slots[view.rank, view.slot] if view.buffer == "slot" and view.rank else view.slot
+        return super()._tensor(view._replace(slot=slot), call)
+
+
+def take_part(ranks: int) -> None:
+    """From here on, executables and workspaces of this process are those of rank 0 of so many."""
+    of_many = SimpleNamespace(
+        get_rank=lambda group: 0,
+        get_world_size=lambda group: ranks,
+        barrier=dist.barrier,
+        get_backend=dist.get_backend,
+        ProcessGroup=dist.ProcessGroup,
+    )
+    shared: dict[int, Workspace] = {}
+
+    def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
+        if slot_bytes > SLOT_BYTES:
+            raise RuntimeError(f"{slot_bytes >> 20} MiB of slots are needed, {SLOT_BYTES >> 20} MiB are there")
+        if not shared:
+            shared[0] = Workspace(group, device, SLOT_BYTES, max(flags, 4096))
+        return shared[0]
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> Handle:
+        return Handle(symmetric_memory.rendezvous(memory, group), ranks)
+
+    names: dict[Any, dict[str, Any]] = {
+        executable_module: {
+            "dist": of_many,
+            "agree": lambda *args: None,
+            "build_together": lambda sources, rank, size: build(sources, progress=False),
+            "workspace_for": workspace_for,
+        },
+        workspace_module: {
+            "dist": of_many,
+            "Half": RotatedHalf,
+            "symmetric_memory": SimpleNamespace(empty=symmetric_memory.empty, rendezvous=rendezvous),
+        },
+    }
+    for module, replaced in names.items():
+        for name, value in replaced.items():
+            setattr(module, name, value)
+
+
+class PartOfMany:
+    """One operation, as :class:`distgemm.bench.Operation` is one: shards, and what D's is to be, by schedule."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.case, self.problem, self.group, self.device = case, case.problem, group, device
+        self.rank, size, p = dist.get_rank(group), case.ranks, case.problem
+        self.gathers = case.op == "ag+gemm"
+        m, n, k = p.m // size, p.n // size, p.k // size
+        shapes = [(m, p.k), (n, p.k)] if self.gathers else [(p.m, k), (p.n, k)]
+        self.drawn = []
+        for real in range(2):
+            generator = torch.Generator(device).manual_seed(real)
+            self.drawn.append([torch.randn(shape, generator=generator, device=device).bfloat16() for shape in shapes])
+        self.a, self.b = self.drawn[self.rank]
+        self.local_a = torch.cat([self.a, *[self.drawn[1 - self.rank][0]] * (size - 1)]) if self.gathers else self.a
+        self.wanted = {chain: self._wanted(chain) for chain in ((False,) if self.gathers else (False, True))}
+
+    def _wanted(self, chain: bool) -> torch.Tensor:
+        if self.gathers:
+            return self.local_a @ self.b.T
+        finished = [self._sum(real, chain) for real in range(2)]
+        if self.case.op == "gemm+rs":
+            return finished[self.rank]
+        return torch.cat([finished[self.rank], *[finished[1 - self.rank]] * (self.case.ranks - 1)])
+
+    def _sum(self, real: int, chain: bool) -> torch.Tensor:
+        """Of rank 0's rows: along a chain the two GPUs take turns, else all but its own come from the other one."""
+        rows = self.problem.m // self.case.ranks
+        total = torch.zeros(rows, self.problem.n, device=self.device)
+        for shard in range(self.case.ranks):
+            a, b = self.drawn[real if (shard % 2 == 0 if chain else shard == 0) else 1 - real]
+            total += (a[shard * rows : (shard + 1) * rows] @ b.T).float()
+        return total
+
+    def check(self, name: str, found: torch.Tensor) -> None:
+        """Raises WrongResultError where D is not what the two GPUs' shards make."""
+        wanted = self.wanted["rotating_c" in name].float()
+        error = float((found.float() - wanted).norm() / wanted.norm())
+        if not error < bench.TOLERANCE:
+            raise bench.WrongResultError(f"{name}: relative error {error:.3g}")
+
+    def parts(self) -> list[bench.Method]:
+        """The GEMM alone, and the copies alone."""
+        out = torch.empty(self.local_a.shape[0], self.b.shape[0], dtype=torch.bfloat16, device=self.device)
+        p, size = self.problem, self.case.ranks
+        moved = p.m // size * (p.k if self.gathers else p.n) * (2 if self.case.op == "gemm+ar" else 1)
+        source = torch.empty(moved, dtype=torch.bfloat16, device=self.device)
+        memory = executable_module.workspace_for(self.group, self.device, 0, 0)
+        slots = [memory.slot(0, 1, at * 2 * moved, 2 * moved).view(torch.bfloat16) for at in range(size - 1)]
+
+        def multiply() -> None:
+            torch.mm(self.local_a, self.b.T, out=out)
+
+        def copy() -> None:
+            for slot in slots:
+                slot.copy_(source, non_blocking=True)
+
+        return [bench.Method("cuBLAS alone", multiply), bench.Method("copies alone", copy)]
+
+
+class Group:
+    """What the tuner asks a group of many."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def executables(part: PartOfMany, choices: Sequence[tune.Choice], refused: dict[str, str]) -> list[bench.Method]:
+    methods = []
+    for choice in choices:
+        if choice.method == "unfused":
+            continue
+        try:
+            plan = tune._plan(part.problem, choice, Group(part.case.ranks))  # type: ignore[arg-type]
+            how = {
+                name: getattr(choice, name) for name in ("provider", "config", "branches", "waits", "merge", "copies")
+            }
+            exe = OneOfMany(plan, part.group, part.device, timeout=20.0, **how)
+        except Exception as error:  # noted, the others are measured
+            refused[str(choice)] = f"{type(error).__name__}: {error}"
+            continue
+        out = torch.empty(exe.plan.shard_shape("D", 0), dtype=torch.bfloat16, device=part.device)
+        method = bench.Method(str(choice), lambda exe=exe, out=out: exe(part.a, part.b, out=out))  # type: ignore[misc]
+        method.release = lambda exe=exe: exe.workspace.release(exe)  # type: ignore[misc]
+        methods.append(method)
+    return methods
+
+
+def measure(case: Case, wanted: Sequence[str] | None, quick: bool) -> dict[str, Any]:
+    """Times of a case: of the tuner's candidates, or of those whose text has all of these words."""
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+    assert group is not None
+    part = PartOfMany(case, group, device)
+    refused: dict[str, str] = {}
+
+    def sample(choices: Sequence[tune.Choice], **how: Any) -> dict[str, float]:
+        methods = [*executables(part, choices, refused), *part.parts()]
+        try:
+            found = bench.sample(part, methods, **how)  # type: ignore[arg-type]
+        finally:
+            for method in methods:
+                method.release()
+        refused.update({name: one.error for name, one in found.items() if one.error})
+        return {name: round(one.ms, 5) for name, one in found.items() if not one.error}
+
+    choices = tune.candidates(case.problem, case.op, case.ranks)
+    if wanted:
+        choices = [choice for choice in choices if all(word in str(choice) for word in wanted)]
+    by_name = {str(choice): choice for choice in choices}
+    times = sample(choices, rounds=3, burst_ms=2.0)
+    ran = sorted((by_name[name] for name in times if name in by_name), key=lambda choice: times[str(choice)])
+    finalists = ran[: tune.FINALISTS]
+    if not quick:
+        finalists = tune._finalists(case.problem, ran, times, Group(case.ranks))  # type: ignore[arg-type]
+    times |= sample(finalists, rounds=7, burst_ms=3.0, rest=1.0)
+    best = min((str(choice) for choice in finalists if str(choice) in times), key=times.__getitem__)
+    alone, copies = times["cuBLAS alone"], times["copies alone"]
+    roof = max(alone, copies)
+    return {
+        "case": case._asdict(),
+        "best": best,
+        "ms": times[best],
+        "efficiency": round(roof / times[best], 4),
+        "pipeline": round((roof + min(alone, copies) / case.ranks) / times[best], 4),
+        "times": times,
+        "refused": refused,
+    }
+
+
+def run(
+    ranks: int, cases: list[Case], wanted: Sequence[str] | None, quick: bool, deadline: float, path: str
+) -> list[dict[str, Any]]:
+    take_part(ranks)
+    rows = []
+    for case in cases:
+        late = torch.tensor([float(time.time() > deadline)], device="cuda")
+        dist.all_reduce(late)
+        if late.item():
+            break
+        rows.append(measure(case, wanted, quick))
+        if dist.get_rank() == 0:
+            row = rows[-1]
+            alone, copies = row["times"]["cuBLAS alone"], row["times"]["copies alone"]
+            print(
+                f"{ranks} ranks, {case}: {row['ms']:.4f} ms, GEMM {alone:.4f}, copies {copies:.4f}, efficiency "
+                f"{row['efficiency']:.3f}, of the pipeline's {row['pipeline']:.3f}: {row['best']}",
+                flush=True,
+            )
+            Path(f"{path}.{ranks}").write_text(json.dumps(rows, indent=1))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="4")
+    parser.add_argument("--model", default=",".join(MODELS))
+    parser.add_argument("--layers", default="qkv,out,fc1,fc2")
+    parser.add_argument("--ops", default="ag+gemm,gemm+rs")
+    parser.add_argument("--m", default="2048")
+    parser.add_argument("--words", help="only candidates with all of these words, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="kernels in the tiles chosen by shape only")
+    parser.add_argument("--seconds", type=float, default=500.0, help="begin no row later than this")
+    parser.add_argument("--json", default="one_of_many.json")
+    given = parser.parse_args()
+    deadline = time.time() + given.seconds
+    rows = []
+    for ranks in map(int, given.ranks.split(",")):
+        cases = []
+        for m in map(int, given.m.split(",")):
+            for model in given.model.split(","):
+                for layer in get_model(model).layers:
+                    for op in set(layer.ops) & set(given.ops.split(",")):
+                        if layer.name in given.layers.split(","):
+                            n, k = layer.among(ranks, 8)
+                            cases.append(Case(model, layer.name, op, m, n, k, ranks, 8))
+        words = given.words.split(",") if given.words else None
+        arguments = (ranks, cases, words, given.quick, deadline, given.json)
+        rows += launch(run, 2, *arguments, backend="nccl", timeout=given.seconds + 120)[0]
+    Path(given.json).write_text(json.dumps({"about": " ".join(sys.argv), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
