@@ -286,7 +286,8 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
 
 
 def _by_shape(provider: CutlassProvider, gemms: GatedGemms) -> list[GemmConfig]:
-    """The one chosen for a product as large as all of them first, unless parts of its tiles would lie outside of each."""
+    """The one chosen for a product as large as all of them first, unless parts of its tiles would lie outside of
+    each."""
     whole, count = gemms.whole, len(gemms.products)
     found = order(gemms.spec, provider.configs(whole), count=count)
     chosen = choose(provider, whole)
