@@ -906,6 +906,11 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(PlanError, match=said):
             lowered(schedule, **how)
+    # One of the sums that a product adds is this rank's own, for which there is no signal.
+    problem = distgemm.GemmProblem(64, 64, 64)
+    plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=(2, 2, 2), sync="barrier", mechanism="store")
+    with pytest.raises(PlanError, match="or for one of each sum that they add"):
+        lower(plan, 0, 1, gated=True)
 
 
 def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:

@@ -711,9 +711,9 @@ def compile(
     waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
               some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
               "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and tells of each sum once it
-              is stored. That is for plans that push what they gather, and for chains, of all-reduces too, with
-              mechanism "store" or with ``results`` as many as chunks (more with a lag), in chunks of equal size, with
-              provider cutlass;
+              is stored. That is for plans that push what they gather, and for chains and pairwise sums with
+              ``last="gemm"``, of all-reduces too, with mechanism "store" or with ``results`` as many as chunks (more
+              with a lag; pairwise as many as a rank has products), in chunks of equal size, with provider cutlass;
               branches make no difference then
     merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
               plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves

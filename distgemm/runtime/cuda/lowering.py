@@ -395,10 +395,8 @@ def _gated(
     for op in gemms:
         found = tuple(waits[dep] for dep in op.deps if dep in waits)
         further = {dep for dep in op.deps if dep not in waits and dep not in entered}
-        if len(op.sources) > 1:
-            of_slot = {wait.slot: wait for wait in found}
-            alike = len(found) == len(op.sources) and all(view.slot in of_slot for view in op.sources)
-            found = tuple(of_slot[view.slot] for view in op.sources) if alike else ()
+        if len(op.sources) > 1:  # each of them with a wait of its own
+            alike = [wait.slot for wait in found] == [view.slot for view in op.sources]
         else:
             alike = len({wait.flag.number // (slices or 1) for wait in found}) <= 1
         if not alike or further:
@@ -453,9 +451,9 @@ def _gated(
 
 
 def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
-    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain that its ``lag``
-    puts in one place. Some of them store at a peer and some do not, so that the link has something to carry until the
-    end. In all other plans each is alone.
+    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain, or of pairwise
+    sums, that its ``lag`` puts in one place. Some of them store at a peer and some do not, so that the link has
+    something to carry until the end. In all other plans each is alone.
     """
     place = _places(plan) if plan.mechanism == "store" else None
     if place is None:
@@ -465,7 +463,8 @@ def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
 
 @lru_cache(maxsize=8)
 def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
-    """The place of each GEMM, by rank and id, in a chain whose shards lag behind one another; None for other plans.
+    """The place of each GEMM, by rank and id, in a chain whose shards lag behind one another, and in pairwise sums that
+    GEMMs add, where the own one does; None for other plans.
 
     No GEMM waits for one in its own place, or in a later one, on any rank, neither for its sum nor for room, and each
     rank has them in the order of places: ranks come to an end.
