@@ -8,8 +8,9 @@ are alike on all ranks but for a rotation, so the same products are multiplied i
 and arrive over the same link, and a chain has all its hops. What is missed: how far more than two GPUs fall apart, and
 what a switch makes of more of them.
 
-Times are those of the candidates of ``schedule="auto"``, by the tuner's own two rounds, beside the GEMM and the copies
-alone. Results are checked: against what the two GPUs' shards make, taken for those of all ranks.
+Times are those of the plans among the candidates of ``schedule="auto"``, by the tuner's own two rounds, beside the GEMM
+and the copies alone; the unfused program, whose collectives know of two ranks only, is not among them. Results are
+checked: against what the two GPUs' shards make, taken for those of all ranks.
 """
 
 from __future__ import annotations
@@ -275,8 +276,16 @@ def measure(case: Case, wanted: Sequence[str] | None, quick: bool) -> dict[str, 
 
 
 def run(
-    ranks: int, cases: list[Case], wanted: Sequence[str] | None, quick: bool, deadline: float, path: str
+    ranks: int,
+    cases: list[Case],
+    wanted: Sequence[str] | None,
+    quick: bool,
+    deadline: float,
+    path: str,
+    about: str,
+    before: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
+    """The rows of these cases; the file has them, behind those before, once each is measured."""
     take_part(ranks)
     rows = []
     for case in cases:
@@ -293,7 +302,7 @@ def run(
                 f"{row['efficiency']:.3f}, of the pipeline's {row['pipeline']:.3f}: {row['best']}",
                 flush=True,
             )
-            Path(f"{path}.{ranks}").write_text(json.dumps(rows, indent=1))
+            Path(path).write_text(json.dumps({"about": about, "rows": [*before, *rows]}, indent=1) + "\n")
     return rows
 
 
@@ -321,9 +330,8 @@ def main() -> None:
                             n, k = layer.among(ranks, 8)
                             cases.append(Case(model, layer.name, op, m, n, k, ranks, 8))
         words = given.words.split(",") if given.words else None
-        arguments = (ranks, cases, words, given.quick, deadline, given.json)
+        arguments = (ranks, cases, words, given.quick, deadline, given.json, " ".join(sys.argv), rows)
         rows += launch(run, 2, *arguments, backend="nccl", timeout=given.seconds + 120)[0]
-    Path(given.json).write_text(json.dumps({"about": " ".join(sys.argv), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -503,7 +503,8 @@ class _Derivation:
         # A partial sum is added in the epilogue of the last GEMM if it is complete before, all the way up.
         for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
             before = [parts[rank] for rank in part.incoming]
-            fold = route.fold if part.to is not None else getattr(route, "fold_last", route.fold)
+            at_the_end = getattr(route, "fold_last", None) if part.to is None else None
+            fold = route.fold if at_the_end is None else at_the_end
             last = (part.iterations or [-1])[-1]
             part.whole = not before or (
                 fold

@@ -105,8 +105,11 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     if reduced:
         reduce = scheduler.route.d
         how = "each rank adds what it receives" if reduce.fold else "one final sum"
-        if reduce.fold and not getattr(reduce, "fold_last", True):
+        last = getattr(reduce, "fold_last", None)
+        if reduce.fold and last is False:
             how += ", the last one in a final sum"
+        if last and not reduce.fold:
+            how = "added by the reducer's last product"
         result = f"D {_route_name(reduce)} ({how})"
     if any(len(ranks) > 1 for ranks in owners.values()):
         result += f", delivered {_route_name(scheduler.route.deliver)}"

@@ -106,7 +106,8 @@ SUMMED: tuple[dict[str, Any], ...] = (
     {"chunks": 2, "last": "gemm"},
     {"chunks": 4, "last": "gemm"},
     {"chunks": 4, "last": "gemm", "lag": 1},
-    {"chunks": 8, "last": "gemm", "lag": 1},
+    {"chunks": 8, "last": "gemm", "lag": 2},
+    {"chunks": 16, "last": "gemm", "lag": 2},
 )
 """Pairwise sums by one kernel that stores all parts where they are added: no sum takes several hops, as in a chain of
 more than two ranks."""

@@ -236,13 +236,12 @@ def reduce_scatter_1d_pairwise_a(
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
 
-    S = chunks * N iterations, i = chunk * N + j; the own slice comes last (nvFuser's ring GEMM +
-    reduce-scatter).
+    S = chunks * N iterations; the own slice comes last (nvFuser's ring GEMM + reduce-scatter).
 
-    last: where an owner adds: in a "sum" of its own, or in the epilogue of its own "gemm". Then i = j * chunks + chunk:
-          the own shard, which waits for all others, comes behind all of them.
-    lag:  with last="gemm": chunk by chunk, and of the own shard each so many chunks behind what the others add to it,
-          1 to ``chunks``. 0: shard by shard, the own one last.
+    last: where an owner adds: in a "sum" of its own, with i = chunk * N + j; or in the epilogue of its own "gemm", with
+          i = j * chunks + chunk: the own shard, which waits for all others, comes behind all of them.
+    lag:  with last="gemm", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + lag of
+          the others. 0: shard by shard, the own one last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"

@@ -150,11 +150,11 @@ class BidirectionalSplit:
 class Chain:
     """Each contributor adds its part to the partial sum and passes it on; the reducer is last.
 
-    fold_last: False: the reducer's product waits for nothing, and a sum adds to it what arrives
+    fold_last: False: the reducer's product waits for nothing, and a sum adds to it what arrives; None: as ``fold``
     """
 
     fold: bool = True
-    fold_last: bool = True
+    fold_last: bool | None = None
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(src, dst) for src, dst in zip(contributors, [*contributors[1:], reducer], strict=True)]

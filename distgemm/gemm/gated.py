@@ -4,8 +4,8 @@ The kernel is one of :mod:`distgemm.gemm.cutlass`. Its persistent thread blocks 
 a pause, so that products which do not fill the GPU cost no more than one that does. It is of one of three kinds:
 
 * "operands": the warp that loads A and B waits for each product's A (or B);
-* "results": products add a partial sum, for which the warp that loads it waits, and whoever stores the last tile of a
-  result writes a word, here or in a peer's memory. So sums are passed on from rank to rank;
+* "results": products add a partial sum, for which the warp that loads it waits, or several, and whoever stores the last
+  tile of a result writes a word, here or in peers' memory. So sums are passed on from rank to rank, or meet at one;
 * "deliveries": the same, and two warps copy: one what is finished to peers, one what comes from there to its place.
 """
 
@@ -111,8 +111,8 @@ class GatedGemms:
     tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, or in several, with rows
               at another distance perhaps. All with C or a bias are not away
-    further:  of each product what else is added, in this order, before C and bias; those with something have a partial
-              sum, and are not away. Empty: nothing
+    further:  of each product what else is added, in this order, and before its partial sum; those with something have
+              one, and are not away. Empty: nothing
     counters: where there are partial sums, sends, or something to enter, COUNTERS int32 that are 0, for this kernel
               alone, at a multiple of 8 bytes
     rate:     at how many GB/s stores and sends to other GPUs leave; 0: as fast as they can. A little below what the
@@ -154,9 +154,20 @@ class GatedGemms:
         for one, away, added in zip(self.products, self.away, self.further or (), strict=bool(self.further)):
             if added and (away or one.partial is None):
                 raise ValueError("what is added to a product beside its partial sum is added where its D stays")
-            kinds = {(each.matrix.shape, each.matrix.dtype) for each in added}
-            if one.partial is not None and not kinds <= {(one.d.shape, one.partial.dtype)}:
-                raise ValueError("what is added to a product is all of D's shape, and of one type")
+            for each in added:
+                like = one.partial
+                if like is not None and not (
+                    (each.matrix.shape, each.matrix.dtype, each.matrix.stride())
+                    == (one.d.shape, like.dtype, like.stride())
+                    and each.matrix.data_ptr() % 16 == 0
+                ):
+                    raise ValueError(
+                        f"what is added to a product lies as its partial sum does, {tuple(like.shape)} of {like.dtype} "
+                        f"with strides {like.stride()}, at multiples of 16 bytes; got {tuple(each.matrix.shape)} of "
+                        f"{each.matrix.dtype} with strides {each.matrix.stride()} at {each.matrix.data_ptr()}"
+                    )
+                if not each.waits:
+                    raise ValueError("what is added to a product beside its partial sum has a word that says so, got 0")
         if sum(map(len, self.further)) > PRODUCTS:
             raise ValueError(f"one kernel adds at most {PRODUCTS} further sums, got {sum(map(len, self.further))}")
         if self.abreast and (not self.adds or sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
@@ -248,8 +259,8 @@ def together(spec: GemmSpec, count: int, moving: str) -> GemmSpec:
 
 
 def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
-    """What the kernel is compiled from; config None: by shape, that of a product as large as all of them where it does
-    not waste a part of its tiles in each; where results take turns the first pingpong one.
+    """What the kernel is compiled from; config None: by shape, that of a product as large as all of them unless its
+    tiles would reach beyond each of these; where results take turns the first pingpong one.
 
     Raises ValueError where there is none.
     """
@@ -286,8 +297,7 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
 
 
 def _by_shape(provider: CutlassProvider, gemms: GatedGemms) -> list[GemmConfig]:
-    """The one chosen for a product as large as all of them first, unless parts of its tiles would lie outside of
-    each."""
+    """The one chosen for a product as large as all of them first, unless its tiles would reach beyond each of these."""
     whole, count = gemms.whole, len(gemms.products)
     found = order(gemms.spec, provider.configs(whole), count=count)
     chosen = choose(provider, whole)
@@ -528,7 +538,7 @@ class _Batches:
     def __init__(self, addresses: Sequence[int]) -> None:
         self.first = min(addresses)
         self.distance = math.gcd(*(address - self.first for address in addresses))
-        if self.distance and (max(addresses) - self.first) // self.distance > INT32_MAX:
+        if self.distance and (max(addresses) - self.first) // self.distance >= INT32_MAX:
             raise ValueError(
                 f"matrices of one kernel lie at multiples of one distance, fewer than 2**31, and these, of "
                 f"{self.distance} bytes, span {max(addresses) - self.first}"

@@ -332,7 +332,8 @@ def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
             for mechanism in ("push", "pull", "store") if "sync" not in how or len(how) == 1 else ("push",):
                 found.append(distgemm.make_plan(problem, schedule, mesh=mesh, mechanism=mechanism, **how, **chunked))
         if "last" in schedule_options(schedule):
-            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, sync="barrier", last="sum", **chunked))
+            other = "gemm" if "pairwise" in schedule else "sum"
+            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, sync="barrier", last=other, **chunked))
     return found
 
 
@@ -538,7 +539,7 @@ def test_a_kernel_that_delivers_under_every_order(
     problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
     chunked: list[dict[str, Any]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
     if schedule not in ALL_REDUCES:
-        chunked = [{"chunks": chunks, "last": "gemm"} for chunks in (1, 3, 4, 4)]
+        chunked = [how | {"last": "gemm"} for how in chunked]
     every = [
         distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
         for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
@@ -911,6 +912,20 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
     plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=(2, 2, 2), sync="barrier", mechanism="store")
     with pytest.raises(PlanError, match="or for one of each sum that they add"):
         lower(plan, 0, 1, gated=True)
+
+
+def test_sums_of_another_type_than_d_are_left_to_a_sum(recorded: list[Task]) -> None:
+    """An epilogue adds two; what is left is added to what it has rounded."""
+    problem = distgemm.GemmProblem(64, 64, 64, partial_dtype="float32")
+    for ranks, last, fits in ((4, "gemm", False), (3, "gemm", True), (4, "sum", True)):
+        plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", ranks, sync="barrier", last=last)
+        one = Emulated(plan, 1, machine_of([plan]).workspaces[1], 2)
+        call = Data(plan, 0, 1.0, 0.0, False).calls[1]
+        if fits:
+            one.tasks(call, recorded, 0)
+        else:
+            with pytest.raises(ValueError, match=r"got 3 of torch.float32 for D of torch.bfloat16; last='sum' adds"):
+                one.tasks(call, recorded, 0)
 
 
 def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:

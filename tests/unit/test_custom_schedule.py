@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 
 import distgemm
 from distgemm.layouts import Axis, Modulo, TVLayout
+from distgemm.ops import Gemm
 from distgemm.schedulers import WHOLE, DistributedTileScheduler, Hop, Partition, Route, TileCoord
 from tests.unit.reference_data import Data
 
@@ -78,6 +80,22 @@ ROUTES = {
     ),
     "tree and halving": Route(b=Tree(), d=Halving()),
 }
+
+
+def test_a_chain_without_fold_folds_nowhere():
+    """Whatever the number of ranks, unless it says that the reducer does."""
+    problem = distgemm.GemmProblem(60, 60, 60)
+    for size in (2, 3):
+        for route, folds in (
+            (distgemm.schedulers.Chain(fold=False), False),
+            (distgemm.schedulers.Chain(), True),
+            (distgemm.schedulers.Chain(fold_last=False), size > 2),
+            (distgemm.schedulers.Pairwise(), False),
+            (distgemm.schedulers.Pairwise(fold_last=True), True),
+        ):
+            schedule = distgemm.get_schedule("reduce_scatter_1d_tiling_a_rotating_c", size)
+            plan = distgemm.make_plan(problem, dataclasses.replace(schedule, route=Route(d=route)))
+            assert any(op.sources for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)) == folds
 
 
 @pytest.mark.parametrize("route", ROUTES)

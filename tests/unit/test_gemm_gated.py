@@ -307,8 +307,16 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             lambda: operands(further=[[Further(bfloat16(M, N), 8)], [], []]),
             "added to a product beside its partial sum is added where its D stays",
         ),
-        (lambda: several(further=[[]] * 5 + [[Further(bfloat16(N, M), 8)]]), "all of D's shape, and of one type"),
-        (lambda: several(further=[[]] * 5 + [[Further(torch.zeros(M, N), 8)]]), "all of D's shape, and of one type"),
+        *(
+            (lambda wrong=wrong: several(further=[[]] * 5 + [[Further(wrong, 8)]]), "lies as its partial sum does")
+            for wrong in (
+                bfloat16(N, M),
+                torch.zeros(M, N),
+                bfloat16(M, N + 8)[:, :N],
+                bfloat16(M * N + 1)[1:].view(M, N),
+            )
+        ),
+        (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 0)]]), "has a word that says so, got 0"),
         (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 8)] * 129]), "at most 128 further sums, got 129"),
         (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
         (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),

@@ -123,6 +123,8 @@ def test_last_sum() -> None:
     ):
         assert said in show_schedule(get_schedule(name, world_size=4, last="sum"))
         assert "final sum" not in show_schedule(get_schedule(name, world_size=4))
+    for last, said in (("gemm", "D pairwise (added by the reducer's last product)"), ("sum", "(one final sum)")):
+        assert said in show_schedule(get_schedule("reduce_scatter_1d_pairwise_a", world_size=4, last=last))
 
 
 def test_chunks() -> None:

@@ -510,6 +510,11 @@ class CudaExecutable:
         if further:
             # The second sum takes C's place; C, if there is one, and other sums are added to the result.
             others = [_matrix(source) for source in further[1:]]
+            if others and others[0].dtype != d.dtype:
+                raise ValueError(
+                    f"an epilogue adds two sums, and what is left is added to D: of one type, got {len(sources)} of "
+                    f"{others[0].dtype} for D of {d.dtype}; last='sum' adds sums of any type"
+                )
             rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
             c_term, c_factor = further[0], 1.0
         (_, rows, _), (_, columns, _) = op.a.box, op.b.box
