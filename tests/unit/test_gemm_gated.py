@@ -22,6 +22,7 @@ from distgemm.gemm.gated import (
     GatedGemms,
     GatedSend,
     _Arguments,
+    _Batches,
     _Further,
     _place,
     _Product,
@@ -121,6 +122,14 @@ def test_columns_of_d_move_with_b() -> None:
     base = arguments.base
     assert (arguments.moving, base.d.stride, base.d.batch_stride, base.bias_stride) == (1, 2 * N, N, N)
     assert address((base.b, arguments.operand_elsewhere), arguments.products[1].operand) == b[N:].data_ptr()
+
+
+def test_memories_are_not_too_far_apart() -> None:
+    """Batches of one tensor are numbered by an int32, and their count is one, too."""
+    far = _Batches([64, 64 + 16 * (2**31 - 2), 80])
+    assert (far.first, far.distance, far.numbers, far.count) == (64, 16, [0, 2**31 - 2, 1], 2**31 - 1)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31, and these, of 16 bytes, span 34359738352"):
+        _Batches([64, 64 + 16 * (2**31 - 1), 80])
 
 
 def test_arguments_lie_as_in_c() -> None:
