@@ -23,7 +23,15 @@ import torch
 
 from distgemm.gemm.choose import choose, order, tiles_at_once, tiles_of
 from distgemm.gemm.compiler import KernelSource
-from distgemm.gemm.cutlass import Arguments, CutlassKernel, CutlassLaunch, CutlassProvider, Matrix, kernel_source
+from distgemm.gemm.cutlass import (
+    INT32_MAX,
+    Arguments,
+    CutlassKernel,
+    CutlassLaunch,
+    CutlassProvider,
+    Matrix,
+    kernel_source,
+)
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
@@ -51,7 +59,6 @@ HANDED_OUT, QUEUES = 1, 2
 """How many, where there are partial sums, count tiles, behind those of products; and how many pieces of what is sent:
 away, or not."""
 
-INT32_MAX = 2**31 - 1
 MATRICES = ("a", "b", "d", "c", "partial")
 
 
