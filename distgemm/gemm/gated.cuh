@@ -12,6 +12,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "words.cuh"
 
 namespace distgemm {
@@ -208,6 +209,99 @@ struct Passage {
   }
 };
 
+// Numbers of products.
+class Numbers {
+ public:
+  // Whether it was not among them.
+  CUTLASS_DEVICE bool add(int32_t number) {
+    bool const low = number < 64;
+    uint64_t const bit = uint64_t(1) << number % 64, before = low ? low_ : high_;
+    if (low) {
+      low_ |= bit;
+    } else {
+      high_ |= bit;
+    }
+    return !(before & bit);
+  }
+
+ private:
+  static_assert(kProducts <= 128);
+  uint64_t low_ = 0, high_ = 0;
+};
+
+// Tiles of products that are abreast in turn, others product by product. So those that are multiplied by the same part of
+// the operand that all share do so at the same time, and it is read once.
+struct InTurn {};
+
+template <class ClusterShape>
+class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
+  using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
+
+ public:
+  using WorkTileInfo = typename Base::WorkTileInfo;
+  struct Turns {
+    int16_t first[kProducts], abreast[kProducts];
+  };
+  struct Arguments : Base::Arguments {
+    Turns turns;
+  };
+  struct Params : Base::Params {
+    uint32_t clusters;  // for the tiles of a product
+    Turns turns;
+  };
+
+  template <class Problem, class Tile, class Cluster, class... Rest>
+  static Params to_underlying_arguments(
+      Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
+      Rest... rest) {
+    auto const base = Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
+    return {base, uint32_t(base.blocks_per_problem_ / kBlocks / get<3>(problem)), args.turns};
+  }
+
+  CUTLASS_DEVICE explicit TurnScheduler(Params const& params) : Base(params), params_(params) {
+    uint32_t const block = params.raster_order_ == RasterOrder::AlongN ? blockIdx.x + blockIdx.y * gridDim.x
+                                                                      : blockIdx.x * gridDim.y + blockIdx.y;
+    next_ = block / kBlocks;
+  }
+
+  // The names by which CUTLASS's kernels know a scheduler's functions.
+  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) { return get_current_work(); }
+  CUTLASS_DEVICE WorkTileInfo get_current_work() const { return tile_(next_); }
+  CUTLASS_DEVICE void advance_to_next_work(uint32_t count = 1) { next_ += count * clusters_(); }
+
+  template <class... Rest>
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const&, Rest const&...) {
+    advance_to_next_work();
+    return make_tuple(get_current_work(), true);
+  }
+
+ protected:
+  static constexpr uint32_t kBlocks = size(ClusterShape{});
+
+  // That are resident, all of them.
+  CUTLASS_DEVICE static uint32_t clusters_() { return gridDim.x * gridDim.y * gridDim.z / kBlocks; }
+
+  // This block's tile of those that a cluster computes, by their number.
+  CUTLASS_DEVICE WorkTileInfo tile_(uint32_t number) const {
+    if (number < scheduler_params.blocks_per_problem_ / kBlocks) {
+      uint32_t const product = number / params_.clusters;
+      uint32_t const first = params_.turns.first[product], abreast = params_.turns.abreast[product];
+      uint32_t const within = number - first * params_.clusters;
+      number = (first + within % abreast) * params_.clusters + within / abreast;
+    }
+    auto const [m, n, l] = block_id_in_cluster();
+    uint32_t const block = scheduler_params.raster_order_ == RasterOrder::AlongN
+                               ? n * size<0>(ClusterShape{}) + m
+                               : m * size<1>(ClusterShape{}) + n;
+    return get_current_work_for_linear_idx(uint64_t(number) * kBlocks + block);
+  }
+
+  Params const& params_;
+
+ private:
+  uint32_t next_;
+};
+
 // A main loop whose loading warp, before the first load of a product, or of a slice of it, waits for its word. Nobody else
 // does: the others wait for what it loads.
 template <class Base>
@@ -236,8 +330,7 @@ class GatedMainloop : public Base {
       int count, Rest&&... rest) {
     auto [m, n, k, number] = coord;
     Operand const& operand = params.operands[number];
-    bool const waits = operand.word && number != open_;
-    open_ = number;
+    bool const waits = operand.word && opened_.add(number);
     bool const here = operand.batch >= 0;
     int32_t const batch = here ? operand.batch : ~operand.batch;
     // One operand is the same in all products; it, and what the coordinate says, are batch 0.
@@ -262,7 +355,7 @@ class GatedMainloop : public Base {
     return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
   }
 
-  int32_t open_ = -1;
+  Numbers opened_;  // products for whose operands has been waited
 };
 
 // An epilogue that looks up where a product's result belongs.
@@ -589,3 +682,8 @@ class GatedKernel : public Base {
 };
 
 }  // namespace distgemm
+
+template <class Arch, class Tile, class Cluster, uint32_t Stages>
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::InTurn, Arch, Tile, Cluster, Stages> {
+  using Scheduler = distgemm::TurnScheduler<Cluster>;
+};

@@ -103,9 +103,9 @@ class GatedGemms:
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
-    abreast:  where there are partial sums, of how many products in a row tiles are computed in turn, so that those
-              which go away and those which stay take turns, and the link is always busy; for all products. None of
-              them waits for another one of these. Empty: each is computed alone
+    abreast:  of how many products in a row tiles are computed in turn, for all products: so that those which go away
+              and those which stay take turns, and the link is always busy; or so that what all products are multiplied
+              by is read once for several. None of them waits for another one of these. Empty: each is computed alone
     sends:    what else the kernel does: by warps that no product needs, and in order, what goes away and what does not
               each. All have rows of one length. With partial sums: what is finished goes away, and what has come to
               where it belongs; none waits for what needs a later one. Without, all goes away: what peers multiply, the
@@ -177,10 +177,9 @@ class GatedGemms:
                     raise ValueError("what is added to a product beside its partial sum has a word that says so, got 0")
         if sum(map(len, self.further)) > PRODUCTS:
             raise ValueError(f"one kernel adds at most {PRODUCTS} further sums, got {sum(map(len, self.further))}")
-        if self.abreast and (not self.adds or sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
+        if self.abreast and (sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
             raise ValueError(
-                f"products abreast are all of a kernel's, with partial sums; got {[*self.abreast]} of "
-                f"{len(self.products)} products that wait for {self.kind}"
+                f"products abreast are all of a kernel's, got {[*self.abreast]} of {len(self.products)} products"
             )
         if bool(self.entry) != bool(self.exit):
             raise ValueError("a kernel that enters a replay also leaves it")
@@ -420,9 +419,12 @@ def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int
     those of the last product would wait until all others had come.
     """
     tiles, at_once = tiles_of(gemms.spec, config), tiles_at_once(config, blocks)
-    first = max(0, len(gemms.products) - len(gemms.sends))  # where peers have no rows, more is sent than comes
+    count = len(gemms.products)
+    begins = [first for first, _ in _grouped(gemms.abreast, count)]
+    first = max(0, count - len(gemms.sends))  # where peers have no rows, more is sent than comes
+    numbers = [begins[number] if number < count else number for number in range(first, first + len(gemms.sends))]
     # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
-    waves = [(2 * number + 1) * tiles // (2 * at_once) for number in range(first, first + len(gemms.sends))]
+    waves = [(2 * number + 1) * tiles // (2 * at_once) for number in numbers]
     return [len(list(group)) for _, group in groupby(waves)]
 
 

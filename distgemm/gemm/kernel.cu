@@ -465,7 +465,7 @@ using KernelOf = cutlass::gemm::kernel::GemmUniversal<
     Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
 
 #if DG_GATED == DG_OPERANDS
-using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>>>;
+using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>, InTurn>>;
 #elif DG_PASSES
 using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
 #else
@@ -533,11 +533,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
   arguments.epilogue.sources = PassingEpilogue<Collective>::Sources::params(args);
   arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
   arguments.scheduler.tickets = args.counters + kProducts;
-  for (int i = 0; i < kProducts; ++i) {
-    arguments.epilogue.results[i] = args.products[i].result;
-    arguments.scheduler.first[i] = args.products[i].first;
-    arguments.scheduler.abreast[i] = args.products[i].abreast;
-  }
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
 }
 
 #endif
@@ -556,7 +552,11 @@ typename Kernel::Arguments encode(void const* given) {
   arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
   arguments.mainloop.moving = args.moving;
   arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
-  for (int i = 0; i < kProducts; ++i) arguments.mainloop.operands[i] = args.products[i].operand;
+  for (int i = 0; i < kProducts; ++i) {
+    arguments.mainloop.operands[i] = args.products[i].operand;
+    arguments.scheduler.turns.first[i] = args.products[i].first;
+    arguments.scheduler.turns.abreast[i] = args.products[i].abreast;
+  }
   arguments.passage = {args.entry, args.exit, args.counters};
   if constexpr (DG_SENDS) {
     arguments.sender = Sender::params(args);

@@ -9,7 +9,6 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
-#include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 #include "gated.cuh"
 
@@ -64,16 +63,16 @@ struct PacedTree : Tree {
   Pace pace_;
 };
 
-// What threads add to the accumulators that they hold, where results have several sources: all but the one that an
-// epilogue loads through shared memory. The product is multiplied by its factors first, as the epilogue's are 1 then.
-template <class Element>
+// Where results have several sources, all but the last one, which `Base`, an epilogue of CUTLASS, adds by itself. They
+// come by its pipeline, and buffers: first one source, subtile by subtile, then the next. The sums are multiplied by
+// their factors before, as the epilogue's are 1 then.
+//
+// CUTLASS counts the pipelines' steps of a tile as those of one source. So further ones take a multiple of the steps
+// after which a pipeline's state is what it was: the last steps are idle.
+template <class Base>
 struct FurtherSources {
-  static constexpr int kAtOnce = 32;  // loads of each thread that are under way
-
   struct Params {
     bool any;
-    Element const* data;
-    int64_t stride, batch_stride;  // elements between rows, and between batches
     float alpha;
     float const *scale_a, *scale_b;
     int16_t first[kProducts], count[kProducts];
@@ -81,12 +80,8 @@ struct FurtherSources {
   };
 
   static Params params(GatedArguments const& args) {
-    Matrix const& source = args.base.source;
     Params found{};
     found.any = args.adds != 0;
-    found.data = static_cast<Element const*>(source.data);
-    found.stride = source.stride;
-    found.batch_stride = source.batch_stride;
     found.alpha = args.base.alpha;
     found.scale_a = args.base.scale_a;
     found.scale_b = args.base.scale_b;
@@ -98,44 +93,87 @@ struct FurtherSources {
     return found;
   }
 
-  template <class Extents, class Block, class Coord, class Accumulators, class Mma>
+  // By the loading warp, for which `load_one` loads each.
+  template <class LoadOne>
+  CUTLASS_DEVICE static void load(
+      Params const& params, int number, typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState& state,
+      LoadOne load_one) {
+    int const count = params.count[number];
+    Further const* const first = params.further + params.first[number];
+    for (int i = 0; i < count; ++i) load_one(first[i].word, first[i].batch);
+    for (int i = idle_(count); i > 0; --i, ++state) {
+      pipeline.producer_acquire(state);
+      pipeline.producer_commit(state);
+    }
+  }
+
+  // By those that have multiplied. `state` is where the epilogue's is, too, before and afterwards.
+  template <class Accumulators, class Mma, class Storage>
   CUTLASS_DEVICE static void add(
-      Params const& params, int number, Extents extents, Block block, Coord coord, Accumulators& sums, Mma mma,
-      int thread) {
-    using Pair = cutlass::AlignedArray<Element, 2>;  // neighbours in a row, which a thread holds
-    constexpr int pairs = size(Accumulators{}) / 2, at_once = pairs < kAtOnce ? pairs : kAtOnce;
+      Params const& params, int number, typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState state,
+      Accumulators& sums, Mma mma, int thread, Storage& storage) {
     float factor = params.alpha;
     if (params.scale_a) factor *= *params.scale_a;
     if (params.scale_b) factor *= *params.scale_b;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
-    Tensor places = local_tile(make_identity_tensor(extents), block, coord);
-    Tensor mine = mma.get_thread_slice(thread).partition_C(places);
-    Further const* const begin = params.further + params.first[number];
+
+    // As the epilogue takes a subtile to registers.
+    using Buffers = decltype(tile_to_shape(
+        typename Base::SmemLayoutAtomC{}, append<3>(shape(Subtile{}), Int<kStages>{}), Step<_1, _2, _3>{}));
+    Tensor buffers = cute::as_position_independent_swizzle_tensor(
+        make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), Buffers{}));
+    auto const atom = make_tiled_copy_C_atom(typename Base::CopyAtomC{}, mma);
+    auto const results = make_tiled_copy_S(Copy_Atom<typename Base::CopyOpR2S, typename Base::ElementD>{}, atom);
+    auto const sources = make_tiled_copy_S(Copy_Atom<typename Base::CopyOpS2R, Element>{}, atom);
+    auto const mine = results.get_slice(thread);
+    auto const from = sources.get_slice(thread);
+    Tensor there = from.partition_S(buffers);  // (copy, m, n, stage)
+    Tensor loaded = make_tensor<Element>(shape(mine.partition_S(make_identity_tensor(shape(Subtile{})))));
+    Tensor here = from.retile_D(loaded);
+    Tensor held = mine.retile_S(sums);  // (copy, m, n) of multiplications
+    constexpr int mma_n = size<1>(Tile{}) / size<2>(held), per_mma = mma_n / kWidth;
+    static_assert(size<0>(Tile{}) / size<1>(held) == kHeight && mma_n % kWidth == 0, "a subtile is a part of one");
+
     CUTLASS_PRAGMA_NO_UNROLL
-    for (Further const* one = begin; one < begin + params.count[number]; ++one) {
-      // One by one: the first ones are added while others are on their way.
-      if (elect_one_sync()) wait_for(one->word);
-      __syncwarp();
-      Element const* const source = params.data + one->batch * params.batch_stride;
+    for (int i = params.count[number]; i > 0; --i) {
       CUTLASS_PRAGMA_UNROLL
-      for (int first = 0; first < pairs; first += at_once) {
-        Pair loaded[at_once];
+      for (int n = 0; n < size<1>(Tile{}) / kWidth; ++n) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < at_once; ++i) {
-          loaded[i].clear();
-          if (first + i == pairs) break;
-          auto const place = mine(2 * (first + i));
-          if (elem_less(place, extents)) {
-            loaded[i] = *reinterpret_cast<Pair const*>(source + get<0>(place) * params.stride + get<1>(place));
-          }
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2 * at_once && first + i / 2 < pairs; ++i) {
-          sums(2 * first + i) += float(loaded[i / 2][i % 2]);
+        for (int m = 0; m < size<0>(Tile{}) / kHeight; ++m) {
+          pipeline.consumer_wait(state);
+          copy(sources, there(_, _, _, state.index()), here);
+          release_(pipeline, state);
+          Tensor summed = held(_, m, n / per_mma);
+          CUTLASS_PRAGMA_UNROLL
+          for (int e = 0; e < size(loaded); ++e) summed(n % per_mma * size(loaded) + e) += float(loaded(e));
         }
       }
     }
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = idle_(params.count[number]); i > 0; --i) {
+      pipeline.consumer_wait(state);
+      release_(pipeline, state);
+    }
+  }
+
+ private:
+  using Element = typename Base::ElementC;
+  using Subtile = typename Base::EpilogueTile;
+  static constexpr int kHeight = size<0>(Subtile{}), kWidth = size<1>(Subtile{});
+  static constexpr int kStages = Base::DispatchPolicy::StagesC;
+  static constexpr int kSteps = Base::get_load_pipe_increment(Tile{});  // of one source
+
+  CUTLASS_DEVICE static int idle_(int count) {
+    constexpr int period = 2 * kStages;
+    return (period - count * kSteps % period) % period;
+  }
+
+  CUTLASS_DEVICE static void release_(
+      typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState& state) {
+    cutlass::arch::fence_view_async_shared();  // what is read is not overwritten
+    pipeline.consumer_release(state);
+    ++state;
   }
 };
 
@@ -144,7 +182,7 @@ struct FurtherSources {
 template <class Base>
 class PassingEpilogue : public Base {
  public:
-  using Sources = FurtherSources<typename Base::ElementC>;
+  using Sources = FurtherSources<Base>;
   struct Params : Base::Params {
     typename Base::Params elsewhere;
     uint32_t* counters;
@@ -166,17 +204,21 @@ class PassingEpilogue : public Base {
 
   template <class Storage>
   CUTLASS_HOST_DEVICE PassingEpilogue(Params const& params, Storage& storage)
-      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage) {}
+      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage), storage_(storage) {}
 
   template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
   CUTLASS_DEVICE auto load(
       Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
     auto [m, n, k, number] = coord;
     Result const& result = params_.results[number];
-    if (result.source_word && number != open_ && elect_one_sync()) wait_for(result.source_word);
-    open_ = number;
-    return Base::load(
-        pipeline, state, problem, block, make_coord(m, n, k, result.source), static_cast<Rest&&>(rest)...);
+    bool const waits = opened_.add(number);
+    auto const load_one = [&](uint64_t word, int32_t batch) {
+      if (waits && word && elect_one_sync()) wait_for(word);
+      state = Base::load(pipeline, state, problem, block, make_coord(m, n, k, batch), rest...);
+    };
+    Sources::load(params_.sources, number, pipeline, state, load_one);
+    load_one(result.source_word, result.source);
+    return state;
   }
 
   template <
@@ -190,8 +232,7 @@ class PassingEpilogue : public Base {
     if (params_.sources.any && result.batch >= 0) {
       // They are the kernel's, to be zeroed by the next product.
       auto& sums = const_cast<Accumulators&>(accumulators);
-      Sources::add(
-          params_.sources, number, take<0, 2>(problem), take<0, 2>(block), take<0, 2>(coord), sums, mma, thread);
+      Sources::add(params_.sources, number, load, load_state, sums, mma, thread, storage_);
     }
     if (result.batch < 0 && !entered_) {
       if (params_.open && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.open);
@@ -228,16 +269,16 @@ class PassingEpilogue : public Base {
 
   Params const& params_;
   Base elsewhere_;
-  int32_t open_ = -1;
+  typename Base::TensorStorage& storage_;
+  Numbers opened_;  // products for whose sources have been waited
   bool entered_ = false;
 };
 
 // ---------------------------------------------------------------- tiles that are handed out
 
-// Tiles to whoever comes first, those of products that are abreast in turn, others product by product. Where products
-// wait for other GPUs' kernels, which wait for this one, no tile may belong to a thread block that is not resident:
-// blocks of other kernels, which wait for other GPUs too, may hold its SM. Of a cluster, the warp that loads takes a
-// ticket when it has no more to load, and tells all blocks.
+// The same tiles to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no tile may
+// belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold its SM.
+// Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
 struct HandedOut {};
 
 struct TileTickets {
@@ -275,8 +316,9 @@ struct TicketPipeline {
 };
 
 template <class ClusterShape>
-class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
-  using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
+class TicketScheduler : public TurnScheduler<ClusterShape> {
+  using Base = TurnScheduler<ClusterShape>;
+  using Base::kBlocks;
 
  public:
   static constexpr bool IsDynamicPersistent = true;
@@ -287,29 +329,19 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   using WorkTileInfo = typename Base::WorkTileInfo;
   struct Arguments : Base::Arguments {
     uint32_t* tickets = nullptr;
-    int16_t first[kProducts], abreast[kProducts];
   };
   struct Params : Base::Params {
     uint32_t* tickets;
-    uint32_t clusters;  // for the tiles of a product
-    int16_t first[kProducts], abreast[kProducts];
   };
 
   template <class Problem, class Tile, class Cluster, class... Rest>
   static Params to_underlying_arguments(
       Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
       Rest... rest) {
-    auto const base = Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
-    uint32_t const clusters = base.blocks_per_problem_ / kBlocks / get<3>(problem);
-    Params params{base, args.tickets, clusters, {}, {}};
-    for (int i = 0; i < kProducts; ++i) {
-      params.first[i] = args.first[i];
-      params.abreast[i] = args.abreast[i];
-    }
-    return params;
+    return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...), args.tickets};
   }
 
-  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), params_(params), taken_(params.tickets) {}
+  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), taken_(params.tickets) {}
   CUTLASS_DEVICE void set_data_ptr(TileTickets* tickets) { tickets_ = tickets; }
 
   // By all threads.
@@ -336,7 +368,7 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
     }
     uint32_t const ticket = tickets_->tickets[kTickets];
     if constexpr (kBlocks > 1 && arrived) cluster_arrive_relaxed();
-    return tile_(ticket);
+    return this->tile_(ticket);
   }
 
   template <class State>
@@ -357,11 +389,10 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
       __syncwarp();
     }
     cutlass::arch::ClusterTransactionBarrier::wait(&tickets_->arrived[state.index()], state.phase());
-    return make_tuple(tile_(tickets_->tickets[state.index()]), true);
+    return make_tuple(this->tile_(tickets_->tickets[state.index()]), true);
   }
 
  private:
-  static constexpr uint32_t kBlocks = size(ClusterShape{});
   static constexpr uint32_t kNone = 0xffffffff;
   static constexpr uint32_t kBarrier = 7;
   static constexpr int kLoading = 0, kScheduling = 1;  // CUTLASS's warps
@@ -369,8 +400,7 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
   // Every cluster takes one ticket for which there is no tile; the last one to do so leaves a zero.
   CUTLASS_DEVICE uint32_t take_() const {
     uint32_t const ticket = atomicAdd(taken_, 1u);
-    uint32_t const clusters = gridDim.x * gridDim.y * gridDim.z / kBlocks;
-    if (ticket == scheduler_params.blocks_per_problem_ / kBlocks + clusters - 1) atomicExch(taken_, 0u);
+    if (ticket == this->scheduler_params.blocks_per_problem_ / kBlocks + this->clusters_() - 1) atomicExch(taken_, 0u);
     return ticket;
   }
 
@@ -394,20 +424,6 @@ class TicketScheduler : public cutlass::gemm::kernel::detail::PersistentTileSche
     }
   }
 
-  CUTLASS_DEVICE WorkTileInfo tile_(uint32_t ticket) const {
-    if (ticket < scheduler_params.blocks_per_problem_ / kBlocks) {
-      uint32_t const number = ticket / params_.clusters, first = params_.first[number], abreast = params_.abreast[number];
-      uint32_t const within = ticket - first * params_.clusters;
-      ticket = (first + within % abreast) * params_.clusters + within / abreast;
-    }
-    auto const [m, n, l] = block_id_in_cluster();
-    uint32_t const within = scheduler_params.raster_order_ == RasterOrder::AlongN
-                                ? n * size<0>(ClusterShape{}) + m
-                                : m * size<1>(ClusterShape{}) + n;
-    return get_current_work_for_linear_idx(uint64_t(ticket) * kBlocks + within);
-  }
-
-  Params const& params_;
   uint32_t* taken_;
   TileTickets* tickets_ = nullptr;
 };

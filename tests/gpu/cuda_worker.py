@@ -561,8 +561,10 @@ def by_one_kernel(ranks: int) -> list[Case]:
     ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
     ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
+    wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # in groups, as what follows is
+    ways += [(gathers[0], wide | {"copies": by}) for by in ("engine", "gemm")]
     summed: dict[str, Any] = {"mechanism": "store", "last": "gemm"}
-    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in both]
+    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*both, {"k": 2048 * ranks}]]
     ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
     ways += [("reduce_scatter_1d_pairwise_a", {"last": "gemm", "chunks": 2})]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]

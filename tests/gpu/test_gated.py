@@ -77,44 +77,91 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
         assert words.tolist() == [1, 1] and spent(counts)
 
 
+DELIVERING = ("64x128x64_1x1_pingpong", "128x128x64_2x1_pingpong", "128x256x64_2x1_cooperative")
+
+
 @pytest.mark.parametrize(
-    ("config", "terms"), [*((config, False) for config in CONFIGS), (CONFIGS[1], True), (CONFIGS[3], True)]
+    ("config", "terms", "delivers"),
+    [
+        *((config, False, False) for config in CONFIGS),
+        (CONFIGS[1], True, False),
+        (CONFIGS[3], True, False),
+        *((config, config == CONFIGS[1], True) for config in DELIVERING),
+    ],
 )
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (8, 8, 64)])
 @pytest.mark.parametrize("sums", [2, 3, 7])
-def test_a_product_adds_several_sums(config: str, m: int, n: int, k: int, sums: int, terms: bool) -> None:
-    """Results go into other memories, from where one product takes them all, besides C, a bias and a factor; two such
-    products, one by one; five times."""
-    count = 2 * sums
-    a, b, d = drawn(count + 2, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
-    c, bias = (drawn(2, m, n), drawn(n)) if terms else (None, None)
-    alpha = 2.0 if terms else 1.0
+def test_a_product_adds_several_sums(
+    config: str, m: int, n: int, k: int, sums: int, terms: bool, delivers: bool
+) -> None:
+    add_several_sums(config, m, n, k, sums, terms, delivers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "config"),
+    [
+        ("float16", "float16", CONFIGS[1]),
+        ("float32", "float32", "128x128x32_2x1_pingpong"),
+        ("float8_e4m3fn", "bfloat16", "128x128x128_2x1_pingpong"),
+        ("bfloat16", "float32", CONFIGS[1]),
+    ],
+)
+def test_several_sums_of_any_type_are_added(dtype: str, other: str, config: str) -> None:
+    """Products of fp8 have a scale for each operand."""
+    add_several_sums(config, 392, 328, 64, 3, True, False, getattr(torch, dtype), getattr(torch, other))
+
+
+def add_several_sums(
+    config: str,
+    m: int,
+    n: int,
+    k: int,
+    sums: int,
+    terms: bool,
+    delivers: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    other: torch.dtype = torch.bfloat16,
+) -> None:
+    """Results go into other memories, from where one product takes so many of them, besides C, a bias and a factor, and
+    another product one less; the two are computed one by one, and may be sent on; five times."""
+    count = 2 * sums - 1
+    a, b, d = (
+        drawn(count + 2, m, k, dtype=dtype),
+        drawn(n, k, dtype=dtype),
+        torch.empty(2, m, n, device="cuda").to(other),
+    )
+    c, bias = (drawn(2, m, n, dtype=other), drawn(n, dtype=other)) if terms else (None, None)
+    how = {"alpha": 2.0 if terms else 1.0, "dtype": "tfloat32" if dtype == torch.float32 else None}
+    if dtype == torch.float8_e4m3fn:
+        how |= {"scale_a": torch.tensor(0.5, device="cuda"), "scale_b": torch.tensor(4.0, device="cuda")}
+    factor = how["alpha"] * float(how.get("scale_a", 1.0)) * float(how.get("scale_b", 1.0))
     # In memories at uneven distances.
-    passed = [torch.empty(m * n + 64 * i, device="cuda").bfloat16()[: m * n].view(m, n) for i in range(count)]
-    words, counts = torch.zeros(count, dtype=torch.int32, device="cuda"), counters()
-    at = [words.data_ptr() + 4 * number for number in range(count)]
-    products = [GemmTensors(a[i], b, passed[i], alpha=alpha, padded=True) for i in range(count)]
-    added = [random.Random(7).sample(range(number, count, 2), sums) for number in range(2)]
+    passed = [torch.empty(m * n + 64 * i, device="cuda").to(other)[: m * n].view(m, n) for i in range(count)]
+    slots = torch.empty_like(d)
+    words, counts = torch.zeros(count + 4, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * number for number in range(count + 4)]
+    products = [GemmTensors(a[i], b, passed[i], padded=True, **how) for i in range(count)]
+    added = [random.Random(7).sample(range(number, count, 2), sums - number) for number in range(2)]
     for number, (first, *_) in enumerate(added):
         with_c = {"c": c[number], "beta": -1.0, "bias": bias} if terms else {}
-        products.append(GemmTensors(a[count + number], b, d[number], partial=passed[first], alpha=alpha, **with_c))
+        products.append(GemmTensors(a[count + number], b, d[number], partial=passed[first], **with_c, **how))
     further = [[]] * count + [[Further(passed[i], at[i]) for i in rest] for _, *rest in added]
     waits = [0] * count + [at[first] for first, *_ in added]
+    tells = [*at[:count], *(at[count : count + 2] if delivers else (0, 0))]
+    sends = [GatedSend(d[i], slots[i], at[count + 2 + i], waits=at[count + i]) for i in range(2)] if delivers else []
     away = [True] * count + [False] * 2
-    gemms = GatedGemms(products, "a", waits, [*at, 0, 0], away, counts, further=further)
+    gemms = GatedGemms(products, "a", waits, tells, away, counts, sends, further=further)
     launch = bind_gated(gemms, GemmConfig.parse(config))
     for _ in range(5):
-        launched(launch, a, words, d, *passed)
+        launched(launch, a, words, d, slots, *passed)
         for number in range(2):
             whole = a[[*added[number], count + number]].double().sum(0)
-            wanted = alpha * (whole @ b.double().T)
+            wanted = factor * (whole @ b.double().T)
             if terms:
                 wanted += bias.double() - c[number].double()
             assert torch.equal(d[number].double(), wanted)
-        assert words.tolist() == [1] * count and spent(counts)
-
-
-DELIVERING = ("64x128x64_1x1_pingpong", "128x128x64_2x1_pingpong", "128x256x64_2x1_cooperative")
+        assert words[:count].tolist() == [1] * count and spent(counts)
+        assert words[count:].tolist() == [int(delivers)] * 4 and (not delivers or torch.equal(slots, d))
 
 
 @pytest.mark.parametrize("config", DELIVERING)
@@ -192,8 +239,12 @@ def test_what_waits_holds_nothing_else_up() -> None:
     ("m", "n", "k", "along"),
     [(256, 384, 1536, 512), (392, 328, 1160, 640), (1000, 256, 512, 0), (2048, 1024, 4096, 1024)],
 )
-def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, k: int, along: int) -> None:
-    """The first product's matrix is there, two others are sent by the kernel that waits for them; five times."""
+@pytest.mark.parametrize("abreast", [(), (1, 2)], ids=str)
+def test_what_is_sent_is_multiplied_slice_by_slice(
+    config: str, m: int, n: int, k: int, along: int, abreast: tuple[int, ...]
+) -> None:
+    """The first product's matrix is there, two others are sent by the kernel that waits for them, and multiplied one by
+    one, or in turn; five times."""
     slices = -(-k // (along or k))
     here, sources, slots = drawn(m, k), drawn(2, m, k + 8)[..., :k], torch.empty(2, m, k, device="cuda").bfloat16()
     b, d = drawn(n, k), torch.empty(3 * m, n, device="cuda").bfloat16()
@@ -202,7 +253,7 @@ def test_what_is_sent_is_multiplied_slice_by_slice(config: str, m: int, n: int, 
     products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
     sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
     launch = bind_gated(
-        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along, rate=300.0),
+        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along, abreast=abreast, rate=300.0),
         GemmConfig.parse(config),
     )
     for _ in range(5):

@@ -27,7 +27,7 @@ from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
 from distgemm.ops import Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.cuda import executable, memops, watchdog, words
+from distgemm.runtime.cuda import executable, lowering, memops, watchdog, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, most_flags, waits_of
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
@@ -398,6 +398,7 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
 
 
 CHAINS = ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"]
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
 GATHERED = [
     *GATHERS,
     "all_gather_1d_pairwise_xor_a",
@@ -755,6 +756,60 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         assert not any(kernel.abreast for kernel in kernels(chunks))
         if ranks == 2 and schedule in CHAINS:  # room that is used again within a replay
             check(kernels(chunks, lag=chunks - 1, workspace="bounded"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "columns", "depth", "how", "sizes"),
+    [
+        (GATHERS[0], 8, 7168, 16, {}, (1, 1, 2, 4)),
+        (GATHERS[0], 8, 7168, 512, {"copies": "gemm"}, (1, 3, 4)),
+        (GATHERS[0], 8, 13312, 16, {}, (1, 3, 4)),
+        (GATHERS[0], 8, 13312, 512, {"copies": "gemm"}, (1, 7)),
+        (GATHERS[0], 6, 7168, 16, {"chunks": 2}, (2, 3, 6, 1)),
+        (GATHERS[0], 16, 13312, 16, {}, (1, 3, 11, 1)),
+        (GATHERS[0], 8, 3584, 16, {}, ()),  # shards come as slowly as the kernel that takes several has them done
+        (GATHERS[0], 8, 3584, 512, {"copies": "gemm"}, (1, 1, 2, 4)),
+        (GATHERS[0], 8, 3584, 512, {"copies": "both"}, ()),
+        (GATHERS[0], 8, 1280, 512, {"copies": "gemm"}, ()),
+        (GATHERS[0], 4, 13312, 16, {}, (1, 3)),
+        (GATHERS[0], 2, 13312, 16, {}, ()),  # 1024 rows
+        (PAIRWISE, 8, 16, 3584, {}, (7, 1)),
+        (PAIRWISE, 8, 16, 1792, {}, ()),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 2}, (6, 1, 1)),
+        (CHAINS[0], 8, 16, 3584, {}, ()),  # each is waited for
+    ],
+)
+def test_products_of_few_rows_are_abreast(
+    schedule: str, ranks: int, columns: int, depth: int, how: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    gathers, copies = schedule in GATHERS, how.get("copies", "engine")
+    problem = distgemm.GemmProblem(1536 if ranks == 6 else 2048, columns * (ranks if gathers else 1), depth * ranks)
+    stored = {} if gathers else {"mechanism": "store"} | ({"last": "gemm"} if schedule == PAIRWISE else {})
+    chunks = how.get("chunks", 1)
+    plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
+    for rank in (0, ranks // 2, ranks - 1):
+        (kernel,) = (action for action in lower(plan, rank, 1, gated=True, copies=copies) if action.gates)
+        assert kernel.abreast == sizes
+        assert [op.out for op in kernel.ops] == [op.out for op in plan.ops(rank) if isinstance(op, Gemm)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "copies"),
+    [*((GATHERS[0], copies) for copies in ("engine", "slices", "gemm", "both")), (PAIRWISE, "engine")],
+)
+def test_products_abreast_compute_what_others_do(
+    schedule: str, copies: str, ranks: int, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowering, "BALANCE", 1)
+    stored = {"mechanism": "store", "last": "gemm"} if schedule == PAIRWISE else {}
+    chunks = 2 if schedule == PAIRWISE and ranks > 2 else 4
+    depth = 1152 if copies != "engine" else 32 * ranks
+    problem = distgemm.GemmProblem(16 * ranks, 32 * ranks, depth, dtype="float32")
+    plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
+    (kernel,) = (action for action in lower(plan, 0, 1, gated=True, copies=copies) if action.gates)
+    assert (max(kernel.abreast, default=1) > 1) == (schedule != PAIRWISE or ranks > 2)
+    run_by_one_kernel(plan, recorded, turns=4, copies=copies)
 
 
 def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:

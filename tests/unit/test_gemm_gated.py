@@ -171,6 +171,9 @@ def test_tiles_of_products_abreast_are_computed_in_turn() -> None:
         arguments = _Arguments()
         _place(arguments, sums(abreast=abreast))
         assert [(one.first, one.abreast) for one in arguments.products[:4]] == wanted
+    arguments = _Arguments()
+    _place(arguments, operands(abreast=(1, 2)))
+    assert [(one.first, one.abreast) for one in arguments.products[:3]] == [(0, 1), (1, 2), (1, 2)]
 
 
 def test_a_kernel_is_told_how_to_enter_and_leave() -> None:
@@ -241,6 +244,18 @@ def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config:
     one = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
     assert sent_in_turn(one, GemmConfig.parse(config), blocks) == [1]
     assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
+
+
+@pytest.mark.parametrize(
+    ("abreast", "wanted"), [((), [1, 1, 1]), ((1, 1, 2), [1, 2]), ((1, 3), [3]), ((2, 2), [1, 2]), ((3, 1), [2, 1])]
+)
+def test_slices_for_products_that_are_abreast_leave_in_turn(abreast: tuple[int, ...], wanted: list[int]) -> None:
+    """Where one product fills the GPU."""
+    a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
+    products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
+    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends, abreast=abreast)
+    assert sent_in_turn(gemms, GemmConfig.parse("64x128x64_1x1_pingpong"), 32) == wanted
 
 
 def test_more_is_sent_than_comes_where_peers_have_no_rows() -> None:
@@ -327,9 +342,9 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         ),
         (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 0)]]), "has a word that says so, got 0"),
         (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 8)] * 129]), "at most 128 further sums, got 129"),
-        (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products that wait for results"),
-        (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products that wait for results"),
-        (lambda: operands(abreast=(3,)), r"got \[3\] of 3 products that wait for operands"),
+        (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products"),
+        (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products"),
+        (lambda: operands(abreast=(2,)), r"got \[2\] of 3 products"),
         (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 1911 slices"),
         (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2040 slices"),
         (

@@ -31,6 +31,13 @@ SLICE_BYTES = {"slices": 1024, "gemm": 2048, "both": 2048}
 SLICE_UNIT = 256
 """Slices are multiples of so many bytes of a row, as the depths of tiles are."""
 
+FEW_ROWS, ROWS_ABREAST = 512, 2048
+"""Products of so few rows, computed one by one, read what they are multiplied by about as fast as memory gives it: they
+have so few flops for each byte. So tiles of several are computed in turn, of so many rows at most."""
+BALANCE = 1800
+"""By so many columns a chunk of A is multiplied while another one comes; so deep is a product that is computed while
+another one's result leaves: 700 TFLOP/s of bf16 beside a link of 390 GB/s."""
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -384,9 +391,10 @@ def _gated(
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
-    groups = _abreast(plan, gemms)
-    gemms = [op for group in groups for op in group]
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
+    waiting = {op.id for op in gemms if not waits.keys().isdisjoint(op.deps)}
+    groups = _abreast(plan, gemms, waiting, bool(slices) and copies == "gemm")
+    gemms = [op for group in groups for op in group]
     tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
     passed_on = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
@@ -450,15 +458,49 @@ def _gated(
     return kept, kernel
 
 
-def _abreast(plan: Plan, gemms: Sequence[Gemm]) -> list[list[Gemm]]:
+def _abreast(plan: Plan, gemms: Sequence[Gemm], waiting: Container[int], sliced: bool) -> list[list[Gemm]]:
     """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain, or of pairwise
-    sums, that its ``lag`` puts in one place. Some of them store at a peer and some do not, so that the link has
-    something to carry until the end. In all other plans each is alone.
+    sums, that its ``lag`` puts in one place, of which some store at a peer and some do not, so that the link has
+    something to carry until the end; in other plans those of few rows.
+
+    waiting: which GEMMs wait for an operand or a sum
+    sliced:  whether all operands that are waited for come in slices, those of several at once
     """
-    place = _places(plan) if plan.mechanism == "store" else None
-    if place is None:
+    if plan.mechanism == "store" and (place := _places(plan)) is not None:
+        groups = [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
+        if len(groups) < len(gemms):
+            return groups
+    return _of_few_rows(gemms, waiting, sliced)
+
+
+def _of_few_rows(gemms: Sequence[Gemm], waiting: Container[int], sliced: bool) -> list[list[Gemm]]:
+    """GEMMs in groups that read what they are multiplied by once. Of those that wait for operands each group has as
+    many as have come when it is begun; whole ones are to come in half that time, as tiles of a group are begun early.
+    Of pairwise sums they are those that wait for none, unless communication takes longer than multiplication. In
+    chains, where somebody waits for each, all are alone.
+    """
+    (_, rows, depth), (_, columns, _) = box_extents(gemms[0].a.box), box_extents(gemms[0].b.box)
+    if len({op.b for op in gemms}) > 1:
+        rows, columns = columns, rows
+    sources = max(len(op.sources) for op in gemms)
+    if rows > FEW_ROWS or sources == 1 or (sources and depth <= BALANCE):
         return [[op] for op in gemms]
-    return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
+    transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
+    groups: list[list[Gemm]] = []
+    come = 0.0
+    for number, op in enumerate(gemms):
+        group = groups[-1] if groups else []
+        waits = op.id in waiting
+        if sources:  # whose last ones wait for others' products that are as far
+            joins = not (waits or any(each.id in waiting for each in group))
+        else:
+            come += transfer * waits
+            joins = come <= number - len(group)
+        if group and joins and len(group) < ROWS_ABREAST // rows:
+            group.append(op)
+        else:
+            groups.append([op])
+    return groups
 
 
 @lru_cache(maxsize=8)
