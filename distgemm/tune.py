@@ -71,6 +71,9 @@ throttle a GPU, and then the one that takes the least power wins."""
 WITHIN_KERNELS, KERNELS = 1.25, 6
 """Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations,
 where it takes at most this factor longer than the fastest."""
+WITHIN_WAY = 1.05
+"""The second of a way, too, with half as many, where it takes at most this factor longer than the first: with tiles
+chosen by shape the best of all may be behind."""
 
 LEAST_BUCKET = 64
 """Below so many rows all take one choice."""
@@ -708,24 +711,35 @@ def _finalists(
 ) -> list[Choice]:
     """The fastest, the unfused program, and the fastest plans by one kernel with other configurations of it, where that
     may become the fastest of all. No other measurement tells which of them is best at waiting, or at sending."""
-    from distgemm.gemm.choose import order
-
     found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
-    by_one_kernel: dict[tuple[Any, ...], Choice] = {}
+    by_way: dict[tuple[Any, ...], list[Choice]] = {}
     for choice in ran:
         if choice.waits == "gemm" and times[str(choice)] <= WITHIN_KERNELS * times[str(ran[0])]:
             way = choice.schedule, choice.copies, dict(choice.options).get("mechanism")
-            by_one_kernel.setdefault(way, choice)
-    for one in by_one_kernel.values():
-        plan = _plan(problem, one, group)
-        # What multiplies everything fastest, and what multiplies a chunk fastest: the rest once the last one has come.
-        chunk, count = _chunk(plan), sum(isinstance(op, Gemm) for op in plan.ops(0))
-        best = [order(chunk, _providers()["cutlass"].configs(chunk), count=number) for number in (count, 1)]
-        configs = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
-        if _delivers(one):
-            configs = [config for config in configs if config.schedule == "pingpong"]
-        found += [one, *(replace(one, config=str(config)) for config in list(dict.fromkeys(configs))[:KERNELS])]
+            by_way.setdefault(way, []).append(choice)
+    for best, *others in by_way.values():
+        found += [best, *_in_other_tiles(_plan(problem, best, group), best)[:KERNELS]]
+        for second in others[:1]:
+            if times[str(second)] <= WITHIN_WAY * times[str(best)]:
+                found += [second, *_in_other_tiles(_plan(problem, second, group), second)[: KERNELS // 2]]
     return list(dict.fromkeys(found))
+
+
+def _in_other_tiles(plan: Plan, choice: Choice) -> list[Choice]:
+    """One with each configuration of its kernel, by what multiplies everything fastest, and what multiplies a chunk
+    fastest: the rest once the last one has come."""
+    from distgemm.gemm.choose import order
+
+    chunk = _chunk(plan)
+    configs = _providers()["cutlass"].configs(chunk)
+    best = [order(chunk, configs, count=number) for number in (_count(plan), 1)]
+    found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
+    if dict(choice.options).get("mechanism") == "store":
+        # The group that stores waits for its turn on the link while the other one multiplies.
+        found.sort(key=lambda config: config.schedule != "pingpong")
+    if _delivers(choice):
+        found = [config for config in found if config.schedule == "pingpong"]
+    return [replace(choice, config=str(config)) for config in dict.fromkeys(found)]
 
 
 def _delivers(choice: Choice) -> bool:
@@ -737,8 +751,12 @@ def _delivers(choice: Choice) -> bool:
 
 def _whole(plan: Plan) -> GemmSpec:
     """A product as large as all of rank 0's, which differ in A."""
-    count = sum(isinstance(op, Gemm) for op in plan.ops(0))
-    return together(_chunk(plan), count, "a")
+    return together(_chunk(plan), _count(plan), "a")
+
+
+def _count(plan: Plan) -> int:
+    """How many products rank 0 computes."""
+    return sum(isinstance(op, Gemm) for op in plan.ops(0))
 
 
 def _chunk(plan: Plan) -> GemmSpec:

@@ -1,4 +1,4 @@
-// Several products by one kernel, for kernel.cu. Its persistent scheduler walks them as the mode L of CUTLASS.
+// Several products by one kernel, for kernel.cu. To CUTLASS they are the mode L, of which tiles are taken in turn.
 //
 // Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
 // products add, and others are told of results (DG_RESULTS), or finished ones are sent on, too (DG_DELIVERIES). Words in
@@ -41,7 +41,7 @@ struct Result {
 struct Product {
   Operand operand;
   Result result;
-  int16_t first;  // tiles of so many products from this one on are handed out in turn
+  int16_t first;  // tiles of so many products from this one on are computed in turn
   int16_t abreast;
   int16_t further;  // so many further sources from this one on
   int16_t sources;
@@ -274,6 +274,7 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
     advance_to_next_work();
     return make_tuple(get_current_work(), true);
   }
+  bool is_last_tile(...) const = delete;  // CUTLASS's would look at its own order
 
  protected:
   static constexpr uint32_t kBlocks = size(ClusterShape{});

@@ -92,6 +92,22 @@ class Further:
     matrix: torch.Tensor
     waits: int
 
+    def raise_misplaced(self, product: GemmTensors, away: bool) -> None:
+        """Raises ValueError where it cannot be added to this product, whose D lies in another memory if ``away``."""
+        like = product.partial
+        if away or like is None:
+            raise ValueError("what is added to a product beside its partial sum is added where its D stays")
+        matrix = self.matrix
+        alike = (matrix.shape, matrix.dtype, matrix.stride()) == (product.d.shape, like.dtype, like.stride())
+        if not alike or matrix.data_ptr() % 16:
+            raise ValueError(
+                f"what is added to a product lies as its partial sum does, {tuple(like.shape)} of {like.dtype} with "
+                f"strides {like.stride()}, at multiples of 16 bytes; got {tuple(matrix.shape)} of {matrix.dtype} with "
+                f"strides {matrix.stride()} at {matrix.data_ptr()}"
+            )
+        if not self.waits:
+            raise ValueError("what is added to a product beside its partial sum has a word that says so, got 0")
+
 
 @dataclass(frozen=True)
 class GatedGemms:
@@ -159,22 +175,8 @@ class GatedGemms:
                 f"one kernel sends at most {SENDS} chunks in {most} slices, got {len(self.sends)} in {slices}"
             )
         for one, away, added in zip(self.products, self.away, self.further or (), strict=bool(self.further)):
-            if added and (away or one.partial is None):
-                raise ValueError("what is added to a product beside its partial sum is added where its D stays")
             for each in added:
-                like = one.partial
-                if like is not None and not (
-                    (each.matrix.shape, each.matrix.dtype, each.matrix.stride())
-                    == (one.d.shape, like.dtype, like.stride())
-                    and each.matrix.data_ptr() % 16 == 0
-                ):
-                    raise ValueError(
-                        f"what is added to a product lies as its partial sum does, {tuple(like.shape)} of {like.dtype} "
-                        f"with strides {like.stride()}, at multiples of 16 bytes; got {tuple(each.matrix.shape)} of "
-                        f"{each.matrix.dtype} with strides {each.matrix.stride()} at {each.matrix.data_ptr()}"
-                    )
-                if not each.waits:
-                    raise ValueError("what is added to a product beside its partial sum has a word that says so, got 0")
+                each.raise_misplaced(one, away)
         if sum(map(len, self.further)) > PRODUCTS:
             raise ValueError(f"one kernel adds at most {PRODUCTS} further sums, got {sum(map(len, self.further))}")
         if self.abreast and (sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
@@ -415,8 +417,8 @@ class _GatedKernel(CutlassKernel):
 
 def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int]:
     """Of how many sends in a row slices leave in turn, with so many thread blocks per GPU: of those whose products run
-    at the same time. So all tiles of one wave have something to multiply from the first slices on, where otherwise
-    those of the last product would wait until all others had come.
+    at the same time, those abreast as early as the first of them. So all tiles of one wave have something to multiply
+    from the first slices on, where otherwise those of the last product would wait until all others had come.
     """
     tiles, at_once = tiles_of(gemms.spec, config), tiles_at_once(config, blocks)
     count = len(gemms.products)

@@ -5,9 +5,9 @@
 //
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
 //
-// With DG_GATED it computes several such products of one shape, one after the other without a pause. They are the mode L
-// of CUTLASS, which its persistent scheduler walks last; a table says where each of them reads and writes: gated.cuh, and
-// passing.cuh for sums that are passed on.
+// With DG_GATED it computes several such products of one shape, one after the other without a pause, or some tile by tile
+// in turn. They are the mode L of CUTLASS; a table says where each of them reads and writes: gated.cuh, and passing.cuh
+// for sums that are passed on.
 
 #include <cstdint>
 #include <type_traits>

@@ -276,9 +276,9 @@ class PassingEpilogue : public Base {
 
 // ---------------------------------------------------------------- tiles that are handed out
 
-// The same tiles to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no tile may
-// belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold its SM.
-// Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
+// TurnScheduler's tiles, to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no
+// tile may belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold
+// its SM. Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
 struct HandedOut {};
 
 struct TileTickets {

@@ -566,6 +566,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
     summed: dict[str, Any] = {"mechanism": "store", "last": "gemm"}
     ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*both, {"k": 2048 * ranks}]]
     ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
+    ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "copies": by}) for by in COPIERS]
     ways += [("reduce_scatter_1d_pairwise_a", {"last": "gemm", "chunks": 2})]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 

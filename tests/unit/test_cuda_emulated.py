@@ -766,6 +766,9 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         (GATHERS[0], 8, 13312, 16, {}, (1, 3, 4)),
         (GATHERS[0], 8, 13312, 512, {"copies": "gemm"}, (1, 7)),
         (GATHERS[0], 6, 7168, 16, {"chunks": 2}, (2, 3, 6, 1)),
+        (GATHERS[0], 4, 7168, 16, {"chunks": 4}, (4, 7, 5)),
+        (GATHERS[0], 4, 7168, 16, {"chunks": 4, "merge": True}, (4, 4, 8)),  # what is copied together comes together
+        ("all_gather_1d_tiling_cd_rotating_b", 8, 7168, 16, {}, (1, 1, 2, 4)),
         (GATHERS[0], 16, 13312, 16, {}, (1, 3, 11, 1)),
         (GATHERS[0], 8, 3584, 16, {}, ()),  # shards come as slowly as the kernel that takes several has them done
         (GATHERS[0], 8, 3584, 512, {"copies": "gemm"}, (1, 1, 2, 4)),
@@ -776,19 +779,22 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         (PAIRWISE, 8, 16, 3584, {}, (7, 1)),
         (PAIRWISE, 8, 16, 1792, {}, ()),
         (PAIRWISE, 4, 16, 3584, {"chunks": 2}, (6, 1, 1)),
+        (PAIRWISE, 4, 16, 3584, {"partial_dtype": "float32"}, ()),
         (CHAINS[0], 8, 16, 3584, {}, ()),  # each is waited for
     ],
 )
 def test_products_of_few_rows_are_abreast(
     schedule: str, ranks: int, columns: int, depth: int, how: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    gathers, copies = schedule in GATHERS, how.get("copies", "engine")
-    problem = distgemm.GemmProblem(1536 if ranks == 6 else 2048, columns * (ranks if gathers else 1), depth * ranks)
+    gathers, copies, merge = "all_gather" in schedule, how.get("copies", "engine"), how.get("merge", False)
+    m, n = 1536 if ranks == 6 else 2048, columns * (ranks if gathers else 1)
+    m, n = (n, m) if schedule.endswith("_b") else (m, n)
+    problem = distgemm.GemmProblem(m, n, depth * ranks, partial_dtype=how.get("partial_dtype"))
     stored = {} if gathers else {"mechanism": "store"} | ({"last": "gemm"} if schedule == PAIRWISE else {})
     chunks = how.get("chunks", 1)
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
     for rank in (0, ranks // 2, ranks - 1):
-        (kernel,) = (action for action in lower(plan, rank, 1, gated=True, copies=copies) if action.gates)
+        (kernel,) = (action for action in lower(plan, rank, 1, merge, gated=True, copies=copies) if action.gates)
         assert kernel.abreast == sizes
         assert [op.out for op in kernel.ops] == [op.out for op in plan.ops(rank) if isinstance(op, Gemm)]
 
@@ -796,19 +802,25 @@ def test_products_of_few_rows_are_abreast(
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("schedule", "copies"),
-    [*((GATHERS[0], copies) for copies in ("engine", "slices", "gemm", "both")), (PAIRWISE, "engine")],
+    [
+        *((GATHERS[0], copies) for copies in ("engine", "slices", "gemm", "both")),
+        (PAIRWISE, "engine"),
+        ("all_reduce_1d_pairwise_a", "engine"),
+        ("all_reduce_1d_pairwise_a", "gemm"),
+    ],
 )
 def test_products_abreast_compute_what_others_do(
     schedule: str, copies: str, ranks: int, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowering, "BALANCE", 1)
-    stored = {"mechanism": "store", "last": "gemm"} if schedule == PAIRWISE else {}
-    chunks = 2 if schedule == PAIRWISE and ranks > 2 else 4
+    pairwise = "pairwise" in schedule
+    stored = {"mechanism": "store", "last": "gemm"} if pairwise else {}
+    chunks = 2 if pairwise and ranks > 2 else 4
     depth = 1152 if copies != "engine" else 32 * ranks
     problem = distgemm.GemmProblem(16 * ranks, 32 * ranks, depth, dtype="float32")
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
     (kernel,) = (action for action in lower(plan, 0, 1, gated=True, copies=copies) if action.gates)
-    assert (max(kernel.abreast, default=1) > 1) == (schedule != PAIRWISE or ranks > 2)
+    assert (max(kernel.abreast, default=1) > 1) == (not pairwise or ranks > 2)
     run_by_one_kernel(plan, recorded, turns=4, copies=copies)
 
 

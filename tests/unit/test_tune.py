@@ -272,7 +272,8 @@ def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
 
 
 def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains, stored and pushed, and pairwise sums: the first of each, where it is not far behind."""
+    """Chains, stored and pushed, and pairwise sums: the first of each, where it is not far behind, and the second in
+    fewer, where it is close."""
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     problem, group = GemmProblem(8192, 8192, 4096), SimpleNamespace(size=lambda: 4)
     every = candidates(problem, "gemm+rs", 4)
@@ -283,16 +284,25 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     pushed = [each for each in kernels if each not in (*stored, *summed)]
     assert len(stored) > 1 and len(pushed) > 1 and len(summed) > 1
 
-    def found(ran: list[Choice], slow: list[Choice]) -> list[Choice]:
-        times = {str(each): 2.0 if each in slow else 1.0 for each in ran}
+    def found(ran: list[Choice], slow: list[Choice], later: float = 1.1) -> list[Choice]:
+        times = {str(each): later if each in (*stored[1:], *pushed[1:], *summed[1:]) else 1.0 for each in ran}
+        times |= {str(each): 2.0 for each in slow}
         return tune._finalists(problem, ran, times, group)  # type: ignore[arg-type]
+
+    def tiles_of(finalists: list[Choice], one: Choice) -> list[str | None]:
+        return [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
 
     ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
     finalists = found(ran, [])
     assert finalists[:5] == [*ran[:4], UNFUSED]
     for one in (stored[0], pushed[0], summed[0]):
-        tiles = [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
+        tiles = tiles_of(finalists, one)
         assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS
+        assert all(tile and tile.endswith("pingpong") for tile in tiles[1:4]) or one == pushed[0]
+    close = found(ran, [], later=1.04)
+    for one in (stored[1], pushed[1], summed[1]):
+        tiles = tiles_of(close, one)
+        assert None in tiles and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS // 2
     assert not {*stored[1:], *pushed[1:], *summed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
     delivered = [each for each in candidates(problem, "gemm+ar", 4) if each.waits == "gemm" and each.copies == "gemm"]
     times = {str(each): 1.0 for each in delivered}

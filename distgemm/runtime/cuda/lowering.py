@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby
@@ -32,11 +32,11 @@ SLICE_UNIT = 256
 """Slices are multiples of so many bytes of a row, as the depths of tiles are."""
 
 FEW_ROWS, ROWS_ABREAST = 512, 2048
-"""Products of so few rows, computed one by one, read what they are multiplied by about as fast as memory gives it: they
+"""Products of so few rows, computed one by one, read what they are multiplied by at a large part of memory's rate: they
 have so few flops for each byte. So tiles of several are computed in turn, of so many rows at most."""
 BALANCE = 1800
-"""By so many columns a chunk of A is multiplied while another one comes; so deep is a product that is computed while
-another one's result leaves: 700 TFLOP/s of bf16 beside a link of 390 GB/s."""
+"""By so many columns a chunk of A is multiplied while another one comes, whatever its type; so deep is a product that
+is computed while another one's result leaves, if that is of A's type: 700 TFLOP/s of bf16 beside 390 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def lower(
         ops, slices = _sliced(plan, ops, along, copies != "gemm")
     kernel = None
     if gated:
-        ops, kernel = _gated(plan, ops, entered, slices, copies)
+        ops, kernel = _gated(plan, ops, entered, slices, copies, merge)
     if kernel is not None:
         kernel.slice = along
     streams = _streams(ops, 1 if gated else branches)
@@ -381,20 +381,19 @@ def _cut(view: View, along: int) -> list[View]:
 
 
 def _gated(
-    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, copies: str
+    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, copies: str, merge: bool
 ) -> tuple[list[Op], Action | None]:
     """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action.
 
     slices: of which each chunk is, 0 where they are whole
     copies: with "gemm" they are a part of the action, with "both" those of what peers multiply last
+    merge:  whether neighbouring chunks are copied together
     """
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
-    waiting = {op.id for op in gemms if not waits.keys().isdisjoint(op.deps)}
-    groups = _abreast(plan, gemms, waiting, bool(slices) and copies == "gemm")
-    gemms = [op for group in groups for op in group]
+    groups = _abreast(plan, gemms, _come(plan, gemms, waits, merge), bool(slices) and copies == "gemm")
     tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     multiplied = {op.id for op in gemms}
     passed_on = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
@@ -458,44 +457,53 @@ def _gated(
     return kept, kernel
 
 
-def _abreast(plan: Plan, gemms: Sequence[Gemm], waiting: Container[int], sliced: bool) -> list[list[Gemm]]:
+def _abreast(plan: Plan, gemms: Sequence[Gemm], come: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
     """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain, or of pairwise
     sums, that its ``lag`` puts in one place, of which some store at a peer and some do not, so that the link has
     something to carry until the end; in other plans those of few rows.
 
-    waiting: which GEMMs wait for an operand or a sum
-    sliced:  whether all operands that are waited for come in slices, those of several at once
+    come:   of the GEMMs that wait for an operand or a sum, by id, how many have it once this one has
+    sliced: whether all operands that are waited for come in slices, those of several at once
     """
     if plan.mechanism == "store" and (place := _places(plan)) is not None:
         groups = [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
         if len(groups) < len(gemms):
             return groups
-    return _of_few_rows(gemms, waiting, sliced)
+    return _of_few_rows(plan, gemms, come, sliced)
 
 
-def _of_few_rows(gemms: Sequence[Gemm], waiting: Container[int], sliced: bool) -> list[list[Gemm]]:
+def _come(plan: Plan, gemms: Sequence[Gemm], waits: Container[int], merge: bool) -> dict[int, int]:
+    """Of the GEMMs that wait, by id, how many have what they wait for once this one has: what is copied together comes
+    together."""
+    found: dict[int, int] = {}
+    for group in _halved(_of_shards(plan, gemms[0].rank)) if merge else [[op] for op in gemms]:
+        waiting = [op.id for op in group if any(dep in waits for dep in op.deps)]
+        found |= dict.fromkeys(waiting, len(found) + len(waiting))
+    return found
+
+
+def _of_few_rows(plan: Plan, gemms: Sequence[Gemm], come: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
     """GEMMs in groups that read what they are multiplied by once. Of those that wait for operands each group has as
     many as have come when it is begun; whole ones are to come in half that time, as tiles of a group are begun early.
     Of pairwise sums they are those that wait for none, unless communication takes longer than multiplication. In
-    chains, where somebody waits for each, all are alone.
+    chains, and between two ranks, where somebody waits for each, all are alone.
     """
-    (_, rows, depth), (_, columns, _) = box_extents(gemms[0].a.box), box_extents(gemms[0].b.box)
+    first = gemms[0]
+    (_, rows, depth), (_, columns, _) = box_extents(first.a.box), box_extents(first.b.box)
     if len({op.b for op in gemms}) > 1:
         rows, columns = columns, rows
     sources = max(len(op.sources) for op in gemms)
-    if rows > FEW_ROWS or sources == 1 or (sources and depth <= BALANCE):
+    balance = BALANCE * DTYPE_BYTES[plan.dtype(first.out)] / DTYPE_BYTES[plan.dtype(first.a)]
+    if rows > FEW_ROWS or sources == 1 or (sources and depth <= balance):
         return [[op] for op in gemms]
     transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
     groups: list[list[Gemm]] = []
-    come = 0.0
     for number, op in enumerate(gemms):
         group = groups[-1] if groups else []
-        waits = op.id in waiting
         if sources:  # whose last ones wait for others' products that are as far
-            joins = not (waits or any(each.id in waiting for each in group))
+            joins = come.keys().isdisjoint(each.id for each in (*group, op))
         else:
-            come += transfer * waits
-            joins = come <= number - len(group)
+            joins = transfer * come.get(op.id, 0) <= number - len(group)
         if group and joins and len(group) < ROWS_ABREAST // rows:
             group.append(op)
         else:
