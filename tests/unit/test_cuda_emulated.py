@@ -765,7 +765,7 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         (GATHERS[0], 8, 7168, 512, {"copies": "gemm"}, (1, 3, 4)),
         (GATHERS[0], 8, 13312, 16, {}, (1, 3, 4)),
         (GATHERS[0], 8, 13312, 512, {"copies": "gemm"}, (1, 7)),
-        (GATHERS[0], 6, 7168, 16, {"chunks": 2}, (2, 3, 6, 1)),
+        (GATHERS[0], 6, 7168, 16, {"chunks": 2, "m": 1536}, (2, 3, 6, 1)),
         (GATHERS[0], 4, 7168, 16, {"chunks": 4}, (4, 7, 5)),
         (GATHERS[0], 4, 7168, 16, {"chunks": 4, "merge": True}, (4, 4, 8)),  # what is copied together comes together
         ("all_gather_1d_tiling_cd_rotating_b", 8, 7168, 16, {}, (1, 1, 2, 4)),
@@ -775,7 +775,8 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         (GATHERS[0], 8, 3584, 512, {"copies": "both"}, ()),
         (GATHERS[0], 8, 1280, 512, {"copies": "gemm"}, ()),
         (GATHERS[0], 4, 13312, 16, {}, (1, 3)),
-        (GATHERS[0], 2, 13312, 16, {}, ()),  # 1024 rows
+        (GATHERS[0], 8, 13312, 512, {"copies": "gemm", "m": 4096}, (1, 4, 3)),  # 2048 rows at most
+        (GATHERS[0], 8, 13312, 16, {"m": 8192}, ()),  # 1024 rows each
         (PAIRWISE, 8, 16, 3584, {}, (7, 1)),
         (PAIRWISE, 8, 16, 1792, {}, ()),
         (PAIRWISE, 4, 16, 3584, {"chunks": 2}, (6, 1, 1)),
@@ -787,7 +788,7 @@ def test_products_of_few_rows_are_abreast(
     schedule: str, ranks: int, columns: int, depth: int, how: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     gathers, copies, merge = "all_gather" in schedule, how.get("copies", "engine"), how.get("merge", False)
-    m, n = 1536 if ranks == 6 else 2048, columns * (ranks if gathers else 1)
+    m, n = how.get("m", 2048), columns * (ranks if gathers else 1)
     m, n = (n, m) if schedule.endswith("_b") else (m, n)
     problem = distgemm.GemmProblem(m, n, depth * ranks, partial_dtype=how.get("partial_dtype"))
     stored = {} if gathers else {"mechanism": "store"} | ({"last": "gemm"} if schedule == PAIRWISE else {})
