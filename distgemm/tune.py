@@ -21,7 +21,7 @@ import torch.distributed as dist
 from distgemm.choices import Choices, file_name, own_file, read_choices, record_choices
 from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, list_providers
-from distgemm.gemm.gated import PRODUCTS, SENDS, together
+from distgemm.gemm.gated import PRODUCTS, SENDS, storing_first, together
 from distgemm.gemm.spec import Status
 from distgemm.machine import Machine
 from distgemm.ops import Gemm, Reduce, View, box_extents
@@ -718,10 +718,9 @@ def _finalists(
             way = choice.schedule, choice.copies, dict(choice.options).get("mechanism")
             by_way.setdefault(way, []).append(choice)
     for best, *others in by_way.values():
-        found += [best, *_in_other_tiles(_plan(problem, best, group), best)[:KERNELS]]
-        for second in others[:1]:
-            if times[str(second)] <= WITHIN_WAY * times[str(best)]:
-                found += [second, *_in_other_tiles(_plan(problem, second, group), second)[: KERNELS // 2]]
+        second = [one for one in others[:1] if times[str(one)] <= WITHIN_WAY * times[str(best)]]
+        for one, most in zip([best, *second], (KERNELS, KERNELS // 2), strict=False):
+            found += [one, *_in_other_tiles(_plan(problem, one, group), one)[:most]]
     return list(dict.fromkeys(found))
 
 
@@ -735,8 +734,7 @@ def _in_other_tiles(plan: Plan, choice: Choice) -> list[Choice]:
     best = [order(chunk, configs, count=number) for number in (_count(plan), 1)]
     found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
     if dict(choice.options).get("mechanism") == "store":
-        # The group that stores waits for its turn on the link while the other one multiplies.
-        found.sort(key=lambda config: config.schedule != "pingpong")
+        found = storing_first(found)
     if _delivers(choice):
         found = [config for config in found if config.schedule == "pingpong"]
     return [replace(choice, config=str(config)) for config in dict.fromkeys(found)]

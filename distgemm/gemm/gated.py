@@ -47,6 +47,7 @@ __all__ = [
     "GatedSend",
     "bind_gated",
     "gated_source",
+    "storing_first",
     "together",
 ]
 
@@ -284,6 +285,12 @@ def bind_gated(gemms: GatedGemms, config: GemmConfig | None = None) -> CutlassLa
     return _kernel(_source(provider, gemms, taken), taken, provider).bind_gated(gemms)
 
 
+def storing_first(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Configurations of a kernel that stores at peers, pingpong ones first: what is stored takes its turn on the link
+    while the other warp group multiplies."""
+    return sorted(configs, key=lambda one: one.schedule != "pingpong")
+
+
 def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> KernelSource:
     return kernel_source(gemms.spec, config, provider.arch, gemms.kind)
 
@@ -293,8 +300,7 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
         raise ValueError(f"provider cutlass, products by one kernel that waits: {status.reason}")
     tried = [config] if config is not None else _by_shape(provider, gemms)
     if gemms.rate and gemms.adds:
-        # What is stored takes its turn while the other warp group multiplies.
-        tried.sort(key=lambda one: one.schedule != "pingpong")
+        tried = storing_first(tried)
     for taken in tried:
         if _supports(provider, gemms, taken):
             return taken
