@@ -327,6 +327,7 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             lambda: several(further=[[Further(bfloat16(M, N), 8)], [], [], [], [], []]),
             "added to a product beside its partial sum is added where its D stays",
         ),
+        (lambda: several(away=[True] * 6), "added to a product beside its partial sum is added where its D stays"),
         (
             lambda: operands(further=[[Further(bfloat16(M, N), 8)], [], []]),
             "added to a product beside its partial sum is added where its D stays",
