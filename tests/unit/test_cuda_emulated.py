@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 from collections import OrderedDict, deque
@@ -159,12 +160,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
         return lambda stream: tasks.append(multiplied(t))
 
+    kernels = itertools.count(1)
+
     def bind_gated(gemms: GatedGemms, config: Any) -> Callable[[int], None]:
         def words(first: int, columns: int) -> list[int]:
             slices = -(-columns // (gemms.slice or columns))
             return [first + WORD * number for number in range(slices if first else 0)]
 
-        opened = memops.wait_for(-id(gemms))  # a word of the kernel's own
+        opened = memops.wait_for(-next(kernels))  # a word of the kernel's own
         enters: list[Task] = [opened] if gemms.entry else []
         waits: list[list[Task]] = []
         each: list[list[Task]] = []
