@@ -20,9 +20,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -234,8 +235,21 @@ def executables(part: PartOfMany, choices: Sequence[tune.Choice], refused: dict[
     return methods
 
 
-def measure(case: Case, wanted: Sequence[str] | None, quick: bool) -> dict[str, Any]:
-    """Times of a case: of the tuner's candidates, or of those whose text has all of these words."""
+class How(NamedTuple):
+    """What is measured.
+
+    words:   which the text of a candidate has
+    configs: those in which each candidate by one kernel is measured, too
+    quick:   whether the fastest ones are measured in no other configurations
+    """
+
+    words: Sequence[str]
+    configs: Sequence[str]
+    quick: bool
+
+
+def measure(case: Case, how: How) -> dict[str, Any]:
+    """Times of a case: of the tuner's candidates."""
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
     assert group is not None
     part = PartOfMany(case, group, device)
@@ -252,13 +266,15 @@ def measure(case: Case, wanted: Sequence[str] | None, quick: bool) -> dict[str, 
         return {name: round(one.ms, 5) for name, one in found.items() if not one.error}
 
     choices = tune.candidates(case.problem, case.op, case.ranks)
-    if wanted:
-        choices = [choice for choice in choices if all(word in str(choice) for word in wanted)]
+    choices += [
+        replace(choice, config=config) for config in how.configs for choice in choices if choice.waits == "gemm"
+    ]
+    choices = [choice for choice in choices if all(word in str(choice) for word in how.words)]
     by_name = {str(choice): choice for choice in choices}
     times = sample(choices, rounds=3, burst_ms=2.0)
     ran = sorted((by_name[name] for name in times if name in by_name), key=lambda choice: times[str(choice)])
     finalists = ran[: tune.FINALISTS]
-    if not quick:
+    if not how.quick:
         finalists = tune._finalists(case.problem, ran, times, Group(case.ranks))  # type: ignore[arg-type]
     times |= sample(finalists, rounds=7, burst_ms=3.0, rest=1.0)
     best = min((str(choice) for choice in finalists if str(choice) in times), key=times.__getitem__)
@@ -278,8 +294,7 @@ def measure(case: Case, wanted: Sequence[str] | None, quick: bool) -> dict[str, 
 def run(
     ranks: int,
     cases: list[Case],
-    wanted: Sequence[str] | None,
-    quick: bool,
+    how: How,
     deadline: float,
     path: str,
     about: str,
@@ -293,7 +308,7 @@ def run(
         dist.all_reduce(late)
         if late.item():
             break
-        rows.append(measure(case, wanted, quick))
+        rows.append(measure(case, how))
         if dist.get_rank() == 0:
             row = rows[-1]
             alone, copies = row["times"]["cuBLAS alone"], row["times"]["copies alone"]
@@ -313,7 +328,8 @@ def main() -> None:
     parser.add_argument("--layers", default="qkv,out,fc1,fc2")
     parser.add_argument("--ops", default="ag+gemm,gemm+rs")
     parser.add_argument("--m", default="2048")
-    parser.add_argument("--words", help="only candidates with all of these words, separated by commas")
+    parser.add_argument("--words", default="", help="only candidates with all of these words, separated by commas")
+    parser.add_argument("--configs", default="", help="candidates by one kernel in these configurations, too")
     parser.add_argument("--quick", action="store_true", help="kernels in the tiles chosen by shape only")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no row later than this")
     parser.add_argument("--json", default="one_of_many.json")
@@ -329,8 +345,9 @@ def main() -> None:
                         if layer.name in given.layers.split(","):
                             n, k = layer.among(ranks, 8)
                             cases.append(Case(model, layer.name, op, m, n, k, ranks, 8))
-        words = given.words.split(",") if given.words else None
-        arguments = (ranks, cases, words, given.quick, deadline, given.json, " ".join(sys.argv), rows)
+        words, configs = (text.split(",") if text else [] for text in (given.words, given.configs))
+        how = How(words, configs, given.quick)
+        arguments = (ranks, cases, how, deadline, given.json, " ".join(sys.argv), rows)
         rows += launch(run, 2, *arguments, backend="nccl", timeout=given.seconds + 120)[0]
 
 

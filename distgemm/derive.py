@@ -46,7 +46,7 @@ from distgemm.ops import (
     maker,
     overlaps,
 )
-from distgemm.plan import SLOT_ALIGNMENT, Plan, collector_paused, slot_pitch
+from distgemm.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Plan, collector_paused, slot_pitch
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, TileCoord, get_schedule
 
@@ -684,12 +684,13 @@ class _Derivation:
             if place.last is None:
                 tenants.append([])
             tenants[place.slot].append(place)
+        alignment = STORED_ALIGNMENT if self.mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
         slots, offset = [], 0
         for held in tenants:
             held[0].last, held[0].wraps = held[-1], True
             elements = max(place.elements for place in held)
             size = elements * DTYPE_BYTES[held[0].dtype]
-            size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            size = -(-size // alignment) * alignment
             slots.append(Slot(offset, size, held[0].dtype, elements))
             offset += size
         return tuple(slots)

@@ -17,10 +17,22 @@ from distgemm.ops import Box, Flag, Op, Slot, View, accesses, box_extents, box_s
 from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import TileCoord
 
-__all__ = ["ROW_ALIGNMENT", "SLOT_ALIGNMENT", "Plan", "PlanError", "collector_paused", "slot_pitch"]
+__all__ = [
+    "ROW_ALIGNMENT",
+    "SLOT_ALIGNMENT",
+    "STORED_ALIGNMENT",
+    "Plan",
+    "PlanError",
+    "collector_paused",
+    "slot_pitch",
+]
 
 SLOT_ALIGNMENT = 256
 """Slots start at, and take up, multiples of this many bytes."""
+
+STORED_ALIGNMENT = 1 << 16
+"""The same, where GEMMs store at several peers. To TMA that is one tensor, whose batches are multiples of a distance
+apart, fewer than 2**31 of them, and memories of peers may be 2**47 bytes apart."""
 
 ROW_ALIGNMENT = 16
 """Rows in slots start at multiples of this many bytes: TMA, by which kernels load and store, demands it."""

@@ -60,9 +60,13 @@ MACHINE = "h200"
 
 CLEARLY = 0.02
 """Share of the unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
-WITHIN, WITHIN_ONE_KERNEL = 1.25, 1.4
-"""Plans predicted to take longer than the best one by more than this factor are not measured. Of what chunks cost where
-GEMMs are one kernel the model knows too little."""
+WITHIN = {"kernels": 1.25, "one kernel": 1.4, "alone": 1.4}
+"""Plans predicted to take longer than the best one of their kind by more than this factor are not measured: with a
+kernel for each GEMM, with one beside copy engines, with one that does all. Of what chunks cost where GEMMs are one
+kernel the model knows too little."""
+
+WORD = 2.0
+"""us until what a kernel has stored at a peer is there."""
 
 FINALISTS = 4
 FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
@@ -111,9 +115,15 @@ SUMMED: tuple[dict[str, Any], ...] = (
     {"chunks": 4, "last": "gemm", "lag": 1},
     {"chunks": 8, "last": "gemm", "lag": 2},
     {"chunks": 16, "last": "gemm", "lag": 2},
+    {"chunks": 4, "last": "gemm", "lag": 2, "along": "n"},
 )
 """Pairwise sums by one kernel that stores all parts where they are added: no sum takes several hops, as in a chain of
-more than two ranks."""
+more than two ranks. Chunks of columns read B once, however few rows there are."""
+FINISHED: tuple[dict[str, Any], ...] = (
+    {"chunks": 8, "last": "gemm", "lag": 2},
+    *({"chunks": chunks, "last": "gemm", "lag": lag, "along": "n"} for chunks, lag in ((4, 2), (8, 1), (8, 2))),
+)
+"""The same, where it delivers what is finished, too."""
 CHAIN, ALL_REDUCE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_a_rotating_c"
 PAIRWISE = {"gemm+rs": "reduce_scatter_1d_pairwise_a", "gemm+ar": "all_reduce_1d_pairwise_a"}
 BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
@@ -131,7 +141,7 @@ BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
         *((ALL_REDUCE, {"mechanism": "store", **how}, "engine") for how in STORED),
         *((ALL_REDUCE, {"mechanism": "store", **how}, "gemm") for how in DELIVERED),
         (PAIRWISE["gemm+ar"], {"mechanism": "store", **SUMMED[1]}, "engine"),
-        *((PAIRWISE["gemm+ar"], {"mechanism": "store", **SUMMED[number]}, "gemm") for number in (1, 3)),
+        *((PAIRWISE["gemm+ar"], {"mechanism": "store", **how}, "gemm") for how in FINISHED),
     ),
 }
 """The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
@@ -260,15 +270,24 @@ def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
 
     op: "ag+gemm", "gemm+rs" or "gemm+ar"
 
-    Plans that are predicted to take more than ``WITHIN`` times as long as the best one (``WITHIN_ONE_KERNEL`` where
-    GEMMs are one kernel) are left out; so are those with GEMMs that their provider does not compute. Raises ValueError
-    for another op.
+    Plans that are predicted to take more than ``WITHIN`` times as long as the best one of their kind are left out; so
+    are those with GEMMs that their provider does not compute. Raises ValueError for another op.
     """
     times = _predictions(problem, _op(op), world_size)
     plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
-    within = {choice: WITHIN_ONE_KERNEL if choice.waits == "gemm" else WITHIN for choice in plans}
-    kept = [choice for choice in plans if times[choice] <= within[choice] * times[plans[0]]]
+    best: dict[str, float] = {}
+    for choice in plans:
+        best.setdefault(_kind(choice), times[choice])
+    kept = [choice for choice in plans if times[choice] <= WITHIN[_kind(choice)] * best[_kind(choice)]]
     return kept + [choice for choice in times if choice.method == "unfused"]
+
+
+def _kind(choice: Choice) -> str:
+    """Of WITHIN's."""
+    if choice.waits != "gemm":
+        return "kernels"
+    stored = dict(choice.options).get("mechanism") == "store" and choice.schedule.startswith("reduce_scatter")
+    return "alone" if stored or choice.copies == "gemm" else "one kernel"
 
 
 def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
@@ -289,6 +308,7 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
     from distgemm.runtime.cuda.lowering import lower, on_one_stream
 
     machine = Machine.load(MACHINE)
+    inside = _inside(machine)
     times: dict[Choice, float] = {}
     for schedule, options in SCHEDULES[op]:
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
@@ -303,27 +323,33 @@ def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice,
                 pairs = tuple(options.items())
                 times[Choice("plan", schedule, pairs, provider, branches, waits=waits, merge=merge)] = time
     for schedule, options, by in BY_ONE_KERNEL[op] if world_size > 1 else ():
-        if world_size == 2 and schedule in PAIRWISE.values():
+        if world_size == 2 and schedule in PAIRWISE.values() and "along" not in options:
             continue  # the same as a chain
         plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
         if not (_computes("cutlass", plan) and by_one_kernel(plan, by)):
             continue
         if by == "both" and not any(action.opens for action in lower(plan, 0, 1, gated=True, copies=by)):
             continue  # nothing is left for engines: the same as by the kernel alone
-        # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
-        time = simulate(plan, machine, branches=2).time
         merges = (False,)
         if by == "engine" and len(lower(plan, 0, 1, True, gated=True)) < len(lower(plan, 0, 1, gated=True)):
             merges = (False, True)
         for merge in merges:
             pairs = tuple(options.items())
-            times[Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge, copies=by)] = time
+            choice = Choice("plan", schedule, pairs, "cutlass", 1, waits="gemm", merge=merge, copies=by)
+            # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
+            times[choice] = simulate(plan, inside if _kind(choice) == "alone" else machine, branches=2).time
     if unfused_status(problem, op):
         time = predict_unfused(problem, machine, op, world_size)
         for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured
             if collective_status(problem, op, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
     return times
+
+
+def _inside(machine: Machine) -> Machine:
+    """Where one kernel does all: nothing is launched, and words that it waits for are seen at once."""
+    link = machine.nvlink._replace(gap=0.0, latency=WORD)
+    return replace(machine, gemm_launch=0.0, wait=0.0, copy_launch=0.0, signal_gap=0.0, nvlink=link)
 
 
 def by_one_kernel(plan: Plan, copies: str = "engine") -> Status:
@@ -748,7 +774,7 @@ def _delivers(choice: Choice) -> bool:
 
 
 def _whole(plan: Plan) -> GemmSpec:
-    """A product as large as all of rank 0's, which differ in A."""
+    """A product as large as all of rank 0's, as if they differed in A."""
     return together(_chunk(plan), _count(plan), "a")
 
 

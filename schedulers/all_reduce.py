@@ -47,8 +47,8 @@ def all_reduce_1d_tiling_b_rotating_c(
 
 @register_schedule()
 def all_reduce_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0, along: str = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result straight to the tile's reducer, the sum from there to every rank."""
-    scatter = reduce_scatter_1d_pairwise_a(mesh, chunks=chunks, last=last, lag=lag)
+    scatter = reduce_scatter_1d_pairwise_a(mesh, chunks=chunks, last=last, lag=lag, along=along)
     return _delivered("all_reduce_1d_pairwise_a", scatter)

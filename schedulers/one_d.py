@@ -198,16 +198,37 @@ def _by_gemm(name: str, last: str) -> bool:
 
 
 def _scatter_m(
-    name: str, mesh: Mesh, chunks: int, iterations: tuple[int, int], work_m: Axes, route: ReduceRoute
+    name: str,
+    mesh: Mesh,
+    chunks: int,
+    iterations: tuple[int, int],
+    work: Axes,
+    route: ReduceRoute,
+    along: str = "m",
 ) -> DistributedTileScheduler:
+    """D is sharded along M; work: the axis of chunks, and that of shards. Chunks are rows of a shard, or columns."""
     (ranks,) = mesh
-    partition = Partition(
-        a=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),
-        b=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
-        d=TVLayout(mesh, (chunks,), (_own_chunks(ranks, chunks), WHOLE, WHOLE)),
-    )
-    work = TVLayout(mesh, iterations, (work_m, WHOLE, _own(ranks), WHOLE))
-    return DistributedTileScheduler(name, partition, work, Route(d=route), TileCoord(chunks, 1, 1, 1))
+    chunk, shard = work
+    own, every = _own(ranks), (Axis(ranks, value=1),)
+    if along == "m":
+        partition = Partition(
+            a=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), own, WHOLE)),
+            b=TVLayout(mesh, ONE, (WHOLE, own, WHOLE)),
+            d=TVLayout(mesh, (chunks,), (_own_chunks(ranks, chunks), WHOLE, WHOLE)),
+        )
+        modes: tuple[Axes, ...] = ((chunk, shard), WHOLE, own, WHOLE)
+        tiles = TileCoord(chunks, 1, 1, 1)
+    elif along == "n":
+        columns = (Axis(chunks, value=1),)
+        partition = Partition(
+            a=TVLayout(mesh, (ranks,), (every, own, WHOLE)),
+            b=TVLayout(mesh, (chunks,), (columns, own, WHOLE)),
+            d=TVLayout(mesh, (chunks,), (own, columns, WHOLE)),
+        )
+        modes, tiles = ((shard,), (chunk,), own, WHOLE), TileCoord(1, chunks, 1, 1)
+    else:
+        raise ValueError(f"{name}: chunks are along m, rows of a shard, or along n, its columns; got {along!r}")
+    return DistributedTileScheduler(name, partition, TVLayout(mesh, iterations, modes), Route(d=route), tiles)
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_of="gemm+rs")
@@ -225,30 +246,32 @@ def reduce_scatter_1d_tiling_a_rotating_c(
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
-    work_m = _rotate(ranks, chunks, direction=-1, offset=-1)
-    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, Chain(fold_last=_by_gemm(name, last)))
+    work = _rotate(ranks, chunks, direction=-1, offset=-1)
+    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(fold_last=_by_gemm(name, last)))
     return replace(schedule, work=_lagging(name, schedule.work, lag))
 
 
 @register_schedule()
 def reduce_scatter_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0, along: str = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
 
     S = chunks * N iterations; the own slice comes last (nvFuser's ring GEMM + reduce-scatter).
 
-    last: where an owner adds: in a "sum" of its own, with i = chunk * N + j; or in the epilogue of its own "gemm", with
-          i = j * chunks + chunk: the own shard, which waits for all others, comes behind all of them.
-    lag:  with last="gemm", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + lag of
-          the others. 0: shard by shard, the own one last.
+    last:  where an owner adds: in a "sum" of its own, with i = chunk * N + j; or in the epilogue of its own "gemm",
+           with i = j * chunks + chunk: the own shard, which waits for all others, comes behind all of them.
+    lag:   with last="gemm", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + lag of
+           the others. 0: shard by shard, the own one last.
+    along: "m": a chunk is some rows of a shard of D, and multiplied by all of B; "n": some columns of all rows, by the
+           part of B that makes them: where shards have few rows, and chunks of these would be smaller than tiles.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"
     if _by_gemm(name, last):
         _check_lag(name, lag, chunks)
-        work_m = _rotate(ranks, chunks, offset=1)
-        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work_m, Pairwise(fold_last=True))
+        work = _rotate(ranks, chunks, offset=1)
+        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Pairwise(fold_last=True), along)
         if not lag:
             return schedule
         own = ranks - 1
@@ -260,7 +283,7 @@ def reduce_scatter_1d_pairwise_a(
     if lag:
         raise ValueError(f"{name}: lag goes with last='gemm', where an owner adds chunk by chunk, got {last!r}")
     slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
-    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise())
+    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise(), along)
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))

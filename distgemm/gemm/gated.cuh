@@ -29,8 +29,9 @@ constexpr int kCopyingWarps = DG_GATED == DG_DELIVERIES ? 2 : DG_SENDS ? 1 : 0; 
 // what lies in two memories, ~batch is one of the other memory.
 struct Operand {
   uint64_t word;   // says that A (or B) has come; the words behind it that further slices have
-  int32_t batch;   // of the operand that differs from product to product
-  int32_t sliced;  // 0 where the operand that is waited for comes as a whole
+  int32_t batch;   // of the operand that moves
+  int16_t other;   // batch of the other one, which is there
+  int16_t sliced;  // 0 where the operand that is waited for comes as a whole
 };
 struct Result {
   uint64_t source_word;  // says that the source has come
@@ -70,8 +71,8 @@ struct Send {
 struct GatedArguments {
   Arguments base;
   Matrix operand_elsewhere, d_elsewhere;
-  int32_t moving;  // 0 if the products differ in A, 1 in B
-  int32_t operands_here, operands_elsewhere, sources, results_here, results_elsewhere;
+  int32_t moving;  // 0 if A moves, 1 if B does; the other one is one of so many others
+  int32_t operands_here, operands_elsewhere, others, sources, results_here, results_elsewhere;
   int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
   uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets, where sums are passed on;
                        // then tickets of pieces, and of each slice sent; the last are a Passage's and, never zero
@@ -230,7 +231,7 @@ class Numbers {
 };
 
 // Tiles of products that are abreast in turn, others product by product. So those that are multiplied by the same part of
-// the operand that all share do so at the same time, and it is read once.
+// the operand that they share do so at the same time, and it is read once.
 struct InTurn {};
 
 template <class ClusterShape>
@@ -334,9 +335,9 @@ class GatedMainloop : public Base {
     bool const waits = operand.word && opened_.add(number);
     bool const here = operand.batch >= 0;
     int32_t const batch = here ? operand.batch : ~operand.batch;
-    // One operand is the same in all products; it, and what the coordinate says, are batch 0.
-    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : 0);
-    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? 0 : batch);
+    // What the coordinate says is batch 0.
+    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : operand.other);
+    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? operand.other : batch);
     typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
     int const at_once = waits && operand.sliced ? params.slice_tiles : count;
     uint64_t word = operand.word;
@@ -652,6 +653,7 @@ class GatedKernel : public Base {
   };
   static constexpr int SharedStorageSize =
       DG_SENDS ? kStorageAt + kCopyingWarps * sizeof(Sender::Storage) : Base::SharedStorageSize;
+  static_assert(SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 
   static Params to_underlying_arguments(Arguments const& args, void* workspace) {
     return {Base::to_underlying_arguments(args, workspace), args.sender, args.passage};

@@ -53,6 +53,8 @@ __all__ = [
 
 PRODUCTS, SENDS = 128, 128
 """How many products a kernel computes, and how many pieces of matrices it sends, at most."""
+LONGEST_STRIDE = 1 << 40
+"""Bytes from one batch of a tensor to the next are fewer, for TMA."""
 COUNTERS, RESERVED, TURNS = 2048, 6, 2
 """How many int32 a kernel counts with; how many of them, the last, for other things than products and sends; and how
 many of these, the first, for turns on the link, which are not 0 again afterwards."""
@@ -116,13 +118,14 @@ class GatedGemms:
 
     products: of the same shapes, strides, types and numbers; D is another in each. Either all have the same terms, C
               and bias where D is; or some have a partial sum, and those whose D is away neither C nor bias
-    moving:   the operand that is another in each, "a" or "b"; the other one is the same
+    moving:   the operand that is waited for where one is, "a" or "b". The other one is the same in all of them; where
+              there are partial sums it may be one of several, at equal distances in one memory
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
     abreast:  of how many products in a row tiles are computed in turn, for all products: so that those which go away
-              and those which stay take turns, and the link is always busy; or so that what all products are multiplied
-              by is read once for several. None of them waits for another one of these. Empty: each is computed alone
+              and those which stay take turns, and the link is always busy; or so that what they are multiplied by is
+              read once for several. None of them waits for another one of these. Empty: each is computed alone
     sends:    what else the kernel does: by warps that no product needs, and in order, what goes away and what does not
               each. All have rows of one length. With partial sums: what is finished goes away, and what has come to
               where it belongs; none waits for what needs a later one. Without, all goes away: what peers multiply, the
@@ -348,8 +351,8 @@ class _Product(ctypes.Structure):
     """The struct Product of gated.cuh."""
 
     _fields_ = (
-        ("operand_word", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("operand", "sliced")),
+        *(("operand_word", ctypes.c_uint64), ("operand", ctypes.c_int32)),
+        *((name, ctypes.c_int16) for name in ("other", "sliced")),
         *((name, ctypes.c_uint64) for name in ("source_word", "result_word")),
         *((name, ctypes.c_int32) for name in ("source", "result")),
         *((name, ctypes.c_int16) for name in ("first", "abreast", "further", "sources")),
@@ -386,6 +389,7 @@ class _Arguments(ctypes.Structure):
                 "moving",
                 "operands_here",
                 "operands_elsewhere",
+                "others",
                 "sources",
                 "results_here",
                 "results_elsewhere",
@@ -444,13 +448,23 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     spec, count, sums, base = gemms.spec, len(gemms.products), gemms.adds, arguments.base
     base.l = count
     fixed = "b" if gemms.moving == "a" else "a"
-    if len(set(gemms.addresses(fixed))) > 1:
-        raise ValueError(f"products of one kernel share {fixed.upper()}")
+    others = _Batches(gemms.addresses(fixed))
+    if others.count > (PRODUCTS if sums else 1):
+        raise ValueError(
+            f"products of one kernel share {fixed.upper()}"
+            + (
+                f", or it is one of {PRODUCTS} at equal distances, of which the last is {others.count - 1}"
+                if sums
+                else ""
+            )
+        )
+    setattr(base, fixed, others.matrix(getattr(spec, fixed)))
     operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
     arguments.moving = "ab".index(gemms.moving)
     setattr(base, gemms.moving, operands.here.matrix(getattr(spec, gemms.moving)))
     arguments.operand_elsewhere = operands.elsewhere.matrix(getattr(spec, gemms.moving))
     arguments.operands_here, arguments.operands_elsewhere = operands.here.count, operands.elsewhere.count
+    arguments.others = others.count
 
     results = _Places(gemms.addresses("d"), gemms.away)
     away = next((spec_of(one).d for one, far in zip(gemms.products, gemms.away, strict=True) if far), spec.d)
@@ -490,7 +504,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
         sliced = int(not (gemms.entire and gemms.entire[number]))
         operand_word, source_word = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
-            *(operand_word, operands.numbers[number], sliced),
+            *(operand_word, operands.numbers[number], others.numbers[number], sliced),
             *(source_word, gemms.tells[number], source, results.numbers[number]),
             *abreast[number],
             *(first_further[number], len(further[number])),
@@ -555,10 +569,13 @@ class _Batches:
     def __init__(self, addresses: Sequence[int]) -> None:
         self.first = min(addresses)
         self.distance = math.gcd(*(address - self.first for address in addresses))
-        if self.distance and (max(addresses) - self.first) // self.distance >= INT32_MAX:
+        while self.distance >= LONGEST_STRIDE and self.distance % 32 == 0:
+            self.distance //= 2
+        span = max(addresses) - self.first
+        if self.distance >= LONGEST_STRIDE or (self.distance and span // self.distance >= INT32_MAX):
             raise ValueError(
-                f"matrices of one kernel lie at multiples of one distance, fewer than 2**31, and these, of "
-                f"{self.distance} bytes, span {max(addresses) - self.first}"
+                f"matrices of one kernel lie at multiples of one distance, of less than 2**40 bytes and fewer than "
+                f"2**31 of them, and these, of {self.distance} bytes, span {span}"
             )
         self.numbers = [*map(self.index, addresses)]
         self.count = 1 + max(self.numbers)

@@ -58,12 +58,18 @@ class Case:
     merge: bool = False
     copies: str = "engine"
     last: str = ""
+    along: str = ""
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
             self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.rows
         )
-        given: dict[str, Any] = {"chunks": self.chunks * (self.chunks > 1), "lag": self.lag, "last": self.last}
+        given: dict[str, Any] = {
+            "chunks": self.chunks * (self.chunks > 1),
+            "lag": self.lag,
+            "last": self.last,
+            "along": self.along,
+        }
         options = {name: value for name, value in given.items() if value}
         return distgemm.make_plan(
             problem,
@@ -567,6 +573,11 @@ def by_one_kernel(ranks: int) -> list[Case]:
     ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*both, {"k": 2048 * ranks}]]
     ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
     ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "copies": by}) for by in COPIERS]
+    columns: dict[str, Any] = {"lag": 1, "along": "n", "beta": 1.0, "k": 1024 * ranks}
+    for name, by in (("reduce_scatter", "engine"), ("all_reduce", "engine"), ("all_reduce", "gemm")):
+        some = [{"chunks": 2}, {"chunks": 4, "config": CONFIG, "m": 392 * ranks, "n": 1312, "k": 2048 * ranks}]
+        ways += [(f"{name}_1d_pairwise_a", summed | columns | {"copies": by} | options) for options in some]
+    ways += [("reduce_scatter_1d_pairwise_a", summed | both[2] | {"lag": 1, "along": "n"})]
     ways += [("reduce_scatter_1d_pairwise_a", {"last": "gemm", "chunks": 2})]
     return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
 

@@ -27,6 +27,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
 
 def mixed(ranks: int) -> list[Case]:
     """What is replayed on one workspace."""
+    by_kernel: dict[str, Any] = {"waits": "gemm", "mechanism": "store", "copies": "gemm"}
     return [
         Case(GATHER, (ranks,)),
         Case(CHAIN, (ranks,), chunks=2),
@@ -50,7 +51,8 @@ def mixed(ranks: int) -> list[Case]:
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="slices"),
         Case(GATHER, (ranks,), chunks=2, k=1536, waits="gemm", copies="both"),
         Case(PAIRWISE, (ranks,), chunks=2, waits="gemm", mechanism="store", last="gemm", beta=1.0),
-        Case(PAIRWISE_AR, (ranks,), chunks=2, waits="gemm", mechanism="store", last="gemm", copies="gemm"),
+        Case(PAIRWISE_AR, (ranks,), chunks=2, last="gemm", **by_kernel),
+        Case(PAIRWISE_AR, (ranks,), chunks=4, lag=1, along="n", last="gemm", **by_kernel),
         Case(PAIRWISE, (ranks,), last="gemm"),
     ]
 

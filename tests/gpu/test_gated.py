@@ -77,6 +77,33 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
         assert words.tolist() == [1, 1] and spent(counts)
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 320, 256), (392, 328, 64), (256, 2048, 512)])
+@pytest.mark.parametrize("abreast", [(), (2, 1, 1, 1, 1)], ids=str)
+def test_products_of_parts_of_both_operands(config: str, m: int, n: int, k: int, abreast: tuple[int, ...]) -> None:
+    """Each part of B makes its columns of a result that goes away, and is added to by another part of A; five times."""
+    a, b, d = drawn(2, m, k), drawn(3 * n, k), torch.empty(m, 3 * n, device="cuda").bfloat16()
+    passed, bias, c = torch.empty(3, m, n, device="cuda").bfloat16(), drawn(3 * n), drawn(m, 3 * n)
+    words, counts = torch.zeros(3, dtype=torch.int32, device="cuda"), counters()
+    at = [words.data_ptr() + 4 * number for number in range(3)]
+    of = [slice(part * n, (part + 1) * n) for part in (2, 0, 1)]
+    products = [GemmTensors(a[0], b[part], passed[i], padded=True) for i, part in enumerate(of)]
+    products += [
+        GemmTensors(a[1], b[part], d[:, part], c=c[:, part], bias=bias[part], partial=passed[i], beta=1.0)
+        for i, part in enumerate(of)
+    ]
+    gemms = GatedGemms(
+        *(products, "a", [0] * 3 + at, at + [0] * 3, [True] * 3 + [False] * 3, counts),
+        abreast=abreast,
+    )
+    launch = bind_gated(gemms, GemmConfig.parse(config))
+    for _ in range(5):
+        launched(launch, a, words, d, passed)
+        wanted = a.double().sum(0) @ b.double().T + bias.double() + c.double()
+        assert torch.equal(d.double(), wanted)
+        assert words.tolist() == [1] * 3 and spent(counts)
+
+
 DELIVERING = ("64x128x64_1x1_pingpong", "128x128x64_2x1_pingpong", "128x256x64_2x1_cooperative")
 
 

@@ -25,7 +25,7 @@ from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.gated import GatedGemms, gated_source
 from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
-from distgemm.ops import Copy, Gemm, Signal, Wait
+from distgemm.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import executable, lowering, memops, watchdog, words
@@ -429,6 +429,8 @@ def test_one_kernel_that_waits_under_every_order(
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
     if "lag" in schedule_options(schedule):
         chunked += [{"chunks": chunks, "lag": lag} for chunks, lag in ((2, 1), (4, 1), (4, 2), (4, 3))]
+    if "along" in schedule_options(schedule):
+        chunked += [{"chunks": chunks, "lag": lag, "along": "n"} for chunks, lag in ((2, 0), (2, 1), (4, 2))]
     summed = {"last": "gemm"} if "pairwise_a" in schedule else {}
     every = [
         distgemm.make_plan(
@@ -543,7 +545,7 @@ def test_a_kernel_that_delivers_under_every_order(
     problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
     chunked: list[dict[str, Any]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
     if schedule not in ALL_REDUCES:
-        chunked = [how | {"last": "gemm"} for how in chunked]
+        chunked = [how | {"last": "gemm", "along": along} for how, along in zip(chunked, "mnmn", strict=True)]
     every = [
         distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
         for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
@@ -681,6 +683,8 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
         ("all_reduce_1d_tiling_a_rotating_c", "store"),
         ("all_reduce_1d_tiling_a_rotating_c", "delivered"),
         ("reduce_scatter_1d_pairwise_a", "store"),
+        ("reduce_scatter_1d_pairwise_a", "store along n"),
+        ("all_reduce_1d_pairwise_a", "delivered along n"),
     ],
 )
 def test_kernels_of_all_ranks_are_known_ahead(
@@ -689,6 +693,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
     """What compile builds, with the specs of all products, and what each kernel would be told."""
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     placed = []
+    mechanism, *along = mechanism.split(" along ")
     monkeypatch.setattr(executable, "gated_source", lambda gemms, config: placed.append(gemms) or gated_source(gemms))
     plan = distgemm.make_plan(
         distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
@@ -697,7 +702,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
         sync="barrier",
         chunks=2,
         mechanism="store" if mechanism == "delivered" else mechanism,
-        **({"last": "gemm"} if "pairwise" in schedule else {}),
+        **({"last": "gemm", "along": "".join(along) or "m"} if "pairwise" in schedule else {}),
     )
     copies = "gemm" if mechanism == "delivered" and ranks > 1 else "engine"
     for rank in range(ranks):
@@ -715,15 +720,28 @@ def test_kernels_of_all_ranks_are_known_ahead(
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", [*CHAINS, "all_reduce_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"])
-def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int) -> None:
-    """Nor for later ones, on any rank, whether for a sum or for room; without a lag they are alone."""
-
+@pytest.mark.parametrize(
+    ("schedule", "along"),
+    [
+        *((name, {}) for name in (*CHAINS, "all_reduce_1d_tiling_a_rotating_c")),
+        *((name, {"along": along}) for name in (PAIRWISE, "all_reduce_1d_pairwise_a") for along in "mn"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("few", [False, True], ids=["", "few rows"])
+def test_products_abreast_do_not_wait_for_one_another(
+    schedule: str, along: dict[str, str], ranks: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for later ones, on any rank, whether for a sum or for room; without a lag they are alone, but for those of
+    few rows that wait for nothing."""
+    if few:
+        monkeypatch.setattr(lowering, "BALANCE", 1)
     pairwise = "pairwise" in schedule
+    together = few and pairwise and ranks > 2
 
     def kernels(chunks: int, **how: Any) -> list[Any]:
         problem = distgemm.GemmProblem(288, 288, 48)
-        how |= {"last": "gemm"} if pairwise else {}
+        how |= along | ({"last": "gemm"} if pairwise else {})
         plan = distgemm.make_plan(problem, schedule, ranks, chunks=chunks, sync="barrier", mechanism="store", **how)
         every = [[action for action in lower(plan, rank, 1, gated=True) if action.gates] for rank in range(ranks)]
         assert all(len(found) == 1 for found in every)
@@ -754,9 +772,23 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
             found = kernels(chunks, lag=lag)
             check(found)
             for kernel in found:
+                if together:  # chunk by chunk, for all peers, and the own one by itself
+                    by_chunk = lag < chunks or along.get("along") == "n"
+                    sizes = [ranks - 1] * chunks if by_chunk else [(ranks - 1) * chunks]
+                    assert sorted(kernel.abreast, reverse=True) == [*sizes, *[1] * chunks]
+                    continue
                 most = 2 if pairwise else min(ranks, -(-chunks // lag))
                 assert max(kernel.abreast, default=1) == (most if lag < chunks else 1)
-        assert not any(kernel.abreast for kernel in kernels(chunks))
+        if together:
+            check(kernels(chunks))
+            if (schedule, chunks, ranks) == (
+                PAIRWISE,
+                2,
+                3,
+            ):  # the last one waits for the room of the first
+                check(kernels(chunks, lag=1, workspace="bounded"))
+        else:
+            assert not any(kernel.abreast for kernel in kernels(chunks))
         if ranks == 2 and schedule in CHAINS:  # room that is used again within a replay
             check(kernels(chunks, lag=chunks - 1, workspace="bounded"))
 
@@ -783,6 +815,11 @@ def test_products_abreast_do_not_wait_for_one_another(schedule: str, ranks: int)
         (PAIRWISE, 8, 16, 3584, {}, (7, 1)),
         (PAIRWISE, 8, 16, 1792, {}, ()),
         (PAIRWISE, 4, 16, 3584, {"chunks": 2}, (6, 1, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "lag": 1}, (3, 1, 3, 1, 3, 1, 3, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "lag": 2, "along": "n"}, (3, 3, 1, 3, 1, 3, 1, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 2, "along": "n"}, ()),  # shard by shard, each by another part of B
+        (PAIRWISE, 16, 16, 3584, {"chunks": 2, "lag": 1, "along": "n"}, (15, 1, 15, 1)),
+        (PAIRWISE, 8, 16, 3584, {"chunks": 2, "lag": 1, "along": "n", "m": 4096}, (4, 3, 1, 4, 3, 1)),
         (PAIRWISE, 4, 16, 3584, {"partial_dtype": "float32"}, ()),
         (CHAINS[0], 8, 16, 3584, {}, ()),  # each is waited for
     ],
@@ -796,6 +833,7 @@ def test_products_of_few_rows_are_abreast(
     problem = distgemm.GemmProblem(m, n, depth * ranks, partial_dtype=how.get("partial_dtype"))
     stored = {} if gathers else {"mechanism": "store"} | ({"last": "gemm"} if schedule == PAIRWISE else {})
     chunks = how.get("chunks", 1)
+    stored |= {name: how[name] for name in ("lag", "along") if name in how}
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
     for rank in (0, ranks // 2, ranks - 1):
         (kernel,) = (action for action in lower(plan, rank, 1, merge, gated=True, copies=copies) if action.gates)
@@ -805,26 +843,38 @@ def test_products_of_few_rows_are_abreast(
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("schedule", "copies"),
+    ("schedule", "copies", "how"),
     [
-        *((GATHERS[0], copies) for copies in ("engine", "slices", "gemm", "both")),
-        (PAIRWISE, "engine"),
-        ("all_reduce_1d_pairwise_a", "engine"),
-        ("all_reduce_1d_pairwise_a", "gemm"),
+        *((GATHERS[0], copies, {}) for copies in ("engine", "slices", "gemm", "both")),
+        *(
+            (schedule, copies, how)
+            for schedule, copies in (
+                (PAIRWISE, "engine"),
+                ("all_reduce_1d_pairwise_a", "engine"),
+                ("all_reduce_1d_pairwise_a", "gemm"),
+            )
+            for how in ({}, {"lag": 1}, {"lag": 1, "along": "n"})
+        ),
     ],
+    ids=str,
 )
 def test_products_abreast_compute_what_others_do(
-    schedule: str, copies: str, ranks: int, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+    schedule: str,
+    copies: str,
+    how: dict[str, Any],
+    ranks: int,
+    recorded: list[Task],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lowering, "BALANCE", 1)
     pairwise = "pairwise" in schedule
-    stored = {"mechanism": "store", "last": "gemm"} if pairwise else {}
+    stored = how | ({"mechanism": "store", "last": "gemm"} if pairwise else {})
     chunks = 2 if pairwise and ranks > 2 else 4
     depth = 1152 if copies != "engine" else 32 * ranks
     problem = distgemm.GemmProblem(16 * ranks, 32 * ranks, depth, dtype="float32")
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
     (kernel,) = (action for action in lower(plan, 0, 1, gated=True, copies=copies) if action.gates)
-    assert (max(kernel.abreast, default=1) > 1) == (not pairwise or ranks > 2)
+    assert (max(kernel.abreast, default=1) > 1) == (not pairwise or ranks > 2 or "lag" in how)
     run_by_one_kernel(plan, recorded, turns=4, copies=copies)
 
 
@@ -983,6 +1033,37 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
     plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=(2, 2, 2), sync="barrier", mechanism="store")
     with pytest.raises(PlanError, match="or for one of each sum that they add"):
         lower(plan, 0, 1, gated=True)
+
+
+def test_what_is_waited_for_is_an_operand_or_a_sum() -> None:
+    """Of a kernel that adds sums, waits are for these; operands may both differ there, and only there."""
+    how: dict[str, Any] = {"mechanism": "store", "last": "gemm", "sync": "barrier"}
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), PAIRWISE, 4, chunks=2, lag=1, along="n", **how)
+    lower(plan, 1, 1, gated=True)
+    first = next(op for op in plan.ops(1) if isinstance(op, Gemm))
+    from_slot = dataclasses.replace(first, a=first.a._replace(buffer="slot", slot=0))
+    others = [op for op in plan.ops(1) if op is not first]
+    with pytest.raises(PlanError, match="share A or B"):
+        lower(plan.replace_ops(1, [from_slot, *others]), 1, 1, gated=True)
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), PAIRWISE, 4, **how)
+    first, *others = plan.ops(1)
+    assert isinstance(first, Barrier)
+    gemm, *others = others
+    assert isinstance(gemm, Gemm)
+    from_slot = dataclasses.replace(gemm, a=gemm.a._replace(buffer="slot", slot=0))
+    with pytest.raises(PlanError, match="waits for operands or for sums, not for both"):
+        lower(plan.replace_ops(1, [first, from_slot, *others]), 1, 1, gated=True)
+
+
+@pytest.mark.parametrize(("schedule", "mesh"), [("tensor_parallel_2d_rs", (1, 3)), ("tensor_parallel_2d_rs", (1, 4))])
+def test_chains_may_differ_in_both_operands(schedule: str, mesh: tuple[int, ...], recorded: list[Task]) -> None:
+    """Chunks of A's rows, and of B the columns of each rank."""
+    problem = distgemm.GemmProblem(32 * mesh[1], 16 * mesh[1], 16 * mesh[1], dtype="float32")
+    plan = distgemm.make_plan(problem, schedule, mesh=mesh, chunks=2, sync="barrier", mechanism="store")
+    (kernel,) = (action for action in lower(plan, 0, 1, gated=True) if action.gates)
+    gemms = [op for op in kernel.ops if isinstance(op, Gemm)]
+    assert len({op.a for op in gemms}) == 2 and len({op.b for op in gemms}) == mesh[1]
+    run_by_one_kernel(plan, recorded, turns=4, beta=1.0)
 
 
 def test_sums_of_another_type_than_d_are_left_to_a_sum(recorded: list[Task]) -> None:

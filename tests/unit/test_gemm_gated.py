@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import distgemm
 from distgemm.gemm import GemmConfig, GemmTensors, gated
 from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
@@ -31,6 +33,7 @@ from distgemm.gemm.gated import (
     sent_in_turn,
 )
 from distgemm.gemm.words import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
+from distgemm.plan import STORED_ALIGNMENT
 
 M, N, K = 64, 48, 32
 
@@ -124,18 +127,94 @@ def test_columns_of_d_move_with_b() -> None:
     assert address((base.b, arguments.operand_elsewhere), arguments.products[1].operand) == b[N:].data_ptr()
 
 
+def chunks_of_columns(parts: Sequence[int] = (0, 2, 1)) -> GatedGemms:
+    """Two results for a peer of each part of B, and two that add what comes from there, with C and their part of a
+    bias."""
+    a, b, d = bfloat16(2, M, K), bfloat16(3 * N, K), bfloat16(M, 3 * N)
+    away, slots, c, bias = bfloat16(3, M, N), bfloat16(3, M, N), bfloat16(M, 3 * N), bfloat16(3 * N)
+    columns = [slice(part * N, (part + 1) * N) for part in parts]
+    products = [GemmTensors(a[0], b[of], away[i], padded=True) for i, of in enumerate(columns)]
+    products += [
+        GemmTensors(a[1], b[of], d[:, of], c=c[:, of], bias=bias[of], partial=slots[i], beta=1.0)
+        for i, of in enumerate(columns)
+    ]
+    count = len(parts)
+    words = [0] * count, [8 * number for number in range(1, count + 1)]
+    counts = torch.zeros(PRODUCTS, dtype=torch.int32)
+    return GatedGemms(products, "a", words[0] + words[1], words[1] + words[0], [True] * count + [False] * count, counts)
+
+
+def test_products_with_sums_may_differ_in_both_operands() -> None:
+    arguments, gemms = _Arguments(), chunks_of_columns()
+    _place(arguments, gemms)
+    base = arguments.base
+    assert (arguments.moving, arguments.others, arguments.operands_here) == (0, 3, 2)
+    assert (base.b.stride, base.b.batch_stride, base.bias_stride) == (K, N * K, N)
+    for product, told in zip(gemms.products, arguments.products, strict=False):
+        assert address((base.a, base.a), told.operand) == product.a.data_ptr()
+        assert address((base.b, base.b), told.other) == product.b.data_ptr()
+        assert address((base.d, arguments.d_elsewhere), told.result) == product.d.data_ptr()
+        if product.c is not None:
+            assert address((base.aux, base.aux), told.result) == product.c.data_ptr()
+            assert base.bias + 2 * told.result * base.bias_stride == product.bias.data_ptr()
+
+
+def test_the_operand_that_does_not_move_has_few_places() -> None:
+    far = bfloat16((PRODUCTS + 1) * N, K)
+
+    def by_parts(gemms: GatedGemms, *parts: int) -> GatedGemms:
+        pairs = zip(gemms.products, parts, strict=True)
+        return replace(gemms, products=[replace(one, b=far[at * N : (at + 1) * N]) for one, at in pairs])
+
+    arguments = _Arguments()
+    _place(arguments, by_parts(sums(), 0, 0, PRODUCTS - 1, 1))
+    assert arguments.others == PRODUCTS
+    with pytest.raises(ValueError, match=r"share B, or it is one of 128 at equal distances, .* the last is 128"):
+        _place(arguments, by_parts(sums(), 0, 0, PRODUCTS, 1))
+    with pytest.raises(ValueError, match=r"products of one kernel share B$"):
+        _place(arguments, by_parts(operands(), 0, 0, 1))
+
+
 def test_memories_are_not_too_far_apart() -> None:
     """Batches of one tensor are numbered by an int32, and their count is one, too."""
     far = _Batches([64, 64 + 16 * (2**31 - 2), 80])
     assert (far.first, far.distance, far.numbers, far.count) == (64, 16, [0, 2**31 - 2, 1], 2**31 - 1)
-    with pytest.raises(ValueError, match=r"fewer than 2\*\*31, and these, of 16 bytes, span 34359738352"):
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 of them, and these, of 16 bytes, span 34359738352"):
         _Batches([64, 64 + 16 * (2**31 - 1), 80])
 
 
+def test_two_memories_may_be_far_apart() -> None:
+    """Of their only distance, too long for TMA, a part is taken."""
+    far = 2**47 - 2**21
+    found = _Batches([2**21, 2**21 + far])
+    assert found.distance < 2**40 and found.distance * found.numbers[1] == far and found.count == found.numbers[1] + 1
+    assert _Batches([0, 2**40 - 2**21]).numbers == [0, 1]
+    with pytest.raises(ValueError, match=r"of less than 2\*\*40 bytes"):
+        _Batches([0, 2**40 + 16])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_slots_in_which_several_store_are_found_wherever_they_lie(ranks: int, chunks: int) -> None:
+    """Of memories that are as far apart as memory goes, and start at multiples of 2 MiB."""
+    problem = distgemm.GemmProblem(8 * ranks * chunks, 40, 16 * ranks)
+    for mechanism, name in (("store", "reduce_scatter_1d_pairwise_a"), ("push", "reduce_scatter_1d_pairwise_a")):
+        plan = distgemm.make_plan(problem, name, ranks, chunks=chunks, mechanism=mechanism)
+        bases = [rank * ((2**47 // ranks) // 2**21 | 1) * 2**21 for rank in range(ranks)]
+        slots = [bases[rank] + slot.offset for rank in range(1, ranks) for slot in plan.slots[rank]]
+        several = ranks > 2 and (ranks, chunks) != (3, 1)
+        if mechanism == "store":
+            assert ranks == 2 or all(slot.bytes % STORED_ALIGNMENT == 0 for each in plan.slots for slot in each)
+            assert _Batches(slots).count < 2**31
+        elif several:  # what the alignment is for
+            with pytest.raises(ValueError, match="fewer than"):
+                _Batches(slots)
+
+
 def test_arguments_lie_as_in_c() -> None:
-    """struct Product: an Operand, a uint64 and two int32, a Result, two uint64 and two int32, and four int16; Further:
-    a uint64 and an int32; Send: six uint64, four int32, two int16; Words: int32 for the phases and their ends,
-    operations of 16 bytes; GatedArguments: Arguments, two Matrix, seven int32, a pointer, a uint32, two Words,
+    """struct Product: an Operand, a uint64, an int32 and two int16, a Result, two uint64 and two int32, and four int16;
+    Further: a uint64 and an int32; Send: six uint64, four int32, two int16; Words: int32 for the phases and their ends,
+    operations of 16 bytes; GatedArguments: Arguments, two Matrix, eight int32, a pointer, a uint32, two Words,
     products, an int32, further sources, a uint64, two int32, sends."""
     sizes = [ctypes.sizeof(struct) for struct in (_Product, _Further, _Send)]
     assert sizes == [16 + 24 + 8, 8 + 8, 6 * 8 + 4 * 4 + 8]
@@ -145,9 +224,9 @@ def test_arguments_lie_as_in_c() -> None:
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
     for struct, fields in (
-        ("Operand", [("word",), ("batch",), ("sliced",)]),
+        ("Operand", [("word",), ("batch",), ("other",), ("sliced",)]),
         ("Result", [("source_word",), ("word",), ("source",), ("batch",)]),
-        ("Product", [("operand",), ("result",), *_Product._fields_[7:]]),
+        ("Product", [("operand",), ("result",), *_Product._fields_[8:]]),
         ("Further", _Further._fields_),
         ("Send", _Send._fields_),
         ("GatedArguments", _Arguments._fields_),

@@ -134,7 +134,12 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
         chunks = how.get("chunks", 1)
         tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
         assert len({*tiles}) == size * chunks and all(tile[1:] == (0, rank, 0) for tile in tiles)
-        return [((tile.m // chunks - rank - 1) % size, tile.m % chunks) for tile in tiles]  # shard in time, chunk
+        found = [((tile.m // chunks - rank - 1) % size, tile.m % chunks) for tile in tiles]  # shard in time, chunk
+        schedule = distgemm.get_schedule(name, size, last="gemm", along="n", **how)  # the same, by columns of shards
+        tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
+        assert [((tile.m - rank - 1) % size, tile.n) for tile in tiles] == found
+        assert {tile[2:] for tile in tiles} == {(rank, 0)}
+        return found
 
     for rank in range(3):
         assert order(3, rank) == [(0, 0), (1, 0), (2, 0)]
@@ -155,14 +160,37 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
         distgemm.get_schedule(name, 4, last="none")
 
 
+@pytest.mark.parametrize("name", ["reduce_scatter_1d_pairwise_a", "all_reduce_1d_pairwise_a"])
+def test_chunks_of_pairwise_sums_are_rows_or_columns(name: str):
+    """What ranks hold is the same; a shard of B is held in as many parts as D's rows are cut into."""
+    for size, chunks in ((1, 1), (2, 3), (4, 2)):
+        rows, columns = (distgemm.get_schedule(name, size, chunks=chunks, along=along) for along in "mn")
+        assert rows.chunks == (chunks, 1, 1, 1) and columns.chunks == (1, chunks, 1, 1)
+        assert rows.grid == (size * chunks, 1, size, 1) and columns.grid == (size, chunks, size, 1)
+        problem = distgemm.GemmProblem(26, 25, 19)
+        by_rows, by_columns = (
+            distgemm.make_plan(problem, name, size, chunks=chunks, along=along, sync="barrier") for along in "mn"
+        )
+        for rank in range(size):
+            assert all(by_rows.shard(operand, rank) == by_columns.shard(operand, rank) for operand in "ABD")
+        assert by_rows.link_bytes() == by_columns.link_bytes()
+        problem = distgemm.GemmProblem(24 * size, 48, 8 * size)
+        by_rows, by_columns = (
+            distgemm.make_plan(problem, name, size, chunks=chunks, along=along, mechanism="store") for along in "mn"
+        )
+        assert all(by_rows.workspace_bytes(rank) == by_columns.workspace_bytes(rank) for rank in range(size))
+    with pytest.raises(ValueError, match="chunks are along m, rows of a shard, or along n, its columns; got 'k'"):
+        distgemm.get_schedule(name, 4, along="k")
+
+
+@pytest.mark.parametrize("along", ["m", "n"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_pairwise_sums_have_one_place_where_they_are_added(size: int):
+def test_pairwise_sums_have_one_place_where_they_are_added(size: int, along: str):
     """A single GEMM adds to each tile of D what all others send, in the order in which it comes; no Reduce."""
     problem = distgemm.GemmProblem(24, 24, 24)
     for mechanism in ("push", "store"):
-        plan = distgemm.make_plan(
-            problem, "reduce_scatter_1d_pairwise_a", size, chunks=2, last="gemm", mechanism=mechanism, sync="barrier"
-        )
+        how = {"last": "gemm", "along": along, "mechanism": mechanism}
+        plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", size, chunks=2, sync="barrier", **how)
         for rank, ops in enumerate(plan.rank_ops):
             assert not any(isinstance(op, Reduce) for op in ops)
             adding = [op for op in ops if isinstance(op, Gemm) and op.sources]
@@ -211,7 +239,8 @@ def test_plans_whose_shards_lag_are_proved(name: str):
             for lag in range(1, chunks + 1):
                 how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "last": last}
                 problem = distgemm.GemmProblem(26, 25, 19)
-                verify(distgemm.make_plan(problem, name, size, chunks=chunks, lag=lag, **how))
+                for along in ({"along": "m"}, {"along": "n"}) if "pairwise" in name else ({},):
+                    verify(distgemm.make_plan(problem, name, size, chunks=chunks, lag=lag, **how, **along))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)

@@ -42,6 +42,7 @@ from distgemm.runtime.cuda.lowering import (
     Action,
     lower,
     most_flags,
+    moving,
     on_one_stream,
     waits_of,
 )
@@ -465,7 +466,7 @@ class CudaExecutable:
         stored = any(op.out.rank != self.rank for op in gemms)
         return GatedGemms(
             products,
-            moving="b" if len({op.b for op in gemms}) > 1 else "a",
+            moving=moving(gemms),
             waits=[word(ops[0]) if ops else 0 for ops in action.gates],
             tells=[0 if op is None else word(op) for op in action.tells],
             away=[op.out.buffer == "slot" for op in gemms],

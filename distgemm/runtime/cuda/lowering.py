@@ -14,7 +14,18 @@ from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["BRANCH", "COMM", "Action", "Sent", "flags_of", "lower", "most_flags", "on_one_stream", "waits_of"]
+__all__ = [
+    "BRANCH",
+    "COMM",
+    "Action",
+    "Sent",
+    "flags_of",
+    "lower",
+    "most_flags",
+    "moving",
+    "on_one_stream",
+    "waits_of",
+]
 
 COMM = 0
 """The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
@@ -420,8 +431,12 @@ def _gated(
         if slices and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
             raise PlanError(f"{op}: a kernel that waits for slices takes GEMMs of whole chunks, and this is of a part")
         gates.append(found)
-    if len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
+    brought = any(view.buffer == "slot" for op in gemms for view in (op.a, op.b))
+    sums = any(op.sources for op in gemms)
+    if (brought or not sums) and len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
         raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
+    if brought and sums:
+        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs waits for operands or for sums, not for both")
     tells = {dep: op for dep, op in tells.items() if dep in multiplied}
     told = {op.id for op in tells.values()}
     others = [op for op in ops if op.id not in multiplied and op.id not in told]
@@ -440,7 +455,7 @@ def _gated(
     others = _told_here(plan, others, gemms, tells)
     if not slices and copies == "gemm":
         sent, others = _deliveries(others, entered)
-    if tells and not any(op.sources for op in gemms):
+    if tells and not sums:
         raise PlanError(
             f"{plan.schedule}: one kernel for all GEMMs tells of sums that are passed on, and here are none"
         )
@@ -457,19 +472,27 @@ def _gated(
     return kept, kernel
 
 
+def moving(gemms: Sequence[Gemm]) -> str:
+    """The operand by which the GEMMs of a kernel differ, "a" or "b"; "a" where they do by both."""
+    return "b" if len({op.a for op in gemms}) == 1 < len({op.b for op in gemms}) else "a"
+
+
 def _abreast(plan: Plan, gemms: Sequence[Gemm], come: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
-    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of a chain, or of pairwise
-    sums, that its ``lag`` puts in one place, of which some store at a peer and some do not, so that the link has
-    something to carry until the end; in other plans those of few rows.
+    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of few rows; or those of a
+    chain, or of pairwise sums, that its ``lag`` puts in one place, of which some store at a peer and some do not, so
+    that the link has something to carry until the end.
 
     come:   of the GEMMs that wait for an operand or a sum, by id, how many have it once this one has
     sliced: whether all operands that are waited for come in slices, those of several at once
     """
-    if plan.mechanism == "store" and (place := _places(plan)) is not None:
-        groups = [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
-        if len(groups) < len(gemms):
-            return groups
-    return _of_few_rows(plan, gemms, come, sliced)
+    place = _places(plan) if plan.mechanism == "store" else None
+    if place is not None and len({place[op.rank, op.id] for op in gemms}) == len(gemms):
+        place = None  # the own shard comes behind all others
+    if _of_few_rows(plan, gemms):
+        return _read_once(plan, gemms, come, sliced, place)
+    if place is not None:
+        return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
+    return [[op] for op in gemms]
 
 
 def _come(plan: Plan, gemms: Sequence[Gemm], waits: Container[int], merge: bool) -> dict[int, int]:
@@ -482,29 +505,50 @@ def _come(plan: Plan, gemms: Sequence[Gemm], waits: Container[int], merge: bool)
     return found
 
 
-def _of_few_rows(plan: Plan, gemms: Sequence[Gemm], come: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
+def _of_few_rows(plan: Plan, gemms: Sequence[Gemm]) -> bool:
+    """Whether several GEMMs are to read what they are multiplied by once. Not where communication takes longer than
+    multiplication of sums; and neither in chains nor between two ranks, where somebody waits for each."""
+    rows, _, depth = _shape(gemms)
+    sources = max(len(op.sources) for op in gemms)
+    balance = BALANCE * DTYPE_BYTES[plan.dtype(gemms[0].out)] / DTYPE_BYTES[plan.dtype(gemms[0].a)]
+    return rows <= FEW_ROWS and sources != 1 and not (sources and depth <= balance)
+
+
+def _shape(gemms: Sequence[Gemm]) -> tuple[int, int, int]:
+    """Extents of one of the GEMMs of a kernel: along the mode of the operand that moves, the other one, and k."""
+    (_, m, k), (_, n, _) = box_extents(gemms[0].a.box), box_extents(gemms[0].b.box)
+    return (n, m, k) if moving(gemms) == "b" else (m, n, k)
+
+
+def _read_once(
+    plan: Plan,
+    gemms: Sequence[Gemm],
+    come: Mapping[int, int],
+    sliced: bool,
+    place: Mapping[tuple[int, int], int] | None,
+) -> list[list[Gemm]]:
     """GEMMs in groups that read what they are multiplied by once. Of those that wait for operands each group has as
     many as have come when it is begun; whole ones are to come in half that time, as tiles of a group are begun early.
-    Of pairwise sums they are those that wait for none, unless communication takes longer than multiplication. In
-    chains, and between two ranks, where somebody waits for each, all are alone.
+    Of pairwise sums they are those that wait for none, where chunks follow one another those of one chunk.
     """
-    first = gemms[0]
-    (_, rows, depth), (_, columns, _) = box_extents(first.a.box), box_extents(first.b.box)
-    if len({op.b for op in gemms}) > 1:
-        rows, columns = columns, rows
-    sources = max(len(op.sources) for op in gemms)
-    balance = BALANCE * DTYPE_BYTES[plan.dtype(first.out)] / DTYPE_BYTES[plan.dtype(first.a)]
-    if rows > FEW_ROWS or sources == 1 or (sources and depth <= balance):
-        return [[op] for op in gemms]
-    transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
+    rows, columns, _ = _shape(gemms)
+    most = ROWS_ABREAST // rows
     groups: list[list[Gemm]] = []
+    if any(op.sources for op in gemms):
+        fixed = "a" if moving(gemms) == "b" else "b"
+
+        def together(op: Gemm) -> tuple[Any, ...]:
+            chunk = 0 if place is None else place[op.rank, op.id] // (plan.world_size - 1)
+            return (op.id,) if op.id in come else (chunk, getattr(op, fixed))
+
+        for _, run in groupby(gemms, key=together):
+            group = list(run)
+            groups += [group[first : first + most] for first in range(0, len(group), most)]
+        return groups
+    transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
     for number, op in enumerate(gemms):
         group = groups[-1] if groups else []
-        if sources:  # whose last ones wait for others' products that are as far
-            joins = come.keys().isdisjoint(each.id for each in (*group, op))
-        else:
-            joins = transfer * come.get(op.id, 0) <= number - len(group)
-        if group and joins and len(group) < ROWS_ABREAST // rows:
+        if group and transfer * come.get(op.id, 0) <= number - len(group) and len(group) < most:
             group.append(op)
         else:
             groups.append([op])
