@@ -118,8 +118,8 @@ class GatedGemms:
 
     products: of the same shapes, strides, types and numbers; D is another in each. Either all have the same terms, C
               and bias where D is; or some have a partial sum, and those whose D is away neither C nor bias
-    moving:   the operand that is waited for where one is, "a" or "b". The other one is the same in all of them; where
-              there are partial sums it may be one of several, at equal distances in one memory
+    moving:   the operand that is another in each, "a" or "b", and may be waited for; the other one is the same. Where
+              there are partial sums both may differ: "a" moves, and B is one of a few, at equal distances
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
@@ -450,14 +450,8 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     fixed = "b" if gemms.moving == "a" else "a"
     others = _Batches(gemms.addresses(fixed))
     if others.count > (PRODUCTS if sums else 1):
-        raise ValueError(
-            f"products of one kernel share {fixed.upper()}"
-            + (
-                f", or it is one of {PRODUCTS} at equal distances, of which the last is {others.count - 1}"
-                if sums
-                else ""
-            )
-        )
+        few = f", or it is one of {PRODUCTS} at equal distances, and here the last is {others.count - 1}"
+        raise ValueError(f"products of one kernel share {fixed.upper()}{few if sums else ''}")
     setattr(base, fixed, others.matrix(getattr(spec, fixed)))
     operands = _Places(gemms.addresses(gemms.moving), [not sums and word != 0 for word in gemms.waits])
     arguments.moving = "ab".index(gemms.moving)

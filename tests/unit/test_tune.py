@@ -274,6 +274,13 @@ def test_plans_by_one_kernel_are_tried() -> None:
     assert chunks == {2: {2}, 4: {1, 2}}
 
 
+def test_what_one_kernel_does_costs_no_launches() -> None:
+    """Of 32 short products, whose results are delivered to seven peers each, too."""
+    tried = [dict(each.options) for each in candidates(GemmProblem(2048, 4096, 14336), "gemm+ar", 8)]
+    how = {"chunks": 4, "lag": 2, "along": "n", "last": "gemm", "mechanism": "store"}
+    assert how in tried
+
+
 def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
     problem = GemmProblem(16384, 8192, 8192)
     for chunks, copies, said in (
