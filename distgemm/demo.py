@@ -23,7 +23,8 @@ from distgemm.models import get_model
 from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES, GemmProblem
-from distgemm.runtime.collective import TORCH_DTYPES, CollectiveExecutable
+from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.launch import launch
 
 __all__ = ["Measured", "Measurement", "demo", "layers_table", "measurements"]

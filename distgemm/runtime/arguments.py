@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -53,19 +54,22 @@ def agree(
 ) -> None:
     """Compare the plans of all ranks, and ``further`` arguments. Raises ValueError on all ranks where they differ;
     ``problem`` on the ranks that have one, PlanError on all others then.
+
+    device: one that the group serves, of the same type on all ranks
     """
-    size = dist.get_world_size(group)
     digest = hashlib.sha256(f"{plan.digest} {further}".encode()).digest()
     mine = torch.tensor([*digest, int(problem is not None)], dtype=torch.uint8, device=device)
-    every = [torch.empty_like(mine) for _ in range(size)]
+    every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group)
     gathered = [bytes(row.tolist()) for row in every]
     digests = [row[:-1] for row in gathered]
     usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
     if others := [rank for rank, found in enumerate(digests) if found != usual]:
+        alike = [rank for rank, found in enumerate(digests) if found == usual]
+        here = f"{plan.schedule} for {plan.world_size} ranks, {plan.problem}" + (f", {further}" if further else "")
         raise ValueError(
-            f"the ranks of the group differ in their plans or arguments: ranks {others} differ from the others; "
-            f"here {plan.schedule} for {size} ranks, {plan.problem}, {further}"
+            f"the ranks of the group differ in their plans or arguments: ranks {others} differ from ranks {alike}; "
+            f"here {here}"
         )
     if problem is not None:
         raise problem
@@ -113,15 +117,21 @@ def check_shards(
     return found
 
 
-def check_gathered(plan: Plan, rank: int, gathered: Tensor, a_shard: Tensor) -> None:
-    """Raises ValueError where ``gathered`` is not of the shape of all of A, and of the type and device of its shard."""
-    p = plan.problem
+def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where ``gathered`` is not of the shape of all of A, and of the type and device of its shard, or
+    shares memory with what :func:`check_shards` found."""
+    if not isinstance(gathered, Tensor):
+        raise ValueError(f"gathered on rank {rank} is a torch.Tensor, got {type(gathered).__name__}")
+    p, a = plan.problem, given["A"]
     shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
-    if tuple(gathered.shape) != shape or gathered.dtype != a_shard.dtype or gathered.device != a_shard.device:
+    if tuple(gathered.shape) != shape or gathered.dtype != a.dtype or gathered.device != a.device:
         raise ValueError(
-            f"gathered on rank {rank} is {shape} of {a_shard.dtype} on {a_shard.device}, got {tuple(gathered.shape)} "
-            f"of {gathered.dtype} on {gathered.device}"
+            f"gathered on rank {rank} is {shape} of {a.dtype} on {a.device}, got {tuple(gathered.shape)} of "
+            f"{gathered.dtype} on {gathered.device}"
         )
+    for name, other in given.items():
+        if share_memory(gathered, other):
+            raise ValueError(f"gathered shares memory with {'out' if name == 'D' else f'the shard of {name}'}")
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:

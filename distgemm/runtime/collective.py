@@ -33,21 +33,11 @@ from distgemm.ops import (
 )
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import DTYPE_BYTES
+from distgemm.runtime.arguments import TORCH_DTYPES, agree, check_gathered, check_shards, resolve_group
 
 __all__ = ["CollectiveExecutable", "run_collective"]
 
 Tensor = torch.Tensor
-
-TORCH_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "tfloat32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-
-DIGEST_BYTES = 32
 
 
 class CollectiveExecutable:
@@ -71,22 +61,17 @@ class CollectiveExecutable:
         if not isinstance(plan, Plan):
             raise ValueError(f"plan is a distgemm.Plan, got {plan!r}")
         self.plan = plan
-        whole: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
-        if whole is None:
-            raise ValueError("torch.distributed has no process group: call init_process_group, or init_from_env")
-        self.group = whole
+        self.group = resolve_group(group)
         self.rank = dist.get_rank(self.group)
-        if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the group")
         served = _devices(self.group)
-        self.device = _device(None, served)
+        self.device = usual = _device(None, served)
         problem: Exception | None = None
         try:
             self.device = _device(device, served)
             self._prepare(served)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        _agree(plan, problem, self.group, served, self.device)
+        agree(plan, "", self.group, self.device if self.device.type == usual.type else usual, problem)
 
     def _prepare(self, served: dict[str, str]) -> None:
         plan, device = self.plan, self.device
@@ -100,10 +85,6 @@ class CollectiveExecutable:
         backend = served.get(device.type)
         if backend is None or (device.type == "cuda" and backend != "nccl"):
             raise ValueError(f"the group sends from {_named(served)}; for {device} it takes gloo (CPU) or nccl (CUDA)")
-        self._dtypes = {
-            name: TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)] for name in "ABCD"
-        }
-        self._shapes = {name: plan.shard_shape(name, self.rank) for name in "ABCD"}
         memory = _Memory(plan, self.rank, device)
         barrier = _barrier(self.group, device if backend == "nccl" else None)
         self._gathers = _gathers(plan, self.rank)
@@ -144,52 +125,18 @@ class CollectiveExecutable:
         Raises ValueError for shards of another shape, type or device, for beta without C, and for ``gathered`` where
         this rank does not multiply all of A. A rank that raises leaves the others waiting for its messages.
         """
-        if beta != 0 and c_shard is None:
-            raise ValueError(f"beta is {beta}, which needs c_shard")
-        given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
-        for name, tensor in given.items():
-            if tensor is not None:
-                self._check(name, tensor)
-        if out is None:
-            given["D"] = out = torch.empty(self._shapes["D"], dtype=self._dtypes["D"], device=self.device)
-        else:
-            for name in "ABC":
-                shard = given[name]
-                if shard is not None and _share_memory(shard, out):
-                    raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
+        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         if gathered is not None:
-            self._check_gathered(gathered, given)
+            if not self._gathers:
+                raise ValueError(f"gathered is for ranks that multiply all of A; rank {self.rank} does not")
+            check_gathered(self.plan, self.rank, gathered, given)
         batched = self.plan.problem.l > 1
-        shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items() if t is not None}
+        shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}
         whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
         call = _Call(shards, float(alpha), float(beta), [None] * self._messages, whole)
         for step in self._steps:
             step(call)
-        return out
-
-    def _check(self, name: str, tensor: Tensor) -> None:
-        what = "out" if name == "D" else f"{name}'s shard"
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{what} on rank {self.rank} is a torch.Tensor, got {type(tensor).__name__}")
-        for kind, is_, wanted in (
-            ("shape", tuple(tensor.shape), self._shapes[name]),
-            ("dtype", tensor.dtype, self._dtypes[name]),
-            ("device", tensor.device, self.device),
-        ):
-            if is_ != wanted:
-                raise ValueError(f"{what} on rank {self.rank} has {kind} {wanted}, got {is_}")
-
-    def _check_gathered(self, gathered: Tensor, others: dict[str, Tensor | None]) -> None:
-        p = self.plan.problem
-        if not self._gathers:
-            raise ValueError(f"gathered is for ranks that multiply all of A; rank {self.rank} does not")
-        wanted = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
-        found = (tuple(gathered.shape), gathered.dtype, gathered.device)
-        if found != (wanted, self._dtypes["A"], self.device):
-            raise ValueError(f"gathered is {wanted} of {self._dtypes['A']} on {self.device}, got {found}")
-        for name, other in others.items():
-            if other is not None and _share_memory(other, gathered):
-                raise ValueError(f"gathered shares memory with {name} or its shard")
+        return given["D"]
 
 
 def run_collective(
@@ -240,58 +187,6 @@ def _device(device: torch.device | str | int | None, served: dict[str, str]) -> 
 def _barrier(group: dist.ProcessGroup, device: torch.device | None) -> Callable[[_Call], None]:
     ids = None if device is None else [device.index]
     return lambda call: dist.barrier(group, device_ids=ids)
-
-
-def _agree(
-    plan: Plan, problem: Exception | None, group: dist.ProcessGroup, served: dict[str, str], device: torch.device
-) -> None:
-    """Compare the plans of all ranks, and let all fail where one has failed."""
-    digests, failed = _exchange(plan.digest, problem, group, served, device)
-    counts = {digest: digests.count(digest) for digest in digests}
-    if len(counts) > 1:
-        usual = max(counts, key=lambda digest: (counts[digest], -digests.index(digest)))
-        others = [rank for rank, digest in enumerate(digests) if digest != usual]
-        usual_ranks = [rank for rank, digest in enumerate(digests) if digest == usual]
-        raise ValueError(
-            f"the ranks of the group have different plans: ranks {others} differ from ranks {usual_ranks}; "
-            f"here {plan.schedule} for {plan.world_size} ranks, {plan.problem}"
-        )
-    if problem is not None:
-        raise problem
-    if any(failed):
-        ranks = [rank for rank, value in enumerate(failed) if value]
-        raise PlanError(f"ranks {ranks} of the group cannot execute the plan; their errors say why")
-
-
-def _exchange(
-    digest: str, problem: Exception | None, group: dist.ProcessGroup, served: dict[str, str], device: torch.device
-) -> tuple[list[str], list[bool]]:
-    """The digest of every rank, and whether it has failed."""
-    size = dist.get_world_size(group)
-    if "cpu" in served or served.get("cuda") != "nccl":
-        mine = (digest, problem is not None)
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, mine, group)
-        return [theirs for theirs, _ in found], [failed for _, failed in found]
-    at = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-    row = torch.tensor([*bytes.fromhex(digest), int(problem is not None)], dtype=torch.uint8, device=at)
-    rows = [torch.empty_like(row) for _ in range(size)]
-    dist.all_gather(rows, row, group)
-    gathered = [bytes(values.tolist()) for values in rows]
-    return [values[:DIGEST_BYTES].hex() for values in gathered], [bool(values[DIGEST_BYTES]) for values in gathered]
-
-
-def _share_memory(x: Tensor, y: Tensor) -> bool:
-    if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
-        return False
-    (x0, x1), (y0, y1) = _bytes_spanned(x), _bytes_spanned(y)
-    return max(x0, y0) < min(x1, y1)
-
-
-def _bytes_spanned(tensor: Tensor) -> tuple[int, int]:
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 # --- memory ---------------------------------------------------------------------------------------------

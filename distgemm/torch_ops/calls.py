@@ -6,6 +6,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distgemm.derive import make_plan
+from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.schedulers import get_schedule, list_schedules
+from distgemm.simulate import arrivals
 from distgemm.torch_ops.auto import choose_schedule, measured_executable
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ class Call:
             return "unfused: a collective, and one product"
         if self.op == "gather":
             return "the gather alone: its product is a single column"
-        if "rotating_c" in self.plan.schedule and dict(self.options).get("chunks") == 1:
+        if _in_lockstep(self.plan):
             return "a chain with one chunk: each GEMM waits for the sum that has just been sent"
         return None
 
@@ -83,11 +86,26 @@ class Call:
         )
 
 
+def _in_lockstep(plan: Plan) -> bool:
+    """Whether each GEMM of a rank but the first one adds a sum that another rank has made in the iteration before."""
+    every = {(op.rank, op.id): op for op in chain.from_iterable(plan.rank_ops)}
+    waiting = 0
+    for made, user in arrivals(plan):
+        makers = [made] if isinstance(made, Gemm) else [every[made.rank, dep] for dep in made.deps]
+        gemms = [op for op in makers if isinstance(op, Gemm)]
+        if isinstance(user, Gemm) and gemms:
+            if any(op.iteration != user.iteration - 1 for op in gemms):
+                return False
+            waiting += 1
+    multiplied = [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
+    return waiting > 0 and waiting == sum(count - 1 for count in multiplied if count)
+
+
 class _Last:
     """What ran, for whoever asks."""
 
     call: Call | None = None
-    recorders: list[list[Call]] = []  # noqa: RUF012
+    recorders: dict[int, list[Call]] = {}  # noqa: RUF012
 
 
 def last_call() -> Call:
@@ -104,11 +122,11 @@ def last_call() -> Call:
 def record_calls() -> Iterator[list[Call]]:
     """The list of calls that are made inside, forward and backward, of all threads of this process."""
     calls: list[Call] = []
-    _Last.recorders.append(calls)
+    _Last.recorders[id(calls)] = calls
     try:
         yield calls
     finally:
-        _Last.recorders = [each for each in _Last.recorders if each is not calls]
+        del _Last.recorders[id(calls)]
 
 
 def executable(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str, str]:
@@ -149,7 +167,7 @@ class Product:
         d: Tensor = self.run(_rows(a), _rows_or_columns(b), **more)
         call = Call(op, self.plan, self.options, self.runtime, self.provider, self.choice)
         _Last.call = call
-        for calls in _Last.recorders:
+        for calls in list(_Last.recorders.values()):
             calls.append(call)
         return d
 

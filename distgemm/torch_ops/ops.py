@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.problem import GemmProblem
-from distgemm.runtime.collective import TORCH_DTYPES
+from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.torch_ops.calls import product, resolve
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]

@@ -1419,6 +1419,11 @@ def test_gathered_is_asked_for_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="gathered on rank 0 is copied by rows"):
         exe._check(a, b, None, 0.0, None, torch.zeros(16, 16).T)
     assert "gathered" in exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
+    gathered = torch.zeros(16, 16)
+    with pytest.raises(ValueError, match="gathered shares memory with the shard of A"):
+        exe._check(gathered[:8], b, None, 0.0, None, gathered)
+    with pytest.raises(ValueError, match="gathered shares memory with out"):
+        exe._check(a, b, None, 0.0, gathered.view(-1)[:128].view(16, 8), gathered)
 
 
 def test_all_reduce_copies_from_and_to_d() -> None:

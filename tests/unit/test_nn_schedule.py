@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,17 +54,28 @@ def test_uneven_shards_change_nothing_about_the_kind(kind: str, rows: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "chunks", "why"),
+    ("schedule", "ranks", "options", "why"),
     [
-        ("gemm+rs", 4, 2, None),
-        ("gemm+rs", 4, 1, "a chain with one chunk"),
-        ("reduce_scatter_1d_pairwise_a", 4, 1, None),
-        ("gemm+rs", 1, 2, "one rank"),
+        ("gemm+rs", 4, {"chunks": 2}, None),
+        ("gemm+rs", 4, {"chunks": 1}, "a chain with one chunk"),
+        ("gemm+rs", 4, {}, "a chain with one chunk"),
+        ("gemm+rs", 4, {"mechanism": "store"}, "a chain with one chunk"),
+        ("gemm+rs", 4, {"last": "sum"}, None),
+        ("gemm+ar", 2, {}, "a chain with one chunk"),
+        ("gemm+ar", 2, {"chunks": 4, "lag": 2}, None),
+        ("ag+gemm", 4, {}, None),
+        ("all_gather_1d_ring_a", 4, {}, None),
+        ("reduce_scatter_1d_pairwise_a", 4, {}, None),
+        ("reduce_scatter_1d_pairwise_a", 4, {"mechanism": "store", "last": "gemm"}, None),
+        ("gemm+rs", 1, {"chunks": 2}, "one rank"),
     ],
 )
-def test_a_call_says_why_it_does_not_overlap(schedule: str, ranks: int, chunks: int, why: str | None) -> None:
-    plan = distgemm.make_plan(GemmProblem(8, 8, 8), schedule, ranks, chunks=chunks)
-    call = Call("matmul_reduce_scatter", plan, (("chunks", chunks),), "runtime", "torch")
+def test_a_call_says_why_it_does_not_overlap(
+    schedule: str, ranks: int, options: dict[str, Any], why: str | None
+) -> None:
+    """Whatever the schedule is called, and whether its options were given or are the usual ones."""
+    plan = distgemm.make_plan(GemmProblem(8, 8, 8), schedule, ranks, **options)
+    call = Call("matmul_reduce_scatter", plan, tuple(options.items()), "runtime", "torch")
     said = call.not_overlapped
     assert said is None if why is None else said is not None and said.startswith(why)
     assert ("not overlapped, because" in str(call)) == (why is not None)

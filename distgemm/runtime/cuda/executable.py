@@ -245,7 +245,7 @@ class CudaExecutable:
                 raise ValueError(
                     f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
                 )
-            check_gathered(self.plan, self.rank, gathered, a_shard)
+            check_gathered(self.plan, self.rank, gathered, given)
             given["gathered"] = gathered
             copied |= {"A", "gathered"}
         for name in copied & set(given):
