@@ -281,15 +281,16 @@ def _told(store: Any) -> str | None:
 def _store(workspace: Workspace) -> Any:
     """A part of the group's store, the same on all ranks."""
     base = dist.distributed_c10d._get_default_store()
-    number = len(_KNOWN.setdefault(workspace.group, []))
-    _KNOWN[workspace.group].append(None)
+    number = _WATCHED.get(workspace.group, 0)
+    _WATCHED[workspace.group] = number + 1
     store = base.clone() if hasattr(base, "clone") else base
     return dist.PrefixStore(  # type: ignore[attr-defined]
         f"distgemm/{workspace.group.group_name}/{number}", store
     )
 
 
-_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[None]] = weakref.WeakKeyDictionary()
+_WATCHED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many workspaces of each group there have been."""
 
 
 def _raise_in(thread: int, message: str) -> None:

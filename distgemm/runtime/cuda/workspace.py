@@ -243,13 +243,13 @@ _WORKSPACES: dict[tuple[str, int], Workspace] = {}
 def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
     """The workspace of a group, which all its executables share. It stays until :func:`close_workspace`.
 
-    A larger one is made where the last is too small, or has died; executables keep the one they were made with. A
-    collective call: sizes are the same on all ranks.
+    A larger one is made where the last is too small, or has died, or is of a group that is gone, whose name came again;
+    executables keep the one they were made with. A collective call: sizes are the same on all ranks.
     """
     key = (group.group_name, device.index)
     found = _WORKSPACES.get(key)
     if found is not None and found.memory is not None:
-        if found.dead is None:
+        if found.dead is None and found.group is group:
             if found.slot_bytes >= slot_bytes and found.flags >= flags:
                 return found
             # Some more than is asked for: shapes that grow slowly would take a new one each.
