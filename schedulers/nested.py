@@ -74,10 +74,18 @@ def nest(
 
     Rank = host * ranks of a host + place in it; tile = outer tile * inner extent + inner tile in each mode;
     iteration = outer iteration * inner iterations + inner iteration. Raises ValueError where ``across`` has
-    chunks: only the inner schedule's tiles can be subdivided.
+    chunks: only the inner schedule's tiles can be subdivided; and where the route of D of either has a ``fold_last``
+    that differs from its ``fold``, as there is no one last product of both.
     """
     if set(across.chunks) != {1}:
         raise ValueError(f"the schedule across hosts has no chunks, {across.name} has {tuple(across.chunks)}")
+    for schedule in (across, inside):
+        reduce = schedule.route.d
+        if getattr(reduce, "fold_last", None) not in (None, reduce.fold):
+            raise ValueError(
+                f"{schedule.name} completes D in another way than it adds before (its option last, or fold_last of its "
+                "route), which nested schedules do not"
+            )
     partition = Partition(
         a=across.partition.a.nest(inside.partition.a),
         b=across.partition.b.nest(inside.partition.b),

@@ -335,3 +335,14 @@ def test_a_nested_gather_crosses_between_hosts_once_for_each_tile_and_host(hosts
 def test_only_the_inner_schedule_has_chunks():
     with pytest.raises(ValueError, match="the schedule across hosts has no chunks"):
         nest(distgemm.get_schedule("ag+gemm", 2, chunks=2), distgemm.get_schedule("ag+gemm", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("reduce_scatter_1d_tiling_a_rotating_c", "sum"), ("reduce_scatter_1d_pairwise_a", "gemm")]
+)
+@pytest.mark.parametrize("outside", [True, False])
+def test_what_completes_sums_in_its_own_way_is_not_nested(name: str, last: str, outside: bool):
+    usual, other = (distgemm.get_schedule(name, 2, **options) for options in ({}, {"last": last}))
+    nest(usual, usual)
+    with pytest.raises(ValueError, match=f"{name} completes D in another way"):
+        nest(*((other, usual) if outside else (usual, other)))
