@@ -15,7 +15,7 @@ from itertools import product
 from json import dumps
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
@@ -26,6 +26,7 @@ from distgemm.command_line import (
     Mesh,
     check_files,
     new_console,
+    new_table,
     parse_mesh,
     parse_numbers,
     parse_options,
@@ -41,9 +42,6 @@ from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
 from distgemm.trace_command import trace_command
 from distgemm.tune_command import tune_command
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["app", "main"]
 
@@ -221,12 +219,10 @@ def _import(given: str) -> None:
 @app.command("list")
 def list_command() -> None:
     """List the schedules."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     families = {schedule: family for family, schedule in list_families().items()}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("schedule (and aliases)", no_wrap=True)
     table.add_column("default of", no_wrap=True)
     table.add_column("mesh", no_wrap=True)
@@ -552,11 +548,9 @@ def _row_dict(job: str, row: _Row) -> dict[str, Any]:
 
 
 def _print_jobs(jobs: dict[str, list[_Row]], every: bool) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("schedule", overflow="fold")
     for title in ("mesh", "chunks", "us", "of roof", "hidden"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -695,9 +689,7 @@ def verify_command(
 
     Exit status 1 when a plan fails. A schedule that cannot take a world size is skipped, with the reason.
     """
-    from rich import box
     from rich.progress import Progress
-    from rich.table import Table
     from rich.text import Text
 
     cases = _cases(name, world_size, parse_mesh(mesh))
@@ -712,7 +704,7 @@ def verify_command(
             raise ValueError(f"{choice} is one of {', '.join(known)}, all, got {value!r}")
     every = [[(choice, each) for each in (known if value == "all" else (value,))] for choice, value, known in choices]
     modes: list[dict[str, Any]] = [dict(mode) for mode in product(*every)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     table.add_column("schedule", no_wrap=True)
     for title in ("mesh", "plans", "ops", "ms"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -12,12 +12,14 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "Mesh",
     "check_files",
     "check_folder",
     "new_console",
+    "new_table",
     "parse_mesh",
     "parse_numbers",
     "parse_options",
@@ -44,6 +46,14 @@ def new_console(stderr: bool = False) -> Console:
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
     return Console(stderr=stderr, width=FILE_WIDTH)
+
+
+def new_table(title: str | None = None) -> Table:
+    """An empty table as all commands show them."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 
 def parse_numbers(what: str, text: str) -> list[int]:

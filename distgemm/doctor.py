@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distgemm.command_line import new_table
 from distgemm.gemm.compiler import CompilerNotFoundError, cache_dir, cached, cutlass_include, find_nvcc
 
 if TYPE_CHECKING:
@@ -359,11 +360,9 @@ def unsatisfied(found: list[Check], required: list[str]) -> list[str]:
 
 def table(title: str, found: list[Check]) -> Table:
     """Checks as a table; what is to be done stands below what was found."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown = new_table()
     shown.add_column(title, no_wrap=True)
     shown.add_column("", no_wrap=True)
     shown.add_column("found, and what to do", overflow="fold")

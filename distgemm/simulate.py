@@ -129,14 +129,14 @@ class Timeline:
         for event in self.events:
             if isinstance(event.op, Gemm):
                 gemms[event.rank].append((event.start, event.end))
-        merged = {rank: _merge(intervals) for rank, intervals in gemms.items()}
+        busy = {rank: merged(intervals) for rank, intervals in gemms.items()}
         total = covered = 0.0
         for event in self.events:
             link = link_of(event.op)
             if link is None:
                 continue
             total += self._carried(event, link)
-            both = _within(merged.get(link[1], []), event.start, event.end)
+            both = _within(busy.get(link[1], []), event.start, event.end)
             if isinstance(event.op, Copy):
                 covered += both
             elif both:
@@ -152,7 +152,7 @@ class Timeline:
     def busy(self, rank: int, kind: str) -> float:
         """us for which a rank has an op of this kind ("Gemm", "Copy", "Reduce") running."""
         found = [(e.start, e.end) for e in self.events if e.rank == rank and e.op.kind == kind]
-        return sum(end - start for start, end in _merge(found))
+        return sum(end - start for start, end in merged(found))
 
     def summary(self) -> str:
         """Time, efficiency and what bounds it, in a few lines."""
@@ -387,28 +387,29 @@ def _port(op: Copy, ends: tuple[int, int], link: Link) -> _Port:
     return arrives if op.rank == leaves[0] else leaves
 
 
-def _merge(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same, in order, none of which overlap."""
+    found: list[Interval] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((start, end))
-    return merged
+            found.append((start, end))
+    return found
 
 
-def _within(merged: Sequence[Interval], start: float, end: float) -> float:
+def _within(busy: Sequence[Interval], start: float, end: float) -> float:
     """Length of start..end that disjoint ascending intervals cover."""
     covered = 0.0
-    at = max(bisect_left(merged, (start, start)) - 1, 0)
-    while at < len(merged) and merged[at][0] < end:
-        covered += max(0.0, min(end, merged[at][1]) - max(start, merged[at][0]))
+    at = max(bisect_left(busy, (start, start)) - 1, 0)
+    while at < len(busy) and busy[at][0] < end:
+        covered += max(0.0, min(end, busy[at][1]) - max(start, busy[at][0]))
         at += 1
     return covered
 
 
 def _union(ranges: Iterable[tuple[int, int]]) -> int:
-    return int(sum(end - start for start, end in _merge(set(ranges))))
+    return int(sum(end - start for start, end in merged(set(ranges))))
 
 
 # --- roofs ----------------------------------------------------------------------------------------------

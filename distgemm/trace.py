@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distgemm.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan import Plan
 from distgemm.problem import DTYPE_BYTES
-from distgemm.simulate import FLAGS, Timeline, arrivals, op_title
+from distgemm.simulate import FLAGS, Timeline, arrivals, merged, op_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -443,9 +443,9 @@ class Trace:
         """Where a rank's time goes."""
         spans = self.of_rank(rank, predicted)
         total = self.predicted.time if predicted else self.periods[rank]
-        gemms = _merged((span.start, span.end) for span in spans if isinstance(span.op, Gemm) and not span.part)
-        copies = _merged((span.start, span.end) for span in spans if _crosses(span.op))
-        both = _length(gemms) + _length(copies) - _length(_merged([*gemms, *copies]))
+        gemms = merged((span.start, span.end) for span in spans if isinstance(span.op, Gemm) and not span.part)
+        copies = merged((span.start, span.end) for span in spans if _crosses(span.op))
+        both = _length(gemms) + _length(copies) - _length(merged([*gemms, *copies]))
         begin, busy = spans[0].start, _length(gemms)
         start = gemms[0][0] - begin if gemms else total
         middle = gemms[-1][1] - gemms[0][0] - busy if gemms else 0.0
@@ -541,16 +541,6 @@ def _crosses(op: Op) -> bool:
 
 def _pulls(op: Op) -> bool:
     return isinstance(op, Copy) and op.src.rank != op.rank
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
 
 
 def _length(intervals: Iterable[Interval]) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distgemm.command_line import check_files, check_folder, parse_mesh
+from distgemm.command_line import check_files, check_folder, new_console, parse_mesh, write_file
 from distgemm.derive import MECHANISMS, make_plan
 from distgemm.machine import Machine, list_machines
 from distgemm.problem import GemmProblem
@@ -91,17 +91,13 @@ def trace_command(
     trace = Trace.of(plan, branches, recordings, predicted)
     report(trace)
     if json is not None:
-        trace.save_perfetto(json)
-        typer.echo(f"wrote {json}", err=True)
+        write_file("--json", json, trace.save_perfetto)
     if picture is not None:
-        draw_trace(trace, picture)
-        typer.echo(f"wrote {picture}", err=True)
+        write_file("--picture", picture, lambda path: draw_trace(trace, path))
 
 
 def report(trace: Trace) -> None:
     """Print where the time goes."""
-    from rich.console import Console
-
     plan, p = trace.plan, trace.plan.problem
     typer.echo(f"{plan.schedule}: {plan.world_size} ranks, m {p.m} x n {p.n} x k {p.k}, {p.dtype}")
     error = 100 * (trace.predicted.time / trace.alone - 1)
@@ -109,7 +105,7 @@ def report(trace: Trace) -> None:
         f"{trace.alone:.1f} us per replay on the slowest rank, without the profiler; predicted "
         f"{trace.predicted.time:.1f} us ({error:+.0f} %)"
     )
-    Console(width=120).print(trace_table(trace))
+    new_console().print(trace_table(trace))
     typer.echo(gaps_text(trace))
 
 

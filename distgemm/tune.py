@@ -407,12 +407,8 @@ def _specs(plan: Plan) -> list[GemmSpec]:
     def matrix(view: View) -> MatrixSpec:
         batches, rows, columns = box_extents(view.box)
         _, frame_rows, _ = box_extents(view.frame)
-        if view.buffer == "slot":
-            dtype = plan.slots[view.rank][view.slot].dtype
-        else:
-            dtype = p.dtype if view.buffer in ("A", "B") else str(p.out_dtype)
         between = frame_rows * view.pitch if batches > 1 else 0
-        return MatrixSpec(dtype, rows, columns, batches, stride=view.pitch, batch_stride=between,
+        return MatrixSpec(plan.dtype(view), rows, columns, batches, stride=view.pitch, batch_stride=between,
                           padded=view.buffer == "slot")  # fmt: skip
 
     found: dict[GemmSpec, None] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from distgemm.command_line import check_folder, new_console, new_table
 from distgemm.models import MODELS, get_model
 from distgemm.problem import GemmProblem
 
@@ -91,7 +92,6 @@ def tune_command(
     shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype
     found = [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes)]
 
-    from distgemm.command_line import check_folder, new_console
     from distgemm.runtime.launch import launch
 
     if json_file is not None:
@@ -154,8 +154,6 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[str], Callable[[str
     """A bar; what is yielded begins a case, and returns what is told of its progress."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from distgemm.command_line import new_console
-
     columns: Any = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=new_console(stderr=True), disable=not shown) as progress:
         task = progress.add_task("", total=total)
@@ -173,10 +171,7 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[str], Callable[[str
 
 def tuned_table(found: list[Case], tuned: list[Tuned]) -> Table:
     """A row for each layer: what was chosen, its time, that of the unfused program."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     for title in ("layer", "op", "m x n x k", "choice"):
         table.add_column(title, overflow="fold")
     for title in ("ms", "unfused", "speed-up"):

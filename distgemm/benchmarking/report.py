@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
+from distgemm.command_line import new_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -182,10 +184,7 @@ def label(row: Row) -> str:
 
 
 def _table(title: str | None, texts: Sequence[str], numbers: Sequence[str], last: str | None = None) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table(title)
     for name in texts:
         table.add_column(name, overflow="fold")
     for name in numbers:

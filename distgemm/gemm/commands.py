@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from distgemm.command_line import new_console, new_table
 from distgemm.models import MODELS, get_model
 from distgemm.problem import GemmProblem
 
@@ -141,10 +142,7 @@ def _compiler_errors() -> Iterator[None]:
 
 def _table(*titles: str) -> Table:
     """An empty table; titles that end in a blank are of figures."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = new_table()
     for title in titles:
         table.add_column(title.strip(), justify="right" if title.endswith(" ") else "left", overflow="fold")
     return table
@@ -219,7 +217,6 @@ def _arch() -> str:
 def _list() -> None:
     from rich.text import Text
 
-    from distgemm.command_line import new_console
     from distgemm.gemm.compiler import cache_dir, cached
 
     table = _table("kernel", "terms", "arch", "compiler", "CUTLASS", "s ", "KiB ")
@@ -322,7 +319,6 @@ def _shapes(
 def _measure(products: list[Product], streams: int, record: bool) -> list[Measured]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from distgemm.command_line import new_console
     from distgemm.gemm.compiler import build
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
     from distgemm.gemm.tune import candidates, tune
@@ -343,7 +339,6 @@ def _measure(products: list[Product], streams: int, record: bool) -> list[Measur
 
 
 def _report(products: list[Product], found: list[Measured], names: dict[tuple[int, int, int], str]) -> None:
-    from distgemm.command_line import new_console
 
     table = _table("of", "m x n x k", "types", "configuration", "ms ", "TFLOP/s ", "cuBLAS ", "ratio ")
     for product, best in zip(products, found, strict=True):
