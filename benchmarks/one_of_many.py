@@ -42,6 +42,7 @@ from distgemm.runtime.cuda.executable import CudaExecutable
 from distgemm.runtime.cuda.memops import wait_for, write
 from distgemm.runtime.cuda.workspace import Half, Workspace
 from distgemm.runtime.launch import launch
+from distgemm.tune import measuring
 
 SLOT_BYTES = 3 << 30
 
@@ -204,27 +205,14 @@ class PartOfMany:
         return [bench.Method("cuBLAS alone", multiply), bench.Method("copies alone", copy)]
 
 
-class Group:
-    """What the tuner asks a group of many."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def size(self) -> int:
-        return self._ranks
-
-
 def executables(part: PartOfMany, choices: Sequence[tune.Choice], refused: dict[str, str]) -> list[bench.Method]:
     methods = []
     for choice in choices:
         if choice.method == "unfused":
             continue
         try:
-            plan = tune._plan(part.problem, choice, Group(part.case.ranks))  # type: ignore[arg-type]
-            how = {
-                name: getattr(choice, name) for name in ("provider", "config", "branches", "waits", "merge", "copies")
-            }
-            exe = OneOfMany(plan, part.group, part.device, timeout=20.0, **how)
+            plan = choice.plan(part.problem, part.case.ranks)
+            exe = OneOfMany(plan, part.group, part.device, choice.execution, timeout=20.0)
         except Exception as error:  # noted, the others are measured
             refused[str(choice)] = f"{type(error).__name__}: {error}"
             continue
@@ -267,15 +255,18 @@ def measure(case: Case, how: How) -> dict[str, Any]:
 
     choices = tune.candidates(case.problem, case.op, case.ranks)
     choices += [
-        replace(choice, config=config) for config in how.configs for choice in choices if choice.waits == "gemm"
+        replace(choice, execution=replace(choice.execution, config=config))
+        for config in how.configs
+        for choice in choices
+        if choice.by_one_kernel
     ]
     choices = [choice for choice in choices if all(word in str(choice) for word in how.words)]
     by_name = {str(choice): choice for choice in choices}
     times = sample(choices, rounds=3, burst_ms=2.0)
     ran = sorted((by_name[name] for name in times if name in by_name), key=lambda choice: times[str(choice)])
-    finalists = ran[: tune.FINALISTS]
+    finalists = ran[: measuring.FINALISTS]
     if not how.quick:
-        finalists = tune._finalists(case.problem, ran, times, Group(case.ranks))  # type: ignore[arg-type]
+        finalists = tune.finalists(case.problem, case.op, case.ranks, ran, times)
     times |= sample(finalists, rounds=7, burst_ms=3.0, rest=1.0)
     best = min((str(choice) for choice in finalists if str(choice) in times), key=times.__getitem__)
     alone, copies = times["cuBLAS alone"], times["copies alone"]

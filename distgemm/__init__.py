@@ -17,8 +17,9 @@ from distgemm.schedulers import (
 
 if TYPE_CHECKING:
     from distgemm import nn, tune
+    from distgemm.compiling import compile
     from distgemm.runtime.collective import CollectiveExecutable, run_collective
-    from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError, compile
+    from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
     from distgemm.torch_ops import (
         all_gather_matmul,
         last_call,
@@ -64,10 +65,14 @@ def __getattr__(name: str) -> Any:
         from distgemm.runtime import collective
 
         return getattr(collective, name)
-    if name in ("CudaExecutable", "ReplayTimeoutError", "compile"):
+    if name in ("CudaExecutable", "ReplayTimeoutError"):
         from distgemm.runtime import cuda
 
         return getattr(cuda, name)
+    if name == "compile":
+        from distgemm import compiling
+
+        return compiling.compile
     if name in ("all_gather_matmul", "last_call", "matmul_all_reduce", "matmul_reduce_scatter", "record_calls"):
         from distgemm import torch_ops
 

@@ -19,7 +19,6 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.cuda import compile as compile_plan
 
 __all__ = [
     "Clock",
@@ -28,12 +27,10 @@ __all__ = [
     "Sample",
     "WrongResultError",
     "attempt",
-    "auto_method",
     "eager",
     "executable_method",
     "measure",
     "sample",
-    "schedule_method",
     "timeline",
     "torch_methods",
 ]
@@ -132,21 +129,6 @@ class Method:
 def eager(method: Method) -> Method:
     """The same without a graph: the host's time counts where it is longer than the GPU's."""
     return Method(f"{method.name}, eager", method.run, capture=False, detail=method.detail)
-
-
-def schedule_method(operation: Operation, schedule: str, **options: Any) -> Method:
-    """A schedule of ours."""
-    exe = compile_plan(operation.problem, schedule, group=operation.group, **options)
-    name = " ".join([schedule, *(f"{key}={value}" for key, value in options.items())])
-    return executable_method(operation, name, exe)
-
-
-def auto_method(operation: Operation) -> Method:
-    """What ``schedule="auto"`` takes for this operation; the method's detail says what that is, and why."""
-    exe: Any = compile_plan(operation.problem, "auto", op=operation.op, group=operation.group)
-    method = executable_method(operation, "distgemm auto", exe)
-    method.detail = f"{exe.choice}; {exe.choice.how}"
-    return method
 
 
 def executable_method(operation: Operation, name: str, exe: Any) -> Method:

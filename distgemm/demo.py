@@ -379,7 +379,8 @@ def _measure_layers(console: Console, what: Measurement) -> None:
 
 def _run_layers(layers: Sequence[tuple[str, str, GemmProblem]]) -> list[Measured]:
     """On each rank: all layers, one after the other."""
-    from distgemm.bench import Operation, measure, schedule_method, torch_methods
+    from distgemm.bench import Operation, measure, torch_methods
+    from distgemm.benchmarking.ours import schedule_method
 
     group = dist.group.WORLD
     assert group is not None

@@ -98,13 +98,11 @@ def record(plan: Plan, provider: str, config: str | None, branches: int, waits: 
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from distgemm.runtime.arguments import shard_dtype
-    from distgemm.runtime.cuda import CudaExecutable
-    from distgemm.runtime.cuda import compile as compile_plan
+    from distgemm.runtime.arguments import Execution, shard_dtype
+    from distgemm.runtime.cuda import compile_plan
 
     device = torch.device("cuda", torch.cuda.current_device())
-    exe = compile_plan(plan, provider=provider, config=config, branches=branches, waits=waits)
-    assert isinstance(exe, CudaExecutable)  # as it always is, given a plan
+    exe = compile_plan(plan, Execution(provider, config, branches, waits))
     generator = torch.Generator(device).manual_seed(exe.rank)
     a, b = (
         torch.randn(plan.shard_shape(name, exe.rank), generator=generator, device=device).to(shard_dtype(plan, name))

@@ -17,8 +17,8 @@ __all__ = ["CANDIDATES", "FEWER", "LAYERS", "OPS", "Candidate", "Case", "Job", "
 OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
 LAYERS = tuple(layer.name for layer in next(iter(MODELS.values())).layers)
 
-COMPILE_OPTIONS = ("provider", "config", "branches", "waits", "merge", "copies")
-"""Options of a candidate that are not the plan's."""
+EXECUTION = ("provider", "config", "branches", "waits", "merge", "copies")
+"""Options of a candidate that are not the plan's: the fields of ``distgemm.runtime.arguments.Execution``."""
 
 
 class Candidate(NamedTuple):
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
     def plan(self, problem: GemmProblem, ranks: int) -> Plan:
         """The plan that the CUDA runtime executes. Raises ValueError as ``make_plan`` does."""
-        options = {key: value for key, value in self.options.items() if key not in COMPILE_OPTIONS}
+        options = {key: value for key, value in self.options.items() if key not in EXECUTION}
         size = None if "mesh" in options else ranks
         return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
 

@@ -21,14 +21,13 @@ from distgemm.bench import (
     Operation,
     Sample,
     attempt,
-    auto_method,
     eager,
     sample,
-    schedule_method,
     timeline,
     torch_methods,
 )
 from distgemm.benchmarking.cases import Job
+from distgemm.benchmarking.ours import auto_method, schedule_method
 from distgemm.benchmarking.peers import copies_alone, cutlass_alone, quack_methods, quack_version, without_barrier
 from distgemm.benchmarking.report import OURS, PART, PEER, best, figures, label, save
 from distgemm.benchmarking.stalls import Stalls

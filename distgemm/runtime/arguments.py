@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ __all__ = [
     "COPIES",
     "TORCH_DTYPES",
     "WAITS",
+    "Execution",
     "agree",
     "check_gathered",
     "check_shards",
@@ -37,6 +39,35 @@ WAITS = ("memory", "kernel", "gemm")
 """By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
 COPIES = ("engine", "slices", "gemm", "both")
 """How it copies shards and results to peers."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How GPUs execute a plan; :func:`distgemm.compile` says what each of these is. Raises ValueError for what does not
+    go together. Names of providers and configurations are looked up by those who take them."""
+
+    provider: str = "cutlass"
+    config: str | None = None
+    branches: int = 2
+    waits: str = "memory"
+    merge: bool = False
+    copies: str = "engine"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.branches, bool) or self.branches not in (1, 2):
+            raise ValueError(f"branches is 1 or 2, got {self.branches!r}")
+        if self.waits not in WAITS:
+            raise ValueError(f"waits is one of {', '.join(WAITS)}, got {self.waits!r}")
+        if not isinstance(self.merge, bool):
+            raise ValueError(f"merge is True or False, got {self.merge!r}")
+        if self.copies not in COPIES:
+            raise ValueError(f"copies is one of {', '.join(COPIES)}, got {self.copies!r}")
+        if self.copies != "engine" and (self.waits != "gemm" or self.merge):
+            raise ValueError(
+                f"copies={self.copies!r} goes with waits='gemm' and merge=False, got {self.waits!r} and {self.merge}"
+            )
+        if self.waits == "gemm" and self.provider != "cutlass":
+            raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}")
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

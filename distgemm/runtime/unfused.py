@@ -24,7 +24,7 @@ from distgemm.runtime.arguments import (
 )
 
 if TYPE_CHECKING:
-    from distgemm.tune import Choice
+    from distgemm.choice import Choice
 
 __all__ = ["COLLECTIVES", "DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 
@@ -153,6 +153,8 @@ class UnfusedExecutable:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         collective: str = "nccl",
+        *,
+        choice: Choice | None = None,
     ) -> None:
         if op not in DEFAULTS:
             raise ValueError(f"op is one of {', '.join(DEFAULTS)}, got {op!r}")
@@ -172,7 +174,7 @@ class UnfusedExecutable:
         self.op, self.device, self.collective = op, device, collective
         self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
         self.provider = "cublas" if self.device.type == "cuda" else "torch"
-        self.choice: Choice | None = None
+        self.choice = choice
         moved = "A" if op == "ag+gemm" else "D"
         boxes = [self.plan.box(moved, rank)[1] for rank in range(self.world_size)]
         # Of a gather and a scatter, the rows of each rank; and the most of them: collectives want equal blocks.

@@ -23,7 +23,7 @@ from distgemm.simulate import arrivals
 from distgemm.torch_ops.auto import choose_schedule, measured_executable
 
 if TYPE_CHECKING:
-    from distgemm.tune import Choice
+    from distgemm.choice import Choice
 
 __all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
@@ -77,7 +77,11 @@ class Call:
         options = "".join(f", {name}={value}" for name, value in self.options)
         runtime = f"{self.runtime}, GEMMs by {self.provider}"
         if self.choice is not None:
-            branches = "" if self.unfused else f" on {self.choice.branches} branch{'es' * (self.choice.branches > 1)}"
+            branches = (
+                ""
+                if self.unfused
+                else f" on {self.choice.execution.branches} branch{'es' * (self.choice.execution.branches > 1)}"
+            )
             runtime += f"{branches}, {self.choice.how} choice"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
         return (
@@ -135,7 +139,7 @@ def executable(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> tu
     A collective call. What comes back is called as ``exe(a, b, c=None, alpha=, beta=, out=, gathered=)``.
     """
     if device.type == "cuda":
-        from distgemm.runtime.cuda import compile as compile_plan
+        from distgemm.runtime.cuda import compile_plan
 
         made = compile_plan(plan, group=group, device=device)
         return made, "CUDA runtime", made.provider

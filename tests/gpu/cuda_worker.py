@@ -19,10 +19,10 @@ from cuda.bindings import driver, runtime
 from torch.autograd import DeviceType
 
 import distgemm
+from distgemm.compiling import compile as compile_plan
 from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
-from distgemm.runtime.cuda import compile as compile_plan
 from distgemm.runtime.cuda.lowering import BRANCH, Action
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.schedulers import schedule_options
@@ -336,7 +336,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         kinds, edges = _nodes_and_edges(replay.graph)
         # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
         # exit are one kernel. Where nothing is copied, the one that multiplies does all.
-        by_kernel = exe.waits != "memory"
+        by_kernel = exe.how.waits != "memory"
         alone = {action.stream for action in exe.actions} == {BRANCH}
         passed_over = {Step.FINISH} if by_kernel else set()
         actions = [action for action in exe.actions if action.step not in passed_over or action.ops]

@@ -35,8 +35,10 @@ from distgemm.gemm.compiler import build
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
+from distgemm.runtime.arguments import Execution
 from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.torch_ops import calls, ops
+from distgemm.tune import ranks as tuning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Tensor = torch.Tensor
@@ -98,13 +100,13 @@ def quick(named: bool = True) -> Iterator[None]:
 
     named: also what is "auto", as all backward passes are, becomes a schedule of NAMED
     """
-    make, product = cuda.compile, ops.product
+    make, product = cuda.compile_plan, ops.product
 
-    def compile_quickly(plan: Any, *args: Any, **how: Any) -> Any:
-        problem = plan.problem if isinstance(plan, distgemm.Plan) else plan
-        cutlass = _aligned(problem, dist.get_world_size(how.get("group")))
-        gemms = {"provider": "cutlass", "config": CONFIG} if cutlass else {"provider": "cublas", "config": None}
-        return make(plan, *args, **(how | gemms | {"timeout": STUCK}))
+    def compile_quickly(plan: distgemm.Plan, how: Execution | None = None, **more: Any) -> Any:
+        cutlass = _aligned(plan.problem, plan.world_size)
+        gemms: dict[str, Any] = {"provider": "cutlass", "config": CONFIG} if cutlass else {"provider": "cublas"}
+        execution = dataclasses.replace(how or Execution(), **({"config": None} | gemms))
+        return make(plan, execution, **(more | {"timeout": STUCK}))
 
     def by_name(kind: str, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *more: Any) -> Any:
         if schedule == "auto":
@@ -112,7 +114,8 @@ def quick(named: bool = True) -> Iterator[None]:
         return product(kind, problem, group, at, schedule, chunks, *more)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda, "compile", compile_quickly))
+        for module in (cuda, tuning):
+            stack.enter_context(mock.patch.object(module, "compile_plan", compile_quickly))
         if named:
             stack.enter_context(mock.patch.object(ops, "product", by_name))
         yield

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from distgemm import bench
 from distgemm import demo as module
+from distgemm.benchmarking import ours
 from distgemm.demo import Measured, demo, layers_table, measurements
 from distgemm.doctor import Check
 from distgemm.problem import GemmProblem
@@ -119,7 +120,7 @@ def test_each_rank_measures_all_layers(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(bench, "Operation", lambda problem, op, group, device: (problem, op, group, str(device)))
-    monkeypatch.setattr(bench, "schedule_method", method)
+    monkeypatch.setattr(ours, "schedule_method", method)
     monkeypatch.setattr(bench, "torch_methods", others)
     monkeypatch.setattr(bench, "measure", lambda operation, methods: {each.name: 1.0 for each in methods})
     qkv, out, *_ = module._run_layers(measurements(8192, 2).layers)

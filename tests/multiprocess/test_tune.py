@@ -59,7 +59,7 @@ def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str,
 
 def test_one_kernel_for_all_gemms_is_measured_with_other_tiles(found: list[dict[str, Any]]) -> None:
     for each in (rank["measuring"] for rank in found):
-        assert each["one kernel"].choice.waits == "gemm" and "cooperative" in each["one kernel"].choice.config
+        assert each["one kernel"].choice.by_one_kernel and "cooperative" in each["one kernel"].choice.execution.config
         (final,) = each["one kernel finals"]
         assert len({tile for name in final for tile in re.findall(r"cutlass (\d+x\w+)", name)}) == 6
         (final,) = each["far behind"]
@@ -78,7 +78,7 @@ def test_a_plan_must_be_faster_than_the_unfused_program(found: list[dict[str, An
 
 def test_what_one_rank_cannot_make_is_left_out_on_all(found: list[dict[str, Any]]) -> None:
     choices = [rank["measuring"]["refused by one rank"] for rank in found]
-    assert {choice.provider for choice in choices} == {"cutlass"} and len(set(choices)) == 1
+    assert {choice.execution.provider for choice in choices} == {"cutlass"} and len(set(choices)) == 1
 
 
 def test_what_cannot_be_compiled_is_left_out_and_said(found: list[dict[str, Any]]) -> None:

@@ -22,10 +22,10 @@ import distgemm
 from distgemm import GemmProblem, PlanError, bench, tune
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.runtime import unfused
-from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.runtime.arguments import TORCH_DTYPES, Execution
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.torch_ops import calls
-from distgemm.tune import UNFUSED, Choice
+from distgemm.tune import UNFUSED, Choice, records
 
 CPU = torch.device("cpu")
 GPU = "NVIDIA Test"
@@ -252,8 +252,8 @@ def message(call: Callable[[], Any]) -> str:
 # --- schedule="auto" ------------------------------------------------------------------------------------
 
 PROBLEM = GemmProblem(256, 128, 64)
-PLAN = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), "cublas", 1)
-OTHER = dataclasses.replace(PLAN, branches=2)
+PLAN = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), Execution("cublas", branches=1))
+OTHER = dataclasses.replace(PLAN, execution=Execution("cublas"))
 
 
 def own_cache(folder: str, name: str) -> Path:
@@ -272,7 +272,7 @@ def recorded(choice: Choice, problem: GemmProblem = PROBLEM, op: str = "gemm+rs"
 def agreement(folder: str) -> dict[str, Any]:
     """What ranks choose whose files differ."""
     rank, found = dist.get_rank(), {}
-    with mock.patch.object(tune, "_gpu", return_value=GPU):
+    with mock.patch.object(records, "gpu_name", return_value=GPU):
         own_cache(folder, "different")
         recorded(PLAN if rank == 0 else OTHER)
         found["different"] = tune.choose(PROBLEM, "gemm+rs", device=CPU)
@@ -301,7 +301,7 @@ class FakeExecutable:
     def __init__(self, problem: GemmProblem, choice: Choice, released: list[Any]) -> None:
         self.rank, self.choice = dist.get_rank(), choice
         size = dist.get_world_size()
-        self.plan = distgemm.make_plan(problem, choice.schedule, size, sync="barrier", **dict(choice.options))
+        self.plan = choice.plan(problem, size)
         released.append(self)
         self.workspace = SimpleNamespace(release=released.remove)
 
@@ -326,7 +326,7 @@ class Bench:
         self.measured: list[tuple[GemmProblem, tuple[str, ...]]] = []
         self.finals: list[tuple[str, ...]] = []  # measured again, for longer
         self.kept: list[Any] = []
-        self.real = tune.make
+        self.real = tune.ranks.make
 
     def make(self, problem: Any, op: str, choice: Choice, group: Any, device: Any, **more: Any) -> Any:
         if self.refused in str(choice):
@@ -356,8 +356,8 @@ class Bench:
 
     def __enter__(self) -> Bench:
         self.patches = [
-            mock.patch.object(tune, "_gpu", return_value=GPU),
-            mock.patch.object(tune, "make", self.make),
+            mock.patch.object(records, "gpu_name", return_value=GPU),
+            mock.patch.object(tune.ranks, "make", self.make),
             mock.patch.object(bench, "sample", self.sample),
         ]
         for patch in self.patches:
@@ -391,16 +391,16 @@ def measuring(folder: str) -> dict[str, Any]:
     own_cache(folder, "one kernel")
     large = dataclasses.replace(PROBLEM, m=1024, n=1024, k=1024)
     with (
-        mock.patch.object(tune, "_providers", return_value={"cutlass": CutlassProvider("90a")}),
+        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
         Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "waits by gemm" in name else 1.05) as fakes,
     ):
         found["one kernel"] = tune.tune(large, "gemm+rs", group, device=CPU)
         found["one kernel finals"] = fakes.finals
         for m in (1024, 1022, 1020):
             of_m = tune.choose(dataclasses.replace(large, m=m), "gemm+rs", group, device=CPU)
-            found.setdefault("of m", []).append((of_m.how, of_m.waits, of_m.config is not None))
+            found.setdefault("of m", []).append((of_m.how, of_m.execution.waits, of_m.execution.config is not None))
     with (
-        mock.patch.object(tune, "_providers", return_value={"cutlass": CutlassProvider("90a")}),
+        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
         Bench(lambda name: 1.3 if "waits by gemm" in name else 1.0) as fakes,
     ):
         tune.tune(large, "gemm+rs", group, device=CPU, write=False)
@@ -477,8 +477,8 @@ def compiled(folder: str) -> dict[str, Any]:
     rank, size, found = dist.get_rank(), dist.get_world_size(), {}
     own_cache(folder, "compiled")
     problem = GemmProblem(8 * size, 4 * size, 16, dtype="float64")
-    with mock.patch.object(tune, "_gpu", return_value=GPU):
-        recorded(UNFUSED, tune._bucketed(problem), "ag+gemm")
+    with mock.patch.object(records, "gpu_name", return_value=GPU):
+        recorded(UNFUSED, records.bucketed(problem), "ag+gemm")
         exe = distgemm.compile(problem, "auto", op="ag+gemm", device="cpu")
         a, b, _, bias = drawn(problem, 0)
         shards = [torch.from_numpy(x[exe.plan.shard(name, rank)]) for name, x in (("A", a), ("B", b))]
@@ -526,7 +526,7 @@ def measured(folder: str) -> list[str]:
             failures.append(f"{op}: {first.choice} {first.choice.how}, then {again.choice} {again.choice.how}")
         tuned = tune.tune(dataclasses.replace(problem, m=1024), op, write=False)
         # The unfused program is taken unless a plan is clearly faster.
-        clearly = tune.CLEARLY if tuned.choice == UNFUSED else 0.0
+        clearly = tune.measuring.CLEARLY if tuned.choice == UNFUSED else 0.0
         if tuned.refused or tuned.ms * (1 - clearly) > min(tuned.times.values()) or tuned.unfused_ms is None:
             failures.append(f"{op}: {tuned}")
         print(rank, op, tuned.choice, tuned.times, flush=True)

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 import distgemm
+from distgemm import compiling
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.gated import GatedGemms, gated_source
 from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
 from distgemm.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
-from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.runtime.arguments import TORCH_DTYPES, Execution
 from distgemm.runtime.cuda import executable, lowering, memops, watchdog, words
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
 from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, most_flags, waits_of
@@ -119,9 +120,9 @@ class Emulated:
         copies: str = "engine",
     ) -> None:
         exe = CudaExecutable.__new__(CudaExecutable)
-        exe.plan, exe.rank, exe.workspace, exe.branches = plan, rank, workspace, branches
-        exe.provider, exe.config, exe._multiplied = "one term" if branches == 1 else "any terms", None, None
-        exe.device, exe.waits, exe.copies = torch.device("cpu"), waits, copies
+        provider = "cutlass" if waits == "gemm" else "one term" if branches == 1 else "any terms"
+        exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
+        exe.how, exe.choice, exe._multiplied = Execution(provider, None, branches, waits, merge, copies), None, None
         exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm", copies=copies)
         exe.number = workspace.register(exe)
         flags = [op.flag.number for op in waits_of(exe.actions)]
@@ -216,7 +217,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
         def supports(self, spec: GemmSpec) -> bool:
             terms = [spec.partial, spec.c, spec.bias]
-            return self.name == "any terms" or sum(term is not None for term in terms) < 2
+            return self.name != "one term" or sum(term is not None for term in terms) < 2
 
     def bind_words(phases: Any, device: int) -> Any:
         return lambda stream: tasks.extend(op for phase in phases for op in phase)
@@ -660,7 +661,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
         for rank, call in enumerate(drawn.calls):
             one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", merge=turn % 2 == 1)
             one.exe.choice = Choice(schedule=schedule) if (rank + turn) % 2 else None
-            one.exe.config = "128x128x64_2x1_pingpong"
+            one.exe.how = dataclasses.replace(one.exe.how, config="128x128x64_2x1_pingpong")
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
             assert (call.way.waits == "memory") == (one.exe.choice is not None) == (call.way.config is None)
             one.exe.actions = list(call.way.actions)
@@ -709,7 +710,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
         for c, bias in ((False, False), (True, False), (False, True), (True, True)):
             workspace = Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank]
             exe = Emulated(plan, rank, workspace, 2, "gemm", copies=copies).exe
-            exe.provider, exe.device = "cutlass", torch.device("meta")
+            exe.device = torch.device("meta")
             monkeypatch.setattr(executable, "get_provider", lambda name: CutlassProvider("90a"))
             (kernel, words) = exe.sources(c=c, bias=bias)
             wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
@@ -1270,7 +1271,8 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
 
 
 def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executable, "resolve_group", lambda group: "two ranks")
+    for module in (compiling, executable):
+        monkeypatch.setattr(module, "resolve_group", lambda group: "two ranks")
     monkeypatch.setattr(executable.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(executable, "CudaExecutable", lambda *_, **__: "made")
     plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_ring_a", 2)

@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
+from distgemm.choices import file_name
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.models import MODELS
+from distgemm.runtime.arguments import Execution
 from distgemm.runtime.cuda.lowering import lower
 from distgemm.tune import (
-    SCHEDULES,
     UNFUSED,
-    WITHIN,
     Choice,
     Tuned,
     bucket,
@@ -27,14 +27,21 @@ from distgemm.tune import (
     choices_file,
     key_of,
     look_up,
+    measuring,
     predicted,
+    predicting,
     record,
+    records,
 )
+from distgemm.tune.predicting import SCHEDULES, WITHIN, by_one_kernel, specs_of
 
+SHIPPED = records.SHIPPED
 GPU = "NVIDIA Test"
-PLAN = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), "cublas", 2)
-OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), "cutlass", 1, "64x128x64_1x1_pingpong")
-MERGED = Choice("plan", "all_gather_1d_tiling_cd_rotating_a", (("chunks", 2),), waits="kernel", merge=True)
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+PLAN = Choice("plan", GATHER, (("chunks", 2),), Execution("cublas", branches=2))
+TILES = Execution("cutlass", "64x128x64_1x1_pingpong", branches=1)
+OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), TILES)
+MERGED = Choice("plan", GATHER, (("chunks", 2),), Execution(waits="kernel", merge=True))
 TWO_SHOT = dataclasses.replace(UNFUSED, collective="two-shot")
 PROBLEM = GemmProblem(2048, 8192, 4096)
 
@@ -43,8 +50,9 @@ PROBLEM = GemmProblem(2048, 8192, 4096)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no choices that ship with the package."""
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(tune, "_providers", lambda: {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()})
+    monkeypatch.setattr(records, "SHIPPED", tmp_path / "shipped")
+    providers = {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()}
+    monkeypatch.setattr(predicting, "providers", lambda: providers)
     return tmp_path / "cache"
 
 
@@ -89,18 +97,33 @@ def test_a_choice_pins_what_compile_takes() -> None:
         {"method": "fused"},
         {"method": "plan", "schedule": ""},
         {"method": "unfused", "schedule": "x"},
-        {"provider": "mkl"},
-        {"branches": 3},
-        {"config": "fast"},
-        {"merge": 1},
-        {"copies": "sm"},
+        {"execution": Execution("mkl")},
+        {"execution": Execution(config="fast")},
         {"collective": "two-shot"},  # of a plan
         {"method": "unfused", "schedule": "", "collective": "ring"},
     ],
 )
 def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|merge is|copies is|collective is"):
+    with pytest.raises(ValueError, match=r"method is|provider is|a configuration is|collective is"):
         dataclasses.replace(PLAN, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"branches": 3}, "branches is 1 or 2, got 3"),
+        ({"branches": True}, "branches is 1 or 2, got True"),
+        ({"waits": "events"}, "waits is one of memory, kernel, gemm"),
+        ({"merge": 1}, "merge is True or False"),
+        ({"copies": "sm"}, "copies is one of engine, slices, gemm, both"),
+        ({"copies": "gemm"}, "goes with waits='gemm'"),
+        ({"copies": "both", "waits": "gemm", "merge": True}, "goes with waits='gemm' and merge=False"),
+        ({"waits": "gemm", "provider": "cublas"}, "takes provider 'cutlass'"),
+    ],
+)
+def test_executions_that_make_no_sense(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Execution(**wrong)
 
 
 def test_choices_of_older_files_are_by_nccl() -> None:
@@ -164,9 +187,9 @@ def test_the_exact_m_stands_before_its_bucket() -> None:
 
 def test_ones_own_choice_stands_before_the_shipped_one(cache: Path) -> None:
     key, further = (key_of(PROBLEM, "ag+gemm", size) for size in (4, 8))
-    tune.SHIPPED.mkdir()
+    records.SHIPPED.mkdir()
     shipped = {"device": GPU, "choices": {key: OTHER.to_dict(), further: OTHER.to_dict()}}
-    (tune.SHIPPED / "plans_NVIDIA_Test.json").write_text(json.dumps(shipped))
+    (records.SHIPPED / "plans_NVIDIA_Test.json").write_text(json.dumps(shipped))
     assert look_up(PROBLEM, "ag+gemm", 4, GPU) == OTHER
     path = record(GPU, {key: PLAN.to_dict() | {"ms": 0.25, "unfused_ms": 0.5}})
     assert path == choices_file(GPU) == cache / "plans_NVIDIA_Test.json"
@@ -203,9 +226,9 @@ def test_a_broken_file_is_named(text: str) -> None:
 
 
 def test_shipped_files_hold_choices() -> None:
-    for path in (Path(tune.__file__).parent / "tuned").glob("*.json"):
+    for path in SHIPPED.glob("*.json"):
         written = json.loads(path.read_text())
-        assert path.name == tune.file_name("plans", written["device"])
+        assert path.name == file_name("plans", written["device"])
         for entry in written["choices"].values():
             choice = Choice.from_dict(entry)
             assert choice.method == "unfused" or choice.schedule in list_schedules()
@@ -220,10 +243,10 @@ LAYERS = [
 
 def kind_of(choice: Choice, problem: GemmProblem, ranks: int) -> str:
     """By what is put on streams."""
-    if choice.waits != "gemm":
+    if not choice.by_one_kernel:
         return "kernels"
-    plan = make_plan(problem, choice.schedule, ranks, sync="barrier", **dict(choice.options))
-    actions = lower(plan, 0, 1, choice.merge, gated=True, copies=choice.copies)
+    plan = choice.plan(problem, ranks)
+    actions = lower(plan, 0, 1, choice.execution.merge, gated=True, copies=choice.execution.copies)
     return "alone" if len({action.stream for action in actions}) == 1 else "one kernel"
 
 
@@ -231,7 +254,7 @@ def kind_of(choice: Choice, problem: GemmProblem, ranks: int) -> str:
 def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks: int) -> None:
     for op, problem in [*LAYERS, *(("gemm+ar", problem) for op, problem in LAYERS if op == "gemm+rs")]:
         found = candidates(problem, op, ranks)
-        times = tune._predictions(problem, op, ranks)
+        times = predicting._predictions(problem, op, ranks)
         plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
         unfused = [choice for choice in found if choice.method == "unfused"]
         assert unfused[0] == UNFUSED and found[-len(unfused) :] == unfused
@@ -249,11 +272,15 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         assert {choice.schedule for choice in found[: -len(unfused)]} <= {name for name, _ in SCHEDULES[op]}
 
 
+def in_usual_tiles(choice: Choice) -> Choice:
+    return dataclasses.replace(choice, execution=dataclasses.replace(choice.execution, config=None))
+
+
 def test_plans_by_one_kernel_are_tried() -> None:
     problem = GemmProblem(8192, 8192, 2048)
 
     def by_one(op: str, ranks: int = 4) -> set[tuple[str, str]]:
-        return {(each.schedule, each.copies) for each in candidates(problem, op, ranks) if each.waits == "gemm"}
+        return {(each.schedule, each.execution.copies) for each in candidates(problem, op, ranks) if each.by_one_kernel}
 
     chain, pairwise = ("reduce_scatter_1d_tiling_a_rotating_c", "engine"), ("reduce_scatter_1d_pairwise_a", "engine")
     assert by_one("gemm+rs") == {chain, pairwise}
@@ -264,11 +291,15 @@ def test_plans_by_one_kernel_are_tried() -> None:
     names = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a")
     assert by_one("gemm+ar") == {(name, copies) for name in names for copies in ("engine", "gemm")}
     of_two = [each for op in ("gemm+rs", "gemm+ar") for each in candidates(problem, op, 2) if "pairwise" in str(each)]
-    by_columns = [each for each in of_two if each.waits == "gemm"]
-    assert by_columns and all(dict(each.options)["along"] == "n" for each in by_columns)
+    by_columns = [each for each in of_two if each.by_one_kernel]
+    assert by_columns and all(each.option("along") == "n" for each in by_columns)
     # With one peer engines have nothing to send where a shard is one chunk.
     chunks = {
-        ranks: {dict(each.options)["chunks"] for each in candidates(problem, "ag+gemm", ranks) if each.copies == "both"}
+        ranks: {
+            dict(each.options)["chunks"]
+            for each in candidates(problem, "ag+gemm", ranks)
+            if each.execution.copies == "both"
+        }
         for ranks in (2, 4)
     }
     assert chunks == {2: {2}, 4: {1, 2}}
@@ -289,8 +320,10 @@ def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
         (16, "gemm", "128 products and sends 128 chunks, at most"),  # it sends 112, and takes as many
         (32, "engine", "128 products"),
     ):
-        plan = make_plan(problem, tune.ALL_REDUCE, 8, chunks=chunks, mechanism="store", sync="barrier")
-        status = tune.by_one_kernel(plan, copies)
+        plan = make_plan(
+            problem, "all_reduce_1d_tiling_a_rotating_c", 8, chunks=chunks, mechanism="store", sync="barrier"
+        )
+        status = by_one_kernel(plan, copies)
         assert bool(status) == (not said) and said in status.reason
 
 
@@ -298,10 +331,10 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     """Chains, stored and pushed, and pairwise sums: the first of each, where it is not far behind, and the second in
     fewer, where it is close."""
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    problem, group = GemmProblem(8192, 8192, 4096), SimpleNamespace(size=lambda: 4)
+    problem = GemmProblem(8192, 8192, 4096)
     every = candidates(problem, "gemm+rs", 4)
-    others = [each for each in every if each.waits != "gemm" and each.method == "plan"]
-    kernels = [each for each in every if each.waits == "gemm"]
+    others = [each for each in every if not each.by_one_kernel and each.method == "plan"]
+    kernels = [each for each in every if each.by_one_kernel]
     summed = [each for each in kernels if "pairwise" in each.schedule]
     stored = [each for each in kernels if ("mechanism", "store") in each.options and each not in summed]
     pushed = [each for each in kernels if each not in (*stored, *summed)]
@@ -310,35 +343,37 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     def found(ran: list[Choice], slow: list[Choice], later: float = 1.1) -> list[Choice]:
         times = {str(each): later if each in (*stored[1:], *pushed[1:], *summed[1:]) else 1.0 for each in ran}
         times |= {str(each): 2.0 for each in slow}
-        return tune._finalists(problem, ran, times, group)  # type: ignore[arg-type]
+        return tune.finalists(problem, "gemm+rs", 4, ran, times)
 
     def tiles_of(finalists: list[Choice], one: Choice) -> list[str | None]:
-        return [each.config for each in finalists if dataclasses.replace(each, config=None) == one]
+        return [each.execution.config for each in finalists if in_usual_tiles(each) == one]
 
     ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
     finalists = found(ran, [])
     assert finalists[:5] == [*ran[:4], UNFUSED]
     for one in (stored[0], pushed[0], summed[0]):
         tiles = tiles_of(finalists, one)
-        assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS
+        assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + measuring.KERNELS
         assert all(tile and tile.endswith("pingpong") for tile in tiles[1:4]) or one == pushed[0]
     close = found(ran, [], later=1.04)
     for one in (stored[1], pushed[1], summed[1]):
         tiles = tiles_of(close, one)
-        assert None in tiles and len(set(tiles)) == len(tiles) == 1 + tune.KERNELS // 2
-    assert not {*stored[1:], *pushed[1:], *summed[1:]} & {dataclasses.replace(each, config=None) for each in finalists}
-    delivered = [each for each in candidates(problem, "gemm+ar", 4) if each.waits == "gemm" and each.copies == "gemm"]
+        assert None in tiles and len(set(tiles)) == len(tiles) == 1 + measuring.KERNELS // 2
+    assert not {*stored[1:], *pushed[1:], *summed[1:]} & {in_usual_tiles(each) for each in finalists}
+    delivered = [
+        each for each in candidates(problem, "gemm+ar", 4) if each.by_one_kernel and each.execution.copies == "gemm"
+    ]
     times = {str(each): 1.0 for each in delivered}
-    tiles = [str(each.config) for each in tune._finalists(problem, delivered, times, group)]  # type: ignore[arg-type]
+    tiles = [str(each.execution.config) for each in tune.finalists(problem, "gemm+ar", 4, delivered, times)]
     assert {"None"} < {*tiles} and all(each == "None" or each.endswith("pingpong") for each in tiles)
     far = found(ran, pushed)
-    assert far == [each for each in finalists if dataclasses.replace(each, config=None) != pushed[0]]
+    assert far == [each for each in finalists if in_usual_tiles(each) != pushed[0]]
 
 
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
 def test_ranks_without_gemms_are_predicted_too(op: str) -> None:
     for extents in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
-        assert tune.predicted(GemmProblem(*extents), op, 4).waits != "gemm"
+        assert not tune.predicted(GemmProblem(*extents), op, 4).by_one_kernel
 
 
 def test_what_no_kernel_waits_for_is_no_candidate() -> None:
@@ -352,8 +387,8 @@ def test_what_no_kernel_waits_for_is_no_candidate() -> None:
     ):
         problem = GemmProblem(**({"m": 64, "n": 64, "k": 64} | how))
         plan = make_plan(problem, chain, 4, sync="barrier", mechanism="store")
-        assert said in tune.by_one_kernel(plan).reason
-    assert tune.by_one_kernel(make_plan(GemmProblem(64, 64, 64), chain, 4, sync="barrier"))
+        assert said in by_one_kernel(plan).reason
+    assert by_one_kernel(make_plan(GemmProblem(64, 64, 64), chain, 4, sync="barrier"))
 
 
 def test_slow_plans_are_left_out() -> None:
@@ -363,9 +398,9 @@ def test_slow_plans_are_left_out() -> None:
 
 
 def test_branches_matter_where_a_rank_has_several_gemms() -> None:
-    assert {choice.branches for choice in candidates(PROBLEM, "ag+gemm", 1)} == {1, 2}  # in chunks
+    assert {choice.execution.branches for choice in candidates(PROBLEM, "ag+gemm", 1)} == {1, 2}  # in chunks
     one = [choice for choice in candidates(PROBLEM, "ag+gemm", 1) if choice.options == (("chunks", 1),)]
-    assert one and {choice.branches for choice in one} == {1}
+    assert one and {choice.execution.branches for choice in one} == {1}
 
 
 @pytest.mark.parametrize(
@@ -386,7 +421,7 @@ def test_providers_are_tried_where_they_compute_it(
     dtypes: tuple[str, str | None, str | None], op: str, providers: set[str], unfused: bool
 ) -> None:
     found = candidates(GemmProblem(512, 512, 512, 1, *dtypes), op, 4)
-    assert {choice.provider for choice in found if choice.method == "plan"} == providers
+    assert {choice.execution.provider for choice in found if choice.method == "plan"} == providers
     assert (UNFUSED in found) == unfused
 
 
@@ -410,7 +445,7 @@ def test_nothing_computes_it() -> None:
 def test_the_gemms_of_a_plan() -> None:
     """A chain's epilogue adds what arrived."""
     plan = make_plan(GemmProblem(64, 32, 48), "reduce_scatter_1d_tiling_a_rotating_c", 2, chunks=2)
-    specs = tune._specs(plan)
+    specs = specs_of(plan)
     assert {(spec.m, spec.n, spec.k) for spec in specs} == {(16, 32, 24)}
     assert {spec.partial is None for spec in specs} == {True, False}
     assert all(spec.c is None and spec.bias is None for spec in specs)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distgemm.derive import make_plan
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.compiler import KernelSource, build_together
@@ -25,11 +24,10 @@ from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.gemm.words import MemOp, fits
 from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
 from distgemm.plan import Plan
-from distgemm.problem import DTYPE_BYTES, GemmProblem
+from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.arguments import (
-    COPIES,
     TORCH_DTYPES,
-    WAITS,
+    Execution,
     agree,
     check_gathered,
     check_shards,
@@ -52,10 +50,9 @@ from distgemm.runtime.cuda.words import bind_words, word_source
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
 
 if TYPE_CHECKING:
-    from distgemm.runtime.unfused import UnfusedExecutable
-    from distgemm.tune import Choice
+    from distgemm.choice import Choice
 
-__all__ = ["CudaExecutable", "Replay", "compile"]
+__all__ = ["CudaExecutable", "Replay", "compile_plan"]
 
 LOG = logging.getLogger("distgemm")
 
@@ -74,14 +71,14 @@ class CudaExecutable:
     """This rank's part of a plan; made by :func:`distgemm.compile`.
 
     plan, group, device: what it executes, and where
-    provider: of its GEMMs
+    how:     it executes it: a :class:`distgemm.runtime.arguments.Execution`
     workspace: the memory that it shares with the group's other executables
     actions: what it puts on streams, in order
     graphs:  how many graphs it has recorded for eager calls, replays not counted
     choice:  what ``schedule="auto"`` chose; None where the caller did
+    timeout, on_timeout: as :func:`distgemm.compile` takes them
     """
 
-    choice: Choice | None = None
     _counters: Tensor | None = None
 
     def __init__(
@@ -89,39 +86,32 @@ class CudaExecutable:
         plan: Plan,
         group: dist.ProcessGroup,
         device: torch.device,
+        how: Execution,
         *,
-        provider: str = "cutlass",
-        config: str | None = None,
-        branches: int = 2,
-        waits: str = "memory",
-        merge: bool = False,
-        copies: str = "engine",
         timeout: float = 300.0,
         on_timeout: str = "raise",
+        choice: Choice | None = None,
     ) -> None:
         self.timeout, self.on_timeout = timeout, on_timeout
-        self.waits, self.merge, self.copies = waits, merge, copies
-        self.plan, self.group, self.device = plan, group, device
+        self.plan, self.group, self.device, self.how, self.choice = plan, group, device, how, choice
         self.rank = dist.get_rank(group)
-        self.provider, self.config, self.branches = provider, config, branches
         self.graphs = 0
         self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, branches, merge, gated=waits == "gemm", copies=copies)
-            if waits == "kernel" and not on_one_stream(self.actions):
+            self.actions = lower(plan, self.rank, how.branches, how.merge, how.waits == "gemm", how.copies)
+            if how.waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
-                    f"branches={branches} does not: beside other kernels, one that waits may keep an SM from what it "
-                    "waits for. waits='memory' does"
+                    f"branches={how.branches} does not: beside other kernels, one that waits may keep an SM from what "
+                    "it waits for. waits='memory' does"
                 )
             # What calls without C and bias need; the rest when it comes.
             build_together(self.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        how = f"{provider} {config} {branches} {waits} {merge} {copies} {timeout} {on_timeout}"
-        agree(plan, how, group, device, problem)
-        flags = most_flags(plan, waits == "gemm", copies)
+        agree(plan, f"{how}, timeout {timeout} s, {on_timeout}", group, device, problem)
+        flags = most_flags(plan, how.waits == "gemm", how.copies)
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
         )
@@ -129,7 +119,7 @@ class CudaExecutable:
         self._watched = watchdog().add(self.workspace)
         flags_here = [op.flag.number for op in waits_of(self.actions)]
         self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
-        if waits == "gemm":
+        if how.waits == "gemm":
             self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
         self._copied = copied_buffers(plan, self.rank)
@@ -137,6 +127,11 @@ class CudaExecutable:
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
+
+    @property
+    def provider(self) -> str:
+        """Of its GEMMs."""
+        return self.how.provider
 
     @property
     def workspace_bytes(self) -> int:
@@ -296,13 +291,13 @@ class CudaExecutable:
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         call = _Call(shards, 1.0, float(c), row, None, None)
         ops = [op for action in self.actions for op in action.ops]
-        if self.waits == "gemm":
+        if self.how.waits == "gemm":
             kernels = [action for action in self.actions if action.gates]
             return [*(self._gated_source(action, call) for action in kernels), word_source()]
         gemms = [self._gemm_tensors(op, call) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
-        sources = provider.sources(list(specs), self._config, self.branches)
+        sources = provider.sources(list(specs), self._config, self.how.branches)
         for tensors, rest in gemms:
             if rest is not None:
                 summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
@@ -311,7 +306,7 @@ class CudaExecutable:
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
                 sources.append(sum_source_of(summed, matrix_spec("D", self._tensor(op.out, call))))
-        if self.waits == "kernel":
+        if self.how.waits == "kernel":
             sources.append(word_source())
         return list(dict.fromkeys(sources))
 
@@ -326,8 +321,8 @@ class CudaExecutable:
     def _way(self, call: _Call) -> _Way:
         """How a call is done: as it was compiled, unless ``schedule="auto"`` chose one kernel for all GEMMs and that
         cannot read these tensors. To the other ranks both are the same."""
-        chosen = _Way(self.actions, self.waits, self.config)
-        if self.waits != "gemm" or self.choice is None:
+        chosen = _Way(self.actions, self.how.waits, self.how.config)
+        if self.how.waits != "gemm" or self.choice is None:
             return chosen
         try:
             for action in self.actions:
@@ -335,7 +330,7 @@ class CudaExecutable:
                     self._gated_source(action, call)
         except ValueError as error:
             LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            return _Way(lower(self.plan, self.rank, self.branches, copies=self.copies), "memory", None)
+            return _Way(lower(self.plan, self.rank, self.how.branches, copies=self.how.copies), "memory", None)
         return chosen
 
     def _passage(self, call: _Call) -> _Passage | None:
@@ -440,7 +435,7 @@ class CudaExecutable:
 
     @property
     def _config(self) -> GemmConfig | None:
-        return None if self.config is None else GemmConfig.parse(self.config)
+        return None if self.how.config is None else GemmConfig.parse(self.how.config)
 
     def _products(self, action: Action, call: _Call, word: Callable[[Wait | Signal], int]) -> GatedGemms:
         """The GEMMs of a kernel and what it sends, with the addresses of words."""
@@ -485,7 +480,7 @@ class CudaExecutable:
     def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
         tensors, rest = self._gemm_tensors(op, call)
         config = call.way.config
-        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=config, streams=self.branches)]
+        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=config, streams=self.how.branches)]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
         return [*launches, *self._to_gathered(op, call)]
@@ -684,95 +679,25 @@ class Replay:
         return self.out
 
 
-def compile(
-    plan: Plan | GemmProblem,
-    schedule: str | None = None,
+def compile_plan(
+    plan: Plan,
+    how: Execution | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
-    provider: str = "cutlass",
-    config: str | None = None,
-    branches: int = 2,
-    waits: str = "memory",
-    merge: bool = False,
-    copies: str = "engine",
     timeout: float = 300.0,
     on_timeout: str = "raise",
-    op: str | None = None,
-    tune: bool | None = None,
-    **options: Any,
-) -> CudaExecutable | UnfusedExecutable:
-    """This rank's executable for a plan, or for a problem under a schedule.
+    choice: Choice | None = None,
+) -> CudaExecutable:
+    """This rank's executable for a plan: :func:`distgemm.compile`, for those who have a plan.
 
-    plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...), or
-              with "auto": the measured choice, which may be the unfused program; it chooses options, provider,
-              config, branches, waits and merge
-    op:       with "auto": "ag+gemm", "gemm+rs" or "gemm+ar"
-    tune:     with "auto", where nothing is recorded: as :func:`distgemm.tune.choose` takes it
-    group:    the ranks that take part, with NCCL; None: all
-    device:   this rank's GPU; None: the current one
-    provider: of the GEMMs
-    config:   a configuration of the provider for all GEMMs; None: chosen by shape
-    branches: streams on which GEMMs alternate, 1 or 2
-    waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
-              some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
-              "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and tells of each sum once it
-              is stored. That is for plans that push what they gather, and for chains and pairwise sums with
-              ``last="gemm"``, of all-reduces too, with mechanism "store" or with ``results`` as many as chunks (more
-              with a lag; pairwise as many as a rank has products), in chunks of equal size, with provider cutlass;
-              branches make no difference then
-    merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
-              plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
-    copies:   of shards to peers, for plans that gather by pushing: by copy "engine"s; with waits "gemm" also by engines
-              that send what a peer multiplies last in "slices" along k, or by the "gemm" itself, in which a warp that
-              does not multiply sends all in slices, or by "both": by the kernel what a peer multiplies last, behind
-              engines that send all else. The peers' kernels begin with each slice as it comes. Of results, for
-              all-reduces with mechanism "store" and waits "gemm": by engines, or by the "gemm"
-    timeout:  seconds without a change after which a replay that has begun counts as stuck
-    on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
-
-    A collective call: all ranks of the group make it, in the same order as they make and call other executables.
-
-    Raises ValueError on all ranks where their plans or these arguments differ, PlanError and ValueError for what the
-    runtime or the provider cannot do, CompileError and CompilerNotFoundError; a rank on which that did not happen is
-    told which ranks failed. RuntimeError where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    choice: what ``schedule="auto"`` chose, if it did
     """
     whole = resolve_group(group)
-    if schedule == "auto" or op is not None or tune is not None:
-        if schedule != "auto" or op is None or not isinstance(plan, GemmProblem):
-            raise ValueError(f"op and tune are for a problem with schedule='auto', got {schedule!r} and op {op!r}")
-        if options or (provider, config, branches, waits, merge, copies) != (
-            *("cutlass", None, 2, "memory", False, "engine"),
-        ):
-            raise ValueError(
-                "schedule='auto' chooses provider, config, branches, waits, merge, copies and options; name a schedule "
-                "for them"
-            )
-        from distgemm.tune import executable
-
-        return executable(plan, op, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
-    if isinstance(plan, GemmProblem):
-        if schedule is None:
-            raise ValueError("a problem needs the name of a schedule: distgemm.list_schedules() has them")
-        ranks = None if "mesh" in options else dist.get_world_size(whole)
-        plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
-    elif schedule is not None or options:
-        raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
-    if branches not in (1, 2):
-        raise ValueError(f"branches is 1 or 2, got {branches!r}")
-    if waits not in WAITS:
-        raise ValueError(f"waits is one of {', '.join(WAITS)}, got {waits!r}")
-    if not isinstance(merge, bool):
-        raise ValueError(f"merge is True or False, got {merge!r}")
-    if copies not in COPIES:
-        raise ValueError(f"copies is one of {', '.join(COPIES)}, got {copies!r}")
-    if copies != "engine" and (waits != "gemm" or merge):
-        raise ValueError(f"copies={copies!r} goes with waits='gemm' and merge=False, got {waits!r} and {merge}")
-    if waits == "gemm" and provider != "cutlass":
-        raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {provider!r}")
+    how = Execution() if how is None else how
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
-    get_provider(provider)
+    get_provider(how.provider)
     if plan.world_size != dist.get_world_size(whole):
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
     at = torch.device("cuda" if device is None else device)
@@ -787,16 +712,4 @@ def compile(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose branches wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
-    return CudaExecutable(
-        plan,
-        whole,
-        at,
-        provider=provider,
-        config=config,
-        branches=branches,
-        waits=waits,
-        merge=merge,
-        copies=copies,
-        timeout=timeout,
-        on_timeout=on_timeout,
-    )
+    return CudaExecutable(plan, whole, at, how, timeout=timeout, on_timeout=on_timeout, choice=choice)
