@@ -182,7 +182,8 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
 
     Raises RuntimeError, with what was found, where the events are not those of the plan.
     """
-    from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower
+    from distgemm.runtime.cuda.actions import BRANCH, COMM
+    from distgemm.runtime.cuda.lowering import lower
 
     if plan.problem.l > 1:
         raise ValueError(f"a trace is of a single product, got {plan.problem.l} batches: their copies come in parts")

@@ -20,7 +20,8 @@ from distgemm.ops import Gemm, Reduce, View, box_extents
 from distgemm.plan import Plan, PlanError
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import Execution
-from distgemm.runtime.cuda.lowering import lower, on_one_stream
+from distgemm.runtime.cuda.actions import on_one_stream
+from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
 from distgemm.simulate import predict_unfused, simulate
 

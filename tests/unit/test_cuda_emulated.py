@@ -29,9 +29,10 @@ from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
 from distgemm.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES, Execution
-from distgemm.runtime.cuda import executable, lowering, memops, watchdog, words
+from distgemm.runtime.cuda import executable, memops, one_kernel, watchdog, words
+from distgemm.runtime.cuda.actions import BRANCH, COMM, waits_of
 from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
-from distgemm.runtime.cuda.lowering import BRANCH, COMM, lower, most_flags, waits_of
+from distgemm.runtime.cuda.lowering import lower, most_flags
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
@@ -736,7 +737,7 @@ def test_products_abreast_do_not_wait_for_one_another(
     """Nor for later ones, on any rank, whether for a sum or for room; without a lag they are alone, but for those of
     few rows that wait for nothing."""
     if few:
-        monkeypatch.setattr(lowering, "BALANCE", 1)
+        monkeypatch.setattr(one_kernel, "BALANCE", 1)
     pairwise = "pairwise" in schedule
     together = few and pairwise and ranks > 2
 
@@ -865,7 +866,7 @@ def test_products_abreast_compute_what_others_do(
     recorded: list[Task],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lowering, "BALANCE", 1)
+    monkeypatch.setattr(one_kernel, "BALANCE", 1)
     pairwise = "pairwise" in schedule
     stored = how | ({"mechanism": "store", "last": "gemm"} if pairwise else {})
     chunks = 2 if pairwise and ranks > 2 else 4

@@ -34,17 +34,10 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.lowering import (
-    BRANCH,
-    COMM,
-    Action,
-    lower,
-    most_flags,
-    moving,
-    on_one_stream,
-    waits_of,
-)
+from distgemm.runtime.cuda.actions import BRANCH, COMM, Action, on_one_stream, waits_of
+from distgemm.runtime.cuda.lowering import lower, most_flags
 from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.one_kernel import moving
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.words import bind_words, word_source
 from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
