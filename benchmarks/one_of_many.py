@@ -38,6 +38,7 @@ from distgemm.models import MODELS, get_model
 from distgemm.ops import Signal, View, Wait
 from distgemm.runtime.cuda import executable as executable_module
 from distgemm.runtime.cuda import workspace as workspace_module
+from distgemm.runtime.cuda.binding import Binder, Binding
 from distgemm.runtime.cuda.executable import CudaExecutable
 from distgemm.runtime.cuda.memops import wait_for, write
 from distgemm.runtime.cuda.workspace import Half, Workspace
@@ -87,23 +88,35 @@ def counterparts(plan: distgemm.Plan) -> tuple[dict[tuple[int, int], int], dict[
     return flags, slots
 
 
-class OneOfMany(CudaExecutable):
-    """Rank 0's part. What it does to a flag or a slot of a peer is done to its counterpart."""
+class BindingOfMany(Binding):
+    """What rank 0 does to a flag or a slot of a peer is done to its counterpart."""
 
-    def __init__(self, plan: distgemm.Plan, *args: Any, **how: Any) -> None:
-        self._flags, self._slots = counterparts(plan)
-        super().__init__(plan, *args, **how)
+    binder: BinderOfMany
 
-    def _memop(self, op: Wait | Signal, half: int) -> MemOp:
+    def memop(self, op: Wait | Signal) -> MemOp:
         rank, number = op.flag[:2]
         if rank:  # flags of slices are those of gathers, which are alike on all ranks
-            number = self._flags.get((rank, number), number)
-        address = self.workspace.halves[half].flag(rank, number)
+            number = self.binder.flags.get((rank, number), number)
+        address = self.binder.workspace.halves[self.half].flag(rank, number)
         return wait_for(address) if isinstance(op, Wait) else write(address)
 
-    def _tensor(self, view: View, call: Any) -> torch.Tensor:
-        slot = self._slots[view.rank, view.slot] if view.buffer == "slot" and view.rank else view.slot
-        return super()._tensor(view._replace(slot=slot), call)
+    def tensor(self, view: View) -> torch.Tensor:
+        slot = self.binder.slots[view.rank, view.slot] if view.buffer == "slot" and view.rank else view.slot
+        return super().tensor(view._replace(slot=slot))
+
+
+class BinderOfMany(Binder):
+    """Rank 0's part."""
+
+    binding = BindingOfMany
+
+    def __init__(self, plan: distgemm.Plan, *args: Any, **how: Any) -> None:
+        self.flags, self.slots = counterparts(plan)
+        super().__init__(plan, *args, **how)
+
+
+class OneOfMany(CudaExecutable):
+    binders = BinderOfMany
 
 
 def take_part(ranks: int) -> None:
@@ -116,6 +129,10 @@ def take_part(ranks: int) -> None:
         ProcessGroup=dist.ProcessGroup,
     )
     shared: dict[int, Workspace] = {}
+
+    def agree(plan: distgemm.Plan, further: str, group: Any, device: Any, problem: Exception | None = None) -> None:
+        if problem is not None:
+            raise problem
 
     def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
         if slot_bytes > SLOT_BYTES:
@@ -130,7 +147,7 @@ def take_part(ranks: int) -> None:
     names: dict[Any, dict[str, Any]] = {
         executable_module: {
             "dist": of_many,
-            "agree": lambda *args: None,
+            "agree": agree,
             "build_together": lambda sources, rank, size: build(sources, progress=False),
             "workspace_for": workspace_for,
         },

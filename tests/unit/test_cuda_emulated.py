@@ -29,9 +29,10 @@ from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
 from distgemm.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan import PlanError
 from distgemm.runtime.arguments import TORCH_DTYPES, Execution
-from distgemm.runtime.cuda import executable, memops, one_kernel, watchdog, words
+from distgemm.runtime.cuda import binding, executable, memops, one_kernel, watchdog, words
 from distgemm.runtime.cuda.actions import BRANCH, COMM, waits_of
-from distgemm.runtime.cuda.executable import CudaExecutable, _Call, _key, copied_buffers, tiles_of_a
+from distgemm.runtime.cuda.binding import Binder, Call, tiles_of_a
+from distgemm.runtime.cuda.executable import CudaExecutable, _key, copied_buffers
 from distgemm.runtime.cuda.lowering import lower, most_flags
 from distgemm.runtime.cuda.watchdog import Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
@@ -47,7 +48,6 @@ from distgemm.runtime.cuda.workspace import (
     stage_word,
 )
 from distgemm.schedulers import schedule_options
-from distgemm.tune import Choice
 
 Task = Any  # a MemOp, a Callable[[], None], or a Together
 
@@ -108,7 +108,7 @@ class FakeWorkspace(Workspace):
 
 
 class Emulated:
-    """A rank's executable, and the tasks of each of its actions."""
+    """A rank's part of a plan, and the tasks of each of its actions."""
 
     def __init__(
         self,
@@ -119,21 +119,25 @@ class Emulated:
         waits: str = "memory",
         merge: bool = False,
         copies: str = "engine",
+        config: str | None = None,
+        gives_way: bool = False,
     ) -> None:
-        exe = CudaExecutable.__new__(CudaExecutable)
         provider = "cutlass" if waits == "gemm" else "one term" if branches == 1 else "any terms"
+        how = Execution(provider, config, branches, waits, merge, copies)
+        self.binder = Binder(plan, rank, torch.device("cpu"), how, gives_way)
+        self.actions = self.binder.actions
+        exe = CudaExecutable.__new__(CudaExecutable)
         exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
-        exe.how, exe.choice, exe._multiplied = Execution(provider, None, branches, waits, merge, copies), None, None
-        exe.actions = lower(plan, rank, branches, merge, gated=waits == "gemm", copies=copies)
+        exe.how, exe.binder, exe._copied = how, self.binder, copied_buffers(plan, rank)
         exe.number = workspace.register(exe)
-        flags = [op.flag.number for op in waits_of(exe.actions)]
-        exe._copied, exe._tiles_of_a = copied_buffers(plan, rank), tiles_of_a(plan, rank)
-        exe._steps = [half.steps(exe.number, flags) for half in workspace.halves]
+        self.binder.attach(workspace, exe.number, None)
         self.exe = exe
 
-    def tasks(self, call: _Call, recorded: list[Task], half: int) -> list[list[Task]]:
-        found, call.half = [], half
-        for launch in self.exe._bind(call):
+    def tasks(self, call: Call, recorded: list[Task], half: int) -> list[list[Task]]:
+        """And of what is behind all of them. From now on the actions are those of this call."""
+        bound, found = self.binder.bind(call, half), []
+        self.actions = bound.actions
+        for launch in (*bound.launches, bound.leave):
             recorded.clear()
             launch(0)
             found.append(list(recorded))
@@ -223,13 +227,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     def bind_words(phases: Any, device: int) -> Any:
         return lambda stream: tasks.extend(op for phase in phases for op in phase)
 
-    monkeypatch.setattr(executable, "bind_words", bind_words)
-    monkeypatch.setattr(executable, "get_provider", Provider)
-    monkeypatch.setattr(executable, "mem_ops", lambda ops, stream: tasks.extend(ops))
-    monkeypatch.setattr(executable, "copy_box", copy)
-    monkeypatch.setattr(executable, "bind_gemm", bind)
-    monkeypatch.setattr(executable, "bind_gated", bind_gated)
-    monkeypatch.setattr(executable, "bind_sum", bind_sum)
+    monkeypatch.setattr(binding, "bind_words", bind_words)
+    monkeypatch.setattr(binding, "get_provider", Provider)
+    monkeypatch.setattr(binding, "mem_ops", lambda ops, stream: tasks.extend(ops))
+    monkeypatch.setattr(binding, "copy_box", copy)
+    monkeypatch.setattr(binding, "bind_gemm", bind)
+    monkeypatch.setattr(binding, "bind_gated", bind_gated)
+    monkeypatch.setattr(binding, "bind_sum", bind_sum)
     return tasks
 
 
@@ -249,7 +253,7 @@ def run(
         if replay == len(ranks[rank]):
             return []
         emulated, _ = ranks[rank][replay]
-        actions = emulated.exe.actions
+        actions = emulated.actions
         if len(done) == len(actions):
             return [len(actions)]
         heads: dict[int, int] = {}
@@ -273,7 +277,7 @@ def run(
             progress[rank][number] = at
             if at == len(tasks[number]):
                 moved = True
-                if number == len(emulated.exe.actions):
+                if number == len(emulated.actions):
                     states[rank][0] += 1
                     states[rank][1] = set()
                     progress[rank] = {}
@@ -308,7 +312,7 @@ class Data:
             if tiles_of_a(plan, rank):
                 shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
             self.wanted.append(product[plan.shard("D", rank)])
-            self.calls.append(_Call(shards, alpha, beta, part, None, None))
+            self.calls.append(Call(shards, alpha, beta, part, None, None))
 
     def check(self) -> None:
         """D of all ranks, and all of A where it is gathered."""
@@ -458,10 +462,10 @@ def test_one_kernel_that_waits_under_every_order(
             one = Emulated(
                 plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3], merge=turn % 2 == 1
             )
-            assert sum(action.gates != () for action in one.exe.actions) == (turn % 3 < 2)
+            assert sum(action.gates != () for action in one.actions) == (turn % 3 < 2)
             if turn % 3 < 2:  # a third stream might stand behind the kernel's
-                assert {action.stream for action in one.exe.actions} <= {COMM, BRANCH}
-                of = {action: number for number, action in enumerate(one.exe.actions)}
+                assert {action.stream for action in one.actions} <= {COMM, BRANCH}
+                of = {action: number for number, action in enumerate(one.actions)}
                 (kernel,) = (number for action, number in of.items() if action.gates)
                 own = [
                     n for action, n in of.items() if any(isinstance(op, Wait) and op.peer == rank for op in action.ops)
@@ -513,7 +517,7 @@ def run_where_some_are_refused(
         if order.random() < 0.3:
             raise ValueError("unaligned")
 
-    monkeypatch.setattr(executable, "gated_source", refused)
+    monkeypatch.setattr(binding, "gated_source", refused)
     machine, ranks = machine_of(plans), plans[0].world_size
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = []
@@ -521,12 +525,10 @@ def run_where_some_are_refused(
         data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
         half, copies = order.randrange(2), copied_by[turn % len(copied_by)]
         for rank in range(ranks):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies)
-            one.exe.choice = Choice(schedule=plan.schedule)
-            sends = [len(sent.copies) for action in one.exe.actions for sent in action.sends]
+            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", copies=copies, gives_way=True)
+            sends = [len(sent.copies) for action in one.actions for sent in action.sends]
             check(sends, sum(isinstance(op, Copy) for op in plan.ops(rank)), copies)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
-            one.exe.actions = list(data[-1].calls[rank].way.actions)
     run(machine, todo, order, queues)
     for drawn in data:
         drawn.check()
@@ -644,7 +646,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
     def refuse(gemms: GatedGemms, config: Any) -> None:
         raise ValueError("unaligned")
 
-    monkeypatch.setattr(executable, "gated_source", refuse)
+    monkeypatch.setattr(binding, "gated_source", refuse)
     mechanism = "store" if schedule.startswith("reduce") else "push"
     plan = distgemm.make_plan(
         distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -660,12 +662,14 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
     data = [Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=False) for turn in range(4)]
     for turn, drawn in enumerate(data):
         for rank, call in enumerate(drawn.calls):
-            one = Emulated(plan, rank, machine.workspaces[rank], 2, "gemm", merge=turn % 2 == 1)
-            one.exe.choice = Choice(schedule=schedule) if (rank + turn) % 2 else None
-            one.exe.how = dataclasses.replace(one.exe.how, config="128x128x64_2x1_pingpong")
+            one = Emulated(
+                *(plan, rank, machine.workspaces[rank], 2, "gemm"),
+                merge=turn % 2 == 1,
+                config="128x128x64_2x1_pingpong",
+                gives_way=(rank + turn) % 2 == 1,
+            )
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
-            assert (call.way.waits == "memory") == (one.exe.choice is not None) == (call.way.config is None)
-            one.exe.actions = list(call.way.actions)
+            assert any(action.gates for action in one.actions) != one.binder.gives_way
     run(machine, todo, random.Random(0), queues=False)
     for drawn in data:
         assert all(
@@ -696,7 +700,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     placed = []
     mechanism, *along = mechanism.split(" along ")
-    monkeypatch.setattr(executable, "gated_source", lambda gemms, config: placed.append(gemms) or gated_source(gemms))
+    monkeypatch.setattr(binding, "gated_source", lambda gemms, config: placed.append(gemms) or gated_source(gemms))
     plan = distgemm.make_plan(
         distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
         schedule,
@@ -710,10 +714,9 @@ def test_kernels_of_all_ranks_are_known_ahead(
     for rank in range(ranks):
         for c, bias in ((False, False), (True, False), (False, True), (True, True)):
             workspace = Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank]
-            exe = Emulated(plan, rank, workspace, 2, "gemm", copies=copies).exe
-            exe.device = torch.device("meta")
-            monkeypatch.setattr(executable, "get_provider", lambda name: CutlassProvider("90a"))
-            (kernel, words) = exe.sources(c=c, bias=bias)
+            binder = Emulated(plan, rank, workspace, 2, "gemm", copies=copies).binder
+            monkeypatch.setattr(binding, "get_provider", lambda name: CutlassProvider("90a"))
+            (kernel, words) = binder.sources(c=c, bias=bias)
             wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
             wanted = "DG_DELIVERIES" if copies == "gemm" else wanted
             assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
@@ -880,7 +883,7 @@ def test_products_abreast_compute_what_others_do(
 
 def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[GatedGemms] = []
-    monkeypatch.setattr(executable, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    monkeypatch.setattr(binding, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
     problem = distgemm.GemmProblem(64, 16, 64, dtype="float32")
     for how, wanted in (({}, ()), ({"lag": 2}, (1, 1, 2, 2, 1, 1))):
         plan = distgemm.make_plan(problem, CHAINS[0], 2, chunks=4, sync="barrier", mechanism="store", **how)
@@ -892,13 +895,13 @@ def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("schedule", "copies", "how", "rate"),
     [
-        (CHAINS[0], "engine", {"mechanism": "store"}, executable.STORE_RATE),
+        (CHAINS[0], "engine", {"mechanism": "store"}, binding.STORE_RATE),
         (CHAINS[0], "engine", {"results": 2}, 0.0),  # its sums stay here until copy engines take them
-        ("all_reduce_1d_tiling_a_rotating_c", "gemm", {"mechanism": "store"}, executable.STORE_RATE),
+        ("all_reduce_1d_tiling_a_rotating_c", "gemm", {"mechanism": "store"}, binding.STORE_RATE),
         (GATHERS[0], "engine", {}, 0.0),
         (GATHERS[0], "slices", {}, 0.0),
-        (GATHERS[0], "gemm", {}, executable.SEND_RATE),
-        (GATHERS[0], "both", {}, executable.SEND_RATE),
+        (GATHERS[0], "gemm", {}, binding.SEND_RATE),
+        (GATHERS[0], "both", {}, binding.SEND_RATE),
     ],
 )
 def test_what_kernels_write_at_peers_takes_turns(
@@ -910,7 +913,7 @@ def test_what_kernels_write_at_peers_takes_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[GatedGemms] = []
-    monkeypatch.setattr(executable, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    monkeypatch.setattr(binding, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
     problem = distgemm.GemmProblem(64, 16, 1152, dtype="float32")
     plan = distgemm.make_plan(problem, schedule, 2, chunks=2, sync="barrier", **how)
     machine = machine_of([plan])
@@ -928,9 +931,7 @@ def test_what_kernels_write_at_peers_takes_turns(
 
 def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is launched, but where A is asked for, or the words do not fit into one kernel."""
-    monkeypatch.setattr(
-        executable, "bind_words", lambda phases, device: lambda stream: recorded.append(memops.write(-1))
-    )
+    monkeypatch.setattr(binding, "bind_words", lambda phases, device: lambda stream: recorded.append(memops.write(-1)))
 
     def launches(schedule: str, gathered: bool = False, copies: str = "engine", **how: Any) -> list[int]:
         problem = distgemm.GemmProblem(32, 16, 1152 * 2, dtype="float32")
@@ -947,7 +948,7 @@ def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monke
     assert len(launches(GATHERS[0], copies="gemm")) == 1
     assert len(launches(GATHERS[0], copies="gemm", gathered=True)) == 3
     assert len(launches(GATHERS[0])) > 3  # copies stand on another stream
-    monkeypatch.setattr(executable, "fits", lambda phases: len(phases[0]) > 1)
+    monkeypatch.setattr(binding, "fits", lambda phases: len(phases[0]) > 1)
     assert len(launches(CHAINS[0], mechanism="store")) == 3
 
 
@@ -1253,19 +1254,19 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
     monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
     put: list[int] = []
-    monkeypatch.setattr(exe, "_put", lambda actions, launches, counted=False: put.append(exe.workspace._turn))
+    monkeypatch.setattr(exe, "_put", lambda bound, counted=False: put.append(exe.workspace._turn))
     a, b, out = torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(16, 8)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("no kernel")
 
-    bind = executable.bind_gemm
-    monkeypatch.setattr(executable, "bind_gemm", refuse)
+    bind = binding.bind_gemm
+    monkeypatch.setattr(binding, "bind_gemm", refuse)
     with pytest.raises(ValueError, match="no kernel"):
         exe(a, b, out=out)
     with pytest.raises(ValueError, match="A's shard on rank 0 has shape"):
         exe(a[1:], b)
-    monkeypatch.setattr(executable, "bind_gemm", bind)
+    monkeypatch.setattr(binding, "bind_gemm", bind)
     before = exe.workspace._turn
     exe(a, b, out=out)  # eager: the call that raised was none
     assert put == [1 - before]
@@ -1311,10 +1312,10 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
 def test_only_gemms_wait_by_a_kernel(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that pass on what came wait on memory, or a kernel would wait beside GEMMs."""
     by_kernel = []
-    monkeypatch.setattr(executable, "bind_words", lambda phases, device: by_kernel.append(phases))
+    monkeypatch.setattr(binding, "bind_words", lambda phases, device: by_kernel.append(phases))
     plan = plans("all_gather_1d_ring_a", 4)[0]
     exe = Emulated(plan, 1, Machine(4, plan.workspace_bytes(1)).workspaces[1], 1, "kernel").exe
-    exe._bind(Data(plan, 0, 1.0, 0.0, False).calls[1])
+    exe.binder.bind(Data(plan, 0, 1.0, 0.0, False).calls[1], 0)
     waits = [action.stream for action in exe.actions if action.ops and isinstance(action.ops[0], Wait)]
     assert COMM in waits
     assert len(by_kernel) == 1 + sum(stream != COMM for stream in waits)  # and the exit

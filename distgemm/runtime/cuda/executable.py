@@ -7,26 +7,19 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
-from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.compiler import KernelSource, build_together
-from distgemm.gemm.gated import COUNTERS, Further, GatedGemms, GatedSend, bind_gated, gated_source
-from distgemm.gemm.sums import bind_sum, sum_source_of
-from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.gemm.words import MemOp, fits
-from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.gemm import get_provider
+from distgemm.gemm.compiler import build_together
+from distgemm.gemm.gated import COUNTERS
+from distgemm.gemm.words import MemOp
+from distgemm.ops import Copy
 from distgemm.plan import Plan
-from distgemm.problem import DTYPE_BYTES
 from distgemm.runtime.arguments import (
-    TORCH_DTYPES,
     Execution,
     agree,
     check_gathered,
@@ -34,13 +27,11 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.actions import BRANCH, COMM, Action, on_one_stream, waits_of
-from distgemm.runtime.cuda.lowering import lower, most_flags
-from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
-from distgemm.runtime.cuda.one_kernel import moving
+from distgemm.runtime.cuda.actions import BRANCH, Action, on_one_stream
+from distgemm.runtime.cuda.binding import Binder, Bound, Call
+from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
-from distgemm.runtime.cuda.words import bind_words, word_source
-from distgemm.runtime.cuda.workspace import Step, Workspace, workspace_for
+from distgemm.runtime.cuda.workspace import Workspace, workspace_for
 
 if TYPE_CHECKING:
     from distgemm.choice import Choice
@@ -53,9 +44,6 @@ Tensor = torch.Tensor
 
 Phases = Sequence[Sequence[MemOp]]
 
-STORE_RATE, SEND_RATE = 360.0, 310.0
-"""GB/s at which kernels store and deliver results at other GPUs, and send shards to them: a little less than Hopper's
-NVLink takes."""
 GRAPHS = 32
 """Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
 
@@ -66,13 +54,12 @@ class CudaExecutable:
     plan, group, device: what it executes, and where
     how:     it executes it: a :class:`distgemm.runtime.arguments.Execution`
     workspace: the memory that it shares with the group's other executables
-    actions: what it puts on streams, in order
     graphs:  how many graphs it has recorded for eager calls, replays not counted
     choice:  what ``schedule="auto"`` chose; None where the caller did
     timeout, on_timeout: as :func:`distgemm.compile` takes them
     """
 
-    _counters: Tensor | None = None
+    binders = Binder
 
     def __init__(
         self,
@@ -89,10 +76,9 @@ class CudaExecutable:
         self.plan, self.group, self.device, self.how, self.choice = plan, group, device, how, choice
         self.rank = dist.get_rank(group)
         self.graphs = 0
-        self._multiplied = "tfloat32" if plan.problem.dtype == "tfloat32" else None
         problem: Exception | None = None
         try:
-            self.actions = lower(plan, self.rank, how.branches, how.merge, how.waits == "gemm", how.copies)
+            self.binder = self.binders(plan, self.rank, device, how, gives_way=choice is not None)
             if how.waits == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
@@ -100,7 +86,7 @@ class CudaExecutable:
                     "it waits for. waits='memory' does"
                 )
             # What calls without C and bias need; the rest when it comes.
-            build_together(self.sources(), self.rank, plan.world_size)
+            build_together(self.binder.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
         agree(plan, f"{how}, timeout {timeout} s, {on_timeout}", group, device, problem)
@@ -110,16 +96,20 @@ class CudaExecutable:
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
-        flags_here = [op.flag.number for op in waits_of(self.actions)]
-        self._steps = [half.steps(self.number, flags_here) for half in self.workspace.halves]
+        counters = None
         if how.waits == "gemm":
-            self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+            counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
+        self.binder.attach(self.workspace, self.number, counters)
         self._copied = copied_buffers(plan, self.rank)
-        self._tiles_of_a = tiles_of_a(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """What it puts on streams, in order."""
+        return self.binder.actions
 
     @property
     def provider(self) -> str:
@@ -174,17 +164,16 @@ class CudaExecutable:
         if graph is None:
             # What has a graph was checked before it was recorded.
             given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
-            call = _Call(given, alpha, beta, bias, scale_a, scale_b)
-            call.half = half
+            call = Call(given, alpha, beta, bias, scale_a, scale_b)
             if graphs is None:
-                self._issue(call, captured=capturing)
+                self._issue(call, half, captured=capturing)
                 if capturing:
                     return out
                 graphs = self._recorded[key] = {}  # a call that raised is none
                 while len(self._recorded) > GRAPHS:
                     self._recorded.popitem(last=False)
             else:
-                graph = graphs[half] = self._record(call)
+                graph = graphs[half] = self._record(call, half)
                 self.graphs += 1
         if graph is not None:
             self._recorded.move_to_end(key)
@@ -210,12 +199,8 @@ class CudaExecutable:
             a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None), how.pop("gathered", None)
         )
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
-        call = _Call(given, **numbers)
-        graphs = []
-        for half in range(2):
-            call.half = half
-            graphs.append(self._record(call))
-        return Replay(self, graphs, call)
+        call = Call(given, **numbers)
+        return Replay(self, [self._record(call, half) for half in range(2)], call)
 
     def _check(
         self,
@@ -229,7 +214,7 @@ class CudaExecutable:
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         copied = set(self._copied)
         if gathered is not None:
-            if not self._tiles_of_a:
+            if not self.binder.tiles_of_a:
                 raise ValueError(
                     f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
                 )
@@ -247,8 +232,8 @@ class CudaExecutable:
                 )
         return given
 
-    def _record(self, call: _Call) -> torch.cuda.CUDAGraph:
-        launches = self._bind(call)
+    def _record(self, call: Call, half: int) -> torch.cuda.CUDAGraph:
+        bound = self.binder.bind(call, half)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.workspace.capturing):
             # Another thread (of NCCL, say) may speak to CUDA meanwhile; but a graph that is garbage, collected here
@@ -258,7 +243,7 @@ class CudaExecutable:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._put(call.way.actions, launches)
+                    self._put(bound)
                 finally:
                     graph.capture_end()
             finally:
@@ -267,283 +252,22 @@ class CudaExecutable:
         graph.instantiate()
         return graph
 
-    def _issue(self, call: _Call, captured: bool = False) -> None:
-        launches = self._bind(call)
+    def _issue(self, call: Call, half: int, captured: bool = False) -> None:
+        bound = self.binder.bind(call, half)
         if captured:
             self.workspace.keep(self)
         # Not before: a rank that has raised until here has sent nothing, and may call again.
         self.workspace.turn()
-        self._put(call.way.actions, launches, counted=captured)
+        self._put(bound, counted=captured)
 
-    def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
-        """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
-        shards = {
-            name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
-            for name in "ABCD"
-        }
-        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
-        call = _Call(shards, 1.0, float(c), row, None, None)
-        ops = [op for action in self.actions for op in action.ops]
-        if self.how.waits == "gemm":
-            kernels = [action for action in self.actions if action.gates]
-            return [*(self._gated_source(action, call) for action in kernels), word_source()]
-        gemms = [self._gemm_tensors(op, call) for op in ops if isinstance(op, Gemm)]
-        specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
-        provider = get_provider(self.provider)
-        sources = provider.sources(list(specs), self._config, self.how.branches)
-        for tensors, rest in gemms:
-            if rest is not None:
-                summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
-                sources.append(sum_source_of(summed, summed[0]))
-        for op in ops:
-            if isinstance(op, Reduce):
-                summed = [matrix_spec("a source", self._tensor(view, call)) for view in op.sources]
-                sources.append(sum_source_of(summed, matrix_spec("D", self._tensor(op.out, call))))
-        if self.how.waits == "kernel":
-            sources.append(word_source())
-        return list(dict.fromkeys(sources))
-
-    # --- binding: ops to launches ---------------------------------------------------------------------
-
-    def _bind(self, call: _Call) -> list[Callable[[int], None]]:
-        """What each action does to a stream, and what the exit does."""
-        call.way = self._way(call)
-        call.passage = self._passage(call)
-        return [*(self._action(action, call) for action in call.way.actions), self._exit(call)]
-
-    def _way(self, call: _Call) -> _Way:
-        """How a call is done: as it was compiled, unless ``schedule="auto"`` chose one kernel for all GEMMs and that
-        cannot read these tensors. To the other ranks both are the same."""
-        chosen = _Way(self.actions, self.how.waits, self.how.config)
-        if self.how.waits != "gemm" or self.choice is None:
-            return chosen
-        try:
-            for action in self.actions:
-                if action.gates:
-                    self._gated_source(action, call)
-        except ValueError as error:
-            LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            return _Way(lower(self.plan, self.rank, self.how.branches, copies=self.how.copies), "memory", None)
-        return chosen
-
-    def _passage(self, call: _Call) -> _Passage | None:
-        """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""
-        actions = call.way.actions
-        alone = any(action.gates for action in actions) and all(action.stream == BRANCH for action in actions)
-        if not alone or "gathered" in call.shards:
-            return None
-        found = _Passage(self._entry_phases(call), self._exit_phases(call))
-        return found if fits(found.entry) and fits(found.exit) else None
-
-    def _entry_phases(self, call: _Call) -> Phases:
-        """Where nothing is on another stream, what comes before everything."""
-        steps = self._steps[call.half]
-        entered = steps[Step.ENTERED]  # peers are told once left is reset
-        resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
-        return [steps[Step.ENTRY], resets, tells]
-
-    def _exit_phases(self, call: _Call) -> Phases:
-        """What is done by a kernel behind all else."""
-        steps = self._steps[call.half]
-        finish = steps[Step.FINISH]
-        return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
-
-    def _action(self, action: Action, call: _Call) -> Callable[[int], None]:
-        if action.step is Step.FINISH and call.way.waits != "memory":
-            return lambda stream: None  # a part of the exit
-        steps = self._steps[call.half]
-        if action.step is not None and action.stream == BRANCH:  # kernels alone: the first is all that comes before
-            if action.step is Step.ENTERED or call.passage is not None:
-                return lambda stream: None
-            return bind_words(self._entry_phases(call), self._index)
-        step = [] if action.step is None else steps[action.step]
-        if not action.ops:
-            return lambda stream: mem_ops(step, stream)
-        first = action.ops[0]
-        if action.gates:
-            launches = self._gemms(action, call)
-        elif isinstance(first, Gemm):
-            launches = self._gemm(first, call)
-        elif isinstance(first, Reduce):
-            launches = [self._reduce(first, call)]
-        elif isinstance(first, Copy):
-            target, source = self._tensor(first.dst, call), self._tensor(first.src, call)
-            return lambda stream: copy_box(target, source, stream)
-        else:
-            ops = [self._memop(op, call.half) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if call.way.waits != "memory" and isinstance(first, Wait) and action.stream != COMM:
-                return bind_words([ops], self._index)
-            return lambda stream: mem_ops([*ops, *step], stream)
-
-        def launch(stream: int) -> None:
-            for each in launches:
-                each(stream)
-
-        return launch
-
-    def _exit(self, call: _Call) -> Callable[[int], None]:
-        """What is done behind all else."""
-        if call.way.waits == "memory":
-            exit_step = self._steps[call.half][Step.EXIT]
-            return lambda stream: mem_ops(exit_step, stream)
-        if call.passage is not None:
-            return lambda stream: None  # a part of the kernel
-        return bind_words(self._exit_phases(call), self._index)
-
-    @property
-    def _index(self) -> int:
-        return self.device.index or 0
-
-    def _memop(self, op: Wait | Signal, half: int) -> MemOp:
-        address = self.workspace.halves[half].flag(op.flag.rank, op.flag.number)
-        return wait_for(address) if isinstance(op, Wait) else write(address)
-
-    def _tensor(self, view: View, call: _Call) -> Tensor:
-        """A view as a tensor (l, rows, columns)."""
-        if view.buffer != "slot":
-            return call.shards[view.buffer][view.slices()]
-        slot = self.plan.slots[view.rank][view.slot]
-        size = view.elements * DTYPE_BYTES[slot.dtype]  # chunks that are merged take up several slots
-        if call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
-            memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
-        else:
-            memory = self.workspace.slot(call.half, view.rank, slot.offset, size).view(TORCH_DTYPES[slot.dtype])
-        batches, rows, columns = box_extents(view.frame)
-        frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
-        return frame[view.slices()]
-
-    def _gemms(self, action: Action, call: _Call) -> list[Launch]:
-        """All GEMMs of the rank by one kernel."""
-        copies = [self._to_gathered(op, call) for op in action.ops if isinstance(op, Gemm)]
-        gemms = self._products(action, call, lambda op: self._memop(op, call.half).address)
-        return [bind_gated(gemms, self._config), *chain.from_iterable(copies)]
-
-    def _whole(self, slices: Sequence[View], call: _Call) -> Tensor:
-        """Neighbouring columns of a matrix as one."""
-        batch, rows, (start, _) = slices[0].box
-        return _matrix(self._tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1]))), call))
-
-    def _gated_source(self, action: Action, call: _Call) -> KernelSource:
-        return gated_source(self._products(action, call, lambda op: 1), self._config)
-
-    @property
-    def _config(self) -> GemmConfig | None:
-        return None if self.how.config is None else GemmConfig.parse(self.how.config)
-
-    def _products(self, action: Action, call: _Call, word: Callable[[Wait | Signal], int]) -> GatedGemms:
-        """The GEMMs of a kernel and what it sends, with the addresses of words."""
-        gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        products, further = [], []
-        for op, waits in zip(gemms, action.gates, strict=True):
-            tensors, rest = self._gemm_tensors(replace(op, sources=op.sources[:1]), call)
-            pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
-            further.append([Further(_matrix(self._tensor(view, call)), word(wait)) for view, wait in pairs])
-            if rest is not None:
-                raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
-            products.append(tensors)
-        sends = [
-            GatedSend(
-                self._whole([copy.src for copy in sent.copies], call),
-                self._whole([copy.dst for copy in sent.copies], call),
-                word(sent.signals[0]) if sent.signals else 0,
-                waits=word(sent.waits) if sent.waits else 0,
-                away=link_of(sent.copies[0]) is not None,
-            )
-            for sent in action.sends
-        ]
-        stored = any(op.out.rank != self.rank for op in gemms)
-        return GatedGemms(
-            products,
-            moving=moving(gemms),
-            waits=[word(ops[0]) if ops else 0 for ops in action.gates],
-            tells=[0 if op is None else word(op) for op in action.tells],
-            away=[op.out.buffer == "slot" for op in gemms],
-            counters=self._counters,
-            sends=sends,
-            opens=word(action.opens) if action.opens else 0,
-            rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
-            slice=action.slice,
-            entire=[action.slice > 0 and len(ops) == 1 for ops in action.gates],
-            abreast=action.abreast,
-            entry=call.passage.entry if call.passage else (),
-            exit=call.passage.exit if call.passage else (),
-            further=further if any(further) else (),
-        )
-
-    def _gemm(self, op: Gemm, call: _Call) -> list[Launch]:
-        tensors, rest = self._gemm_tensors(op, call)
-        config = call.way.config
-        launches: list[Launch] = [bind_gemm(tensors, provider=self.provider, config=config, streams=self.how.branches)]
-        if rest is not None:
-            launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=call.beta, bias=rest.bias))
-        return [*launches, *self._to_gathered(op, call)]
-
-    def _to_gathered(self, op: Gemm, call: _Call) -> list[Launch]:
-        """What brings a GEMM's tile of A to where the caller wants all of A; empty where he does not. It comes behind
-        the tile's first GEMM: its slot may be written again once all its GEMMs are done."""
-        if op.id not in self._tiles_of_a or "gathered" not in call.shards:
-            return []
-        (l0, l1), (m0, m1), (k0, k1) = op.a.box
-        source, target = self._tensor(op.a, call), call.shards["gathered"][l0:l1, m0:m1, k0:k1]
-        return [lambda stream=None: copy_box(target, source, stream)]
-
-    def _gemm_tensors(self, op: Gemm, call: _Call) -> tuple[GemmTensors, _Rest | None]:
-        """The tensors of a GEMM, and what is to be added to its result because the GEMM does not: an epilogue adds two
-        matrices, cuBLAS one term."""
-        d = self._tensor(op.out, call)
-        sources = [self._tensor(view, call) for view in op.sources]
-        c = self._tensor(op.c, call) if op.c is not None and call.beta else None
-        beta = call.beta if c is not None else 0.0
-        rest = None
-        further, c_term, c_factor = sources[1:], c, beta
-        if further:
-            # The second sum takes C's place; C, if there is one, and other sums are added to the result.
-            others = [_matrix(source) for source in further[1:]]
-            if others and others[0].dtype != d.dtype:
-                raise ValueError(
-                    f"an epilogue adds two sums, and what is left is added to D: of one type, got {len(sources)} of "
-                    f"{others[0].dtype} for D of {d.dtype}; last='sum' adds sums of any type"
-                )
-            rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
-            c_term, c_factor = further[0], 1.0
-        (_, rows, _), (_, columns, _) = op.a.box, op.b.box
-        tensors = GemmTensors(
-            a=_matrix(self._tensor(op.a, call)),
-            b=_matrix(self._tensor(op.b, call)),
-            d=_matrix(d),
-            c=None if c_term is None else _matrix(c_term),
-            partial=_matrix(sources[0]) if sources else None,
-            bias=call.bias_of(op.out) if op.c is not None else None,
-            scale_a=_rows(call.scale_a, rows),
-            scale_b=_rows(call.scale_b, columns),
-            alpha=call.alpha,
-            beta=c_factor,
-            dtype=self._multiplied,
-            padded=op.out.buffer == "slot",
-        )
-        provider = get_provider(self.provider)
-        if not provider.supports(spec_of(tensors)):
-            bare = replace(tensors, c=None, beta=0.0, bias=None)
-            if provider.supports(spec_of(bare)):
-                return bare, _Rest(None if c is None else _matrix(c), tensors.bias, [_matrix(x) for x in further])
-        return tensors, rest
-
-    def _reduce(self, op: Reduce, call: _Call) -> Launch:
-        c = self._tensor(op.c, call) if op.c is not None and call.beta else None
-        sources = [self._tensor(view, call) for view in op.sources]
-        bias = call.bias_of(op.out) if op.c is not None else None
-        return bind_sum(sources, self._tensor(op.out, call), c=c, beta=call.beta, bias=bias)
-
-    # --- issuing: launches to streams -----------------------------------------------------------------
-
-    def _put(self, actions: Sequence[Action], launches: list[Callable[[int], None]], counted: bool = False) -> None:
+    def _put(self, bound: Bound, counted: bool = False) -> None:
         """Put all actions on streams that begin and end with the current one.
 
         counted: also count the replay, where the watchdog cannot see it begin and end
         """
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
-        used = sorted({BRANCH, *(action.stream for action in actions)})
+        used = sorted({BRANCH, *(action.stream for action in bound.actions)})
         streams = {number: main if number == BRANCH else side[number - (number > BRANCH)] for number in used}
         for number, stream in streams.items():
             if number != BRANCH:
@@ -552,8 +276,7 @@ class CudaExecutable:
             with torch.cuda.stream(streams[used[-1]]):
                 self.workspace.replays.add_(1)
         events: dict[int, torch.cuda.Event] = {}
-        *of_actions, leave = launches
-        for number, (action, launch) in enumerate(zip(actions, of_actions, strict=True)):
+        for number, (action, launch) in enumerate(zip(bound.actions, bound.launches, strict=True)):
             stream = streams[action.stream]
             for before in action.after:
                 stream.wait_event(events[before])
@@ -563,14 +286,7 @@ class CudaExecutable:
         for number, stream in streams.items():
             if number != BRANCH:
                 main.wait_stream(stream)
-        leave(main.cuda_stream)
-
-
-def tiles_of_a(plan: Plan, rank: int) -> set[int]:
-    """The GEMMs that are the first to use a tile of A, by id, where a rank multiplies all of A; else none."""
-    first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
-    p = plan.problem
-    return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
+        bound.leave(main.cuda_stream)
 
 
 def copied_buffers(plan: Plan, rank: int) -> set[str]:
@@ -588,73 +304,10 @@ def _key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[A
     return (*where, float(alpha), float(beta))
 
 
-class _Rest(NamedTuple):
-    """What a GEMM leaves to a sum behind it."""
-
-    c: Tensor | None
-    bias: Tensor | None
-    sums: Sequence[Tensor] = ()
-
-
-class _Passage(NamedTuple):
-    """What a kernel waits for and writes, in phases, to enter a replay and to leave it."""
-
-    entry: Phases
-    exit: Phases
-
-
-class _Way(NamedTuple):
-    """What a call puts on streams, by what it waits, and the configuration of its GEMMs."""
-
-    actions: Sequence[Action]
-    waits: str
-    config: str | None
-
-
-class _Call:
-    """The tensors and numbers of one call, shards as (l, rows, columns); the half of the workspace that it takes, the
-    way in which it is done, and how a kernel enters and leaves the replay by itself."""
-
-    way: _Way
-    passage: _Passage | None = None
-
-    def __init__(
-        self,
-        given: dict[str, Tensor],
-        alpha: float,
-        beta: float,
-        bias: Tensor | None,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
-    ) -> None:
-        self.out = given["D"]
-        self.half = 0
-        self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
-        self.alpha, self.beta = float(alpha), float(beta)
-        self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
-
-    def bias_of(self, view: View) -> Tensor | None:
-        """The part of the bias that belongs to a view of D."""
-        if self.bias is None:
-            return None
-        _, _, columns = view.slices()
-        return self.bias[columns]
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor[0] if tensor.shape[0] == 1 else tensor
-
-
-def _rows(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
-    if scale is None or scale.numel() == 1:
-        return scale
-    return scale[rows[0] : rows[1]]
-
-
 class Replay:
     """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes."""
 
-    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: _Call) -> None:
+    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: Call) -> None:
         self._executable, self._graphs, self._call = executable, graphs, call
         self._replays = [graph.replay for graph in graphs]
         self.out, self._watched_out = call.out, weakref.ref(call.out)

@@ -1,0 +1,413 @@
+"""From actions to launches: a rank's ops with the tensors of a call and the addresses of a workspace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
+from distgemm.gemm import bind as bind_gemm
+from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.gated import Further, GatedGemms, GatedSend, bind_gated, gated_source
+from distgemm.gemm.sums import bind_sum, sum_source_of
+from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.gemm.words import MemOp, fits
+from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.plan import Plan
+from distgemm.problem import DTYPE_BYTES
+from distgemm.runtime.arguments import TORCH_DTYPES, Execution, shard_dtype
+from distgemm.runtime.cuda.actions import BRANCH, COMM, Action, waits_of
+from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.one_kernel import moving
+from distgemm.runtime.cuda.words import bind_words, word_source
+from distgemm.runtime.cuda.workspace import Step, Workspace
+
+__all__ = ["Binder", "Binding", "Bound", "Call", "tiles_of_a"]
+
+LOG = logging.getLogger("distgemm")
+
+Tensor = torch.Tensor
+
+Phases = Sequence[Sequence[MemOp]]
+
+STORE_RATE, SEND_RATE = 360.0, 310.0
+"""GB/s at which kernels store and deliver results at other GPUs, and send shards to them: a little less than Hopper's
+NVLink takes."""
+
+
+class Call:
+    """The tensors and numbers of one call, shards as (l, rows, columns)."""
+
+    def __init__(
+        self,
+        given: dict[str, Tensor],
+        alpha: float,
+        beta: float,
+        bias: Tensor | None,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+    ) -> None:
+        self.out = given["D"]
+        self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
+        self.alpha, self.beta = float(alpha), float(beta)
+        self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
+
+    def bias_of(self, view: View) -> Tensor | None:
+        """The part of the bias that belongs to a view of D."""
+        if self.bias is None:
+            return None
+        _, _, columns = view.slices()
+        return self.bias[columns]
+
+
+class Bound(NamedTuple):
+    """A call as it is put on streams.
+
+    actions:  in order
+    launches: what each of them does to its stream
+    leave:    what is done behind all of them
+    """
+
+    actions: Sequence[Action]
+    launches: Sequence[Callable[[int], None]]
+    leave: Callable[[int], None]
+
+
+class Binder:
+    """A rank's part of a plan, ready for the tensors of calls.
+
+    actions:    what it puts on streams
+    tiles_of_a: as :func:`tiles_of_a` finds them
+    gives_way:  whether calls whose tensors one kernel for all GEMMs cannot read wait on memory instead; to the other
+                ranks both are the same
+
+    Raises what :func:`distgemm.runtime.cuda.lowering.lower` raises.
+    """
+
+    binding: type[Binding]
+    """Of what a call becomes; another one in programs that stand for a rank of many."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, how: Execution, gives_way: bool = False) -> None:
+        self.plan, self.rank, self.device, self.how, self.gives_way = plan, rank, device, how, gives_way
+        self.config = None if how.config is None else GemmConfig.parse(how.config)
+        self.tiles_of_a = tiles_of_a(plan, rank)
+        self.counters: Tensor | None = None
+        self.actions: Sequence[Action] = lower(plan, rank, how.branches, how.merge, how.waits == "gemm", how.copies)
+
+    def attach(self, workspace: Workspace, number: int, counters: Tensor | None) -> None:
+        """Where calls find slots and words.
+
+        number:   by which the workspace knows the executable
+        counters: of one kernel for all GEMMs
+        """
+        self.workspace, self.counters = workspace, counters
+        flags = [op.flag.number for op in waits_of(self.actions)]
+        self.steps = [half.steps(number, flags) for half in workspace.halves]
+
+    def bind(self, call: Call, half: int) -> Bound:
+        """A call in one half of the workspace."""
+        return self.binding(self, call, half).bound()
+
+    def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
+        """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
+        shards = {
+            name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
+            for name in "ABCD"
+        }
+        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
+        found = self.binding(self, Call(shards, 1.0, float(c), row, None, None), 0)
+        ops = [op for action in self.actions for op in action.ops]
+        if self.how.waits == "gemm":
+            kernels = [action for action in self.actions if action.gates]
+            return [*(found.gated_source(action) for action in kernels), word_source()]
+        gemms = [found.gemm_tensors(op) for op in ops if isinstance(op, Gemm)]
+        specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
+        provider = get_provider(self.how.provider)
+        sources = provider.sources(list(specs), self.config, self.how.branches)
+        for tensors, rest in gemms:
+            if rest is not None:
+                summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
+                sources.append(sum_source_of(summed, summed[0]))
+        for op in ops:
+            if isinstance(op, Reduce):
+                summed = [matrix_spec("a source", found.tensor(view)) for view in op.sources]
+                sources.append(sum_source_of(summed, matrix_spec("D", found.tensor(op.out))))
+        if self.how.waits == "kernel":
+            sources.append(word_source())
+        return list(dict.fromkeys(sources))
+
+
+class Binding:
+    """What a call puts on streams in one half of the workspace."""
+
+    def __init__(self, binder: Binder, call: Call, half: int) -> None:
+        self.binder, self.call, self.half = binder, call, half
+        self.plan, self.rank = binder.plan, binder.rank
+        self.actions, self.waits, self.config = binder.actions, binder.how.waits, binder.config
+        self.passage: _Passage | None = None
+
+    def bound(self) -> Bound:
+        """All of it."""
+        if self.waits == "gemm" and self.binder.gives_way:
+            self._give_way()
+        self.passage = self._alone()
+        return Bound(self.actions, [self._action(action) for action in self.actions], self._exit())
+
+    def _give_way(self) -> None:
+        """Waits are on memory where one kernel cannot read these tensors."""
+        try:
+            for action in self.actions:
+                if action.gates:
+                    self.gated_source(action)
+        except ValueError as error:
+            LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
+            how = self.binder.how
+            self.actions, self.waits, self.config = (
+                lower(self.plan, self.rank, how.branches, copies=how.copies), "memory", None)  # fmt: skip
+
+    def _alone(self) -> _Passage | None:
+        """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""
+        actions = self.actions
+        alone = any(action.gates for action in actions) and all(action.stream == BRANCH for action in actions)
+        if not alone or "gathered" in self.call.shards:
+            return None
+        found = _Passage(self._entry_phases(), self._exit_phases())
+        return found if fits(found.entry) and fits(found.exit) else None
+
+    def _entry_phases(self) -> Phases:
+        """Where nothing is on another stream, what comes before everything."""
+        steps = self.binder.steps[self.half]
+        entered = steps[Step.ENTERED]  # peers are told once left is reset
+        resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
+        return [steps[Step.ENTRY], resets, tells]
+
+    def _exit_phases(self) -> Phases:
+        """What is done by a kernel behind all else."""
+        steps = self.binder.steps[self.half]
+        finish = steps[Step.FINISH]
+        return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
+
+    def _action(self, action: Action) -> Callable[[int], None]:
+        if action.step is Step.FINISH and self.waits != "memory":
+            return lambda stream: None  # a part of the exit
+        steps = self.binder.steps[self.half]
+        if action.step is not None and action.stream == BRANCH:  # kernels alone: the first is all that comes before
+            if action.step is Step.ENTERED or self.passage is not None:
+                return lambda stream: None
+            return bind_words(self._entry_phases(), self._index)
+        step = [] if action.step is None else steps[action.step]
+        if not action.ops:
+            return lambda stream: mem_ops(step, stream)
+        first = action.ops[0]
+        if action.gates:
+            launches = self._gemms(action)
+        elif isinstance(first, Gemm):
+            launches = self._gemm(first)
+        elif isinstance(first, Reduce):
+            launches = [self._reduce(first)]
+        elif isinstance(first, Copy):
+            target, source = self.tensor(first.dst), self.tensor(first.src)
+            return lambda stream: copy_box(target, source, stream)
+        else:
+            ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
+            if self.waits != "memory" and isinstance(first, Wait) and action.stream != COMM:
+                return bind_words([ops], self._index)
+            return lambda stream: mem_ops([*ops, *step], stream)
+
+        def launch(stream: int) -> None:
+            for each in launches:
+                each(stream)
+
+        return launch
+
+    def _exit(self) -> Callable[[int], None]:
+        """What is done behind all else."""
+        if self.waits == "memory":
+            exit_step = self.binder.steps[self.half][Step.EXIT]
+            return lambda stream: mem_ops(exit_step, stream)
+        if self.passage is not None:
+            return lambda stream: None  # a part of the kernel
+        return bind_words(self._exit_phases(), self._index)
+
+    @property
+    def _index(self) -> int:
+        return self.binder.device.index or 0
+
+    def memop(self, op: Wait | Signal) -> MemOp:
+        """What waits for a word, or writes it."""
+        address = self.binder.workspace.halves[self.half].flag(op.flag.rank, op.flag.number)
+        return wait_for(address) if isinstance(op, Wait) else write(address)
+
+    def tensor(self, view: View) -> Tensor:
+        """A view as a tensor (l, rows, columns)."""
+        if view.buffer != "slot":
+            return self.call.shards[view.buffer][view.slices()]
+        slot = self.plan.slots[view.rank][view.slot]
+        size = view.elements * DTYPE_BYTES[slot.dtype]  # chunks that are merged take up several slots
+        if self.call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
+            memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
+        else:
+            memory = self.binder.workspace.slot(self.half, view.rank, slot.offset, size).view(TORCH_DTYPES[slot.dtype])
+        batches, rows, columns = box_extents(view.frame)
+        frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
+        return frame[view.slices()]
+
+    def _gemms(self, action: Action) -> list[Launch]:
+        """All GEMMs of the rank by one kernel."""
+        copies = [self._to_gathered(op) for op in action.ops if isinstance(op, Gemm)]
+        gemms = self._products(action, lambda op: self.memop(op).address)
+        return [bind_gated(gemms, self.config), *chain.from_iterable(copies)]
+
+    def _whole(self, slices: Sequence[View]) -> Tensor:
+        """Neighbouring columns of a matrix as one."""
+        batch, rows, (start, _) = slices[0].box
+        return _matrix(self.tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1])))))
+
+    def gated_source(self, action: Action) -> KernelSource:
+        """The kernel of all GEMMs."""
+        return gated_source(self._products(action, lambda op: 1), self.config)
+
+    def _products(self, action: Action, word: Callable[[Wait | Signal], int]) -> GatedGemms:
+        """The GEMMs of a kernel and what it sends, with the addresses of words."""
+        gemms = [op for op in action.ops if isinstance(op, Gemm)]
+        products, further = [], []
+        for op, waits in zip(gemms, action.gates, strict=True):
+            tensors, rest = self.gemm_tensors(replace(op, sources=op.sources[:1]))
+            pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
+            further.append([Further(_matrix(self.tensor(view)), word(wait)) for view, wait in pairs])
+            if rest is not None:
+                raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
+            products.append(tensors)
+        sends = [
+            GatedSend(
+                self._whole([copy.src for copy in sent.copies]),
+                self._whole([copy.dst for copy in sent.copies]),
+                word(sent.signals[0]) if sent.signals else 0,
+                waits=word(sent.waits) if sent.waits else 0,
+                away=link_of(sent.copies[0]) is not None,
+            )
+            for sent in action.sends
+        ]
+        stored = any(op.out.rank != self.rank for op in gemms)
+        return GatedGemms(
+            products,
+            moving=moving(gemms),
+            waits=[word(ops[0]) if ops else 0 for ops in action.gates],
+            tells=[0 if op is None else word(op) for op in action.tells],
+            away=[op.out.buffer == "slot" for op in gemms],
+            counters=self.binder.counters,
+            sends=sends,
+            opens=word(action.opens) if action.opens else 0,
+            rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
+            slice=action.slice,
+            entire=[action.slice > 0 and len(ops) == 1 for ops in action.gates],
+            abreast=action.abreast,
+            entry=self.passage.entry if self.passage else (),
+            exit=self.passage.exit if self.passage else (),
+            further=further if any(further) else (),
+        )
+
+    def _gemm(self, op: Gemm) -> list[Launch]:
+        tensors, rest = self.gemm_tensors(op)
+        how = self.binder.how
+        launches: list[Launch] = [bind_gemm(tensors, provider=how.provider, config=self.config, streams=how.branches)]
+        if rest is not None:
+            launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=self.call.beta, bias=rest.bias))
+        return [*launches, *self._to_gathered(op)]
+
+    def _to_gathered(self, op: Gemm) -> list[Launch]:
+        """What brings a GEMM's tile of A to where the caller wants all of A; empty where he does not. It comes behind
+        the tile's first GEMM: its slot may be written again once all its GEMMs are done."""
+        if op.id not in self.binder.tiles_of_a or "gathered" not in self.call.shards:
+            return []
+        (l0, l1), (m0, m1), (k0, k1) = op.a.box
+        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0:m1, k0:k1]
+        return [lambda stream=None: copy_box(target, source, stream)]
+
+    def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _Rest | None]:
+        """The tensors of a GEMM, and what is to be added to its result because the GEMM does not: an epilogue adds two
+        matrices, cuBLAS one term."""
+        d = self.tensor(op.out)
+        sources = [self.tensor(view) for view in op.sources]
+        c = self.tensor(op.c) if op.c is not None and self.call.beta else None
+        beta = self.call.beta if c is not None else 0.0
+        rest = None
+        further, c_term, c_factor = sources[1:], c, beta
+        if further:
+            # The second sum takes C's place; C, if there is one, and other sums are added to the result.
+            others = [_matrix(source) for source in further[1:]]
+            if others and others[0].dtype != d.dtype:
+                raise ValueError(
+                    f"an epilogue adds two sums, and what is left is added to D: of one type, got {len(sources)} of "
+                    f"{others[0].dtype} for D of {d.dtype}; last='sum' adds sums of any type"
+                )
+            rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
+            c_term, c_factor = further[0], 1.0
+        (_, rows, _), (_, columns, _) = op.a.box, op.b.box
+        tensors = GemmTensors(
+            a=_matrix(self.tensor(op.a)),
+            b=_matrix(self.tensor(op.b)),
+            d=_matrix(d),
+            c=None if c_term is None else _matrix(c_term),
+            partial=_matrix(sources[0]) if sources else None,
+            bias=self.call.bias_of(op.out) if op.c is not None else None,
+            scale_a=_rows(self.call.scale_a, rows),
+            scale_b=_rows(self.call.scale_b, columns),
+            alpha=self.call.alpha,
+            beta=c_factor,
+            dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
+            padded=op.out.buffer == "slot",
+        )
+        provider = get_provider(self.binder.how.provider)
+        if not provider.supports(spec_of(tensors)):
+            bare = replace(tensors, c=None, beta=0.0, bias=None)
+            if provider.supports(spec_of(bare)):
+                return bare, _Rest(None if c is None else _matrix(c), tensors.bias, [_matrix(x) for x in further])
+        return tensors, rest
+
+    def _reduce(self, op: Reduce) -> Launch:
+        c = self.tensor(op.c) if op.c is not None and self.call.beta else None
+        sources = [self.tensor(view) for view in op.sources]
+        bias = self.call.bias_of(op.out) if op.c is not None else None
+        return bind_sum(sources, self.tensor(op.out), c=c, beta=self.call.beta, bias=bias)
+
+
+def tiles_of_a(plan: Plan, rank: int) -> set[int]:
+    """The GEMMs that are the first to use a tile of A, by id, where a rank multiplies all of A; else none."""
+    first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
+    p = plan.problem
+    return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
+
+
+class _Rest(NamedTuple):
+    """What a GEMM leaves to a sum behind it."""
+
+    c: Tensor | None
+    bias: Tensor | None
+    sums: Sequence[Tensor] = ()
+
+
+class _Passage(NamedTuple):
+    """What a kernel waits for and writes, in phases, to enter a replay and to leave it."""
+
+    entry: Phases
+    exit: Phases
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor[0] if tensor.shape[0] == 1 else tensor
+
+
+def _rows(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
+    if scale is None or scale.numel() == 1:
+        return scale
+    return scale[rows[0] : rows[1]]
+
+
+Binder.binding = Binding
