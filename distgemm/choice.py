@@ -13,6 +13,7 @@ from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import Execution
 from distgemm.runtime.unfused import COLLECTIVES
+from distgemm.texts import parse_options
 
 __all__ = ["UNFUSED", "Choice"]
 
@@ -25,8 +26,8 @@ class Choice:
     schedule, options: of the plan, options as (name, value) pairs, by name
     execution: how GPUs execute it; config None: by shape, for each GEMM
     collective: of the unfused program, as :class:`distgemm.runtime.unfused.UnfusedExecutable` takes it
-    how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "" unknown. No
-              part of what is compared
+    how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "pinned" by the
+              caller, "" unknown. No part of what is compared
     """
 
     method: str = "plan"
@@ -48,6 +49,35 @@ class Choice:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, of no plan, got {self.collective!r}")
         if self.execution.config is not None:
             GemmConfig.parse(self.execution.config)
+
+    @property
+    def text(self) -> str:
+        """What :meth:`parse` reads. It may stand where ops and layers take a schedule's name."""
+        if self.method == "unfused":
+            return "unfused" if self.collective == "nccl" else f"unfused collective={self.collective}"
+        how = {name: value for name, value in asdict(self.execution).items() if value != getattr(Execution, name)}
+        pairs = [*self.options, *how.items()]
+        return " ".join([self.schedule, *(f"{name}={str(value).lower()}" for name, value in pairs)])
+
+    @classmethod
+    def parse(cls, text: str, how: str = "pinned") -> Choice:
+        """A schedule's name, options of its plan and fields of ``execution`` that are not the usual ones, as in
+        "gemm+rs chunks=4 provider=cublas"; or "unfused", with another collective than NCCL's as
+        "unfused collective=two-shot". Raises ValueError for what is none of these; whether a schedule and its options
+        are known shows when a plan is made."""
+        name, *words = text.split() or [""]
+        if not name or "=" in name:
+            raise ValueError(
+                f"a choice is a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas', got {text!r}"
+            )
+        options = parse_options(words)
+        if name == "unfused":
+            collective = options.pop("collective", "nccl")
+            if options:
+                raise ValueError(f"the unfused program has a collective, and no {', '.join(options)}: got {text!r}")
+            return replace(UNFUSED, collective=collective, how=how)
+        execution = {each.name: options.pop(each.name) for each in dataclass_fields(Execution) if each.name in options}
+        return cls("plan", name, tuple(options.items()), Execution(**execution), how=how)
 
     @property
     def by_one_kernel(self) -> bool:

@@ -23,13 +23,9 @@ from typer.core import TyperGroup
 from distgemm import GemmProblem, Plan, PlanError, get_schedule, list_schedules, make_plan
 from distgemm.bench_command import BenchCommand, bench_command
 from distgemm.command_line import (
-    Mesh,
     check_files,
     new_console,
     new_table,
-    parse_mesh,
-    parse_numbers,
-    parse_options,
     say,
     write_file,
 )
@@ -40,6 +36,7 @@ from distgemm.ops import Gemm, accesses, box_size, link_of
 from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
 from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
+from distgemm.texts import Mesh, parse_mesh, parse_numbers, parse_options
 from distgemm.trace_command import trace_command
 from distgemm.tune_command import tune_command
 

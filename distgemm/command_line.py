@@ -1,4 +1,4 @@
-"""What the commands share: texts as values, files that are to be written, and where tables go."""
+"""What the commands share: files that are to be written, and where tables go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,19 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "Mesh",
     "check_files",
     "check_folder",
     "new_console",
     "new_table",
-    "parse_mesh",
-    "parse_numbers",
-    "parse_options",
     "say",
     "write_file",
 ]
-
-Mesh = tuple[int, ...]
 
 FILE_WIDTH = 120
 """Width of tables that go to a file or a pipe."""
@@ -54,43 +48,6 @@ def new_table(title: str | None = None) -> Table:
     from rich.table import Table
 
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-
-
-def parse_numbers(what: str, text: str) -> list[int]:
-    """ "3,0,5" and "1-8" as numbers."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
-    except ValueError:
-        raise ValueError(f"{what} is given as 4, 1,2,4 or 1-8, got {text!r}") from None
-    if not found:
-        raise ValueError(f"{what} {text!r} is empty")
-    return found
-
-
-def parse_mesh(text: str | None) -> Mesh | None:
-    """ "2x4" as sides."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
-
-
-def parse_options(texts: list[str] | None) -> dict[str, Any]:
-    """ "key=value" pairs; values that look like integers or truth values are."""
-    found: dict[str, Any] = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ValueError(f"a schedule's option is given as chunks=2, got {text!r}")
-        words = {"true": True, "false": False}
-        digits = value.removeprefix("-").isdecimal()
-        found[key] = int(value) if digits else words.get(value.lower(), value)
-    return found
 
 
 def check_files(option: str, paths: Sequence[Path], *others: str) -> None:

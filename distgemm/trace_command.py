@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distgemm.command_line import check_files, check_folder, new_console, parse_mesh, write_file
+from distgemm.command_line import check_files, check_folder, new_console, write_file
 from distgemm.derive import MECHANISMS, make_plan
 from distgemm.machine import Machine, list_machines
 from distgemm.problem import GemmProblem
 from distgemm.simulate import simulate
+from distgemm.texts import parse_mesh
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distgemm.command_line import parse_mesh, parse_options
 from distgemm.derive import make_plan
 from distgemm.models import MODELS, get_model
 from distgemm.ops import Box
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
+from distgemm.texts import parse_mesh, parse_options
 
 __all__ = ["CANDIDATES", "FEWER", "LAYERS", "OPS", "Candidate", "Case", "Job", "boxes", "jobs", "parse_schedule"]
 

@@ -7,23 +7,23 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distgemm.choice import Choice
 from distgemm.derive import make_plan
 from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
+from distgemm.runtime.arguments import Execution
 from distgemm.runtime.collective import CollectiveExecutable
+from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import get_schedule, list_schedules
 from distgemm.simulate import arrivals
 from distgemm.torch_ops.auto import choose_schedule, measured_executable
-
-if TYPE_CHECKING:
-    from distgemm.choice import Choice
 
 __all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
@@ -43,7 +43,8 @@ class Call:
     options: of the schedule
     runtime: that executed it
     provider: of its GEMMs
-    choice:  what "auto" chose on a GPU: of the unfused program, ``plan`` only says which shards it took; else None
+    choice:  what "auto" chose on a GPU, or the caller's unfused program, of which ``plan`` only says which shards it
+             took; else None. ``choice.text`` pins it: it may be given as the schedule
     """
 
     op: str
@@ -133,16 +134,21 @@ def record_calls() -> Iterator[list[Call]]:
         del _Last.recorders[id(calls)]
 
 
-def executable(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str, str]:
+def executable(
+    plan: Plan, group: dist.ProcessGroup, device: torch.device, how: Execution | None = None
+) -> tuple[Any, str, str]:
     """A plan made ready for tensors on a device, the runtime's name and that of its GEMMs' provider.
 
-    A collective call. What comes back is called as ``exe(a, b, c=None, alpha=, beta=, out=, gathered=)``.
+    A collective call. What comes back is called as ``exe(a, b, c=None, alpha=, beta=, out=, gathered=)``. Raises
+    ValueError where it is said how GPUs execute the plan, and the device is none.
     """
     if device.type == "cuda":
         from distgemm.runtime.cuda import compile_plan
 
-        made = compile_plan(plan, group=group, device=device)
+        made = compile_plan(plan, how, group=group, device=device)
         return made, "CUDA runtime", made.provider
+    if how is not None and how != Execution():
+        raise ValueError(f"provider, config, branches, waits, merge and copies are for GPUs, got {how} for {device}")
     return CollectiveExecutable(plan, group, device), f"collective runtime over {dist.get_backend(group)}", "torch"
 
 
@@ -244,24 +250,52 @@ def _make(
     if schedule == "auto" and chunks is None and device.type == "cuda":
         made = measured_executable(kind, problem, group, device)
         assert made.choice is not None
-        runtime = "CUDA runtime"
-        if made.choice.method == "unfused":
-            runtime = "NCCL" if made.choice.collective == "nccl" else f"symmetric memory, {made.choice.collective}"
+        runtime = _collective(made.choice, group) if made.choice.method == "unfused" else "CUDA runtime"
         return Product(made.plan, rank, made, runtime, made.provider, made.choice.options, made.choice)
-    options: dict[str, Any] = {}
     if schedule == "auto":
         schedule, options = choose_schedule(kind, problem, size)
+        choice = Choice("plan", schedule, tuple(options.items()))
+    else:
+        choice = Choice.parse(schedule)
+    if choice.method == "unfused":
+        return _unfused(kind, problem, group, device, choice, chunks)
+    options = dict(choice.options)
     if chunks is not None:
+        if schedule != choice.schedule and "chunks" in options:
+            raise ValueError(f"schedule={schedule!r} says how many chunks there are, and chunks={chunks} does")
         options["chunks"] = chunks
     # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
     sync = "barrier" if device.type == "cuda" else "credit"
-    plan = make_plan(problem, schedule, size, sync=sync, **options)
+    plan = make_plan(problem, choice.schedule, size, **({"sync": sync} | options))
     if not _does(plan, kind):
         fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
         raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
-    run, runtime, provider = executable(plan, group, device)
+    run, runtime, provider = executable(plan, group, device, choice.execution)
     shown = tuple(sorted(options.items()))
     return Product(plan, rank, run, runtime, provider, shown)
+
+
+def _unfused(
+    kind: str,
+    problem: GemmProblem,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    choice: Choice,
+    chunks: int | None,
+) -> Product:
+    """The unfused program, for who asks for it."""
+    if chunks is not None:
+        raise ValueError(f"the unfused program has no chunks, got {chunks}")
+    made = UnfusedExecutable(problem, kind, group, device, choice.collective, choice=choice)
+    return Product(made.plan, made.rank, made, _collective(choice, group), made.provider, (), choice)
+
+
+def _collective(choice: Choice, group: dist.ProcessGroup) -> str:
+    """By what the unfused program moves data."""
+    if choice.collective != "nccl":
+        return f"symmetric memory, {choice.collective}"
+    backend = str(dist.get_backend(group))
+    return "NCCL" if backend == "nccl" else backend
 
 
 def _does(plan: Plan, kind: str) -> bool:

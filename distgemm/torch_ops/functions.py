@@ -139,7 +139,8 @@ def all_gather_matmul(
     b:        (out_features of this rank, in_features), as a Linear's weight. Several, such as those of q, k and v,
               share one gather: the largest is multiplied while tokens arrive, the others afterwards
     bias:     (out_features of this rank,); for several b a sequence, with None for those without
-    schedule: a name of ``distgemm.list_schedules()``; or "auto": on CUDA tensors what was measured (docs/tuning.md),
+    schedule: a name of ``distgemm.list_schedules()``; with options, as in "gemm+rs chunks=2 provider=cublas", whatever
+              :meth:`distgemm.tune.Choice.parse` reads; or "auto": on CUDA tensors what was measured (docs/tuning.md),
               on CPU tensors, and with chunks, the rule of :func:`distgemm.torch_ops.choose_schedule`
     chunks:   of the schedule; None: what "auto" takes, or the schedule's default
     m_per_rank: tokens of each rank, zeros allowed; None: as many on each

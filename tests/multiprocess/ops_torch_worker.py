@@ -62,6 +62,13 @@ def cases(ranks: int) -> list[Case]:
     found += [Case("gather", None, (2 * ranks, ranks), bias=True, frozen=each) for each in ("a", "b", "bias")]
     found += [Case(op, None, (4,), k=2 * ranks, bias=True, frozen=f) for op in ("scatter", "reduce") for f in "ab"]
     found.append(Case("gather", unequal, (2 * ranks,), schedule="all_gather_1d_ring_a", chunks=2))
+    summed = "reduce_scatter_1d_pairwise_a chunks=2 last=gemm results=4"
+    found += [Case("scatter", rows, (4,), k=ranks, bias=True, schedule=schedule) for rows in (None, unequal)
+              for schedule in (summed, "unfused")]  # fmt: skip
+    found += [
+        Case("gather", unequal, (2 * ranks, ranks), bias=True, schedule="unfused"),
+        Case("reduce", None, (4,), k=ranks, bias=True, schedule="unfused"),
+    ]
     if ranks == 4:  # 5 as 2, 2, 1, 0: the last rank multiplies nothing
         found += [Case("gather", rows, (5,), even=False, bias=True) for rows in (None, unequal)]
         found += [Case("scatter", rows, (4,), even=False, k=5) for rows in (None, unequal)]
@@ -453,6 +460,12 @@ def misuse() -> dict[str, str]:
         "out_features": lambda: ag(a, b, group=world, out_features=100),
         "in_features": lambda: rs(a, b, group=world, in_features=100),
         "schedule": lambda: ag(a, b, group=world, schedule="gemm+rs"),
+        "chunks twice": lambda: ag(a, b, group=world, schedule="ag+gemm chunks=2", chunks=2),
+        "of GPUs": lambda: ag(a, b, group=world, schedule="ag+gemm provider=cublas"),
+        "chunks of nothing": lambda: ag(a, b, group=world, schedule="unfused", chunks=2),
+        "options of nothing": lambda: ag(a, b, group=world, schedule="unfused lag=2"),
+        "no name": lambda: ag(a, b, group=world, schedule="chunks=2"),
+        "no option": lambda: ag(a, b, group=world, schedule="ag+gemm chunk=2"),
         "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),
         "mesh": lambda: ag(a, b, group=mesh),
         "group": lambda: ag(a, b, group=None),  # type: ignore[call-overload]

@@ -16,13 +16,13 @@ from typer.testing import CliRunner, Result
 
 import distgemm
 from distgemm import Plan, cli
-from distgemm.command_line import parse_options
 from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.machine import Machine
 from distgemm.ops import Copy, Gemm
 from distgemm.schedulers import registry, schedule_aliases, schedule_doc
 from distgemm.show import show_plan, show_schedule
 from distgemm.simulate import predict_unfused, simulate
+from distgemm.texts import parse_options
 from tests.unit.test_show import mesh_2d
 
 Arguments = tuple[str, ...]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "distgemm"
 LAYERS = (
     ("layouts",),
     ("schedulers",),
-    ("problem", "ops", "plan", "form", "verify", "derive"),
+    ("texts", "problem", "ops", "plan", "form", "verify", "derive"),
     ("machine", "models", "simulate", "draw", "show", "command_line"),
     ("choices", "gemm"),
     ("runtime",),

@@ -225,6 +225,18 @@ def test_a_broken_file_is_named(text: str) -> None:
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED, TWO_SHOT], ids=str)
+def test_choices_come_back_from_text(choice: Choice) -> None:
+    found = Choice.parse(choice.text)
+    assert found == choice and found.how == "pinned"
+
+
+def test_the_text_of_a_choice_is_short() -> None:
+    assert OTHER.text == "reduce_scatter_1d_pairwise_a chunks=1 config=64x128x64_1x1_pingpong branches=1"
+    assert MERGED.text == f"{GATHER} chunks=2 waits=kernel merge=true"
+    assert (UNFUSED.text, TWO_SHOT.text) == ("unfused", "unfused collective=two-shot")
+
+
 def test_shipped_files_hold_choices() -> None:
     for path in SHIPPED.glob("*.json"):
         written = json.loads(path.read_text())
@@ -232,6 +244,7 @@ def test_shipped_files_hold_choices() -> None:
         for entry in written["choices"].values():
             choice = Choice.from_dict(entry)
             assert choice.method == "unfused" or choice.schedule in list_schedules()
+            assert Choice.parse(choice.text) == choice
 
 
 # --- candidates -----------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""Texts as values, as the command line and whoever pins a schedule write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["Mesh", "parse_mesh", "parse_numbers", "parse_options"]
+
+Mesh = tuple[int, ...]
+
+
+def parse_numbers(what: str, text: str) -> list[int]:
+    """ "3,0,5" and "1-8" as numbers."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise ValueError(f"{what} is given as 4, 1,2,4 or 1-8, got {text!r}") from None
+    if not found:
+        raise ValueError(f"{what} {text!r} is empty")
+    return found
+
+
+def parse_mesh(text: str | None) -> Mesh | None:
+    """ "2x4" as sides."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(side) for side in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
+
+
+def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
+    """ "key=value" pairs; values that look like integers or truth values are."""
+    found: dict[str, Any] = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ValueError(f"a schedule's option is given as chunks=2, got {text!r}")
+        words = {"true": True, "false": False}
+        digits = value.removeprefix("-").isdecimal()
+        found[key] = int(value) if digits else words.get(value.lower(), value)
+    return found
