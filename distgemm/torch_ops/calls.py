@@ -7,23 +7,24 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from distgemm.choice import Choice
 from distgemm.derive import make_plan
 from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import Execution
 from distgemm.runtime.collective import CollectiveExecutable
-from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import get_schedule, list_schedules
 from distgemm.simulate import arrivals
 from distgemm.torch_ops.auto import choose_schedule, measured_executable
+
+if TYPE_CHECKING:
+    from distgemm.choice import Choice
 
 __all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
@@ -246,6 +247,8 @@ def _make(
     schedule: str,
     chunks: int | None,
 ) -> Product:
+    from distgemm.choice import Choice
+
     size, rank = group.size(), dist.get_rank(group)
     if schedule == "auto" and chunks is None and device.type == "cuda":
         made = measured_executable(kind, problem, group, device)
@@ -284,6 +287,8 @@ def _unfused(
     chunks: int | None,
 ) -> Product:
     """The unfused program, for who asks for it."""
+    from distgemm.runtime.unfused import UnfusedExecutable
+
     if chunks is not None:
         raise ValueError(f"the unfused program has no chunks, got {chunks}")
     made = UnfusedExecutable(problem, kind, group, device, choice.collective, choice=choice)
