@@ -1,0 +1,96 @@
+"""What each rank of the tests of layers beside other means of torch does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import distgemm
+from tests.multiprocess.nn_worker import differs, llama, loss_of, whole
+
+CONFIG = llama.Config(vocabulary=32, hidden=16, intermediate=24, heads=4, kv_heads=4)
+
+
+def _follows(prepare: Callable[[nn.Module, Any], None], dp: int, steps: int = 3) -> list[str]:
+    """What differs from the model on one rank: losses and gradients of some steps, and the state after them."""
+    mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    plain = llama.Llama(CONFIG).double()
+    parallel = parallelize_module(copy.deepcopy(plain), mesh["tp"], llama.tensor_parallel_plan())
+    prepare(parallel, mesh)
+    ids = torch.randint(CONFIG.vocabulary, (4 * mesh["tp"].size() + 1, 4))
+    mine = ids.chunk(dp, 1)[mesh["dp"].get_local_rank()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
+    wrong = []
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(plain, ids)
+        loss.backward()
+        with loss_parallel():
+            part = loss_of(parallel, mine)
+            part.backward()
+        found = whole(part).detach().clone()
+        dist.all_reduce(found, group=mesh["dp"].get_group())
+        if differs(found / dp, loss.detach()):
+            wrong.append(f"step {step}: loss {found / dp} instead of {loss}")
+        for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+            if differs(whole(x.grad), y.grad):
+                wrong.append(f"step {step}: gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+    return wrong + [
+        f"{name} in the end"
+        for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True)
+        if differs(whole(x), y)
+    ]
+
+
+def _shard(model: Any, mesh: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def sharded_training() -> list[str]:
+    """Parameters are sharded over replicas, too, and gathered for each block."""
+    return _follows(_shard, 2)
+
+
+def _forget(model: Any, mesh: Any) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def checkpointed_training() -> list[str]:
+    """What a block has computed is forgotten, and computed again for the backward pass, gathers as well."""
+    wrong: list[str] = []
+    gathers = []
+    for prepare in (_forget, lambda model, mesh: None):
+        with distgemm.record_calls() as calls:
+            wrong += _follows(prepare, 1, steps=1)
+        gathers.append(sum(call.op == "all_gather_matmul" for call in calls))
+    again, once = gathers
+    if not again > once > 0:
+        wrong.append(f"nothing was computed again: {again} gathers, and {once} without checkpoints")
+    return wrong
+
+
+def both() -> list[str]:
+    """Sharded, and forgotten."""
+
+    def prepare(model: Any, mesh: Any) -> None:
+        _forget(model, mesh)
+        _shard(model, mesh)
+
+    return _follows(prepare, 2)
