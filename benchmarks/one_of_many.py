@@ -125,6 +125,7 @@ def take_part(ranks: int) -> None:
         get_rank=lambda group: 0,
         get_world_size=lambda group: ranks,
         barrier=dist.barrier,
+        all_gather=dist.all_gather,
         get_backend=dist.get_backend,
         ProcessGroup=dist.ProcessGroup,
     )

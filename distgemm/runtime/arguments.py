@@ -17,7 +17,9 @@ __all__ = [
     "WAITS",
     "Execution",
     "agree",
+    "check_bias",
     "check_gathered",
+    "check_scales",
     "check_shards",
     "resolve_group",
     "shard_dtype",
@@ -163,6 +165,28 @@ def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, 
     for name, other in given.items():
         if share_memory(gathered, other):
             raise ValueError(f"gathered shares memory with {'out' if name == 'D' else f'the shard of {name}'}")
+
+
+def check_bias(rank: int, bias: Tensor | None, d: Tensor) -> None:
+    """Raises ValueError where the bias is no row of D's shard."""
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        raise ValueError(f"bias on rank {rank} is a torch.Tensor, got {type(bias).__name__}")
+    if tuple(bias.shape) != d.shape[-1:] or bias.dtype != d.dtype or bias.device != d.device:
+        raise ValueError(
+            f"bias on rank {rank} is {tuple(d.shape[-1:])} of {d.dtype} on {d.device}, got {tuple(bias.shape)} of "
+            f"{bias.dtype} on {bias.device}"
+        )
+
+
+def check_scales(plan: Plan, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
+    """Raises ValueError where a scale is neither one number nor one for each row of all of A, or B."""
+    for name, scale, rows in (("scale_a", scale_a, plan.problem.m), ("scale_b", scale_b, plan.problem.n)):
+        if scale is not None and scale.numel() not in (1, rows):
+            raise ValueError(
+                f"{name} is one number, or {rows} for the rows of all of {name[-1].upper()}, got {tuple(scale.shape)}"
+            )
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:

@@ -17,6 +17,7 @@ from distgemm.problem import GemmProblem
 from distgemm.runtime.arguments import (
     TORCH_DTYPES,
     agree,
+    check_bias,
     check_gathered,
     check_shards,
     resolve_group,
@@ -270,11 +271,7 @@ class UnfusedExecutable:
 
     def _check(self, given: dict[str, Tensor], bias: Tensor | None, gathered: Tensor | None) -> None:
         d = given["D"]
-        if bias is not None and (tuple(bias.shape) != d.shape[-1:] or bias.dtype != d.dtype):
-            raise ValueError(
-                f"bias on rank {self.rank} is {tuple(d.shape[-1:])} of {d.dtype}, got {tuple(bias.shape)} of "
-                f"{bias.dtype}"
-            )
+        check_bias(self.rank, bias, d)
         if gathered is None:
             return
         if self.op != "ag+gemm":

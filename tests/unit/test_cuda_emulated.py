@@ -513,11 +513,14 @@ def run_where_some_are_refused(
     check: takes how many slices each send of a kernel has, how many copies the rank has, and by whom they are
     """
 
-    def refused(gemms: GatedGemms, config: Any) -> None:
+    bind = binding.bind_gated
+
+    def refused(gemms: GatedGemms, config: Any) -> Any:
         if order.random() < 0.3:
             raise ValueError("unaligned")
+        return bind(gemms, config)
 
-    monkeypatch.setattr(binding, "gated_source", refused)
+    monkeypatch.setattr(binding, "bind_gated", refused)
     machine, ranks = machine_of(plans), plans[0].world_size
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = []
@@ -643,10 +646,15 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
 ) -> None:
     """Where that was chosen for them; where it was asked for, they raise."""
 
-    def refuse(gemms: GatedGemms, config: Any) -> None:
-        raise ValueError("unaligned")
+    bind = binding.bind_gated
+    refused: list[bool] = []
 
-    monkeypatch.setattr(binding, "gated_source", refuse)
+    def refuse(gemms: GatedGemms, config: Any) -> Any:
+        if refused[-1]:
+            raise ValueError("unaligned")
+        return bind(gemms, config)
+
+    monkeypatch.setattr(binding, "bind_gated", refuse)
     mechanism = "store" if schedule.startswith("reduce") else "push"
     plan = distgemm.make_plan(
         distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -668,6 +676,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
                 config="128x128x64_2x1_pingpong",
                 gives_way=(rank + turn) % 2 == 1,
             )
+            refused.append(one.binder.gives_way)
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
             assert any(action.gates for action in one.actions) != one.binder.gives_way
     run(machine, todo, random.Random(0), queues=False)
@@ -1428,6 +1437,28 @@ def test_gathered_is_asked_for_where_there_is_none() -> None:
         exe._check(gathered[:8], b, None, 0.0, None, gathered)
     with pytest.raises(ValueError, match="gathered shares memory with out"):
         exe._check(a, b, None, 0.0, gathered.view(-1)[:128].view(16, 8), gathered)
+
+
+def test_terms_of_another_shape_raise() -> None:
+    """A bias of all ranks' columns would be cut, and the first ones added on every rank."""
+    exe = _emulated("all_gather_1d_tiling_cd_rotating_a")
+    given = exe._check(torch.zeros(8, 16), torch.zeros(8, 16), None, 0.0, None)
+    exe._check_terms(given, torch.zeros(8), torch.zeros(1), torch.zeros(16))
+    exe._check_terms(given, None, torch.zeros(16), None)
+    for bias in (torch.zeros(16), torch.zeros(1), torch.zeros(1, 8), torch.zeros(8, dtype=torch.float64), [0.0] * 8):
+        with pytest.raises(ValueError, match="bias on rank 0 is "):
+            exe._check_terms(given, bias, None, None)
+    for name, scales in (("scale_a", (torch.zeros(8), None)), ("scale_b", (None, torch.zeros(17)))):
+        with pytest.raises(ValueError, match=f"{name} is one number, or 16 for the rows of all of"):
+            exe._check_terms(given, None, *scales)
+
+
+def test_what_waits_for_room_is_not_delivered_by_a_kernel() -> None:
+    problem = distgemm.GemmProblem(1, 64, 64)
+    how = {"mechanism": "store", "workspace": "bounded", "chunks": 2}
+    plan = distgemm.make_plan(problem, "all_reduce_1d_tiling_a_rotating_c", 4, sync="barrier", **how)
+    with pytest.raises(PlanError, match=r"delivers what waits for one signal.*workspace='full'"):
+        lower(plan, 0, 1, gated=True, copies="gemm")
 
 
 def test_all_reduce_copies_from_and_to_d() -> None:

@@ -153,23 +153,20 @@ class Binding:
         self.passage: _Passage | None = None
 
     def bound(self) -> Bound:
-        """All of it."""
+        """All of it. Where one kernel cannot read or write these tensors, waits are on memory, if they may be."""
         if self.waits == "gemm" and self.binder.gives_way:
-            self._give_way()
+            try:
+                return self._bound()
+            except ValueError as error:
+                LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
+            how = self.binder.how
+            self.actions = lower(self.plan, self.rank, how.branches, copies=how.copies)
+            self.waits, self.config = "memory", None
+        return self._bound()
+
+    def _bound(self) -> Bound:
         self.passage = self._alone()
         return Bound(self.actions, [self._action(action) for action in self.actions], self._exit())
-
-    def _give_way(self) -> None:
-        """Waits are on memory where one kernel cannot read these tensors."""
-        try:
-            for action in self.actions:
-                if action.gates:
-                    self.gated_source(action)
-        except ValueError as error:
-            LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            how = self.binder.how
-            self.actions, self.waits, self.config = (
-                lower(self.plan, self.rank, how.branches, copies=how.copies), "memory", None)  # fmt: skip
 
     def _alone(self) -> _Passage | None:
         """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""

@@ -22,7 +22,9 @@ from distgemm.plan import Plan
 from distgemm.runtime.arguments import (
     Execution,
     agree,
+    check_bias,
     check_gathered,
+    check_scales,
     check_shards,
     resolve_group,
     shard_dtype,
@@ -164,6 +166,7 @@ class CudaExecutable:
         if graph is None:
             # What has a graph was checked before it was recorded.
             given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
+            self._check_terms(given, bias, scale_a, scale_b)
             call = Call(given, alpha, beta, bias, scale_a, scale_b)
             if graphs is None:
                 self._issue(call, half, captured=capturing)
@@ -199,6 +202,7 @@ class CudaExecutable:
             a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None), how.pop("gathered", None)
         )
         numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
+        self._check_terms(given, *(numbers[name] for name in ("bias", "scale_a", "scale_b")))
         call = Call(given, **numbers)
         return Replay(self, [self._record(call, half) for half in range(2)], call)
 
@@ -232,6 +236,12 @@ class CudaExecutable:
                 )
         return given
 
+    def _check_terms(
+        self, given: dict[str, Tensor], bias: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None
+    ) -> None:
+        check_bias(self.rank, bias, given["D"])
+        check_scales(self.plan, scale_a, scale_b)
+
     def _record(self, call: Call, half: int) -> torch.cuda.CUDAGraph:
         bound = self.binder.bind(call, half)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -261,10 +271,15 @@ class CudaExecutable:
         self._put(bound, counted=captured)
 
     def _put(self, bound: Bound, counted: bool = False) -> None:
-        """Put all actions on streams that begin and end with the current one.
+        """Put all actions on streams that begin and end with the current one of this device.
 
         counted: also count the replay, where the watchdog cannot see it begin and end
         """
+        # A default stream is that of the current device, whoever's it is said to be.
+        with torch.cuda.device(self.device):
+            self._put_here(bound, counted)
+
+    def _put_here(self, bound: Bound, counted: bool) -> None:
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
         used = sorted({BRANCH, *(action.stream for action in bound.actions)})

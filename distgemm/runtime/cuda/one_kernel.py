@@ -281,7 +281,13 @@ def _deliveries(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Sent,
     taken = set()
     for op in ops:
         if isinstance(op, Copy):
-            (wait,) = (waits[dep] for dep in op.deps if dep not in entered)
+            needed = [dep for dep in op.deps if dep not in entered]
+            if len(needed) != 1 or needed[0] not in waits:
+                raise PlanError(
+                    f"{op}: a kernel delivers what waits for one signal, and this waits for room, too; "
+                    "workspace='full' has room for all"
+                )
+            wait = waits[needed[0]]
             behind = (signals[op.id],) if op.id in signals else ()
             sent.append(Sent((op,), behind, wait))
             taken |= {op.id, wait.id, *(signal.id for signal in behind)}

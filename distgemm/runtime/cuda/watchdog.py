@@ -181,7 +181,8 @@ class Watchdog:
         read = None if words is None else workspace.read(torch.tensor(words[1:]))
         if read is not None:  # also of a graph that the caller captured
             watched.under_way = workspace.executables[read.executable - 1]() if read.stage else None
-        executable = watched.under_way or (watched.pending[0].executable if watched.pending else None)
+        first = next(iter(list(watched.pending)), None)  # who calls may take it away meanwhile
+        executable = watched.under_way or (None if first is None else first.executable)
         state = words, watched.ended
         if watched.last[0] != state or executable is None:
             watched.last, watched.warned = (state, now), False
@@ -279,18 +280,11 @@ def _told(store: Any) -> str | None:
 
 
 def _store(workspace: Workspace) -> Any:
-    """A part of the group's store, the same on all ranks."""
+    """A part of the default group's store, the same on all ranks, and of this workspace alone: a store may outlive its
+    groups, and groups take names that others had."""
     base = dist.distributed_c10d._get_default_store()
-    number = _WATCHED.get(workspace.group, 0)
-    _WATCHED[workspace.group] = number + 1
     store = base.clone() if hasattr(base, "clone") else base
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"distgemm/{workspace.group.group_name}/{number}", store
-    )
-
-
-_WATCHED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many workspaces of each group there have been."""
+    return dist.PrefixStore(f"distgemm/{workspace.token:x}", store)  # type: ignore[attr-defined]
 
 
 def _raise_in(thread: int, message: str) -> None:

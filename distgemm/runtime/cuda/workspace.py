@@ -25,6 +25,7 @@ where a captured graph of a single call is replayed, are right too, only slower.
 from __future__ import annotations
 
 import enum
+import secrets
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -147,8 +148,8 @@ class Workspace:
         self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
         self._half_words = first_flag(self.world_size) + _even(flags)
         self._slots_at = _aligned(2 * self._half_words * WORD)
-        size = self._slots_at + 2 * self.slot_bytes
-        self.memory: torch.Tensor | None = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.memory: torch.Tensor | None = None
+        self.memory, self.token = self._allocated(self._slots_at + 2 * self.slot_bytes)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         bases = self._handle.buffer_ptrs
         self.halves = tuple(
@@ -171,6 +172,28 @@ class Workspace:
             half[: self.world_size] = 1
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
+
+    def _allocated(self, size: int) -> tuple[torch.Tensor, int]:
+        """Symmetric memory, and a number that all ranks have and no other workspace had. Raises on all ranks where one
+        has no memory: they would wait for it."""
+        mine = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(self.group.size())]
+        made: torch.Tensor | None = None
+        problem: Exception | None = None
+        try:
+            made = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
+        except Exception as error:  # raised below, once all ranks know of it
+            problem = error
+            mine[0] = 1
+        dist.all_gather(every, mine, self.group)
+        if problem is not None:
+            raise problem
+        if failed := [rank for rank, one in enumerate(every) if one[0]]:
+            raise RuntimeError(
+                f"ranks {failed} of the group cannot allocate {size} bytes of symmetric memory; their errors say why"
+            )
+        assert made is not None
+        return made, int(every[0][1])
 
     def release(self, executable: Any) -> None:
         """Do not keep an executable any longer: the caller's graphs with it are gone."""
@@ -248,16 +271,16 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
     """
     key = (group.group_name, device.index)
     found = _WORKSPACES.get(key)
+    if found is not None and found.memory is not None and found.dead is None and found.group is group:
+        if found.slot_bytes >= slot_bytes and found.flags >= flags:
+            return found
+        # Some more than is asked for: shapes that grow slowly would take a new one each.
+        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
+        flags = max(flags, found.flags)
+    made = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
     if found is not None and found.memory is not None:
-        if found.dead is None and found.group is group:
-            if found.slot_bytes >= slot_bytes and found.flags >= flags:
-                return found
-            # Some more than is asked for: shapes that grow slowly would take a new one each.
-            slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
-            flags = max(flags, found.flags)
         found.replaced = True
-    found = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
-    return found
+    return made
 
 
 def close_workspace(group: dist.ProcessGroup | None = None) -> None:
