@@ -28,6 +28,8 @@ class Choice:
     collective: of the unfused program, as :class:`distgemm.runtime.unfused.UnfusedExecutable` takes it
     how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "pinned" by the
               caller, "" unknown. No part of what is compared
+    otherwise: of one kernel for all GEMMs, what is done where the rows are in no equal chunks; None: what is predicted
+              to be fastest. No part of what is compared
     """
 
     method: str = "plan"
@@ -36,6 +38,7 @@ class Choice:
     execution: Execution = field(default_factory=Execution)
     collective: str = "nccl"
     how: str = field(default="", compare=False)
+    otherwise: Choice | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(sorted(self.options)))
@@ -114,12 +117,13 @@ class Choice:
         """As JSON knows it."""
         if self.method == "unfused":
             return {"method": "unfused", "collective": self.collective}
-        return {
+        found = {
             "method": "plan",
             "schedule": self.schedule,
             "options": dict(self.options),
             **asdict(self.execution),
         }
+        return found if self.otherwise is None else found | {"otherwise": self.otherwise.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], how: str = "") -> Choice:
@@ -133,7 +137,9 @@ class Choice:
         config = execution.config
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
-        return cls(fields["method"], fields["schedule"], tuple(options.items()), execution, how=how)
+        otherwise = cls.from_dict(fields["otherwise"], how) if "otherwise" in fields else None
+        pairs = tuple(options.items())
+        return cls(fields["method"], fields["schedule"], pairs, execution, how=how, otherwise=otherwise)
 
 
 UNFUSED = Choice("unfused", execution=Execution("cublas", branches=1))

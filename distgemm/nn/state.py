@@ -21,7 +21,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Knows the layers of this package and parameters that are DTensors.
     """
     found: dict[str, Tensor] = {}
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # layers that are tied have several names
     for key, value in model.state_dict().items():
         prefix, _, name = key.rpartition(".")
         module = modules[prefix]

@@ -56,15 +56,17 @@ def choose(
 
 
 def fitting(choice: Choice, problem: GemmProblem, op: str, world_size: int) -> Choice:
-    """A choice for other rows than it was measured at: waiting within GEMMs takes chunks of equal size, and where these
-    rows are in none, waits are on memory; NCCL adds what no other collective does."""
+    """A choice for other rows than it was measured at: one kernel for all GEMMs takes chunks of equal size, and where
+    these rows are in none it is what was measured ``otherwise``, or the prediction. NCCL adds what no other collective
+    does."""
     if choice.method == "unfused":
         status = collective_status(problem, op, choice.collective, world_size)
         return choice if status else replace(UNFUSED, how=choice.how)
     if not choice.by_one_kernel or by_one_kernel(choice.plan(problem, world_size), choice.execution.copies):
         return choice
-    execution = replace(choice.execution, waits="memory", merge=False, copies="engine", config=None)
-    return replace(choice, execution=execution)
+    if choice.otherwise is None:
+        return predicted(problem, op, world_size)
+    return fitting(choice.otherwise, problem, op, world_size)
 
 
 def executable(

@@ -25,12 +25,12 @@ from distgemm.runtime.arguments import TORCH_DTYPES, resolve_group
 from distgemm.tune import predicting, ranks, records
 from distgemm.tune.predicting import candidates, specs_of
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
-from distgemm.tune.records import key_of, record
+from distgemm.tune.records import key_of, look_up, record
 
 __all__ = ["Tuned", "finalists", "measurable", "measure", "tune"]
 
 CLEARLY = 0.02
-"""Share of the unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
+"""Share of an unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
 FINALISTS = 4
 FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
@@ -41,6 +41,9 @@ where it takes at most this factor longer than the fastest."""
 WITHIN_WAY = 1.05
 """The second of a way, too, with half as many, where it takes at most this factor longer than the first: with tiles
 chosen by shape the best of all may be behind."""
+
+ALIGNED = 8
+"""Elements that are a multiple of 16 bytes, in all types that are measured."""
 
 logger = logging.getLogger("distgemm")
 
@@ -121,7 +124,9 @@ def measure(
         raise ValueError(status.reason)
     say = progress or (lambda text: None)
     size = group.size()
-    whole = _divisible(problem, size)
+    whole = _divisible(problem, op, size)
+    if write:  # a file that is broken is found before anything is measured
+        from_first(group, device, lambda: look_up(problem, op, size, records.gpu_name(device)))
     tried = from_first(group, device, lambda: candidates(whole, op, size))
     if kernels:
         _tune_gemms(whole, tried, group, device, say)
@@ -134,9 +139,13 @@ def measure(
     if len(again) > 1:
         # What differs by less than clocks do in the first run is told apart by one more.
         ran = trial.run(again, **FINALS)
-    fastest, times = ran[0], trial.times
-    if UNFUSED in ran and times[str(fastest)] > (1 - CLEARLY) * times[str(UNFUSED)]:
-        fastest = UNFUSED
+    times = trial.times
+    fastest = _clearly_fastest(ran, times)
+    if fastest.by_one_kernel:
+        others = [choice for choice in tried if not choice.by_one_kernel and str(choice) in times]
+        others.sort(key=lambda choice: times[str(choice)])
+        if others:
+            fastest = replace(fastest, otherwise=replace(_clearly_fastest(others, times), how="measured"))
 
     def settle() -> tuple[Choice, dict[str, float], Path | None]:
         if not write:
@@ -149,6 +158,16 @@ def measure(
     choice, times, path = from_first(group, device, settle)
     logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)
     return Tuned(replace(choice, how="measured"), times, trial.refused, path)
+
+
+def _clearly_fastest(ran: Sequence[Choice], times: Mapping[str, float]) -> Choice:
+    """The first of what ran, the fastest; or, where that is hardly faster, an unfused program: NCCL's, if that is as
+    fast."""
+    unfused = [choice for choice in ran if choice.method == "unfused"]
+    for simpler in (UNFUSED, *unfused):
+        if simpler in unfused and times[str(ran[0])] > (1 - CLEARLY) * times[str(simpler)]:
+            return simpler
+    return ran[0]
 
 
 @dataclass
@@ -249,9 +268,18 @@ def _chunk(plan: Plan) -> GemmSpec:
     return max(specs_of(plan), key=lambda spec: spec.partial is not None)
 
 
-def _divisible(problem: GemmProblem, size: int) -> GemmProblem:
-    m, n, k = (-(-extent // size) * size for extent in (problem.m, problem.n, problem.k))
-    return replace(problem, m=m, n=n, k=k, m_per_rank=None)
+def _divisible(problem: GemmProblem, op: str, size: int) -> GemmProblem:
+    """With equal shards: what is split rounded up, and nothing else. Where rows of shards would be aligned for TMA they
+    still are."""
+
+    def rounded(extent: int) -> int:
+        unit = size if extent % ALIGNED else size * ALIGNED
+        return -(-extent // unit) * unit
+
+    m = -(-problem.m // size) * size
+    if op == "ag+gemm":
+        return replace(problem, m=m, n=rounded(problem.n), m_per_rank=None)
+    return replace(problem, m=m, k=rounded(problem.k), m_per_rank=None)
 
 
 def _executables(
@@ -325,7 +353,8 @@ def _tune_gemms(
     if not wanted:
         return
     found = from_all(group, measured)
-    gemm_choices.record(records.gpu_name(device), {key: choice for each in found for key, choice in each.items()})
+    every = {key: choice for each in found for key, choice in each.items()}
+    from_all(group, lambda: gemm_choices.record(records.gpu_name(device), every))
     gemm._kernel.cache_clear()  # so that this process takes the choices too
 
 

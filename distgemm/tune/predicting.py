@@ -132,8 +132,7 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
     """The candidate that the cost model takes for the fastest, of those that wait outside of GEMMs: which are that fast
     with any tensors. Of a plan and the unfused program that are as fast, the unfused one, of providers the first that
     computes it. Raises ValueError where there is no candidate."""
-    every = _predictions(problem, check_op(op), world_size)
-    times = {choice: time for choice, time in every.items() if not choice.by_one_kernel}
+    times = _waiting_outside(problem, check_op(op), world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
     best = min(times, key=lambda choice: (times[choice], choice.method != "unfused"))
@@ -143,10 +142,15 @@ def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
 @lru_cache(maxsize=256)
 def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
     """us of everything that could be tried."""
+    times = _waiting_outside(problem, op, world_size)
+    return times if world_size == 1 else times | dict(_by_one_kernel(problem, op, world_size, Machine.load(MACHINE)))
+
+
+@lru_cache(maxsize=256)
+def _waiting_outside(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
+    """The same of what does not wait within GEMMs."""
     machine = Machine.load(MACHINE)
     times = dict(_by_kernels(problem, op, world_size, machine))
-    if world_size > 1:
-        times |= _by_one_kernel(problem, op, world_size, machine)
     if unfused_status(problem, op):
         time = predict_unfused(problem, machine, op, world_size)
         for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured

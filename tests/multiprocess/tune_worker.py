@@ -398,7 +398,8 @@ def measuring(folder: str) -> dict[str, Any]:
         found["one kernel finals"] = fakes.finals
         for m in (1024, 1022, 1020):
             of_m = tune.choose(dataclasses.replace(large, m=m), "gemm+rs", group, device=CPU)
-            found.setdefault("of m", []).append((of_m.how, of_m.execution.waits, of_m.execution.config is not None))
+            found.setdefault("of m", []).append((of_m.how, of_m.by_one_kernel, str(of_m)))
+        found["otherwise"] = str(found["one kernel"].choice.otherwise)
     with (
         mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
         Bench(lambda name: 1.3 if "waits by gemm" in name else 1.0) as fakes,

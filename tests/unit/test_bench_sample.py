@@ -74,7 +74,7 @@ def methods(operation: Operation, clock: FakeClock) -> list[Method]:
             clock.now += MS.get(name, 1.0) * (1 + rank) * (0.01 if name == "host" and clock.launched else 1)
             if name == "fails" and rank == 1:
                 raise MemoryError("no\nmemory")
-            if name == "stale" and calls[0] > 6:  # two calls, three that are timed, one that is captured
+            if name == "stale" and calls[0] > 7:  # three calls, three that are timed, one that is captured
                 return out
             out.copy_(operation.reference)
             if write is not None:
@@ -82,6 +82,8 @@ def methods(operation: Operation, clock: FakeClock) -> list[Method]:
             return None if name.endswith(" alone") else out
 
         return Method(name, run)
+
+    first = operation.reference.clone()  # of what peers brought in the first call
 
     def one_element(out: torch.Tensor) -> None:
         if rank == 0:
@@ -94,6 +96,7 @@ def methods(operation: Operation, clock: FakeClock) -> list[Method]:
         method("element", one_element),
         method("nan", lambda out: out[3].fill_(float("nan"))),
         method("stale"),
+        method("hasty", lambda out: out.copy_(first)),
         method("long"),
         eager(method("late")),
         method("host"),
@@ -175,7 +178,7 @@ def test_failures_are_told_on_all_ranks_and_others_are_measured() -> None:
     found = samples()
     assert found["fails"] == Sample(error="rank 1: MemoryError: no memory")
     assert not found["fails"].wrong
-    assert [name for name, one in found.items() if one.error] == ["fails", "element", "nan", "stale"]
+    assert [name for name, one in found.items() if one.error] == ["fails", "element", "nan", "stale", "hasty"]
 
 
 def test_wrong_results_are_found() -> None:
@@ -190,6 +193,9 @@ def test_wrong_results_are_found() -> None:
     # Right when it is called; its graph writes nothing.
     assert found["stale"].wrong
     assert "all ranks: WrongResultError: stale, captured: wrong in 32 of 32 rows" in found["stale"].error
+    # Right as long as inputs are those of the call before.
+    assert found["hasty"].wrong
+    assert "all ranks: WrongResultError: hasty, captured, with other inputs: wrong in 32 of" in found["hasty"].error
 
 
 def test_bursts_alternate_and_are_as_long_as_was_asked() -> None:
@@ -210,6 +216,7 @@ def test_calls_in_a_graph() -> None:
         "capture fast": 16,
         "capture slow": 4,
         "capture stale": 4,
+        "capture hasty": 4,
         "capture long": 1,
         "capture host": 1,  # as the host is slow; replayed more often
         "capture part alone": 4,

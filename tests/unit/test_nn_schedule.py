@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import distgemm
 from distgemm import GemmProblem
@@ -96,3 +97,11 @@ def test_before_the_first_call_there_is_no_last_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("distgemm.torch_ops.calls._Last.call", None)
     with pytest.raises(ValueError, match="nothing has run yet: call all_gather_matmul"):
         distgemm.last_call()
+
+
+def test_layers_that_are_tied_have_all_their_names() -> None:
+    linear = torch.nn.Linear(4, 3)
+    model = torch.nn.ModuleDict({"one": linear, "other": linear})
+    state = distgemm.nn.full_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())

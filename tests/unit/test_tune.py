@@ -225,6 +225,38 @@ def test_a_broken_file_is_named(text: str) -> None:
     assert path.read_text() == text
 
 
+def test_what_is_done_otherwise_comes_back_from_json() -> None:
+    by_one = dataclasses.replace(OTHER, execution=Execution(waits="gemm"), otherwise=MERGED)
+    found = Choice.from_dict(json.loads(json.dumps(by_one.to_dict())), "recorded")
+    assert found == by_one and found.otherwise == MERGED and found.otherwise.how == "recorded"
+    assert "otherwise" not in OTHER.to_dict()
+
+
+def test_where_rows_are_in_no_equal_chunks_something_else_is_done() -> None:
+    """What was measured for that, else what is predicted; never the same chunks with other waits, which may be slow."""
+    by_one = Choice("plan", GATHER, (("chunks", 4),), Execution(branches=1, waits="gemm", copies="gemm"))
+    fits, odd = (GemmProblem(m, 8192, 4096) for m in (2048, 2042))
+    assert tune.fitting(by_one, fits, "ag+gemm", 4) == by_one
+    expected = predicted(odd, "ag+gemm", 4)
+    assert tune.fitting(by_one, odd, "ag+gemm", 4) == expected and not expected.by_one_kernel
+    for otherwise in (PLAN, UNFUSED, dataclasses.replace(by_one, otherwise=MERGED)):
+        found = tune.fitting(dataclasses.replace(by_one, otherwise=otherwise), odd, "ag+gemm", 4)
+        assert found == (MERGED if otherwise == by_one else otherwise)
+
+
+def test_an_unfused_program_is_taken_where_a_plan_is_hardly_faster() -> None:
+    for ms, expected in (
+        ({PLAN: 0.97, TWO_SHOT: 1.2, UNFUSED: 1.0}, PLAN),
+        ({PLAN: 0.99, TWO_SHOT: 1.2, UNFUSED: 1.0}, UNFUSED),
+        ({PLAN: 0.99, TWO_SHOT: 1.0, UNFUSED: 1.2}, TWO_SHOT),
+        ({PLAN: 0.985, TWO_SHOT: 0.99, UNFUSED: 1.0}, UNFUSED),
+        ({TWO_SHOT: 0.9, UNFUSED: 1.0, PLAN: 1.1}, TWO_SHOT),
+        ({PLAN: 2.0, OTHER: 3.0}, PLAN),
+    ):
+        times = {str(choice): time for choice, time in ms.items()}
+        assert measuring._clearly_fastest(list(ms), times) == expected, ms
+
+
 @pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED, TWO_SHOT], ids=str)
 def test_choices_come_back_from_text(choice: Choice) -> None:
     found = Choice.parse(choice.text)
@@ -323,6 +355,21 @@ def test_what_one_kernel_does_costs_no_launches() -> None:
     for n, k, chunks in ((4096, 14336, 4), (8192, 28672, 8)):
         tried = [dict(each.options) for each in candidates(GemmProblem(2048, n, k), "gemm+ar", 8)]
         assert {"chunks": chunks, "lag": 2, "along": "n", "last": "gemm", "mechanism": "store"} in tried
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize(("op", "split"), [("ag+gemm", "n"), ("gemm+rs", "k"), ("gemm+ar", "k")])
+def test_what_is_measured_has_equal_shards_as_aligned_as_those_of_the_product(op: str, split: str, ranks: int) -> None:
+    """Else the choice would be for a product without TMA, and no kernel that waits would be tried."""
+    problem = GemmProblem(2048, 8192, 8192)
+    whole = measuring._divisible(problem, op, ranks)
+    parts = {mode: getattr(whole, mode) // (ranks if mode in ("m", split) else 1) for mode in "mnk"}
+    assert parts["n"] % 8 == parts["k"] % 8 == 0
+    assert all(getattr(problem, mode) <= getattr(whole, mode) < getattr(problem, mode) + 8 * ranks for mode in "mnk")
+    assert whole.m % ranks == getattr(whole, split) % ranks == 0
+    assert any(each.by_one_kernel for each in candidates(whole, op, ranks))
+    odd = measuring._divisible(GemmProblem(7, 13, 13), op, ranks)
+    assert odd.m < 7 + ranks and getattr(odd, split) < 13 + ranks and (odd.n == 13 or odd.k == 13)
 
 
 def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
