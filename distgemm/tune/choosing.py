@@ -36,7 +36,8 @@ def choose(
     tune: where nothing is recorded: True: measure now, at the :func:`bucket` of m, and record it; False: what the cost
           model predicts; None: True, unless DISTGEMM_TUNE is 0 in the environment of rank 0
 
-    Products that are not :func:`measurable` (batches, fp8) are predicted.
+    Products that are not :func:`measurable` (batches, fp8) are predicted. Where the file cannot be written, a choice
+    serves this process alone, and a warning says so.
 
     Raises RuntimeError while the current stream is captured; on all ranks, ValueError where rank 0's file is broken.
     """
@@ -51,7 +52,7 @@ def choose(
 
     found = from_first(whole, at, decide)
     if found is None:
-        found = measure(bucketed(problem), op, whole, at).choice
+        found = measure(bucketed(problem), op, whole, at, must_write=False).choice
     return fitting(found, problem, op, size)
 
 

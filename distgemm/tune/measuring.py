@@ -118,8 +118,12 @@ def measure(
     write: bool = True,
     kernels: bool = False,
     progress: Callable[[str], object] | None = None,
+    must_write: bool = True,
 ) -> Tuned:
-    """What :func:`tune` does, for a group and a device that are known."""
+    """What :func:`tune` does, for a group and a device that are known.
+
+    must_write: whether a file that cannot be written is an error; else it is logged
+    """
     if not (status := measurable(problem)):
         raise ValueError(status.reason)
     say = progress or (lambda text: None)
@@ -153,7 +157,14 @@ def measure(
         entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
         if str(UNFUSED) in times:
             entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
-        return fastest, times, record(records.gpu_name(device), {key_of(problem, op, size): entry})
+        try:
+            path = record(records.gpu_name(device), {key_of(problem, op, size): entry})
+        except OSError as error:
+            if must_write:
+                raise
+            logger.warning("%s was measured, and cannot be recorded: %s", key_of(problem, op, size), error)
+            path = None
+        return fastest, times, path
 
     choice, times, path = from_first(group, device, settle)
     logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)

@@ -138,6 +138,11 @@ def test_a_file_that_cannot_be_written_raises_on_all_ranks(found: list[dict[str,
         assert "plans_NVIDIA_Test" in rank["measuring"]["unwritable"]
 
 
+def test_auto_goes_on_without_a_file(found: list[dict[str, Any]]) -> None:
+    for choice in (rank["measuring"]["unwritable auto"] for rank in found):
+        assert choice.how == "measured" and choice.option("chunks") == 2
+
+
 def test_compile_makes_what_is_recorded(found: list[dict[str, Any]]) -> None:
     for each in (rank["compiled"] for rank in found):
         choice, how, kind = each["choice"]

@@ -470,6 +470,7 @@ def measuring(folder: str) -> dict[str, Any]:
     (read_only / "plans_NVIDIA_Test.lock").mkdir()
     with Bench(by_name("chunks=2")):
         found["unwritable"] = message(lambda: tune.tune(PROBLEM, "gemm+rs", group, device=CPU))
+        found["unwritable auto"] = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
     return found
 
 
