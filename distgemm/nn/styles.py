@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
+from distgemm.torch_ops.functions import autocast_dtype
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SharedColwiseParallel"]
 
@@ -185,9 +186,7 @@ class _Shared:
 
     def _made_of(self, x: Tensor) -> tuple[list[Tensor], Any]:
         """The tensors that outputs are made of, and what else makes them what they are. No values: nothing waits."""
-        device = x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        modes = torch.is_grad_enabled(), autocast
+        modes = torch.is_grad_enabled(), autocast_dtype(x.device.type)
         if torch.compiler.is_compiling():
             return [x], modes  # graphs have no versions
         parameters = [each for linear in self.linears.values() for each in (linear.weight, linear.bias)]
