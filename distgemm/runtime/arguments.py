@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from distgemm.plan import Plan, PlanError
 
@@ -16,11 +19,13 @@ __all__ = [
     "TORCH_DTYPES",
     "WAITS",
     "Execution",
+    "Group",
     "agree",
     "check_bias",
     "check_gathered",
     "check_scales",
     "check_shards",
+    "process_group",
     "resolve_group",
     "shard_dtype",
     "share_memory",
@@ -72,11 +77,49 @@ class Execution:
             raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}")
 
 
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks. Raises ValueError where there is none, or this rank is not in it."""
-    found: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
-    if found is None:
+Group = dist.ProcessGroup | DeviceMesh | str
+"""The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), or a group's name."""
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The process group that is meant. Raises ValueError for what is none."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ("tp",)
+            raise ValueError(
+                f"the mesh has {group.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]"
+            )
+        return group.get_group()
+    if not dist.is_initialized():
         raise ValueError("torch.distributed has no process group: call init_process_group, or init_from_env")
+    if isinstance(group, str):
+        by_name: Any = distributed_c10d
+        try:
+            found: dist.ProcessGroup = by_name._resolve_process_group(group)
+        except RuntimeError:
+            raise ValueError(
+                f"no process group of this process has the name {group!r}: pass the group itself, or mesh[{group!r}] "
+                "of a DeviceMesh with that dimension"
+            ) from None
+        return found
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group is a ProcessGroup that this rank is in; rank {dist.get_rank()} is not in this one: new_group "
+            "returns no group to ranks that it leaves out, and they make no call"
+        )
+    raise ValueError(
+        f"group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got {group!r}. dist.group.WORLD "
+        "has all ranks"
+    )
+
+
+def resolve_group(group: Group | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks. Raises ValueError where there is none, or this rank is not in it."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    found = process_group(group)  # type: ignore[arg-type]
     if dist.get_rank(found) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group")
     return found
@@ -120,7 +163,8 @@ def check_shards(
     beta: float,
     out: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The shards by name, with D allocated where ``out`` is None. Raises ValueError where they do not fit."""
+    """The shards by name, with D allocated where ``out`` is None. Raises ValueError where they do not fit, and where a
+    gradient would be lost: to be called in the caller's grad mode."""
     if beta and c_shard is None:
         raise ValueError(f"beta is {beta}, which needs c_shard")
     given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
@@ -142,6 +186,11 @@ def check_shards(
         ):
             if is_ != wanted:
                 raise ValueError(f"{what} on rank {rank} has {kind} {wanted}, got {is_}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{what} on rank {rank} requires grad, and executables know no gradients: call them under "
+                "torch.no_grad(), or take distgemm.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce"
+            )
         found[name] = tensor
     if out is not None:
         for name in "ABC":

@@ -90,7 +90,6 @@ class CollectiveExecutable:
         self._gathers = _gathers(plan, self.rank)
         self._steps, self._messages = _Compiler(plan, self.rank, memory, self.group, barrier).compile()
 
-    @torch.no_grad()
     def __call__(
         self,
         a_shard: Tensor,
@@ -122,8 +121,9 @@ class CollectiveExecutable:
         Products, and what is added to them, accumulate in float32 (float64 for float64); partial sums are rounded
         to ``problem.partial_dtype`` and D to ``problem.out_dtype``. On CUDA nothing but a Barrier blocks the host.
 
-        Raises ValueError for shards of another shape, type or device, for beta without C, and for ``gathered`` where
-        this rank does not multiply all of A. A rank that raises leaves the others waiting for its messages.
+        Raises ValueError for shards of another shape, type or device, for beta without C, for ``gathered`` where this
+        rank does not multiply all of A, and for shards that require grad, outside of torch.no_grad(): there are no
+        gradients here. A rank that raises leaves the others waiting for its messages.
         """
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         if gathered is not None:
@@ -134,8 +134,9 @@ class CollectiveExecutable:
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}
         whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
         call = _Call(shards, float(alpha), float(beta), [None] * self._messages, whole)
-        for step in self._steps:
-            step(call)
+        with torch.no_grad():
+            for step in self._steps:
+                step(call)
         return given["D"]
 
 

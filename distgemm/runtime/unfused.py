@@ -217,7 +217,6 @@ class UnfusedExecutable:
         if all(used.data_ptr() != kept.data_ptr() for kept in _kept):
             _kept.append(used)
 
-    @torch.no_grad()
     def __call__(
         self,
         a_shard: Tensor,
@@ -260,7 +259,7 @@ class UnfusedExecutable:
         d = given["D"]
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
-        with _ieee() if self._ieee else contextlib.nullcontext():
+        with torch.no_grad(), _ieee() if self._ieee else contextlib.nullcontext():
             if self.op == "ag+gemm":
                 whole = self._gather(a, gathered)
                 _multiply(whole, b, whole_d, alpha, c, beta, bias)

@@ -68,7 +68,7 @@ class Call:
         if self.unfused:
             return "unfused: a collective, and one product"
         if self.op == "gather":
-            return "the gather alone: its product is a single column"
+            return "a gather alone: nothing is multiplied meanwhile"
         if _in_lockstep(self.plan):
             return "a chain with one chunk: each GEMM waits for the sum that has just been sent"
         return None

@@ -7,35 +7,20 @@ from math import prod
 from typing import overload
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from distgemm.runtime.arguments import Group, process_group
 from distgemm.torch_ops import ops
 
-__all__ = ["Group", "all_gather_matmul", "group_name", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["Group", "autocast_dtype", "all_gather_matmul", "group_name", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 Tensor = torch.Tensor
-Group = dist.ProcessGroup | DeviceMesh | str
-"""The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), or a group's name."""
 
 
 def group_name(group: Group) -> str:
     """The name by which ops know a group. Raises ValueError for what is none, or does not have this rank."""
-    if isinstance(group, str):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or ("tp",)
-            raise ValueError(
-                f"the mesh has {group.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]"
-            )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group is a ProcessGroup that this rank is in, or a dimension of a DeviceMesh; got {group!r}. "
-            "dist.group.WORLD has all ranks"
-        )
-    return group.group_name
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return group  # the op looks for it
+    return process_group(group).group_name
 
 
 def _matrix(name: str, x: Tensor) -> Tensor:
@@ -44,6 +29,30 @@ def _matrix(name: str, x: Tensor) -> Tensor:
             f"{name} is (tokens, ..., in_features), got shape {tuple(x.shape)}; x.unsqueeze(0) is one token"
         )
     return x.flatten(0, -2)
+
+
+def _check_tensors(op: str, tensors: dict[str, Tensor | None]) -> None:
+    for name, x in tensors.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+
+
+def _check_chunks(op: str, chunks: int | None) -> None:
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f"{op}: chunks is an integer >= 1, or None, got {chunks!r}")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type that torch.autocast asks for on devices of a type; None where it is not enabled."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """A tensor as torch.autocast passes it to F.linear: float64 stays what it is."""
+    dtype = autocast_dtype(x.device.type)
+    return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _rows(m_per_rank: Sequence[int] | None, between: Sequence[int]) -> list[int] | None:
@@ -153,6 +162,8 @@ def all_gather_matmul(
     The gradient of a_shard is a :func:`matmul_reduce_scatter`. Nobody is asked for sizes: what the arguments say is
     compared with the other ranks in the first call with these sizes, which makes a plan, and not after that.
 
+    Under torch.autocast, tensors are cast as F.linear's are.
+
     Raises ValueError for tensors that do not fit.
     """
     several = not isinstance(b, Tensor)
@@ -162,6 +173,9 @@ def all_gather_matmul(
     biases = [bias] if isinstance(bias, Tensor) or bias is None else list(bias)
     if several and bias is None:
         biases = [None] * len(bs)
+    names = {f"b[{i}]": each for i, each in enumerate(bs)} | {f"bias[{i}]": each for i, each in enumerate(biases)}
+    _check_tensors("all_gather_matmul", {"a_shard": a_shard, **names})
+    _check_chunks("all_gather_matmul", chunks)
     if len(biases) != len(bs) or (several and isinstance(bias, Tensor)):
         raise ValueError(f"all_gather_matmul: there are {len(bs)} b, so bias is a sequence of {len(bs)}, None for none")
     ns = [out_features] if isinstance(out_features, int) else out_features
@@ -169,9 +183,9 @@ def all_gather_matmul(
     # What is kept serves only the gradients of b.
     keeps = keep_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in bs)
     found = ops.all_gather_matmul(
-        _matrix("a_shard", a_shard),
-        bs,
-        [each for each in biases if each is not None],
+        _autocast(_matrix("a_shard", a_shard)),
+        [_autocast(each) for each in bs],
+        [_autocast(each) for each in biases if each is not None],
         [each is not None for each in biases],
         group_name(group),
         schedule,
@@ -213,9 +227,11 @@ def matmul_reduce_scatter(
 
     Raises ValueError for tensors that do not fit.
     """
+    _check_tensors("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias})
+    _check_chunks("matmul_reduce_scatter", chunks)
     between = a.shape[1:-1]
     rows = _rows(m_per_rank, between)
-    flat = _matrix("a", a)
+    flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
     found = ops.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
     return _unflattened(found, between)
 
@@ -245,5 +261,8 @@ def matmul_all_reduce(
 
     Raises ValueError for tensors that do not fit.
     """
-    found = ops.matmul_all_reduce(_matrix("a", a), b, bias, group_name(group), schedule, chunks, in_features)
+    _check_tensors("matmul_all_reduce", {"a": a, "b": b, "bias": bias})
+    _check_chunks("matmul_all_reduce", chunks)
+    flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
+    found = ops.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
 
 import distgemm
 from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, split
@@ -249,6 +249,148 @@ def compiled() -> list[str]:
     if not torch.equal(whole(fast(ids)), whole(parallel(ids))):
         wrong.append("Llama")
     return wrong
+
+
+def placements() -> list[str]:
+    """DTensors as inputs of the styles: those that are sharded as they should be give what one rank gives, all others
+    raise."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    plain = nn.ModuleDict({"q": nn.Linear(4 * ranks, 2 * ranks), "o": nn.Linear(4 * ranks, 3)}).double()
+    x = torch.randn(ranks, 2 * ranks, 4 * ranks, dtype=torch.float64)
+    styles: dict[str, Any] = {
+        "Colwise": {"q": distgemm.nn.ColwiseParallel()},
+        "SharedColwise": distgemm.nn.SharedColwiseParallel("q"),
+        "Rowwise": {"o": distgemm.nn.RowwiseParallel()},
+    }
+    wrong = []
+    for style, plan in styles.items():
+        name, dim = ("o", 2) if style == "Rowwise" else ("q", 0)
+        module = parallelize_module(copy.deepcopy(plain), mesh, plan)
+        # The dimension that each rank has a part of in the result.
+        wanted = plain[name](x).chunk(ranks, 0 if name == "o" else 2)[rank]
+        sharded = distribute_tensor(x, mesh, [Shard(dim)])
+        fast = torch.compile(module[name], fullgraph=True, backend="aot_eager")
+        for run, given in ((module[name], x.chunk(ranks, dim)[rank]), (module[name], sharded), (fast, sharded)):
+            if differs(run(given), wanted):
+                wrong.append(f"{style} of {type(given).__name__}")
+        others: list[tuple[DeviceMesh, list[Placement]]] = [
+            (mesh, [Replicate()]),
+            (mesh, [Shard(1)]),
+            (mesh, [Shard(2 - dim)]),
+            (square, [Replicate(), Shard(dim)]),
+            (init_device_mesh("cpu", (ranks,), mesh_dim_names=("other",)), [Replicate()]),
+        ]
+        for on, each in others:
+            error = _error(lambda: module[name](distribute_tensor(x, on, each)))  # noqa: B023
+            named = f"[Shard({dim})]", ", ".join(map(str, each)), f"distgemm.nn.{style}Parallel takes"
+            if not error.startswith("ValueError: ") or not all(part in error for part in named):
+                wrong.append(f"{style} of {each}: {error or 'no error'}")
+    # A model whose tokens are the second dimension, as torch's styles have them by default.
+    batch_first = nn.Sequential(nn.LayerNorm(4 * ranks), nn.Linear(4 * ranks, ranks)).double()
+    parallelize_module(batch_first, mesh, {"0": SequenceParallel(), "1": distgemm.nn.ColwiseParallel()})
+    error = _error(lambda: batch_first(distribute_tensor(x, mesh, [Shard(1)])))
+    if "x.redistribute(placements=[Shard(0)]) would do" not in error or "sequence_dim=0" not in error:
+        wrong.append(f"batch first: {error or 'no error'}")
+    return wrong
+
+
+class TwoOfOne(nn.Module):
+    """Two Linears of one input, with something in between."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(3, 2 * dist.get_world_size()), nn.Linear(3, 2 * dist.get_world_size())
+        self.between = between
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q = self.q(x)
+        self.between(self, x)
+        return q, self.k(x)
+
+
+def shared_changes() -> list[str]:
+    """A shared output is taken only where a product of its own would be the same, and nothing is left behind."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+    def change_input(module: Any, x: Tensor) -> None:
+        x.data.mul_(1)  # not seen, as by autograd
+        with torch.no_grad():
+            x.copy_(2 * x + 1)
+
+    def change_weight(module: Any, x: Tensor) -> None:
+        with torch.no_grad():
+            module.k.weight.mul_(3)
+
+    def change_local_bias(module: Any, x: Tensor) -> None:
+        with torch.no_grad():
+            (module.k.bias.to_local() if isinstance(module.k.bias, DTensor) else module.k.bias).add_(1)
+
+    def replace_weight(module: Any, x: Tensor) -> None:
+        module.k.weight = nn.Parameter(module.k.weight.detach() * 2)
+
+    def freeze(module: Any, x: Tensor) -> None:
+        module.k.requires_grad_(not module.k.weight.requires_grad)
+
+    def nothing(module: Any, x: Tensor) -> None:
+        pass
+
+    def fail(module: Any, x: Tensor) -> None:
+        raise ArithmeticError("between")
+
+    wrong = []
+    for between, gathers in (
+        (nothing, 1),
+        (change_input, 2),
+        (change_weight, 2),
+        (change_local_bias, 2),
+        (replace_weight, 2),
+        (freeze, 2),
+    ):
+        torch.manual_seed(8)
+        plain = TwoOfOne(between).double()
+        parallel = parallelize_module(copy.deepcopy(plain), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            if mode is torch.inference_mode and gathers > 1:
+                continue  # cannot be seen there
+            with mode():
+                x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+                every = whole_tokens(x)
+                wanted = [y.chunk(mesh.size(), -1)[mesh.get_local_rank()] for y in plain(every)]
+                with distgemm.record_calls() as calls:
+                    found = parallel(x)
+            what = f"{between.__name__}, {mode.__name__}"
+            if any(differs(a, b) or a.requires_grad < b.requires_grad for a, b in zip(found, wanted, strict=True)):
+                wrong.append(what)
+            if len(calls) != gathers:
+                wrong.append(f"{what}: {len(calls)} gathers")
+    # Without gradients first, with them then.
+    parallel = parallelize_module(TwoOfOne(nothing), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        parallel.q(x)
+    if not parallel.k(x).requires_grad:
+        wrong.append("the gradient is lost")
+    # What is left behind.
+    parallel = parallelize_module(TwoOfOne(fail), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
+    error = _error(lambda: parallel(x))
+    shared = parallel.q.forward.func.__self__
+    if error != "ArithmeticError: between" or shared.outputs or shared.made_of:
+        wrong.append(f"left behind: {error}, {shared.outputs}, {shared.made_of}")
+    # A product that cannot be computed leaves nothing of the one before.
+    parallel.q(x)
+    error = _error(lambda: parallel.k(x.double()))
+    if not error.startswith("ValueError: ") or shared.outputs or shared.made_of:
+        wrong.append(f"left behind by the op: {error}, {shared.outputs}")
+    return wrong
+
+
+def whole_tokens(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
 
 
 def _error(run: Callable[[], Any]) -> str:

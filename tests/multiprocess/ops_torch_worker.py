@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
+from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.torch_ops import calls, ops
 
 Tensor = torch.Tensor
@@ -430,6 +431,67 @@ def checked_by_torch() -> None:
         torch.library.opcheck(op, args)
 
 
+def autocast() -> list[str]:
+    """Under torch.autocast: types as F.linear has them, results and gradients those of operands cast before."""
+    world = dist.group.WORLD
+    ranks = dist.get_world_size()
+    torch.manual_seed(9)
+    rows, columns = torch.randn(3, 4), torch.randn(2, 4)
+    whole, bias = torch.randn(3 * ranks, 4), torch.randn(2)
+
+    def gather(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        y, z = distgemm.all_gather_matmul(a, [b, b], group=world, bias=[bias, None])
+        return y + z
+
+    def scatter(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return distgemm.matmul_reduce_scatter(a, b, group=world, bias=bias)
+
+    def reduce(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return distgemm.matmul_all_reduce(a, b, group=world, bias=bias)
+
+    wrong = []
+    for op, a in ((gather, rows), (scatter, whole), (reduce, whole)):
+        results = []
+        for cast in (False, True):
+            leaves = [x.clone().requires_grad_() for x in (a, columns, bias)]
+            # As after a Linear under autocast, whose output is bfloat16 already.
+            given = [leaves[0].bfloat16(), *leaves[1:]] if cast else [x.bfloat16() for x in leaves]
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                y = op(*given)
+                compiled = torch.compile(op, fullgraph=True, backend="aot_eager")(*given) if cast else y
+            y.float().square().sum().backward()
+            results.append([y, compiled, *(x.grad for x in leaves)])
+        for cast_before, cast_inside in zip(*results, strict=True):
+            if not torch.equal(cast_before, cast_inside) or cast_before.dtype != cast_inside.dtype:
+                wrong.append(f"{op.__name__}: {cast_inside} instead of {cast_before}")
+        with torch.autocast("cpu", torch.bfloat16):
+            if op(a.double(), columns.double(), bias.double()).dtype != torch.float64:
+                wrong.append(f"{op.__name__} of float64")
+    return wrong
+
+
+def no_gradients() -> dict[str, str]:
+    """What executables say to tensors that require grad; without grad mode they take them."""
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    problem = distgemm.GemmProblem(m=2 * ranks, n=2 * ranks, k=3, dtype="float64")
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    a, b = torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for name, run in (
+        ("collective", distgemm.CollectiveExecutable(distgemm.make_plan(problem, "ag+gemm", ranks), mesh["tp"])),
+        ("unfused", UnfusedExecutable(problem, "ag+gemm", world)),
+    ):
+        try:
+            run(a, b)
+            found[name] = ""
+        except ValueError as error:
+            found[name] = str(error)
+        with torch.no_grad():
+            found[f"{name}, no_grad"] = str(float(run(a, b).sum()))
+        found[f"{name}, detached"] = str(float(run(a, b.detach()).sum()))
+    return found
+
+
 # --- misuse -------------------------------------------------------------------------------------------
 
 
@@ -441,6 +503,7 @@ def misuse() -> dict[str, str]:
     a, b, bias = torch.randn(2 * ranks, 3), torch.randn(4, 3), torch.randn(4)
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
     outside = dist.new_group([0])
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", ranks)
     todo: dict[str, Callable[[], Any]] = {
         "dtype": lambda: ag(a, b.double(), group=world),
         "dtype of several": lambda: ag(a, [b, b.double()], group=world),
@@ -469,6 +532,15 @@ def misuse() -> dict[str, str]:
         "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),
         "mesh": lambda: ag(a, b, group=mesh),
         "group": lambda: ag(a, b, group=None),  # type: ignore[call-overload]
+        "group's name": lambda: ag(a, b, group="tp"),
+        "list": lambda: ag(a.tolist(), b, group=world),
+        "array": lambda: rs(a, b.numpy(), group=world),
+        "array in a list": lambda: ag(a, [b, b.numpy()], group=world),
+        "bias as a list": lambda: ar(a, b, group=world, bias=bias.tolist()),
+        "chunks": lambda: ag(a, b, group=world, chunks=2.0),  # type: ignore[call-overload]
+        "no chunks": lambda: ar(a, b, group=world, chunks=0),
+        "executable": lambda: distgemm.CollectiveExecutable(plan, mesh),
+        "executable's group": lambda: distgemm.CollectiveExecutable(plan, 3),  # type: ignore[arg-type]
         "no tokens": lambda: ag(a[:0], b, group=world),
         "empty rank": lambda: ag(a, b[: 1 - rank], group=world, out_features=1, return_gathered=True),
         "empty rank's bias": lambda: rs(a[:, : 1 - rank], b[:, : 1 - rank], group=world, in_features=1, bias=bias),

@@ -21,6 +21,8 @@ CHECKS: dict[int, list[Any]] = {
         (worker.misuse, ()),
         (worker.executables, ()),
         (worker.after_inference, ()),
+        (worker.autocast, ()),
+        (worker.no_gradients, ()),
     ],
     3: [(worker.gathered, ()), (worker.gradients, ()), (worker.what_ran, ())],
     4: [(worker.gathered, ()), (worker.replicas, ())],
@@ -90,6 +92,18 @@ def test_what_was_made_in_inference_mode_serves_training() -> None:
     assert [found["after_inference"] for found in results(2)] == [[], []]
 
 
+def test_autocast_is_that_of_a_linear() -> None:
+    assert [found["autocast"] for found in results(2)] == [[], []]
+
+
+def test_executables_refuse_what_would_lose_its_gradient() -> None:
+    for found in results(2):
+        for name in ("collective", "unfused"):
+            assert "B's shard on rank" in found["no_gradients"][name]
+            assert "executables know no gradients: call them under torch.no_grad()" in found["no_gradients"][name]
+            assert {found["no_gradients"][f"{name}, {how}"] for how in ("no_grad", "detached")} == {"24.0"}
+
+
 def test_groups_of_a_mesh() -> None:
     assert [found["replicas"] for found in results(4)] == [[]] * 4
 
@@ -124,6 +138,15 @@ def test_groups_of_a_mesh() -> None:
         ("no schedule", "all_gather_1d_ring_a"),
         ("mesh", "group=mesh['tp']"),
         ("group", "dist.group.WORLD has all ranks"),
+        ("group's name", "no process group of this process has the name 'tp': pass the group itself, or mesh['tp']"),
+        ("list", "all_gather_matmul: a_shard is a torch.Tensor, got list; torch.as_tensor makes one"),
+        ("array", "matmul_reduce_scatter: b is a torch.Tensor, got ndarray"),
+        ("array in a list", "all_gather_matmul: b[1] is a torch.Tensor, got ndarray"),
+        ("bias as a list", "matmul_all_reduce: bias is a torch.Tensor, got list"),
+        ("chunks", "all_gather_matmul: chunks is an integer >= 1, or None, got 2.0"),
+        ("no chunks", "matmul_all_reduce: chunks is an integer >= 1, or None, got 0"),
+        ("executable", "the mesh has 2 dimensions, and the ranks of one take part: group=mesh['tp']"),
+        ("executable's group", "group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got 3"),
         ("no tokens", "there is something to multiply on some rank, got m 0"),
         ("empty rank", "leaves rank 1 without a row of b"),
         ("empty rank's bias", "add the bias to the result instead"),
@@ -138,5 +161,5 @@ def test_misuse(what: str, named: str) -> None:
 def test_misuse_that_only_one_rank_sees() -> None:
     first, second = (found["misuse"] for found in results(2))
     assert first["outside"] == ""
-    assert "group is a ProcessGroup that this rank is in" in second["outside"]
+    assert "group is a ProcessGroup that this rank is in; rank 1 is not in this one" in second["outside"]
     assert first["after"] == second["after"] == "8"

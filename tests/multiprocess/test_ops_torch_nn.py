@@ -18,7 +18,14 @@ from tests.multiprocess.ops_torch_worker import run_all
 
 CHECKS: dict[int, list[Any]] = {
     1: [],
-    2: [worker.shared_gathers, worker.compiled, worker.misuse, worker.long_training],
+    2: [
+        worker.shared_gathers,
+        worker.compiled,
+        worker.misuse,
+        worker.long_training,
+        worker.placements,
+        worker.shared_changes,
+    ],
     3: [worker.shared_gathers],
     4: [worker.replicated_training],
 }
@@ -62,6 +69,14 @@ def test_several_projections_share_a_gather(ranks: int) -> None:
         assert loaded and own, "a deep copy has parameters of its own"
         assert calls == {"all_gather_matmul": 2 * 2 + 1, "matmul_reduce_scatter": 2 * 2}
         assert error.startswith("ValueError: head.weight is (")
+
+
+def test_dtensors_are_sharded_as_the_styles_multiply_them() -> None:
+    assert [found["placements"] for found in results(2)] == [[], []]
+
+
+def test_a_shared_output_is_what_a_product_of_its_own_would_be() -> None:
+    assert [found["shared_changes"] for found in results(2)] == [[], []]
 
 
 def test_compiled_without_a_graph_break() -> None:

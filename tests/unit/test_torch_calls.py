@@ -53,3 +53,19 @@ def test_matrices_are_copied_only_where_rows_overlap_or_are_not_contiguous(
     for prepare, kept in ((calls._rows, as_rows), (calls._rows_or_columns, as_matrix)):
         found = prepare(x)
         assert (found is x) == kept and torch.equal(found, x)
+
+
+def test_what_is_said_before_there_are_groups() -> None:
+    a = torch.ones(2, 2)
+    for group in (None, "tp", 3):
+        with pytest.raises(ValueError, match=r"has no process group: call init_process_group, or init_from_env"):
+            distgemm.all_gather_matmul(a, a, group=group)  # type: ignore[call-overload]
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 1)
+    with pytest.raises(ValueError, match=r"has no process group: call init_process_group, or init_from_env"):
+        distgemm.CollectiveExecutable(plan)
+
+
+def test_a_gather_alone_says_why_nothing_overlaps() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 2)
+    call = distgemm.torch_ops.Call("gather", plan, (), "collective runtime", "torch")
+    assert str(call).endswith("not overlapped, because a gather alone: nothing is multiplied meanwhile")
