@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -342,23 +343,42 @@ def mutation_score() -> str:
     )
 
 
+@cache
+def _results(file: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / file).read_text())
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A row of a benchmark in a few words: the op is said where the layer does not say it."""
+    reduced = f" {row['op'].partition('+')[2]}" if row["op"] != "ag+gemm" else ""
+    return f"{row['model'].removeprefix('llama-3-')} {row['layer']}{reduced}, {row['m']}"
+
+
+def _methods(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in row["methods"]}
+
+
+AUTO = "distgemm auto"
+
+
 def benchmark(file: str) -> str:
-    """What schedule="auto" takes in each row of a benchmark, beside its peers and roofs; ms."""
-    found = json.loads((RESULTS / file).read_text())
+    """What schedule="auto" takes in each row of a benchmark, beside its peers and roofs, ms; above it the outcome."""
+    found = _results(file)
+    shot = any("torch two-shot + cuBLAS" in _methods(row) for row in found["rows"])
     lines = [
-        "| row | auto | its choice | NCCL + cuBLAS | torch fused | cuBLAS alone | copies alone | peer / auto "
-        "| efficiency | of pipeline |",
+        f"| row | auto | its choice | NCCL + cuBLAS | torch {'two-shot' if shot else 'fused'} | cuBLAS alone "
+        "| copies alone | peer / auto | efficiency | of pipeline |",
         f"|{' --- |' * 10}",
     ]
     for row in found["rows"]:
-        methods = {each["name"]: each for each in row["methods"]}
-        auto = methods["distgemm auto"]
+        methods = _methods(row)
+        auto = methods[AUTO]
         peers = [each["ms"] for each in row["methods"] if each["kind"] == "peer" and each["ms"]]
-        name = f"{row['model'].removeprefix('llama-3-')} {row['layer']} {row['op'].partition('+')[2]}, {row['m']}"
         fused = methods.get("torch fused", methods.get("torch two-shot + cuBLAS"))
         times = [methods["NCCL + cuBLAS"], fused, methods["cuBLAS alone"], methods["copies alone"]]
         cells = [
-            name.replace(" gemm,", ","),
+            _name(row),
             f"**{auto['ms']:.4f}**",
             _choice(auto["detail"]),
             *(f"{each['ms']:.4f}" for each in times),
@@ -367,7 +387,266 @@ def benchmark(file: str) -> str:
             f"{auto['pipeline_efficiency']:.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*outcome(file), "", *lines])
+
+
+PEERS = ("NCCL + cuBLAS", "torch", "quack")
+"""How the names of peers begin. Of several, as quack's tiles, the fastest in each row counts."""
+
+RUNS = {
+    "2 GPUs, gathers and reductions": "bench_2xh200.json",
+    "4 GPUs, gathers and reductions": "bench_4xh200.json",
+    "2 GPUs, all-reduces": "bench_all_reduce_2xh200.json",
+    "4 GPUs, all-reduces": "bench_all_reduce_4xh200.json",
+    "4 GPUs, few tokens": "bench_small_4xh200.json",
+}
+"""What the summary of the measurements has."""
+
+EFFICIENCY, LEAST, LEAST_OF_PIPELINE = 0.92, 0.85, 0.95
+"""What was aimed at: efficiency in the geometric mean; and in each row, or this share of the pipeline's roof."""
+
+
+def _mean(figures: Iterable[float]) -> float:
+    return statistics.geometric_mean(figures)
+
+
+def _ratios(file: str, peer: str) -> dict[str, float]:
+    """By row: what the fastest method of a peer takes over what auto takes. Rows in which none ran are left out."""
+    found = {}
+    for row in _results(file)["rows"]:
+        times = [
+            each["ms"]
+            for each in row["methods"]
+            if each["kind"] == "peer" and each["name"].startswith(peer) and each["ms"]
+        ]
+        if times:
+            found[_name(row)] = min(times) / _methods(row)[AUTO]["ms"]
+    return found
+
+
+def _share(file: str, key: str) -> dict[str, float]:
+    """By row: auto's share of a roof."""
+    return {_name(row): _methods(row)[AUTO][key] for row in _results(file)["rows"]}
+
+
+def _missed(file: str) -> list[str]:
+    """Rows that reach neither share."""
+    pipeline = _share(file, "pipeline_efficiency")
+    return [
+        name
+        for name, share in _share(file, "efficiency").items()
+        if share < LEAST and pipeline[name] < LEAST_OF_PIPELINE
+    ]
+
+
+def _together(names: list[str]) -> str:
+    """Names of rows, those of one layer as one: 8b qkv, 2048 and 8192 tokens as 8b qkv 2048, 8192."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layer, tokens = name.rsplit(", ", 1)
+        layers.setdefault(layer, []).append(tokens)
+    return "; ".join(f"{layer} {', '.join(tokens)}" for layer, tokens in layers.items())
+
+
+def in_short() -> str:
+    """The runs of the benchmark, a row each."""
+    lines = [
+        "| GPUs, ops | rows | times NCCL + cuBLAS: mean, least | torch fused, two-shot: mean, least "
+        "| quack: mean, least | efficiency | of pipeline roof | run of |",
+        f"|{' --- |' * 8}",
+    ]
+    for title, file in RUNS.items():
+        cells = [title, str(len(_results(file)["rows"]))]
+        for peer in PEERS:
+            ratios = _ratios(file, peer).values()
+            cells.append(f"**{_mean(ratios):.2f}**, {min(ratios):.3f}" if ratios else "not run")
+        cells += [f"{_mean(_share(file, key).values()):.3f}" for key in ("efficiency", "pipeline_efficiency")]
+        lines.append(f"| {' | '.join([*cells, _results(file)['date'][:10]])} |")
     return "\n".join(lines)
+
+
+def targets() -> str:
+    """Which of the runs reach what was aimed at, and the rows that do not."""
+    lines = [
+        f"| GPUs, ops | mean efficiency, at least {EFFICIENCY}? | rows at {LEAST}, or at {LEAST_OF_PIPELINE} of the "
+        "pipeline roof | rows below both | rows not faster than a peer |",
+        f"|{' --- |' * 5}",
+    ]
+    for title, file in RUNS.items():
+        mean = _mean(_share(file, "efficiency").values())
+        missed, rows = _missed(file), len(_results(file)["rows"])
+        slower = []
+        for peer in PEERS:
+            behind = [name for name, ratio in _ratios(file, peer).items() if ratio <= 1]
+            slower += [f"{peer}: {_together(behind)}"] if behind else []
+        cells = [
+            title,
+            f"{'yes' if mean >= EFFICIENCY else 'no'}, {mean:.3f}",
+            f"{rows - len(missed)} of {rows}",
+            _together(missed) or "none",
+            ". ".join(slower) or "none",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def outcome(file: str) -> list[str]:
+    """What a run of the benchmark says, the lines of a list."""
+    lines = []
+    for peer in PEERS:
+        ratios = _ratios(file, peer)
+        if not ratios:
+            continue
+        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        ahead = sum(ratio > 1 for ratio in ratios.values())
+        lines.append(
+            f"- Faster than {peer} in {ahead} of {len(ratios)} rows: {_mean(ratios.values()):.2f} times in the "
+            f"geometric mean, from {ratios[least]:.3f} ({least}) to {ratios[most]:.2f} ({most})."
+        )
+    efficiency, pipeline = (_share(file, key) for key in ("efficiency", "pipeline_efficiency"))
+    rows, missed = len(efficiency), len(_missed(file))
+    lines.append(
+        f"- Efficiency {_mean(efficiency.values()):.3f} in the geometric mean, {_mean(pipeline.values()):.3f} of the "
+        f"pipeline roof. {rows - missed} of {rows} rows reach {LEAST}, or {LEAST_OF_PIPELINE} of the pipeline roof."
+    )
+    details = [_methods(row)[AUTO]["detail"] for row in _results(file)["rows"]]
+    one = [each for each in details if "waits by gemm" in each]
+    unfused = sum(each.startswith("unfused") for each in details)
+    alone = sum(
+        "copies by gemm" in each or ("mechanism=store" in each and not each.startswith("all_reduce")) for each in one
+    )
+    lines.append(
+        f"- Auto takes one kernel for all GEMMs in {len(one)} of {rows} rows, in {alone} of these without any copy "
+        f"engine, in {sum('along=n' in each for each in one)} in chunks of columns; a kernel for each GEMM in "
+        f"{rows - len(one) - unfused}; the unfused program in {unfused}."
+    )
+    return lines
+
+
+MANY = "one_of_many_2xh200.json"
+MANY_ALL_REDUCE = "one_of_many_all_reduce_2xh200.json"
+
+
+def one_of_many(file: str, tokens: int, ops: tuple[str, ...]) -> str:
+    """The fastest of the tuner's candidates, as one of 4 and of 8 ranks; ms."""
+    by_row: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in _results(file)["rows"]:
+        if row["case"]["m"] == tokens and row["case"]["op"] in ops:
+            by_row.setdefault(_name(row["case"]).partition(",")[0], {})[row["case"]["ranks"]] = row
+    lines = ["| row | 4 ranks, ms | by | efficiency | 8 ranks, ms | by | efficiency |", f"|{' --- |' * 7}"]
+    for name, found in by_row.items():
+        cells = [name]
+        for row in map(found.get, (4, 8)):
+            cells += [f"{row['ms']:.4f}", _choice(row["best"]), f"{row['efficiency']:.2f}"] if row else ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _plain(candidate: str) -> str:
+    """A candidate's name, its options in one order."""
+    schedule, _, how = candidate.partition(", ")
+    name, *options = schedule.split(" ")
+    return " ".join([name, *sorted(options)]) + f", {how}"
+
+
+def one_of_many_beside_four(file: str, tokens: int) -> str:
+    """What the tuner's candidates for reductions take as one of 4 ranks on two GPUs, over what they took on 4 GPUs.
+
+    Without those by one kernel in tiles chosen by shape, as these are others now.
+    """
+    on_four = {
+        (each["layer"], each["problem"]["m"]): {_plain(name): ms for name, ms in each["ms"].items()}
+        for each in _results(file)["layers"]
+    }
+    ratios = []
+    for row in _results(MANY)["rows"]:
+        case = row["case"]
+        if (case["ranks"], case["m"], case["op"]) != (4, tokens, "gemm+rs"):
+            continue
+        took = on_four.get((f"{case['model'].removeprefix('llama-3-')} {case['layer']}", tokens), {})
+        for name, ms in row["times"].items():
+            by_shape = "by cutlass," in name and "waits by gemm" in name
+            if not by_shape and _plain(name) in took:
+                ratios.append(ms / took[_plain(name)])
+    ratios.sort()
+    tenth = len(ratios) // 10
+    return (
+        f"{len(ratios)} candidates, {_mean(ratios):.3f} in the geometric mean, eight of ten between "
+        f"{ratios[tenth]:.3f} and {ratios[-1 - tenth]:.3f}, the extremes {ratios[0]:.3f} and {ratios[-1]:.3f}"
+    )
+
+
+def gemms() -> str:
+    """CUTLASS beside cuBLAS, whole and in chunks; TFLOP/s."""
+    lines = [
+        "| layer | m x n x k | cuBLAS | CUTLASS | ratio | 8 chunks: cuBLAS | CUTLASS, two streams | of whole |",
+        f"|{' --- |' * 8}",
+    ]
+    for row in _results("gemm_h200.json")["rows"]:
+        rate = row["tflops"]
+        chunks = rate["cutlass_chunks_two_streams"]
+        cells = [
+            ", ".join(row["layers"]),
+            f"{row['m']} x {row['n']} x {row['k']}",
+            *(f"{rate[key]:.0f}" for key in ("cublas", "cutlass")),
+            f"{rate['cutlass'] / rate['cublas']:.3f}",
+            f"{rate['cublas_chunks']:.0f}",
+            f"{chunks:.0f}",
+            f"{chunks / rate['cutlass']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gemms_outcome() -> str:
+    """The mean and the extremes of that table."""
+    rates = {", ".join(row["layers"]): row["tflops"] for row in _results("gemm_h200.json")["rows"]}
+    ratios = {name: rate["cutlass"] / rate["cublas"] for name, rate in rates.items()}
+    least = min(ratios, key=ratios.__getitem__)
+    below = [name for name, rate in rates.items() if rate["cutlass_chunks_two_streams"] < 0.95 * rate["cutlass"]]
+    return (
+        f"CUTLASS reaches {_mean(ratios.values()):.3f} of cuBLAS's rate in the geometric mean, {ratios[least]:.3f} at "
+        f"least ({least}). Eight chunks on two streams reach 0.95 of the whole GEMM in {len(rates) - len(below)} of "
+        f"{len(rates)} layers; not in {', '.join(below)}."
+    )
+
+
+def host_time() -> str:
+    """What a call costs the host on 2 and 4 GPUs, us."""
+    names = {"all_gather": "gather", "reduce_scatter_1d_tiling": "ring", "reduce_scatter_1d_pairwise": "pairwise sums"}
+    four = _results("host_time_4xh200.json")["rows"]
+    lines = ["| plan | 2 GPUs: call | replay | the graph's launch | 4 GPUs: replay | the graph's launch |"]
+    lines.append(f"|{' --- |' * 6}")
+    for row in _results("host_time_2xh200.json")["rows"]:
+        name = next(short for long, short in names.items() if row["schedule"].startswith(long))
+        options = [f"{key}={value}" for key, value in row["options"].items() if key != "config"]
+        key = (row["schedule"], row["options"])
+        (other,) = (each["us"] for each in four if (each["schedule"], each["options"]) == key)
+        times = [*(row["us"][each] for each in ("call", "replay", "graph")), other["replay"], other["graph"]]
+        lines.append(f"| {', '.join([name, *options])} | {' | '.join(f'{time:.0f}' for time in times)} |")
+    return "\n".join(lines)
+
+
+def host_time_auto() -> str:
+    """What replays of auto's choices cost the host."""
+    times = [row["us"] for row in _results("host_time_auto_2xh200.json")["rows"]]
+    within = sum(each["replay"] <= max(20, 0.05 * each["gpu"]) for each in times)
+    least, most = min(each["replay"] for each in times), max(each["replay"] for each in times)
+    return f"{least:.0f} to {most:.0f} us; {within} of {len(times)} within 20 us or 5 % of the GPU's time"
+
+
+def layer() -> str:
+    """A whole layer, forward and backward; ms."""
+    found = _results("layer_4xh200.json")
+    lines = ["| | layer | its eight products with communication |", "| --- | --- | --- |"]
+    for name, time in sorted(found["layer_ms"].items(), key=lambda pair: -pair[1]):
+        lines.append(f"| {name} | {time:.3f} | {sum(part[name] for part in found['parts_ms'].values()):.3f} |")
+    return "\n".join(lines)
+
+
+def simulator_error(key: str, rows: str) -> str:
+    """One figure of the comparison, %."""
+    return f"{100 * _results('simulator_vs_measured.json')['statistics'][rows][key]:.1f}"
 
 
 def _choice(detail: str) -> str:
@@ -451,12 +730,28 @@ MARKS: dict[str, Callable[[], str]] = {
     "planning": lambda: planning("planning.json", (8, 72)),
     "planning cubes": lambda: planning("planning_cubes.json", (8, 64, 216, 512)),
     "mutation score": mutation_score,
+    "in short": in_short,
+    "targets": targets,
     "benchmark": lambda: benchmark("bench_4xh200.json"),
     "benchmark two": lambda: benchmark("bench_2xh200.json"),
     "benchmark small": lambda: benchmark("bench_small_4xh200.json"),
     "benchmark all reduce": lambda: benchmark("bench_all_reduce_4xh200.json"),
     "benchmark all reduce two": lambda: benchmark("bench_all_reduce_2xh200.json"),
+    "one of many": lambda: one_of_many(MANY, 2048, ("ag+gemm", "gemm+rs")),
+    "one of many 8192": lambda: one_of_many(MANY, 8192, ("ag+gemm", "gemm+rs")),
+    "one of many all reduce": lambda: one_of_many(MANY_ALL_REDUCE, 2048, ("gemm+ar",)),
+    "one of many beside four": lambda: one_of_many_beside_four("tune_reductions_2048_4xh200.json", 2048),
+    "one of many beside four 8192": lambda: one_of_many_beside_four("tune_reductions_4xh200.json", 8192),
+    "gemms": gemms,
+    "gemms outcome": gemms_outcome,
+    "host time": host_time,
+    "host time auto": host_time_auto,
+    "layer": layer,
     "comparison": comparison,
+    "error of prototypes": lambda: simulator_error("mean_abs_error", "all"),
+    "largest error of prototypes": lambda: simulator_error("max_abs_error", "all"),
+    "error of the runtime": lambda: simulator_error("mean_abs_error", "distgemm bench"),
+    "largest error of the runtime": lambda: simulator_error("max_abs_error", "distgemm bench"),
     "against measurement": against_measurement,
     "own schedule output": own_schedule_output,
     "own schedule commands": own_schedule_commands,

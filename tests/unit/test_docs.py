@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import re
 import subprocess
@@ -202,3 +204,138 @@ def test_the_crossover_is_where_the_table_turns(generate: ModuleType):
     summary, _ = (DOCS / "which_schedule.md").read_text().split("```python")
     assert "| fc2 (down), from about <!-- generated: crossover 70B --> tokens on |" in summary
     assert f"| fc2 (down), from about {crossover} tokens on |" in generate.fill(summary)
+
+
+def reference(file: str) -> tuple[list[dict[str, float]], str]:
+    """By row, from the file of a benchmark: peers' times over auto's, and its shares of the roofs. And the day."""
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / file).read_text())
+    rows = []
+    for row in found["rows"]:
+        took = {method["name"]: method["ms"] for method in row["methods"]}
+        auto = took["distgemm auto"]
+        roof, other = sorted(
+            (min(took["cuBLAS alone"], took["CUTLASS alone"]), took["copies alone"]),
+            reverse=True,
+        )
+        rows.append(
+            {
+                "NCCL + cuBLAS": took["NCCL + cuBLAS"] / auto,
+                "torch": min(ms for name, ms in took.items() if name.startswith("torch") and ms) / auto,
+                "quack": min((ms for name, ms in took.items() if name.startswith("quack") and ms), default=0) / auto,
+                "efficiency": roof / auto,
+                "pipeline": (roof + other / row["ranks"]) / auto,
+            }
+        )
+    return rows, found["date"][:10]
+
+
+def mean(figures: list[float]) -> float:
+    return math.exp(sum(map(math.log, figures)) / len(figures))
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a table below its head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_summary_of_the_measurements_is_what_the_files_say(generate: ModuleType):
+    short, targets = cells(generate.MARKS["in short"]()), cells(generate.MARKS["targets"]())
+    assert [row[0] for row in short] == [row[0] for row in targets] == list(generate.RUNS)
+    for file, row, target in zip(generate.RUNS.values(), short, targets, strict=True):
+        wanted, day = reference(file)
+        assert row[1] == str(len(wanted))
+        for peer, cell in zip(("NCCL + cuBLAS", "torch", "quack"), row[2:5], strict=True):
+            ratios = [each[peer] for each in wanted if each[peer]]
+            assert cell == (f"**{mean(ratios):.2f}**, {min(ratios):.3f}" if ratios else "not run")
+            named = re.search(rf"{re.escape(peer)}: ([^.]*)", target[4])
+            assert sum(ratio <= 1 for ratio in ratios) == len(re.findall(r"\d{3,5}\b(?!b)", named[1]) if named else [])
+        shares = [each["efficiency"] for each in wanted]
+        assert row[5:] == [f"{mean(shares):.3f}", f"{mean([each['pipeline'] for each in wanted]):.3f}", day]
+        assert target[1] == ("yes" if mean(shares) >= 0.92 else "no") + f", {mean(shares):.3f}"
+        reached = sum(each["efficiency"] >= 0.85 or each["pipeline"] >= 0.95 for each in wanted)
+        assert target[2] == f"{reached} of {len(wanted)}"
+        assert len(re.findall(r"\d{3,5}\b(?!b)", target[3])) == len(wanted) - reached
+
+
+def test_the_outcome_above_each_benchmark_is_what_the_file_says(generate: ModuleType):
+    for mark, file in (("benchmark two", "bench_2xh200.json"), ("benchmark small", "bench_small_4xh200.json")):
+        wanted, _ = reference(file)
+        said = generate.MARKS[mark]()
+        for peer in ("NCCL + cuBLAS", "torch", "quack"):
+            ratios = [each[peer] for each in wanted if each[peer]]
+            if not ratios:
+                assert f"Faster than {peer}" not in said
+                continue
+            ahead = sum(ratio > 1 for ratio in ratios)
+            line = (
+                f"- Faster than {peer} in {ahead} of {len(ratios)} rows: {mean(ratios):.2f} times in the geometric mean"
+            )
+            assert f"{line}, from {min(ratios):.3f} (" in said
+        assert len(cells(said)) == len(wanted)
+    # The readme has some of it.
+    readme = re.sub(r"\s+", " ", (DOCS.parent / "README.md").read_text())
+    nccl, torch, reduced, older = (
+        f"{mean([each[peer] for each in reference(file)[0]]):.2f}"
+        for file, peer in (
+            ("bench_2xh200.json", "NCCL + cuBLAS"),
+            ("bench_2xh200.json", "torch"),
+            ("bench_all_reduce_2xh200.json", "NCCL + cuBLAS"),
+            ("bench_4xh200.json", "NCCL + cuBLAS"),
+        )
+    )
+    assert f"{nccl} times as fast as NCCL + cuBLAS and {torch} times as torch's fused ops on 2 H200s" in readme
+    assert f"all-reduces there are {reduced} times as fast as cuBLAS + NCCL. On 4 H200s it is {older} and " in readme
+
+
+def test_one_of_many_and_the_other_tables_are_what_the_files_say(generate: ModuleType):
+    results = DOCS.parent / "benchmarks" / "results"
+    rows = json.loads((results / "one_of_many_2xh200.json").read_text())["rows"]
+    found = {
+        (f"{row['case']['model'][8:]} {row['case']['layer']}", row["case"]["ranks"]): f"{row['ms']:.4f}"
+        for row in rows
+        if row["case"]["m"] == 2048 and row["case"]["op"] != "gemm+ar"
+    }
+    table = cells(generate.MARKS["one of many"]())
+    assert {(row[0].removesuffix(" rs"), ranks): row[at] for row in table for ranks, at in ((4, 1), (8, 4))} == found
+    # Two candidates by hand, of those that are compared with 4 GPUs.
+    said = generate.MARKS["one of many beside four"]()
+    assert re.match(
+        r"\d{3} candidates, 0\.99\d in the geometric mean, eight of ten between 0\.9\d\d and 1\.0\d\d", said
+    )
+    four = json.loads((results / "tune_reductions_2048_4xh200.json").read_text())["layers"]
+    (there,) = (each["ms"] for each in four if each["layer"] == "8b out")
+    (here,) = (row["times"] for row in rows if row["case"] == rows[0]["case"])
+    tiles = "GEMMs by cutlass 128x128x64_2x1_pingpong, 1 branch, waits by gemm"
+    ratio = (
+        here[f"reduce_scatter_1d_tiling_a_rotating_c chunks=4 mechanism=store, {tiles}"]
+        / there[f"reduce_scatter_1d_tiling_a_rotating_c mechanism=store chunks=4, {tiles}"]
+    )
+    assert said.endswith(f" and {ratio:.3f}"), "the row that is farthest off"
+    layer = json.loads((results / "layer_4xh200.json").read_text())
+    assert {row[0]: float(row[1]) for row in cells(generate.MARKS["layer"]())} == {
+        name: round(ms, 3) for name, ms in layer["layer_ms"].items()
+    }
+    gemms = json.loads((results / "gemm_h200.json").read_text())["rows"]
+    ratios = [row["ms"]["cublas"] / row["ms"]["cutlass"] for row in gemms]
+    assert f"{mean(ratios):.3f} of cuBLAS's rate" in generate.MARKS["gemms outcome"]()
+    assert len(cells(generate.MARKS["gemms"]())) == len(gemms)
+    host = json.loads((results / "host_time_2xh200.json").read_text())["rows"]
+    assert [row[1] for row in cells(generate.MARKS["host time"]())] == [f"{row['us']['call']:.0f}" for row in host]
+
+
+def test_the_measurements_name_files_that_exist():
+    results = {path.name for path in (DOCS.parent / "benchmarks" / "results").iterdir()}
+    text = (DOCS / "measurements.md").read_text()
+    assert set(re.findall(r"\b\w+_(?:\dx)?h200\.(?:json|txt)", text)) <= results
+
+
+def test_every_measured_file_is_named():
+    """By the measurements, or by what reads it. What a command printed lies beside what it wrote."""
+    results = {path.name for path in (DOCS.parent / "benchmarks" / "results").iterdir()}
+    pages = "".join(path.read_text() for path in [*DOCS.glob("*.md"), DOCS / "generate.py"])
+    programs = (DOCS.parent / "benchmarks" / "simulator_vs_measured.py").read_text()
+    read = {f"bench_schedules_{ranks}xh200.json" for ranks in (2, 4) if "bench_schedules_{ranks}xh200.json" in programs}
+    assert {
+        name for name in results - read if name not in pages and name.replace(".txt", ".json") not in pages
+    } == set()
