@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "check_files",
     "check_folder",
+    "count_ranks",
     "new_console",
     "new_table",
     "parse_mesh",
@@ -59,6 +60,8 @@ def new_table(title: str | None = None) -> Table:
 def parse_numbers(what: str, text: str) -> list[int]:
     """ "3,0,5" and "1-8" as numbers."""
     found: list[int] = []
+    if negative := [part for part in text.split(",") if part.strip()[:1] == "-" and part.strip()[1:].isdecimal()]:
+        raise ValueError(f"{what} takes no negative numbers, got {negative[0].strip()} in {text!r}")
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")
@@ -68,6 +71,20 @@ def parse_numbers(what: str, text: str) -> list[int]:
     if not found:
         raise ValueError(f"{what} {text!r} is empty")
     return found
+
+
+def count_ranks(command: str, given: int | None, tp: int, otherwise: str = "") -> int:
+    """How many ranks a command starts: one on each GPU, ``tp`` at most. Raises ValueError where there are not as many
+    GPUs as are given, and where there is none: ``otherwise`` says what would do then."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        raise ValueError(f"{command} measures on GPUs, and torch finds none{otherwise}")
+    size = given or min(tp, gpus)
+    if size > gpus:
+        raise ValueError(f"{size} ranks take as many GPUs, found {gpus}")
+    return size
 
 
 def parse_mesh(text: str | None) -> Mesh | None:

@@ -25,7 +25,7 @@ from distgemm.torch_ops.auto import choose_schedule, measured_executable
 if TYPE_CHECKING:
     from distgemm.tune import Choice
 
-__all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
+__all__ = ["CACHED", "Call", "Product", "check_kind", "executable", "last_call", "product", "record_calls", "resolve"]
 
 Tensor = torch.Tensor
 
@@ -252,12 +252,17 @@ def _make(
     # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, schedule, size, sync=sync, **options)
-    if not _does(plan, kind):
-        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
-        raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
+    check_kind(plan, kind, "schedule='auto', or ")
     run, runtime, provider = executable(plan, group, device)
     shown = tuple(sorted(options.items()))
     return Product(plan, rank, run, runtime, provider, shown)
+
+
+def check_kind(plan: Plan, kind: str, allowed: str) -> None:
+    """Raises ValueError for a plan that is not of a kind; ``allowed`` begins the list of what is."""
+    if not _does(plan, kind):
+        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
+        raise ValueError(f"{plan.schedule} is no schedule for {kind}; {allowed}one of {', '.join(fitting)}")
 
 
 def _does(plan: Plan, kind: str) -> bool:
