@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from distgemm.command_line import check_files, check_folder, new_console, write_file
+from distgemm.command_line import check_files, check_folder, count_ranks, new_console, write_file
 from distgemm.models import MODELS
 
 if TYPE_CHECKING:
@@ -116,18 +116,18 @@ def bench_command(
 
     models = list(MODELS) if model and "all" in _names(model, MODEL) else _names(model, MODEL)
     tried = _unique([parse_schedule(text) for text in schedule or []])
-    size = _ranks(ranks, tp)
-    todo = jobs(
+    chosen = (
         models,
         _names(layers, ",".join(LAYERS)),
         _names(ops, "ag+gemm,gemm+rs"),
         [_number(text) for text in _names(m, TOKENS)],
-        size,
-        tp,
-        tried or (FEWER if quick else CANDIDATES),
     )
+    candidates = tried or (FEWER if quick else CANDIDATES)
+    jobs(*chosen, ranks or tp, tp, candidates)  # arguments are refused before GPUs are looked for
     if json is not None:
         check_folder("--json", json)
+    size = _ranks(ranks, tp)
+    todo = jobs(*chosen, size, tp, candidates)
     from distgemm.benchmarking.run import Settings
 
     settings = Settings(
@@ -155,19 +155,16 @@ def _number(text: str) -> int:
 
 def _ranks(given: int | None, tp: int) -> int:
     """How many ranks there are to be. Raises ValueError where there are not as many GPUs."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        raise ValueError("bench measures on GPUs, and torch finds none; --from FILE shows what was measured elsewhere")
+    size = count_ranks(
+        "bench",
+        given if "WORLD_SIZE" not in os.environ else 1,
+        tp,
+        "; --from FILE shows what was measured elsewhere",
+    )
     if "WORLD_SIZE" in os.environ:
         size = int(os.environ["WORLD_SIZE"])
         if given not in (None, size):
             raise ValueError(f"--ranks {given}, but torchrun has started {size}")
-        return size
-    size = given or min(tp, gpus)
-    if size > gpus:
-        raise ValueError(f"{size} ranks take as many GPUs, found {gpus}")
     return size
 
 

@@ -34,6 +34,7 @@ from distgemm.gemm.commands import build_command, tune_gemm_command
 from distgemm.machine import Machine, list_machines
 from distgemm.ops import Gemm, accesses, box_size, link_of
 from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
+from distgemm.schedulers.registry import BuilderError
 from distgemm.show import LIMIT, show_plan, show_schedule
 from distgemm.simulate import Timeline, predict_unfused, simulate
 from distgemm.texts import Mesh, parse_mesh, parse_numbers, parse_options
@@ -490,7 +491,8 @@ def _compare(
                     rows.append(_Row(schedule, chunks, predict(schedule, mesh, chunks)))
                 except ValueError as error:
                     reason = " ".join(str(error).split())
-                    left_out[f"left out: {schedule} on {_sides(mesh)}: {reason}"] = None
+                    verdict = "failed" if isinstance(error, BuilderError) else "left out"
+                    left_out[f"{verdict}: {schedule} on {_sides(mesh)}: {reason}"] = None
                     continue
                 if not every and _enough([row.timeline for row in rows]):
                     break
@@ -682,9 +684,10 @@ def verify_command(
     sync: Annotated[str, typer.Option(help=f"One of {', '.join(SYNCS)}, all.")] = "all",
     mechanism: Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}, all.")] = "all",
 ) -> None:
-    """Prove plans: every tile right, no race, no deadlock, over two replays.
+    """Prove plans: every tile right, no race, no deadlock, in one replay and from each replay to the next.
 
-    Exit status 1 when a plan fails. A schedule that cannot take a world size is skipped, with the reason.
+    Exit status 1 when a plan fails, or cannot be built. A schedule that cannot take a number of ranks, a mesh or an
+    option is skipped, with the reason; where all are skipped, that is an error.
     """
     from rich.progress import Progress
     from rich.text import Text
@@ -722,6 +725,9 @@ def verify_command(
                 except ValueError as error:
                     result, reason = "skipped", " ".join(str(error).split())
                     detail = f": {reason}"
+                    if isinstance(error, BuilderError):
+                        result = "failed"
+                        say(f"{schedule} on {_sides(ranks)}: {reason}")
                     break
                 size += sum(map(len, plan.rank_ops))
                 try:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_files",
     "check_folder",
+    "count_ranks",
     "new_console",
     "new_table",
     "say",
@@ -48,6 +49,20 @@ def new_table(title: str | None = None) -> Table:
     from rich.table import Table
 
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
+def count_ranks(command: str, given: int | None, tp: int, otherwise: str = "") -> int:
+    """How many ranks a command starts: one on each GPU, ``tp`` at most. Raises ValueError where there are not as many
+    GPUs as are given, and where there is none: ``otherwise`` says what would do then."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        raise ValueError(f"{command} measures on GPUs, and torch finds none{otherwise}")
+    size = given or min(tp, gpus)
+    if size > gpus:
+        raise ValueError(f"{size} ranks take as many GPUs, found {gpus}")
+    return size
 
 
 def check_files(option: str, paths: Sequence[Path], *others: str) -> None:

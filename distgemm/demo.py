@@ -26,6 +26,7 @@ from distgemm.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.arguments import TORCH_DTYPES
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.launch import launch
+from distgemm.torch_ops.calls import check_kind
 
 __all__ = ["Measured", "Measurement", "demo", "layers_table", "measurements"]
 
@@ -103,6 +104,8 @@ def demo(
         ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=rows, n=hidden, k=intermediate, dtype=dtype)),
     )
     plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
+    for kind, option, plan in zip(("ag+gemm", "gemm+rs"), ("ag", "rs"), plans, strict=True):
+        check_kind(plan, kind, f"schedule_{option} is ")
     for plan in plans:
         _Plain(plan)  # raises before anything is printed or started
     console.print(

@@ -256,7 +256,7 @@ def arrivals(plan: Plan) -> tuple[tuple[Op, Op], ...]:
 
 def simulate(
     plan: Plan,
-    machine: Machine,
+    machine: Machine | str,
     *,
     branches: int | None = None,
     copy_streams: int = 1,
@@ -264,6 +264,7 @@ def simulate(
 ) -> Timeline:
     """Predict when each op of a plan runs on a machine.
 
+    machine:      or its name, or the path of its .json file, as :meth:`Machine.load` takes them
     branches:     GEMMs of a rank in flight, alternating over its list; None: what the machine says
     copy_streams: streams over which a rank deals its copies, by the other rank
     gemm_efficiency_hook: for each Gemm a factor on its rate, to try what another kernel would bring
@@ -271,6 +272,12 @@ def simulate(
     Raises ValueError for arguments that make no sense or an element type that the machine has no rate of, and
     PlanError for a plan that blocks.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is a distgemm.Plan, got {plan!r}")
+    if isinstance(machine, str):
+        machine = Machine.load(machine)
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine is a Machine or the name of one, got {machine!r}")
     branches = machine.branches if branches is None else branches
     for name, value in (("branches", branches), ("copy_streams", copy_streams)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -13,6 +13,8 @@ Mesh = tuple[int, ...]
 def parse_numbers(what: str, text: str) -> list[int]:
     """ "3,0,5" and "1-8" as numbers."""
     found: list[int] = []
+    if negative := [part for part in text.split(",") if part.strip()[:1] == "-" and part.strip()[1:].isdecimal()]:
+        raise ValueError(f"{what} takes no negative numbers, got {negative[0].strip()} in {text!r}")
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")

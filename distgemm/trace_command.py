@@ -75,6 +75,8 @@ def trace_command(
     problem = GemmProblem(m, n, k, dtype=dtype)
     gpus = Machine.load(machine)
     if ranks is None and sides is None:
+        # What no number of ranks could take is refused before GPUs are looked for.
+        make_plan(problem, name, 2, sync="barrier", mechanism=mechanism, **options)
         import torch
 
         ranks = torch.cuda.device_count()

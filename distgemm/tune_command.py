@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from distgemm.command_line import check_folder, new_console, new_table
+from distgemm.command_line import check_folder, count_ranks, new_console, new_table
 from distgemm.models import MODELS, get_model
 from distgemm.problem import GemmProblem
 
@@ -40,8 +40,10 @@ class Case(NamedTuple):
 def cases(model: str, ms: list[int], ops: list[str], tp: int, ranks: int, dtype: str) -> list[Case]:
     """The layers of a model. With fewer ranks than ``tp``, each has what it has among tp ranks.
 
-    Raises ValueError for an unknown model or op, and for layers that tp ranks cannot share evenly.
+    Raises ValueError for an unknown model or op, for layers that tp ranks cannot share evenly, and for more ranks.
     """
+    if ranks > tp:
+        raise ValueError(f"--ranks {ranks} are at most the --tp {tp} ranks that share a layer")
     if unknown := sorted(set(ops) - set(OPS)):
         raise ValueError(f"--ops are some of {', '.join(OPS)}, got {unknown[0]!r}")
     found = []
@@ -70,7 +72,11 @@ def tune_command(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs, where there are fewer than --tp: each has what it has of --tp. [default: tp]"),
+        typer.Option(
+            min=1,
+            help="Ranks to run. With fewer than --tp, each has what it has of --tp. [default: --tp, or as many as "
+            "there are GPUs]",
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
     kernels: Annotated[
@@ -87,16 +93,21 @@ def tune_command(
     cache folder, by the extents of the whole problem and the number of ranks. What is recorded is measured anew;
     configurations of GEMMs that are known are kept: tune-gemm measures them anew.
     """
-    size = tp if ranks is None else ranks
     models = _split(model or ["llama-3-70b"])
-    shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp, size, dtype
-    found = [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes)]
+    shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp
 
-    from distgemm.runtime.launch import launch
+    def of_models(size: int) -> list[Case]:
+        return [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes, size, dtype)]
 
+    of_models(ranks or tp)  # arguments are refused before GPUs are looked for
     if json_file is not None:
         check_folder("--json", json_file)
         json_file = json_file.absolute()
+    size = count_ranks("tune", ranks, tp)
+    found = of_models(size)
+
+    from distgemm.runtime.launch import launch
+
     tuned: list[Tuned] = launch(_rank_main, size, found, write, kernels, json_file, backend="nccl", timeout=PATIENCE)[0]
     new_console().print(tuned_table(found, tuned))
     for reason in sorted({f"not measured: {name}: {why}" for each in tuned for name, why in each.refused.items()}):

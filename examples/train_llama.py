@@ -235,16 +235,29 @@ def main(arguments: list[str] | None = None) -> list[float]:
         else:
             parser.add_argument(option, type=type(default), default=default, help="%(default)s")
     options = Options(**vars(parser.parse_args(arguments)))
+    least = ("steps", "dp", "tp", "batch", "tokens", "save_every")
+    if small := [name for name in least if getattr(options, name) < 1]:
+        parser.error(f"--{small[0].replace('_', '-')} is at least 1, got {getattr(options, small[0])}")
+    if Config().kv_heads % options.tp:
+        heads = Config().kv_heads
+        parser.error(f"--tp divides the {heads} heads of keys and values that the model has; got {options.tp}")
     if options.batch % options.dp or options.tokens % options.tp:
         parser.error(f"--batch is a multiple of --dp, --tokens of --tp; got {options}")
     if options.graph and options.backend != "nccl":
         parser.error("--graph records CUDA graphs: it takes GPUs and --backend nccl")
+    ranks = options.dp * options.tp
+    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    if started not in (None, ranks):
+        parser.error(f"--dp {options.dp} and --tp {options.tp} take {ranks} ranks, torchrun has started {started}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.backend == "nccl" and gpus < (1 if started else ranks):
+        parser.error(f"--backend nccl takes a GPU for each of {ranks} ranks, found {gpus}; --backend gloo takes none")
     Path(options.folder).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:  # torchrun started this process, and one for each other rank
         losses = train(options)
         dist.destroy_process_group()
         return losses
-    found: list[float] = launch(train, options.dp * options.tp, options, backend=options.backend, timeout=3600)[0]
+    found: list[float] = launch(train, ranks, options, backend=options.backend, timeout=3600)[0]
     return found
 
 

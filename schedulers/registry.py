@@ -13,11 +13,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 from distgemm.schedulers.scheduler import DistributedTileScheduler
 
 __all__ = [
+    "BuilderError",
     "get_schedule",
     "list_families",
     "list_schedules",
@@ -29,6 +30,10 @@ __all__ = [
 ]
 
 Builder = Callable[..., DistributedTileScheduler]
+
+
+class BuilderError(ValueError):
+    """A schedule's builder is wrong, whatever it is asked for: it raised, or returned something else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +50,37 @@ _other_names: dict[str, str] = {}
 _families: dict[str, str] = {}
 
 
+@overload
+def register_schedule(name: Builder) -> Builder: ...
+
+
+@overload
 def register_schedule(
     name: str | None = None, *, aliases: tuple[str, ...] = (), default_of: str | None = None, mesh_rank: int = 1
-) -> Callable[[Builder], Builder]:
+) -> Callable[[Builder], Builder]: ...
+
+
+def register_schedule(
+    name: str | Builder | None = None,
+    *,
+    aliases: tuple[str, ...] = (),
+    default_of: str | None = None,
+    mesh_rank: int = 1,
+) -> Builder | Callable[[Builder], Builder]:
     """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name (its own by default).
 
     mesh_rank:  number of axes of the mesh it takes
     default_of: the family whose default it is
 
-    The options are the function's keyword-only arguments, each with a default. Raises ValueError when a
-    name, alias or family is taken already. The command line knows what a file registers after
-    ``distgemm --import FILE``.
+    The options are the function's keyword-only arguments, each with a default. As a decorator it may be without
+    parentheses. Raises ValueError when a name, alias or family is taken already. The command line knows what a file
+    registers after ``distgemm --import FILE``.
     """
+
+    if callable(name):
+        return register_schedule()(name)
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"a schedule's name is a string, got {name!r}")
 
     def register(build: Builder) -> Builder:
         chosen = name or build.__name__
@@ -93,8 +117,14 @@ def list_families() -> dict[str, str]:
 def _entry(name: str) -> _Entry:
     resolved = _other_names.get(name) or _families.get(name) or name
     if resolved not in _entries:
-        close = difflib.get_close_matches(str(name), _entries, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else "."
+        known = {each.lower(): each for each in (*_entries, *_families, *_other_names)}
+        close = difflib.get_close_matches(str(name).lower(), known, n=1)
+        hint = f", did you mean {known[close[0]]!r}?" if close else "."
+        if str(name).lower() == "auto":
+            hint = (
+                ': "auto" is for the torch functions and layers, which choose by sizes, and for distgemm.tune; here a '
+                "schedule has a name."
+            )
         raise ValueError(
             f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; families: {', '.join(_families)}"
         )
@@ -121,22 +151,30 @@ def schedule_doc(name: str) -> str:
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
-def _count(what: str, value: object) -> int:
+MOST_RANKS, MOST_CHUNKS = 1024, 4096
+"""The most ranks and chunks that a schedule is built for. A plan has ops for each chunk of each pair of ranks: with
+more of them it takes minutes and all memory, and no machine executes it well."""
+
+
+def _count(what: str, value: object, most: int | None = None) -> int:
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = 0
     if number < 1:
         raise ValueError(f"{what} is an integer >= 1, got {value!r}")
+    if most is not None and number > most:
+        raise ValueError(f"{what} is at most {most}, got {number}")
     return number
 
 
 def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
-    size = None if world_size is None else _count("world_size", world_size)
+    size = None if world_size is None else _count("world_size", world_size, MOST_RANKS)
     if mesh is not None:
         if not isinstance(mesh, (tuple, list)) or not mesh:
             raise ValueError(f"mesh is a tuple of integers >= 1, got {mesh!r}")
         sides = tuple(_count("each side of a mesh", side) for side in mesh)
+        _count("the number of ranks of a mesh", prod(sides), MOST_RANKS)
         if size not in (None, prod(sides)):
             raise ValueError(f"mesh {sides} has {prod(sides)} ranks, world_size says {size}")
         if len(sides) != entry.mesh_rank:
@@ -158,8 +196,9 @@ def get_schedule(
     mesh:       their arrangement, for schedules on a mesh; fixes world_size
 
     Raises ValueError for an unknown name or option (the message lists the known ones), for a world size or
-    mesh that the schedule cannot take, and for an option out of range. A second call with equal arguments
-    returns the same object.
+    mesh that the schedule cannot take, for an option out of range, for more than MOST_RANKS ranks or MOST_CHUNKS
+    chunks, and for a builder that raises anything else or returns no scheduler (BuilderError). A second call with
+    equal arguments returns the same object.
     """
     entry = _entry(name)
     chosen = dict(entry.options)
@@ -169,10 +208,27 @@ def get_schedule(
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
         default = entry.options[key]
         counts = type(default) is int and (type(value), value) != (int, default)
-        chosen[key] = _count(f"{entry.name}: {key}", value) if counts else value
+        chosen[key] = _count(f"{entry.name}: {key}", value, MOST_CHUNKS) if counts else value
     return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
 
 
 @lru_cache(maxsize=1024)
 def _build(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:
-    return entry.build(mesh, **dict(options))
+    try:
+        found = entry.build(mesh, **dict(options))
+    except ValueError:  # what it refuses
+        raise
+    except Exception as error:
+        raise BuilderError(
+            f"the builder of schedule {entry.name!r}, {_where(entry)}, raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, DistributedTileScheduler):
+        raise BuilderError(
+            f"the builder of schedule {entry.name!r}, {_where(entry)}, returns a DistributedTileScheduler; it returned "
+            f"{found!r}"
+        )
+    return found
+
+
+def _where(entry: _Entry) -> str:
+    return f"{entry.build.__module__}.{entry.build.__qualname__}"

@@ -130,11 +130,13 @@ def _products(problems: list[GemmProblem], majors: list[str] | None, terms: str)
 
 @contextlib.contextmanager
 def _compiler_errors() -> Iterator[None]:
-    """What the compiler says keeps its lines; exit status 1."""
-    from distgemm.gemm.compiler import CompileError, CompilerNotFoundError
+    """What the compiler says keeps its lines; exit status 1. A cache that cannot be written is the caller's mistake."""
+    from distgemm.gemm.compiler import CacheError, CompileError, CompilerNotFoundError
 
     try:
         yield
+    except CacheError as error:
+        raise ValueError(str(error)) from None
     except (CompileError, CompilerNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

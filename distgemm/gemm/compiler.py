@@ -55,6 +55,10 @@ class CompileError(RuntimeError):
     """nvcc failed, or serialised wgmma; the message carries what it said."""
 
 
+class CacheError(OSError):
+    """The cache folder cannot be written; the message says which, and what to do."""
+
+
 @dataclass(frozen=True)
 class KernelSource:
     """What a library is compiled from: a file of this folder with these macros, for this architecture.
@@ -173,7 +177,7 @@ def library(source: KernelSource) -> Path:
 
     Safe when many processes ask at once: one compiles, the others wait for it.
 
-    Raises CompilerNotFoundError and CompileError.
+    Raises CompilerNotFoundError, CompileError and CacheError.
     """
     path, _ = _cached(source)
     if _whole(path):
@@ -190,6 +194,7 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
     """
     lacking = missing(sources)
     if lacking:
+        check_writable(cache_dir() / "kernels")  # before the bar is drawn
         _build(lacking, jobs, progress)
     return [_cached(source)[0] for source in sources]
 
@@ -242,13 +247,24 @@ def _spinner(text: str) -> Iterator[None]:
 
 def _compile_once(source: KernelSource) -> Path:
     path, nvcc = _cached(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path.parent)
     with FileLock(path.with_suffix(".lock")):
         if not _whole(path):
             if nvcc is None:
                 raise CompilerNotFoundError(f"kernel {source.name} vanished from {path.parent}, and nvcc was not found")
             _compile(source, nvcc, path)
     return path
+
+
+def check_writable(folder: Path) -> None:
+    """Makes a folder of the cache. Raises CacheError where it cannot be made or written."""
+    reason = f"{folder} cannot be written"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{folder} cannot be made: {error.strerror or error}"
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise CacheError(f"kernel cache: {reason}; set DISTGEMM_CACHE_DIR to a folder that can be written")
 
 
 def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:

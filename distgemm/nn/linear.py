@@ -12,7 +12,7 @@ from torch import nn
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.calls import resolve
-from distgemm.torch_ops.functions import Group
+from distgemm.torch_ops.functions import Group, check_choice
 
 __all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
 
@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 class ParallelLinear(nn.Module):
     """What both kinds share: a part of the weight, which is split as torch.chunk does.
 
+    Parameters are drawn by :meth:`reset_parameters`: ranks that are seeded alike draw different parts.
     ``state_dict()`` has this rank's part. ``load_state_dict`` takes that, or the whole weight, of which it keeps this
     rank's part; :func:`distgemm.nn.full_state_dict` makes the whole one.
     """
@@ -45,6 +46,10 @@ class ParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} is an integer >= 1, over all ranks; got {value!r}")
+        check_choice(schedule, chunks)
         self.in_features, self.out_features = in_features, out_features
         self.group = group_name(group)
         found = resolve(self.group)
@@ -59,14 +64,21 @@ class ParallelLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear does, of the whole weight: parts are drawn by each rank, what is not split by all alike.
+        """Uniform within the bounds of an nn.Linear with all in_features; a bias that is not split begins with zeros.
 
-        Ranks that shall not draw the same numbers have different seeds; a bias that is not split begins with zeros.
+        Each rank draws its part from a generator of its own, whose seed is a number drawn from torch's default
+        generator plus the rank in the group: ranks that are seeded alike (torch.manual_seed) have different parts, and
+        replicas that are seeded alike have the same. What the whole weight is depends on the number of ranks.
         """
         bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound) if "bias" in self.split else nn.init.zeros_(self.bias)
+        # Drawn also where the parameters have no values yet, so that what is drawn next is the same.
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
+        own = None if self.weight.is_meta else torch.Generator(self.weight.device).manual_seed(seed)
+        nn.init.uniform_(self.weight, -bound, bound, generator=own)
+        if self.bias is not None and "bias" in self.split:
+            nn.init.uniform_(self.bias, -bound, bound, generator=own)
+        elif self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group, **options: Any) -> Any:

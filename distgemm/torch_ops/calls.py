@@ -26,7 +26,7 @@ from distgemm.torch_ops.auto import choose_schedule, measured_executable
 if TYPE_CHECKING:
     from distgemm.choice import Choice
 
-__all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
+__all__ = ["CACHED", "Call", "Product", "check_kind", "executable", "last_call", "product", "record_calls", "resolve"]
 
 Tensor = torch.Tensor
 
@@ -270,9 +270,7 @@ def _make(
     # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, choice.schedule, size, **({"sync": sync} | options))
-    if not _does(plan, kind):
-        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
-        raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
+    check_kind(plan, kind, "schedule='auto', or ")
     run, runtime, provider = executable(plan, group, device, choice.execution)
     shown = tuple(sorted(options.items()))
     return Product(plan, rank, run, runtime, provider, shown)
@@ -301,6 +299,13 @@ def _collective(choice: Choice, group: dist.ProcessGroup) -> str:
         return f"symmetric memory, {choice.collective}"
     backend = str(dist.get_backend(group))
     return "NCCL" if backend == "nccl" else backend
+
+
+def check_kind(plan: Plan, kind: str, allowed: str) -> None:
+    """Raises ValueError for a plan that is not of a kind; ``allowed`` begins the list of what is."""
+    if not _does(plan, kind):
+        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
+        raise ValueError(f"{plan.schedule} is no schedule for {kind}; {allowed}one of {', '.join(fitting)}")
 
 
 def _does(plan: Plan, kind: str) -> bool:

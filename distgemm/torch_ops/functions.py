@@ -9,9 +9,18 @@ from typing import overload
 import torch
 
 from distgemm.runtime.arguments import Group, process_group
+from distgemm.schedulers import schedule_options
 from distgemm.torch_ops import ops
 
-__all__ = ["Group", "autocast_dtype", "all_gather_matmul", "group_name", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "Group",
+    "autocast_dtype",
+    "check_choice",
+    "all_gather_matmul",
+    "group_name",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
 
 Tensor = torch.Tensor
 
@@ -35,6 +44,17 @@ def _check_tensors(op: str, tensors: dict[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{op}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+
+
+def check_choice(schedule: str, chunks: int | None) -> None:
+    """What layers ask where they are made. Raises ValueError for a schedule that is not known, and wrong chunks."""
+    if schedule != "auto":
+        from distgemm.choice import Choice
+
+        choice = Choice.parse(schedule)
+        if choice.method == "plan":
+            schedule_options(choice.schedule)
+    _check_chunks(f"schedule {schedule!r}", chunks)
 
 
 def _check_chunks(op: str, chunks: int | None) -> None:

@@ -66,6 +66,35 @@ def layers() -> list[str]:
     return wrong
 
 
+def initial() -> list[str]:
+    """Ranks that are seeded alike draw different parts of one weight, all of them within the bounds of the whole."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    wrong = []
+    for kind in (distgemm.nn.ColumnParallelLinear, distgemm.nn.RowParallelLinear):
+        torch.manual_seed(11)
+        one, other = kind(120, 60, group=group), kind(120, 60, group=group)
+        following = float(torch.rand(()))
+        torch.manual_seed(11)
+        again = kind(120, 60, group=group, device="meta"), kind(120, 60, group=group)
+        name = kind.__name__
+        if not torch.equal(other.weight, again[1].weight) or float(torch.rand(())) != following:
+            wrong.append(f"{name}: another draw with the same seed")
+        if torch.equal(one.weight, other.weight):
+            wrong.append(f"{name}: two layers are the same")
+        parts = one.whole("weight").detach().chunk(ranks, one.split["weight"])
+        if any(bool(torch.isin(parts[rank], parts[0]).float().mean() > 0.1) for rank in range(1, ranks)):
+            wrong.append(f"{name}: ranks have the same part")
+        for whole, bound in ((torch.cat([part.flatten() for part in parts]), 120**-0.5),):
+            if not 0.99 * bound < float(whole.abs().max()) <= bound or abs(float(whole.mean())) > 0.05 * bound:
+                wrong.append(f"{name}: not uniform within {bound}")
+            if abs(float(whole.std()) - bound / 3**0.5) > 0.02 * bound:
+                wrong.append(f"{name}: standard deviation {float(whole.std())}")
+        bias = one.whole("bias")
+        if ("bias" in one.split) != bool(bias.any()) or float(bias.detach().abs().max()) > 120**-0.5:
+            wrong.append(f"{name}: bias {bias}")
+    return wrong
+
+
 def states() -> list[str]:
     """State dicts, whole and of this rank, in and out."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
@@ -415,4 +444,9 @@ def misuse() -> dict[str, str]:
         "no such name": apply(distgemm.nn.SharedColwiseParallel("q", "k")),
         "shared norm": apply(distgemm.nn.SharedColwiseParallel("q", "norm")),
         "no names": _error(distgemm.nn.SharedColwiseParallel),
+        "extent": _error(lambda: distgemm.nn.ColumnParallelLinear(16, -4, group=mesh)),
+        "no integer": _error(lambda: distgemm.nn.RowParallelLinear(16.0, 4, group=mesh)),  # type: ignore[arg-type]
+        "schedule": _error(lambda: distgemm.nn.ColumnParallelLinear(16, 4, group=mesh, schedule="ag+gem")),
+        "schedule of a style": _error(lambda: distgemm.nn.RowwiseParallel(schedule="gem+rs")),
+        "chunks of a style": _error(lambda: distgemm.nn.SharedColwiseParallel("q", chunks=0)),
     }

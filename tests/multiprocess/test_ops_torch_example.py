@@ -60,6 +60,25 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dp 0", "--dp is at least 1, got 0"),
+        ("--save-every 0", "--save-every is at least 1, got 0"),
+        ("--tp 8 --dp 1", "--tp divides the 4 heads of keys and values that the model has; got 8"),
+        ("--batch 3", "--batch is a multiple of --dp"),
+        ("--backend nccl --dp 100", "--backend nccl takes a GPU for each of 200 ranks, found "),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(arguments: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(PROGRAM), "--folder", str(folder), "--batch", "100", *arguments.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not folder.exists()
+
+
 def test_the_benchmarked_layer_is_the_same_by_all_methods() -> None:
     """Output and gradients, tiny and on CPUs: by collectives, and by our ops with several schedules."""
     program = ROOT / "benchmarks" / "layer.py"

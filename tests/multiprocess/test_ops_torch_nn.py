@@ -23,6 +23,7 @@ CHECKS: dict[int, list[Any]] = {
         worker.compiled,
         worker.misuse,
         worker.long_training,
+        worker.initial,
         worker.placements,
         worker.shared_changes,
     ],
@@ -71,6 +72,10 @@ def test_several_projections_share_a_gather(ranks: int) -> None:
         assert error.startswith("ValueError: head.weight is (")
 
 
+def test_ranks_that_are_seeded_alike_draw_different_parts_of_one_weight() -> None:
+    assert [found["initial"] for found in results(2)] == [[], []]
+
+
 def test_dtensors_are_sharded_as_the_styles_multiply_them() -> None:
     assert [found["placements"] for found in results(2)] == [[], []]
 
@@ -93,6 +98,11 @@ def test_compiled_without_a_graph_break() -> None:
         ("rowwise norm", "distgemm.nn.RowwiseParallel is for nn.Linear, got LayerNorm"),
         ("no such name", "ModuleDict has no k; it has q, norm"),
         ("shared norm", "distgemm.nn.SharedColwiseParallel is for nn.Linear, got LayerNorm"),
+        ("extent", "ColumnParallelLinear: out_features is an integer >= 1, over all ranks; got -4"),
+        ("no integer", "RowParallelLinear: in_features is an integer >= 1, over all ranks; got 16.0"),
+        ("schedule", "unknown schedule 'ag+gem', did you mean 'ag+gemm'"),
+        ("schedule of a style", "unknown schedule 'gem+rs', did you mean 'gemm+rs'"),
+        ("chunks of a style", "chunks is an integer >= 1, or None, got 0"),
         ("no names", "takes the names of the Linears that share a gather, got none"),
     ],
 )

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import distgemm
@@ -784,6 +785,25 @@ def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gemm+rs on 2, workspace full, sync credit, mechanism push: " in done.stderr
 
 
+@pytest.fixture
+def broken_builders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    registry.register_schedule("a_test_of_none")(lambda mesh: None)  # type: ignore[arg-type, return-value]
+    registry.register_schedule("a_test_of_errors")(lambda mesh: mesh[7])  # type: ignore[arg-type, return-value]
+
+
+def test_all_goes_on_after_a_builder_that_is_wrong(broken_builders: None) -> None:
+    done = invoke("verify", "all", "--world-size", "2", "--workspace", "full", "--sync", "credit")
+    assert done.exit_code == 1
+    found = {name: result for name, _, result in results(done.stdout)}
+    assert {name for name, result in found.items() if result == "failed"} == {"a_test_of_none", "a_test_of_errors"}
+    assert found["all_gather_1d_ring_a"] == "proved"
+    assert "a_test_of_errors on 2: the builder of schedule 'a_test_of_errors', " in done.stderr
+    text = succeed("simulate", "all", "--world-size", "2", "--m", "64", "--n", "64", "--k", "64")
+    assert "failed: a_test_of_none on 2: the builder of schedule 'a_test_of_none', " in text
+    assert "all_gather_1d_ring_a" in text
+
+
 # --- demo -----------------------------------------------------------------------------------------------
 
 
@@ -809,6 +829,8 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--world-size 0", "world_size is an integer >= 1, got 0"),
         ("--schedule-ag nope", "unknown schedule 'nope'"),
         ("--schedule-rs tensor_parallel_2d", "takes a mesh of 2 axes"),
+        ("--schedule-ag gemm+rs", "is no schedule for ag+gemm; schedule_ag is one of all_gather_1d_bidirectional"),
+        ("--schedule-rs ag+gemm", "is no schedule for gemm+rs; schedule_rs is one of reduce_scatter_1d"),
         ("--tokens 0", "tokens is an integer >= 1, got 0"),
     ],
 )
@@ -837,6 +859,7 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("plan gemm+rs --world-size 2 --dtype int7", "dtype is one of"),
         ("plan gemm+rs --world-size 2 --m 0", "m is an integer >= 1, got 0"),
         ("plan gemm+rs --world-size 2 --m-per-rank 3,x", "--m-per-rank is given as 4, 1,2,4 or 1-8, got '3,x'"),
+        ("plan gemm+rs --world-size 4 --m-per-rank 3,0,5,-1", "--m-per-rank takes no negative numbers, got -1 in '3,0"),
         ("plan gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
         ("plan gemm+rs --world-size 2 --workspace huge", "workspace is one of full, bounded, got 'huge'"),
         ("plan gemm+rs --world-size 2 --mechanism carry", "mechanism is one of push, pull, store, got 'carry'"),
@@ -862,6 +885,17 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("simulate gemm+rs --chunks 1,2", "simulate gemm+rs needs a world_size or a mesh"),
         ("simulate all --world-size 2 -o a.svg", "-o draws the timeline of one plan, not of several"),
         ("simulate gemm+rs --world-size 2 --chunks 1,2 -o a.svg", "-o draws the timeline of one plan, not of several"),
+        ("trace nope", "unknown schedule 'nope'"),
+        ("trace ag+gemm --chunks 0", "chunks is an integer >= 1, got 0"),
+        ("trace ag+gemm --mechanism carry", "mechanism is one of push, pull, store, got 'carry'"),
+        ("trace ag+gemm", "trace runs on GPUs, and there is none here"),
+        ("bench --model nope", "nope"),
+        ("bench --m x", "--m takes numbers of tokens, got 'x'"),
+        ("bench --json no/such/file.json", "there is no folder no/such"),
+        ("bench", "bench measures on GPUs, and torch finds none; --from FILE shows"),
+        ("tune --model nope", "nope"),
+        ("tune --json no/such/file.json", "there is no folder no/such"),
+        ("tune", "tune measures on GPUs, and torch finds none"),
         ("verify nope", "unknown schedule 'nope'"),
         ("verify gemm+rs --world-size 0", "world_size is an integer >= 1, got 0"),
         ("verify gemm+rs --world-size 5-2", "--world-size '5-2' is empty"),
@@ -871,7 +905,9 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("verify all_gather_1d_pairwise_xor_a --world-size 6", "a power of two, got 6"),
     ],
 )
-def test_mistakes_are_one_line(arguments: str, message: str) -> None:
+def test_mistakes_are_one_line(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     done = invoke(*arguments.split())
     assert done.exit_code == 2
     assert done.stdout == ""

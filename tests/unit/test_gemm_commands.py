@@ -44,6 +44,14 @@ def kernels() -> list[str]:
 # --- build ----------------------------------------------------------------------------------------------
 
 
+def test_a_cache_that_cannot_be_written(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "file"))
+    (line,) = refused("build", "--arch", "90a", "--config", ONE).splitlines()
+    assert line.startswith(f"error: kernel cache: {tmp_path}/file/kernels cannot be made: ")
+    assert line.endswith("; set DISTGEMM_CACHE_DIR to a folder that can be written")
+
+
 def test_all_tma_configurations_by_default(nvcc: Nvcc) -> None:
     text = build("--jobs", "8")
     count = 2 * len(TMA_TILES)

@@ -105,3 +105,25 @@ def test_layers_that_are_tied_have_all_their_names() -> None:
     state = distgemm.nn.full_state_dict(model)
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gemm+rs chunks=4 provider=cublas", "unfused", "unfused collective=two-shot", "auto"]
+)
+def test_layers_take_what_pins_a_choice(schedule: str) -> None:
+    assert distgemm.nn.RowwiseParallel(schedule=schedule).how["schedule"] == schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("gemm+sr chunks=2", "gemm"),
+        ("chunks=2", "a choice is a schedule's name and options"),
+        ("gemm+rs waits=events", "waits is one of"),
+        ("gemm+rs provider=mkl", "provider is one of"),
+        ("unfused lag=2", "and no lag"),
+    ],
+)
+def test_layers_refuse_what_pins_no_choice(schedule: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        distgemm.nn.ColwiseParallel(schedule=schedule)

@@ -19,6 +19,7 @@ from distgemm.schedulers import (
     TileCoord,
     list_families,
     register_schedule,
+    registry,
     schedule_aliases,
     schedule_options,
 )
@@ -446,6 +447,13 @@ def test_mesh_alone_fixes_the_world_size():
     ("arguments", "options", "message"),
     [
         (("all_gather_1d_rings_a", 4), {}, "did you mean 'all_gather_1d_ring_a'"),
+        (("ag+gem", 4), {}, r"did you mean 'ag\+gemm'"),
+        (("AG+GEMM", 4), {}, r"did you mean 'ag\+gemm'"),
+        (("allgather1d_tilingcd_rotatinga", 4), {}, "did you mean 'AllGather1D_TilingCD_RotatingA'"),
+        (("auto", 4), {}, "unknown schedule 'auto': \"auto\" is for the torch functions and layers"),
+        (("ag+gemm", 100_000), {}, "world_size is at most 1024, got 100000"),
+        (("tensor_parallel_2d",), {"mesh": (1000, 1000)}, "ranks of a mesh is at most 1024, got 1000000"),
+        (("ag+gemm", 4), {"chunks": 1_000_000}, "chunks is at most 4096, got 1000000"),
         (("nothing like it", 4), {}, "reduce_scatter_1d_pairwise_a"),
         (("ag+gemm", 0), {}, "integer >= 1, got 0"),
         (("ag+gemm", -2), {}, "integer >= 1, got -2"),
@@ -502,6 +510,36 @@ def test_double_registration_is_an_error(arguments: dict):
     with pytest.raises(ValueError, match="is registered already"):
         register_schedule(**arguments)(build)
     assert distgemm.list_schedules() == before
+
+
+def test_the_decorator_may_be_bare(monkeypatch: pytest.MonkeyPatch):
+    for names in ("_entries", "_other_names", "_families"):
+        monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
+
+    @register_schedule
+    def bare(mesh: tuple[int, ...], *, chunks: int = 1) -> DistributedTileScheduler:
+        return build(mesh, chunks=chunks)
+
+    assert distgemm.get_schedule("bare", 4, chunks=2) == distgemm.get_schedule("ag+gemm", 4, chunks=2)
+    with pytest.raises(ValueError, match="a schedule's name is a string, got 3"):
+        register_schedule(3)  # type: ignore[call-overload]
+
+
+def test_a_builder_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    @register_schedule("empty")
+    def nothing(mesh: tuple[int, ...]) -> DistributedTileScheduler:
+        return None  # type: ignore[return-value]
+
+    @register_schedule("crashing")
+    def crash(mesh: tuple[int, ...]) -> DistributedTileScheduler:
+        return mesh[7]  # type: ignore[return-value]
+
+    with pytest.raises(registry.BuilderError, match=r"schedule 'empty', .*nothing, returns a Dist.*returned None"):
+        distgemm.get_schedule("empty", 4)
+    with pytest.raises(registry.BuilderError, match=r"schedule 'crashing', .*crash, raised IndexError: tuple"):
+        distgemm.get_schedule("crashing", 4)
 
 
 def test_options_are_keyword_only_and_have_defaults():

@@ -795,3 +795,15 @@ def test_nothing_depends_on_the_name() -> None:
     plan = make_plan(PROBLEM, RING, 4)
     renamed = Plan(**{**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}, "schedule": "x"})
     assert simulate(renamed, H200).time == simulate(plan, H200).time
+
+
+def test_a_machine_by_its_name() -> None:
+    plan = make_plan(GemmProblem(64, 64, 64), "ag+gemm", 2)
+    assert simulate(plan, "h200").time == simulate(plan, Machine.load("h200")).time
+    for arguments, message in (
+        ((plan, "h300"), "machine 'h300' is none of h200"),
+        ((plan, 3), "machine is a Machine or the name of one, got 3"),
+        (("ag+gemm", "h200"), "plan is a distgemm.Plan, got 'ag\\+gemm'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(*arguments)  # type: ignore[arg-type]

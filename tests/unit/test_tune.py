@@ -563,6 +563,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         (["--model", "gpt"], "model is one of"),
         (["--tp", "7"], "7 ranks cannot share n = 10240 of qkv evenly"),
         (["--json", "no/where/times.json"], "there is no folder no/where"),
+        (["--ranks", "4", "--tp", "2"], "--ranks 4 are at most the --tp 2 ranks that share a layer"),
     ],
 )
 def test_wrong_arguments(words: list[str], said: str) -> None:
