@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
 from distgemm.choices import file_name
+from distgemm.gemm.choose import order
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.machine import Machine
 from distgemm.models import MODELS
 from distgemm.runtime.arguments import Execution
 from distgemm.runtime.cuda.lowering import lower
@@ -137,6 +139,17 @@ def test_a_collective_that_cannot_add_these_extents_gives_way_to_nccl() -> None:
     for problem, ranks in ((GemmProblem(7, 9, 8), 4), (half, 4), (GemmProblem(8, 8, 8), 3)):
         found = tune.fitting(kept, problem, "gemm+ar", ranks)
         assert (found, found.how) == (UNFUSED, "recorded")
+
+
+@pytest.mark.parametrize("how", [*({"copies": copies} for copies in ("slices", "gemm", "both")), {"merge": True}])
+def test_where_rows_are_in_no_equal_chunks_kernels_neither_wait_nor_copy(how: dict[str, Any]) -> None:
+    """Nor are a measured kernel's tiles and merged chunks taken."""
+    measured = Execution("cutlass", "128x128x64_2x1_pingpong", branches=1, waits="gemm", **how)
+    kept = Choice("plan", GATHER, (("chunks", 2),), measured, how="recorded")
+    assert tune.fitting(kept, GemmProblem(1024, 1024, 2048), "ag+gemm", 4) == kept
+    found = tune.fitting(kept, GemmProblem(1022, 1024, 2048), "ag+gemm", 4)
+    execution = Execution("cutlass", None, branches=1, waits="memory", merge=False, copies="engine")
+    assert (found, found.how) == (dataclasses.replace(kept, execution=execution), "recorded")
 
 
 # --- keys and buckets -----------------------------------------------------------------------------------
@@ -325,6 +338,13 @@ def test_what_one_kernel_does_costs_no_launches() -> None:
         assert {"chunks": chunks, "lag": 2, "along": "n", "last": "gemm", "mechanism": "store"} in tried
 
 
+def test_words_of_kernels_come_as_fast_on_every_link() -> None:
+    """Copies' latency is none of theirs."""
+    machine = Machine.load(predicting.MACHINE)
+    slow = dataclasses.replace(machine, nvlink=machine.nvlink._replace(latency=100.0, gap=9.0), gemm_launch=50.0)
+    assert predicting._inside(slow) == predicting._inside(machine) != machine
+
+
 def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
     problem = GemmProblem(16384, 8192, 8192)
     for chunks, copies, said in (
@@ -383,6 +403,19 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     assert far == [each for each in finalists if in_usual_tiles(each) != pushed[0]]
 
 
+def test_tiles_for_all_products_and_for_the_last_one_are_tried_in_turn() -> None:
+    problem = GemmProblem(8192, 5120, 4096)
+    choice = Choice("plan", GATHER, (("chunks", 2),), Execution("cutlass", branches=1, waits="gemm"))
+    plan = choice.plan(problem, 4)
+    chunk = specs_of(plan)[0]
+    configs = [one for one in predicting.providers()["cutlass"].configs(chunk) if one.schedule != "plain"]
+    of_all, of_one = (order(chunk, configs, count=count) for count in (8, 1))
+    assert not set(of_all[:2]) & set(of_one[:2])
+    found = [each.execution.config for each in measuring._in_other_tiles(plan, choice, "ag+gemm")]
+    assert found[:4] == [str(one) for pair in zip(of_all, of_one, strict=True) for one in pair][:4]
+    assert set(found) == set(map(str, configs)) and len(found) == len(configs)
+
+
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
 def test_ranks_without_gemms_are_predicted_too(op: str) -> None:
     for extents in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
@@ -402,6 +435,9 @@ def test_what_no_kernel_waits_for_is_no_candidate() -> None:
         plan = make_plan(problem, chain, 4, sync="barrier", mechanism="store")
         assert said in by_one_kernel(plan).reason
     assert by_one_kernel(make_plan(GemmProblem(64, 64, 64), chain, 4, sync="barrier"))
+    for k, said in ((64, ""), (60, "multiples of 16 bytes")):  # operands alone: nothing is added
+        plan = make_plan(GemmProblem(64, 64, k), GATHER, 4, sync="barrier")
+        assert said in by_one_kernel(plan).reason and bool(by_one_kernel(plan)) == (k == 64)
 
 
 def test_slow_plans_are_left_out() -> None:
@@ -444,6 +480,14 @@ def test_the_prediction_is_a_candidate_that_computes_it() -> None:
         assert found in candidates(problem, op, 4) and found.how == "predicted"
     assert predicted(GemmProblem(64, 8192, 28672), "gemm+rs", 4) == UNFUSED
     assert predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4).method == "plan"
+
+
+def test_where_nothing_is_won_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in SCHEDULES:
+        assert predicted(PROBLEM, op, 1) == UNFUSED
+    for tied in ((PLAN, UNFUSED), (UNFUSED, PLAN)):
+        monkeypatch.setattr(predicting, "_predictions", lambda *args, tied=tied: dict.fromkeys(tied, 1.0))
+        assert predicted(PROBLEM, "ag+gemm", 4) == UNFUSED
 
 
 def test_nothing_computes_it() -> None:
