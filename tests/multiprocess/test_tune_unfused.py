@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from distgemm.runtime import unfused
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
+from tests.once import once
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks: list[Any] = [(worker.equal_to_numpy, ())]
     if ranks == 2:
