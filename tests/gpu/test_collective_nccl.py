@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
+from tests.once import once
 
 RANKS = [pytest.param(2, marks=pytest.mark.gpu(2)), pytest.param(4, marks=pytest.mark.gpu(4))]
 NUMBER = 12
 """Cases of each schedule."""
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks: list[Any] = [
         (worker.different_plans, (1,)),

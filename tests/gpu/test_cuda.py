@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -10,19 +9,12 @@ import pytest
 from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
 from tests.gpu.cuda_worker import Case
+from tests.once import once
 
 RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)]
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 ALL_REDUCE, PAIRWISE_AR = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
-
-
-def results(ranks: int) -> list[dict[str, Any]]:
-    """Each rank's results by the check's name; what went wrong is raised in every test that asks."""
-    found = _run(ranks)
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 def mixed(ranks: int) -> list[Case]:
@@ -57,9 +49,9 @@ def mixed(ranks: int) -> list[Case]:
     ]
 
 
-@lru_cache
-def _run(ranks: int) -> list[dict[str, Any]] | Exception:
-    """One group of processes for all checks that end well."""
+@once
+def results(ranks: int) -> list[dict[str, Any]]:
+    """Each rank's results by the check's name, of one group of processes for all checks that end well."""
     large = [
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192),
         Case(GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, provider="cublas", config=None),
@@ -134,10 +126,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.engines, (traced,)),
         (worker.different_plans, (Case(GATHER, (ranks,)),)),
     ]
-    try:
-        return launch(worker.run_all, ranks, checks, backend="nccl", timeout=500)
-    except RuntimeError as error:
-        return error
+    return launch(worker.run_all, ranks, checks, backend="nccl", timeout=500)
 
 
 def failures(ranks: int, name: str) -> list[str]:

@@ -7,7 +7,6 @@ wait for it may hold. So these plans are left out.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
 from tests.gpu.cuda_worker import Case
 from tests.gpu.test_cuda import mixed
+from tests.once import once
 
 RANKS = [4]
 pytestmark = pytest.mark.gpu(1)
@@ -26,16 +26,9 @@ def needs_no_engine(case: Case) -> bool:
     return case.waits != "gemm" or case.mechanism == "store" or case.copies == "gemm"
 
 
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
-    """Each rank's, by the check's name; what went wrong is raised in every test that asks."""
-    found = _run(ranks)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-@lru_cache
-def _run(ranks: int) -> list[dict[str, Any]] | Exception:
+    """Each rank's, by the check's name."""
     every = [case for case in worker.by_one_kernel(ranks) if needs_no_engine(case)]
     replayed = [case for case in mixed(ranks) if needs_no_engine(case)]
     checks: list[Any] = [
@@ -43,10 +36,7 @@ def _run(ranks: int) -> list[dict[str, Any]] | Exception:
         (worker.bounded_error, (every[::3],)),
         (worker.repeated, (replayed,)),
     ]
-    try:
-        return launch(worker.run_all, ranks, checks, backend="nccl", timeout=300, share=True)
-    except RuntimeError as error:
-        return error
+    return launch(worker.run_all, ranks, checks, backend="nccl", timeout=300, share=True)
 
 
 @pytest.mark.parametrize("check", ["exact", "bounded_error", "repeated"])

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
 from tests.gpu import torch_worker as worker
+from tests.once import once
 
 RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 
 def failures(ranks: int, name: str) -> list[str]:
-    """What went wrong in a check, on any rank; what ended the processes is raised in every test that asks."""
-    found = _run(ranks)
-    if isinstance(found, Exception):
-        raise found
-    return [failure for of_rank in found for failure in of_rank[name]]
+    """What went wrong in a check, on any rank."""
+    return [failure for of_rank in results(ranks) for failure in of_rank[name]]
 
 
-@lru_cache
-def _run(ranks: int) -> list[dict[str, list[str]]] | Exception:
+@once
+def results(ranks: int) -> list[dict[str, list[str]]]:
     """One group of processes for all checks."""
     with tempfile.TemporaryDirectory() as folder:
         checks: list[Any] = [
@@ -41,10 +38,7 @@ def _run(ranks: int) -> list[dict[str, list[str]]] | Exception:
             (worker.automatic, ()),
             (worker.training, (folder,)),
         ]
-        try:
-            return launch(worker.run_all, ranks, checks, backend="nccl", timeout=400)
-        except RuntimeError as error:
-            return error
+        return launch(worker.run_all, ranks, checks, backend="nccl", timeout=400)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from distgemm.ops import Copy
 from distgemm.runtime.collective import _Call, _Memory, _Message
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
+from tests.once import once
 
 NUMBER = {1: 4, 2: 12, 3: 12, 4: 12, 6: 4}
 """Cases of each schedule, by world size."""
@@ -30,7 +30,7 @@ CHECKS: dict[int, list[Any]] = {
 }
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
 

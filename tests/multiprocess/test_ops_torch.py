@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
 from tests.multiprocess import ops_torch_worker as worker
+from tests.once import once
 
 GATHER, PAIRWISE = "all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_pairwise_a"
 
@@ -29,10 +29,10 @@ CHECKS: dict[int, list[Any]] = {
 }
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks = [(worker.equal_to_the_whole, (worker.cases(ranks),)), *CHECKS[ranks]]
-    return launch(worker.run_all, ranks, checks, timeout=240)
+    return launch(worker.run_all, ranks, checks, timeout=90)
 
 
 @pytest.mark.parametrize("ranks", CHECKS)

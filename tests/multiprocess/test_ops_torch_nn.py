@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
+from tests.once import once
 
 if not (Path(__file__).parents[2] / "examples").is_dir():
     pytest.skip("a source archive has no examples/", allow_module_level=True)
@@ -32,10 +32,10 @@ CHECKS: dict[int, list[Any]] = {
 }
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks = [worker.layers, worker.states, worker.training, *CHECKS[ranks]]
-    return launch(run_all, ranks, [(check, ()) for check in checks], timeout=240)
+    return launch(run_all, ranks, [(check, ()) for check in checks], timeout=90)
 
 
 @pytest.mark.parametrize("ranks", CHECKS)

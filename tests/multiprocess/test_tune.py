@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
+from tests.once import once
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,13 @@ def found(folder: str) -> list[dict[str, Any]]:
     return _results(folder)
 
 
-@lru_cache
+CHECKS = (worker.agreement, worker.measuring, worker.kernels, worker.compiled)
+
+
+@once
 def _results(folder: str) -> list[dict[str, Any]]:
-    checks: list[Any] = [(check, (folder,)) for check in (worker.agreement, worker.measuring, worker.compiled)]
-    return launch(worker.run_all, 2, checks, timeout=120)
+    checks: list[Any] = [(check, (folder,)) for check in CHECKS]
+    return launch(worker.run_all, 2, checks, timeout=90)
 
 
 def test_all_ranks_take_what_rank_0_finds(found: list[dict[str, Any]]) -> None:
@@ -53,6 +56,8 @@ def test_the_fastest_is_taken_and_recorded_by_rank_0_alone(found: list[dict[str,
         assert each["said"][-1] == f"measuring {len(final)} candidates"
         assert len(final) == 5 and {name, "unfused"} <= set(final)
         assert each["files"] == (["plans_NVIDIA_Test.json", "plans_NVIDIA_Test.lock"] if number == 0 else [])
+        of_choice = tuned.choice.to_dict() | {"ms": 1.0, "unfused_ms": 2.0}
+        assert each["written"] == ([of_choice] if number == 0 else [])
         choice, how, times = each["again"]
         assert (choice, how, times) == (tuned.choice, "recorded", 1)
 
@@ -141,6 +146,30 @@ def test_a_file_that_cannot_be_written_raises_on_all_ranks(found: list[dict[str,
 def test_auto_goes_on_without_a_file(found: list[dict[str, Any]]) -> None:
     for choice in (rank["measuring"]["unwritable auto"] for rank in found):
         assert choice.how == "measured" and choice.option("chunks") == 2
+
+
+def test_configurations_of_gemms_are_measured_once_each_on_one_rank(found: list[dict[str, Any]]) -> None:
+    """Those of a plan by one kernel are asked for as one product, of all its rows."""
+    rows = {512: " streams:2", 256: " streams:2", 1024: ""}
+    wanted = {f"{m}x512x1024x1 bfloat16_rr bfloat16{streams}" for m, streams in rows.items()}
+    first, second = (rank["kernels"]["measures"] for rank in found)
+    for number, (said, asked, built, _) in enumerate((first, second)):
+        assert said == "nothing" and 0 < len(asked) == len(set(asked)) < 3
+        assert built == [(2, 2, number, 2)]  # together, the kernels of both configurations, each once
+    assert {*first[1], *second[1]} == wanted and not {*first[1]} & {*second[1]}
+    recorded = {
+        key: {"config": str(worker.TILES), "ms": ms} for asked, ms in ((first[1], 0.12346), (second[1], 1.12346))
+        for key in asked
+    }  # fmt: skip
+    for each in (rank["kernels"] for rank in found):
+        assert each["measures"][3] == each["again"][3] == recorded
+        assert each["again"][:3] == ("nothing", [], [])
+
+
+def test_gemms_that_one_rank_cannot_measure_raise_on_all(found: list[dict[str, Any]]) -> None:
+    for each in (rank["kernels"] for rank in found):
+        said, _, _, recorded = each["fails"]
+        assert said == "RuntimeError: rank 1 cannot measure GEMMs: ValueError: no memory" and not recorded
 
 
 def test_compile_makes_what_is_recorded(found: list[dict[str, Any]]) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from distgemm import GemmProblem, make_plan
 from distgemm.runtime import unfused
+from distgemm.runtime.arguments import check_gathered
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
+from tests.once import once
 
 
-@lru_cache
+@once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks: list[Any] = [(worker.equal_to_numpy, ())]
     if ranks == 2:
@@ -63,6 +66,59 @@ def test_wrong_calls() -> None:
         ]
         for said, start in zip(found["misuse"], wanted, strict=True):
             assert said.startswith(start)
+
+
+def test_ieee_is_set_while_it_is_needed_and_what_was_set_comes_back() -> None:
+    setting: Any = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    try:
+        for chosen in ("tf32", "ieee"):
+            setting.fp32_precision = chosen
+            with contextlib.suppress(KeyError), unfused._ieee():
+                assert setting.fp32_precision == "ieee"
+                raise KeyError
+            assert setting.fp32_precision == chosen
+    finally:
+        setting.fp32_precision = before
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once; and float32 is multiplied as such."""
+    exe: Any = object.__new__(unfused.UnfusedExecutable)
+    exe.op, exe.collective, exe.group, exe.rank, exe._ieee = "gemm+ar", "nccl", None, 0, True
+    exe.device, exe.plan = SimpleNamespace(type="cuda"), None
+    exe._buffers = {"whole": torch.empty(1, 8, 8)}
+    seen: list[str] = []
+    kept: list[torch.UntypedStorage] = []
+    matmul: Any = torch.backends.cuda.matmul
+    monkeypatch.setattr(unfused, "_kept", kept)
+    monkeypatch.setattr(unfused, "check_shards", lambda *args: {"D": args[-1]})
+    monkeypatch.setattr(unfused, "_multiply", lambda *args: seen.append(matmul.fp32_precision))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **how: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    a, d = torch.ones(8, 4), torch.ones(8, 8)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        for _ in range(2):
+            exe(a, a, out=d)
+    finally:
+        matmul.fp32_precision = before
+    whole = exe._buffers["whole"].untyped_storage().data_ptr()
+    assert seen == ["ieee"] * 2 and [each.data_ptr() for each in kept] == [whole] * capturing
+
+
+def test_gathered_shares_no_memory_with_what_is_read_or_written() -> None:
+    plan = make_plan(GemmProblem(8, 8, 8), unfused.DEFAULTS["ag+gemm"], 2)
+    memory = torch.zeros(256, dtype=torch.bfloat16)
+    gathered = memory[:64].view(8, 8)
+    beyond = {"A": memory[64:96].view(4, 8), "B": memory[96:128].view(4, 8), "D": memory[128:160].view(8, 4)}
+    check_gathered(plan, 0, gathered, beyond)
+    for name, said in (("A", "the shard of A"), ("B", "the shard of B"), ("D", "out")):
+        within = beyond | {name: memory[48:80].view(beyond[name].shape)}
+        with pytest.raises(ValueError, match=f"^gathered shares memory with {said}$"):
+            check_gathered(plan, 0, gathered, within)
 
 
 def test_symmetric_memory_adds_into_aligned_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:

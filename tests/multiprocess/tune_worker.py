@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import json
 import math
 import os
 import random
@@ -20,7 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 import distgemm
 from distgemm import GemmProblem, PlanError, bench, tune
+from distgemm.gemm import GemmConfig, GemmTensors
+from distgemm.gemm import choose as gemm_choices
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import unfused
 from distgemm.runtime.arguments import TORCH_DTYPES, Execution
 from distgemm.runtime.unfused import UnfusedExecutable
@@ -254,6 +260,8 @@ def message(call: Callable[[], Any]) -> str:
 PROBLEM = GemmProblem(256, 128, 64)
 PLAN = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), Execution("cublas", branches=1))
 OTHER = dataclasses.replace(PLAN, execution=Execution("cublas"))
+LARGE = GemmProblem(1024, 1024, 1024)
+TILES = GemmConfig.parse("64x128x64_1x1_pingpong")
 
 
 def own_cache(folder: str, name: str) -> Path:
@@ -379,17 +387,19 @@ def measuring(folder: str) -> dict[str, Any]:
     group = dist.group.WORLD
 
     path = own_cache(folder, "fastest")
+    file = path / "plans_NVIDIA_Test.json"
     said: list[str] = []
     with Bench(by_name("pairwise_a chunks=1, GEMMs by cutlass, 1")) as fakes:
         found["fastest"] = tune.tune(PROBLEM, "gemm+rs", group, device=CPU, progress=said.append)
         found["kept"], found["said"] = len(fakes.kept), said
         found["files"] = sorted(each.name for each in path.iterdir())
+        found["written"] = list(json.loads(file.read_text())["choices"].values()) if rank == 0 else []
         again = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
         found["again"] = again, again.how, len(fakes.measured)
         found["finals"] = fakes.finals
 
     own_cache(folder, "one kernel")
-    large = dataclasses.replace(PROBLEM, m=1024, n=1024, k=1024)
+    large = LARGE
     with (
         mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
         Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "waits by gemm" in name else 1.05) as fakes,
@@ -471,6 +481,49 @@ def measuring(folder: str) -> dict[str, Any]:
     with Bench(by_name("chunks=2")):
         found["unwritable"] = message(lambda: tune.tune(PROBLEM, "gemm+rs", group, device=CPU))
         found["unwritable auto"] = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
+    return found
+
+
+def kernels(folder: str) -> dict[str, Any]:
+    """Tuning that measures configurations of GEMMs before, with fakes."""
+    rank, found = dist.get_rank(), {}
+    of_gemms = importlib.import_module("distgemm.gemm.tune")
+    gather = Choice("plan", tune.predicting.GATHER, (("chunks", 2),), Execution("cutlass"))
+    one_kernel = dataclasses.replace(gather, execution=Execution("cutlass", branches=1, waits="gemm"))
+    tried = [
+        *(gather, one_kernel, dataclasses.replace(gather, options=(("chunks", 1),))),
+        *(dataclasses.replace(gather, execution=Execution("cublas")), UNFUSED),
+    ]
+    asked: list[str] = []
+    built: list[Any] = []
+    failing: list[int] = []
+
+    def measured(tensors: GemmTensors, streams: int, write: bool) -> Any:
+        asked.append(gemm_choices.key_of(spec_of(tensors), streams))
+        if rank in failing:
+            raise ValueError("no memory")
+        return of_gemms.Measured(TILES, 0.123456 + rank, {}, None)
+
+    patches = (
+        mock.patch.object(CutlassProvider, "arch", "90a"),
+        mock.patch.object(tune.measuring, "candidates", return_value=tried),
+        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
+        mock.patch.object(of_gemms, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]),
+        mock.patch.object(of_gemms, "tune", measured),
+        mock.patch("distgemm.gemm.compiler.build_together", lambda *given: built.append(given)),
+        Bench(lambda name: 1.0),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        own_cache(folder, "kernels")
+        for name in ("fails", "measures", "again"):
+            failing[:] = [1] if name == "fails" else []
+            asked.clear()
+            built.clear()
+            said = message(lambda: tune.tune(LARGE, "ag+gemm", device=CPU, write=False, kernels=True))
+            of_sources = [(len(set(sources)), len(sources), *ranks) for sources, *ranks in built]
+            found[name] = said, list(asked), of_sources, gemm_choices.measured(GPU)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import pytest
@@ -17,6 +16,7 @@ from distgemm.benchmarking.cases import CANDIDATES, Case, Job
 from distgemm.benchmarking.run import Settings, progress, run_case
 from distgemm.problem import GemmProblem
 from distgemm.runtime.launch import launch
+from tests.once import once
 
 T = TypeVar("T")
 ROUNDS, BURST = 3, 8.0
@@ -150,7 +150,7 @@ def test_a_gpu_rests_behind_each_burst() -> None:
         assert all(0.4 * BURST < 1e3 * seconds < 2 * BURST for seconds in each["slept"]), each["slept"]
 
 
-@lru_cache
+@once
 def results() -> list[dict[str, Any]]:
     return launch(worker, 2)
 

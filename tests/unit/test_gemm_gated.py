@@ -6,6 +6,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,6 +326,28 @@ def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config:
     assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
 
 
+def test_a_kernel_is_told_in_which_turns_slices_leave() -> None:
+    """By the SMs of its GPU; what sums send leaves one by one."""
+    a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
+    products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
+    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    gathered = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, counters, sends)
+    for blocks, gemms, wanted in (
+        (132, gathered, [(0, 3)] * 3),
+        (96, gathered, [(0, 2), (0, 2), (2, 1)]),
+        (132, deliveries(), [(0, 1), (1, 1)]),
+    ):
+        kernel: Any = SimpleNamespace(
+            config=GemmConfig.parse("64x128x64_1x1_pingpong"),
+            encoded=lambda *given, blocks=blocks: Arguments(sm_count=blocks),
+            launch=lambda products, arguments: arguments,
+        )
+        arguments: Any = gated._GatedKernel.bind_gated(kernel, gemms)
+        found = [(one.first, one.abreast) for one in arguments.sends[: len(gemms.sends)]]
+        assert (found, arguments.base.l) == (wanted, len(gemms.products))
+
+
 @pytest.mark.parametrize(
     ("abreast", "wanted"), [((), [1, 1, 1]), ((1, 1, 2), [1, 2]), ((1, 3), [3]), ((2, 2), [1, 2]), ((3, 1), [2, 1])]
 )
@@ -460,6 +483,112 @@ def test_what_no_warp_sends_is_refused(
     arguments = _Arguments()
     _place(arguments, gemms)
     assert (arguments.sends[0].source_pitch == 0) == (rows.shape[0] == 1)
+
+
+@pytest.mark.parametrize("which", ["source", "target"])
+@pytest.mark.parametrize(
+    "rows", [bfloat16(M, K + 4)[:, :K], bfloat16(M * K + 1)[1:].view(M, K)], ids=["pitch", "address"]
+)
+def test_what_is_sent_lies_at_multiples_of_16_bytes_on_both_sides(
+    which: str, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    send = replace(GatedSend(bfloat16(M, K), bfloat16(M, K), 8), **{which: rows})
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    with pytest.raises(ValueError, match="what is sent has addresses, strides and rows in multiples of 16 bytes"):
+        gated_source(operands(sends=[send], counters=counters))
+
+
+def test_one_slice_of_all_of_k_has_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    config = GemmConfig.parse("64x128x64_1x1_pingpong")
+    assert K % config.tile[2]
+    gated_source(operands(slice=K), config)
+    with pytest.raises(ValueError, match=f"slices of {K - 8} elements are no multiple"):
+        gated_source(operands(slice=K - 8), config)
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Another one with the same strides, an element further."""
+    shape, strides = tensor.shape, tensor.stride()
+    return bfloat16(1 + sum(size * stride for size, stride in zip(shape, strides, strict=True)))[1:].as_strided(
+        shape, strides
+    )
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_one_operand_at_an_odd_address_is_one_too_many(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is as aligned as the least aligned product."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    gemms = operands()
+    products = [*gemms.products]
+    products[number] = replace(products[number], **{name: unaligned(getattr(products[number], name))})
+    with pytest.raises(ValueError, match="strides of A and B in multiples of 16 bytes"):
+        gated_source(replace(gemms, products=products))
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "d"), (1, "d"), (2, "d"), (3, "partial")])
+def test_what_sums_are_made_of_is_loaded_and_stored_by_tma(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C beside them is not. Where no sums are passed on, threads may store."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    gemms, direct = sums(), GemmConfig.parse("64x128x64_1x1_pingpong_direct")
+    products = [*gemms.products]
+    products[number] = replace(products[number], **{name: unaligned(getattr(products[number], name))})
+    with pytest.raises(ValueError, match="rows of D, C and the partial sum in multiples of 16 bytes"):
+        gated_source(replace(gemms, products=products))
+    gated_source(
+        replace(gemms, products=[*gemms.products[:3], replace(gemms.products[3], c=unaligned(bfloat16(M, N)))])
+    )
+    gated_source(operands(), direct)
+    with pytest.raises(ValueError, match=r"pingpong_direct.* what no warp loads through TMA, none can wait for"):
+        gated_source(gemms, direct)
+
+
+def test_scales_of_sums_are_the_same_for_all_rows() -> None:
+    def scaled(gemms: GatedGemms, length: int) -> GatedGemms:
+        return replace(gemms, products=[replace(one, scale_a=torch.ones(length)) for one in gemms.products])
+
+    for gemms in (operands(), sums()):
+        assert scaled(gemms, 1).spec.scale_a == "tensor"
+    assert scaled(operands(), M).spec.scale_a == "row"
+    with pytest.raises(ValueError, match="partial sums and one scale for all rows, got one for each"):
+        _ = scaled(sums(), M).spec
+
+
+def test_terms_lie_as_d_does() -> None:
+    """Or are the same for all."""
+    gemms = operands()
+    swapped = [replace(one, c=gemms.products[at].c) for one, at in zip(gemms.products, (1, 0, 2), strict=True)]
+    with pytest.raises(ValueError, match="c of each product lies as D does, or is the same for all"):
+        _place(_Arguments(), replace(gemms, products=swapped))
+    arguments = _Arguments()
+    _place(arguments, replace(gemms, products=[replace(one, c=gemms.products[0].c) for one in gemms.products]))
+    assert arguments.base.source.batch_stride == 0
+    columns = chunks_of_columns()
+    swapped = [*columns.products[:3]] + [
+        replace(one, bias=columns.products[at].bias) for one, at in zip(columns.products[3:], (4, 3, 5), strict=True)
+    ]
+    with pytest.raises(ValueError, match="bias of each product lies as D does"):
+        _place(_Arguments(), replace(columns, products=swapped))
+
+
+@pytest.mark.parametrize(("last", "refused"), [(2, False), (3, False), (4, True), (5, True)])
+def test_sums_have_as_many_places_as_there_are_products(last: int, refused: bool) -> None:
+    a, b, d, slots = bfloat16(4, M, K), bfloat16(N, K), bfloat16(6, M, N), bfloat16(4, M, N)
+    products = [GemmTensors(a[0], b, bfloat16(M, N))]
+    products += [GemmTensors(a[i], b, d[at], partial=slots[i]) for i, at in ((1, 0), (2, 1), (3, last))]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    gemms = GatedGemms(products, "a", [0, 8, 8, 8], [8, 0, 0, 0], [True, False, False, False], counters)
+    arguments = _Arguments()
+    if refused:
+        with pytest.raises(ValueError, match=f"equal distances, 4 products have {last + 1} places"):
+            _place(arguments, gemms)
+    else:
+        _place(arguments, gemms)
+        assert arguments.results_here == last + 1
 
 
 def test_d_at_unequal_distances_is_refused() -> None:

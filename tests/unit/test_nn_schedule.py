@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,14 @@ KINDS = ("ag+gemm", "gemm+rs", "gemm+ar")
 )
 def test_auto(kind: str, tokens: int, name: str, chunks: int) -> None:
     assert choose_schedule(kind, GemmProblem(tokens, 8, 8), 4) == (name, {"chunks": chunks})
+
+
+def test_the_chain_is_taken_from_as_many_tokens_on_as_the_docs_say() -> None:
+    assert CHAIN_TOKENS == 6144
+    page = Path(__file__).parents[2] / "docs" / "pytorch.md"
+    if not page.exists():
+        pytest.skip("a source archive has no docs/")
+    assert re.findall(r"below (\d+) tokens", page.read_text()) == [str(CHAIN_TOKENS)]
 
 
 def test_schedules_are_of_one_kind_at_most() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distgemm
-from distgemm.torch_ops import calls
+from distgemm.torch_ops import calls, functions, ops
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -69,3 +71,69 @@ def test_a_gather_alone_says_why_nothing_overlaps() -> None:
     plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 2)
     call = distgemm.torch_ops.Call("gather", plan, (), "collective runtime", "torch")
     assert str(call).endswith("not overlapped, because a gather alone: nothing is multiplied meanwhile")
+
+
+@pytest.mark.parametrize(("device", "sync"), [("cuda", "barrier"), ("cpu", "credit")])
+@pytest.mark.parametrize("schedule", ["auto", "all_gather_1d_tiling_cd_rotating_a"])
+def test_replays_on_gpus_are_apart_by_barriers(
+    device: str, sync: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are named: what is measured is taken without them."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(calls, "executable", lambda plan, *args: (None, "a runtime", "a provider"))
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem = distgemm.GemmProblem(m=64, n=64, k=64)
+    made = calls._make("ag+gemm", problem, group, torch.device(device, 0), schedule, 2)
+    assert (made.plan.sync, made.rank, dict(made.options)) == (sync, 1, {"chunks": 2})
+
+
+@pytest.mark.parametrize("ns", [(8, 4), (4, 8), (4, 8, 6)])
+def test_the_largest_b_is_multiplied_while_a_arrives(ns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rows of all ranks, as all do the same; each result stands where its b does."""
+    asked: list[tuple[str, int, int]] = []
+
+    def run(op: str, a: torch.Tensor, b: torch.Tensor, bias: Any, whole: torch.Tensor) -> torch.Tensor:
+        asked.append((op, b.shape[0], whole.shape[0]))
+        whole.copy_(a.repeat(2, 1))
+        return whole @ b.t()
+
+    def product(kind: str, problem: distgemm.GemmProblem, *args: Any) -> Any:
+        asked.append((kind, problem.n, problem.m))
+        return run
+
+    monkeypatch.setattr(ops, "_size_and_rank", lambda group: (2, 0))
+    monkeypatch.setattr(ops, "product", product)
+    a, bs = torch.randn(3, 5), [torch.randn(n // 2, 5) for n in ns]
+    args = ("g", "auto", None, [3, 3], list(ns), False, "forward")
+    found = ops.all_gather_matmul(a, bs, [], [False] * len(bs), *args)
+    assert asked == [("ag+gemm", 8, 6), ("all_gather_matmul", 4, 6)]
+    for result, b in zip(found, bs, strict=True):
+        torch.testing.assert_close(result, a.repeat(2, 1) @ b.t())
+
+
+@pytest.mark.parametrize(
+    ("grads", "of_b", "asked", "kept"),
+    [
+        (True, True, True, True),
+        (True, False, True, False),  # frozen
+        (False, True, True, False),  # inference
+        (True, True, False, False),
+    ],
+)
+def test_what_serves_no_gradient_of_b_is_not_kept(
+    grads: bool, of_b: bool, asked: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[Any, ...]] = []
+
+    def fake(*args: Any) -> list[torch.Tensor]:
+        called.append(args)
+        return [torch.zeros(4, 2), torch.zeros(4, 3)]
+
+    monkeypatch.setattr(functions.ops, "all_gather_matmul", fake)
+    monkeypatch.setattr(functions, "group_name", lambda group: "g")
+    a, b = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=of_b)
+    group: Any = object()
+    with torch.set_grad_enabled(grads):
+        distgemm.all_gather_matmul(a, b, group=group, keep_gathered=asked)
+        distgemm.all_gather_matmul(a, b, group=group, keep_gathered=asked, return_gathered=True)
+    assert [args[9] for args in called] == [kept, True]

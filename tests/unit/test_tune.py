@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
 from distgemm.choices import file_name
+from distgemm.gemm.choose import order
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.machine import Machine
 from distgemm.models import MODELS
 from distgemm.runtime.arguments import Execution
 from distgemm.runtime.cuda.lowering import lower
@@ -372,6 +374,13 @@ def test_what_is_measured_has_equal_shards_as_aligned_as_those_of_the_product(op
     assert odd.m < 7 + ranks and getattr(odd, split) < 13 + ranks and (odd.n == 13 or odd.k == 13)
 
 
+def test_words_of_kernels_come_as_fast_on_every_link() -> None:
+    """Copies' latency is none of theirs."""
+    machine = Machine.load(predicting.MACHINE)
+    slow = dataclasses.replace(machine, nvlink=machine.nvlink._replace(latency=100.0, gap=9.0), gemm_launch=50.0)
+    assert predicting._inside(slow) == predicting._inside(machine) != machine
+
+
 def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
     problem = GemmProblem(16384, 8192, 8192)
     for chunks, copies, said in (
@@ -430,6 +439,19 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     assert far == [each for each in finalists if in_usual_tiles(each) != pushed[0]]
 
 
+def test_tiles_for_all_products_and_for_the_last_one_are_tried_in_turn() -> None:
+    problem = GemmProblem(8192, 5120, 4096)
+    choice = Choice("plan", GATHER, (("chunks", 2),), Execution("cutlass", branches=1, waits="gemm"))
+    plan = choice.plan(problem, 4)
+    chunk = specs_of(plan)[0]
+    configs = [one for one in predicting.providers()["cutlass"].configs(chunk) if one.schedule != "plain"]
+    of_all, of_one = (order(chunk, configs, count=count) for count in (8, 1))
+    assert not set(of_all[:2]) & set(of_one[:2])
+    found = [each.execution.config for each in measuring._in_other_tiles(plan, choice, "ag+gemm")]
+    assert found[:4] == [str(one) for pair in zip(of_all, of_one, strict=True) for one in pair][:4]
+    assert set(found) == set(map(str, configs)) and len(found) == len(configs)
+
+
 @pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
 def test_ranks_without_gemms_are_predicted_too(op: str) -> None:
     for extents in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
@@ -449,6 +471,9 @@ def test_what_no_kernel_waits_for_is_no_candidate() -> None:
         plan = make_plan(problem, chain, 4, sync="barrier", mechanism="store")
         assert said in by_one_kernel(plan).reason
     assert by_one_kernel(make_plan(GemmProblem(64, 64, 64), chain, 4, sync="barrier"))
+    for k, said in ((64, ""), (60, "multiples of 16 bytes")):  # operands alone: nothing is added
+        plan = make_plan(GemmProblem(64, 64, k), GATHER, 4, sync="barrier")
+        assert said in by_one_kernel(plan).reason and bool(by_one_kernel(plan)) == (k == 64)
 
 
 def test_slow_plans_are_left_out() -> None:
@@ -491,6 +516,14 @@ def test_the_prediction_is_a_candidate_that_computes_it() -> None:
         assert found in candidates(problem, op, 4) and found.how == "predicted"
     assert predicted(GemmProblem(64, 8192, 28672), "gemm+rs", 4) == UNFUSED
     assert predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4).method == "plan"
+
+
+def test_where_nothing_is_won_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in SCHEDULES:
+        assert predicted(PROBLEM, op, 1) == UNFUSED
+    for tied in ((PLAN, UNFUSED), (UNFUSED, PLAN)):
+        monkeypatch.setattr(predicting, "_waiting_outside", lambda *args, tied=tied: dict.fromkeys(tied, 1.0))
+        assert predicted(PROBLEM, "ag+gemm", 4) == UNFUSED
 
 
 def test_nothing_computes_it() -> None:
@@ -537,6 +570,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         return [[Tuned(PLAN, times, {"some plan": "no kernel"}, path) for _ in found]]
 
     monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048", "8192", "--ops", "ag+gemm"])
     assert run.exit_code == 0, run.output
     ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
