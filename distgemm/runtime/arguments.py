@@ -106,7 +106,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"group is a ProcessGroup that this rank is in; rank {dist.get_rank()} is not in this one: new_group "
+            f"group is a ProcessGroup that this rank is in; rank {dist.get_rank()} is not in the group: new_group "
             "returns no group to ranks that it leaves out, and they make no call"
         )
     raise ValueError(

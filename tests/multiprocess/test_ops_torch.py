@@ -161,5 +161,5 @@ def test_misuse(what: str, named: str) -> None:
 def test_misuse_that_only_one_rank_sees() -> None:
     first, second = (found["misuse"] for found in results(2))
     assert first["outside"] == ""
-    assert "group is a ProcessGroup that this rank is in; rank 1 is not in this one" in second["outside"]
+    assert "group is a ProcessGroup that this rank is in; rank 1 is not in the group" in second["outside"]
     assert first["after"] == second["after"] == "8"
