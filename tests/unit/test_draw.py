@@ -179,8 +179,13 @@ def test_no_text_lies_on_another(
 def test_every_schedule_has_pictures(tmp_path: Path) -> None:
     for name in list_schedules():
         if "_1d_" in name:
-            draw_schedule(get_schedule(name, 4), tmp_path / "a.svg")
-            draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "b.svg")
+            draw_schedule(get_schedule(name, 4), tmp_path / "schedule.svg")
+            draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "plan.svg")
+            for what in ("schedule", "plan"):
+                path = tmp_path / f"{what}.svg"
+                found = re.findall(r"\brank (\d+)\b", texts(path))
+                assert name in texts(path) and set(found) == {"0", "1", "2", "3"}, (name, what)
+                path.unlink()
 
 
 def test_matplotlib_is_imported_late() -> None:
