@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
@@ -36,6 +37,7 @@ from distgemm.tune import (
     records,
 )
 from distgemm.tune.predicting import SCHEDULES, WITHIN, by_one_kernel, specs_of
+from distgemm.tune.ranks import device_of
 
 SHIPPED = records.SHIPPED
 GPU = "NVIDIA Test"
@@ -150,6 +152,17 @@ def test_where_rows_are_in_no_equal_chunks_kernels_neither_wait_nor_copy(how: di
     found = tune.fitting(kept, GemmProblem(1022, 1024, 2048), "ag+gemm", 4)
     execution = Execution("cutlass", None, branches=1, waits="memory", merge=False, copies="engine")
     assert (found, found.how) == (dataclasses.replace(kept, execution=execution), "recorded")
+
+
+@pytest.mark.xfail(raises=AttributeError, strict=True, reason="device_of asks for torch.cuda.currentdevice_of")
+def test_the_current_gpu_is_meant_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_of("cuda:2") == torch.device("cuda", 2) and device_of("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of("cuda") == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(None) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(None) == torch.device("cpu")
 
 
 # --- keys and buckets -----------------------------------------------------------------------------------
