@@ -24,7 +24,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
     at = torch.device("cuda" if device is None else device)
-    return torch.device("cuda", torch.cuda.currentdevice_of()) if at.type == "cuda" and at.index is None else at
+    return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 
 def refuse_capture(problem: GemmProblem, op: str, size: int, device: torch.device) -> None:

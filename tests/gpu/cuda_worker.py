@@ -232,13 +232,14 @@ def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
 def repeated(cases: list[Case]) -> list[str]:
     """Two runs on the same inputs are equal, bit by bit."""
     failures = []
+    late = random.Random(dist.get_rank())  # otherwise on each rank, the same in each run
     for number, case in enumerate(cases):
         exe, data = compiled(case)
         data.integers = False
         data.draw(number)
         first = data.call(exe).clone()
         for _ in range(3):
-            torch.cuda._sleep(random.randrange(1, 2_000_000))
+            torch.cuda._sleep(late.randrange(1, 2_000_000))
             if not torch.equal(first, data.call(exe)):
                 failures.append(f"rank {dist.get_rank()}: {case}")
                 break

@@ -17,6 +17,12 @@ from distgemm.benchmarking import peers
 SIZE, M, N, K = 4, 1024, 48, 32
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test draws the same, whichever ran before."""
+    torch.manual_seed(0)
+
+
 def operation(op: str, rows: int = M // SIZE) -> Any:
     a = torch.randn(rows, K) if op == "ag+gemm" else torch.randn(M, K // SIZE)
     problem = SimpleNamespace(m=rows * SIZE if op == "ag+gemm" else M, n=N, k=K)

@@ -1473,6 +1473,31 @@ def test_calls_that_differ_in_more_than_addresses_have_other_graphs() -> None:
     assert _key((a, None, scale[:]), 1, 0) == _key(*calls[0], 0.0)
 
 
+def test_a_flag_is_waited_for_once_and_the_last_replay_first() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_tiling_cd_rotating_a", 2)
+    lower(plan, 0, 1)
+    ops = plan.ops(0)
+    for wait in (op for op in ops if isinstance(op, Wait)):
+        with pytest.raises(PlanError, match="waits for a flag once in a replay"):
+            lower(plan.replace_ops(0, [*ops, dataclasses.replace(wait, id=99)]), 0, 1)
+    gemm = next(op for op in ops if isinstance(op, Gemm))
+    late = [dataclasses.replace(op, deps=(gemm.id,)) if isinstance(op, Wait) and op.flag.initial else op for op in ops]
+    with pytest.raises(PlanError, match="waits for the last replay at the start, after no other op"):
+        lower(plan.replace_ops(0, late), 0, 1)
+
+
+def test_one_kernel_for_all_tells_of_each_product_once() -> None:
+    """A peer, or this rank's own copies."""
+    problem, how = distgemm.GemmProblem(64, 64, 64), {"mechanism": "store", "sync": "barrier"}
+    plan = distgemm.make_plan(problem, ALL_REDUCES[0], 4, chunks=2, **how)
+    lower(plan, 1, 1, gated=True)
+    told = next(op for op in plan.ops(1) if isinstance(op, Signal))  # of the first product
+    copy = next(op for op in plan.ops(1) if isinstance(op, Copy))
+    more = [dataclasses.replace(op, deps=(*op.deps, *told.deps)) if op is copy else op for op in plan.ops(1)]
+    with pytest.raises(PlanError, match="of which a peer is told, and one kernel for all tells once"):
+        lower(plan.replace_ops(1, more), 1, 1, gated=True)
+
+
 def test_ops_that_need_what_the_next_replay_is_told_are_refused() -> None:
     plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_tiling_cd_rotating_a", 2)
     told = next(op for op in plan.ops(0) if isinstance(op, Signal) and op.flag.initial)

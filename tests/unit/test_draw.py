@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -179,8 +180,16 @@ def test_no_text_lies_on_another(
 def test_every_schedule_has_pictures(tmp_path: Path) -> None:
     for name in list_schedules():
         if "_1d_" in name:
-            draw_schedule(get_schedule(name, 4), tmp_path / "a.svg")
-            draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "b.svg")
+            draw_schedule(get_schedule(name, 4), tmp_path / "schedule.svg")
+            draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "plan.svg")
+            # At A, at B, at a column of D unless all hold it, and at its work; at its ops, twice at its links, and at
+            # its workspace.
+            for what, times in (("schedule", 6 if "all_reduce" in name else 7), ("plan", 4)):
+                path = tmp_path / f"{what}.svg"
+                found = re.findall(r">(rank \d+)</text>", path.read_text())
+                assert Counter(found) == {f"rank {rank}": times for rank in range(4)}, (name, what)
+                assert name in texts(path)
+                path.unlink()
 
 
 def test_matplotlib_is_imported_late() -> None:

@@ -248,10 +248,14 @@ def test_what_was_killed_counts_for_nothing(nvcc: Nvcc, tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
     process = subprocess.Popen([sys.executable, "-c", CHILD, str(go)], start_new_session=True)
-    while not nvcc.calls:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    deadline = time.monotonic() + 60
+    try:
+        while not nvcc.calls:
+            assert time.monotonic() < deadline, "the compiler has not been called"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     nvcc.set()
     assert missing([SOURCE]) == [SOURCE]
     assert library(SOURCE).stat().st_size == MEBIBYTE

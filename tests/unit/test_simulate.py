@@ -380,6 +380,28 @@ def test_second_branch_fills_the_tail() -> None:
     assert simulate(plan, machine, branches=2).time >= 12 * wave - 1e-6
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_sums_take_their_turn_among_branches(branches: int) -> None:
+    """As they do on the streams of the CUDA runtime: the GEMM behind a sum is on the branch after it."""
+    plan = make_plan(PROBLEM, PAIRWISE, 4, chunks=2)
+    lane = {(event.op.rank, event.op.id): event.lane for event in simulate(plan, H200, branches=branches).events}
+    for rank in range(4):
+        computed = [op for op in plan.ops(rank) if isinstance(op, (Gemm, Reduce))]
+        assert [type(op) for op in computed[4:6]] == [Reduce, Gemm]
+        for turn, op in enumerate(computed):
+            assert lane[rank, op.id] == (f"gemm {turn % branches}" if isinstance(op, Gemm) else "local")
+
+
+def test_partial_sums_are_read() -> None:
+    """Where memory alone takes time: A, B and D once each, and the sum that is added."""
+    plan = make_plan(PROBLEM, RING, 4)
+    m, n, k = 2048, 10240, 2048
+    for event in simulate(plan, ideal(memory=1000.0), branches=1).events:
+        if isinstance(event.op, Gemm):
+            moved = 2 * ((m + n) * k + (1 + len(event.op.sources)) * m * n)
+            assert event.end - event.start == pytest.approx(moved / 1e6)
+
+
 def test_hook() -> None:
     plan = make_plan(PROBLEM, GATHER, 1)
     machine = ideal(peak=900.0)
@@ -686,6 +708,20 @@ def test_unfused() -> None:
     for kind in ("ag+gemm", "gemm+rs", "gemm+ar"):
         alone = simulate(make_plan(PROBLEM, GATHER, 1), H200).time
         assert predict_unfused(PROBLEM, H200, kind, 1) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("kind", ["ag+gemm", "gemm+rs", "gemm+ar"])
+def test_unfused_over_hosts_goes_by_the_slower_link_and_by_batches(kind: str) -> None:
+    near = predict_unfused(PROBLEM, ideal(100.0), kind, 4)
+    for bandwidth, factor in ((10.0, 10.0), (1000.0, 1.0)):
+        for ranks_per_host in (2, 4):
+            machine = ideal(100.0, network=Link(bandwidth, 0.0, 0.0), ranks_per_host=ranks_per_host)
+            wanted = near * (factor if ranks_per_host == 2 else 1.0)
+            assert predict_unfused(PROBLEM, machine, kind, 4) == pytest.approx(wanted)
+    for machine in (ideal(100.0), ideal(peak=132.0)):  # what moves alone, and what is multiplied
+        batches = dataclasses.replace(PROBLEM, l=3)
+        one = predict_unfused(PROBLEM, machine, kind, 4)
+        assert predict_unfused(batches, machine, kind, 4) == pytest.approx(3 * one) and one > 0
 
 
 def test_measured_order(benchmark: ModuleType) -> None:

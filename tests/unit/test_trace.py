@@ -351,6 +351,12 @@ def test_middle_replay() -> None:
         replay_of(Recording([event for event in recording.events if event.start != events[1].start], 5, 1.0))
 
 
+def test_a_replay_alone_takes_as_long_as_on_the_slowest_rank() -> None:
+    timeline = simulate(planned(), H200)
+    recordings = [one._replace(alone_us=us) for one, us in zip(recorded(timeline), (3.0, 5.0, 2.0, 4.0), strict=True)]
+    assert Trace.of(timeline.plan, 2, recordings, timeline).alone == 5.0
+
+
 # --- clocks ---------------------------------------------------------------------------------------------
 
 
@@ -473,6 +479,9 @@ def test_perfetto(tmp_path: Path, chunks: int, sums: str) -> None:
     gemm = next(event for event in slices if event["cat"] == "gemm")
     assert gemm["args"]["flop"] == 2 * 2048 // chunks * 5120 * 2048
     assert gemm["args"]["TFLOP/s"] == pytest.approx(gemm["args"]["flop"] / gemm["dur"] / 1e6, rel=0.01)
+    reduce = next(event for event in slices if event["cat"] == "reduce")
+    assert reduce["args"]["bytes"] == 5 * 2048 // chunks * 5120 * 2  # four parts and their sum
+    assert reduce["args"]["GB/s"] == pytest.approx(reduce["args"]["bytes"] / reduce["dur"] / 1e3, rel=0.01)
     flows = [(event["ph"], event["id"]) for event in events if event["ph"] in "sf"]
     assert len(flows) == 2 * len(arrivals(trace.plan)) == 2 * len(set(flows)) // 2
     assert found["otherData"]["clock_violation_us"] == 0

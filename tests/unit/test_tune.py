@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
@@ -36,6 +37,7 @@ from distgemm.tune import (
     records,
 )
 from distgemm.tune.predicting import SCHEDULES, WITHIN, by_one_kernel, specs_of
+from distgemm.tune.ranks import device_of
 
 SHIPPED = records.SHIPPED
 GPU = "NVIDIA Test"
@@ -139,6 +141,16 @@ def test_a_collective_that_cannot_add_these_extents_gives_way_to_nccl() -> None:
     for problem, ranks in ((GemmProblem(7, 9, 8), 4), (half, 4), (GemmProblem(8, 8, 8), 3)):
         found = tune.fitting(kept, problem, "gemm+ar", ranks)
         assert (found, found.how) == (UNFUSED, "recorded")
+
+
+def test_the_current_gpu_is_meant_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_of("cuda:2") == torch.device("cuda", 2) and device_of("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of("cuda") == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(None) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(None) == torch.device("cpu")
 
 
 # --- keys and buckets -----------------------------------------------------------------------------------
