@@ -16,7 +16,6 @@ import torch.distributed as dist
 from distgemm.gemm import get_provider
 from distgemm.gemm.compiler import build_together
 from distgemm.gemm.gated import COUNTERS
-from distgemm.gemm.words import MemOp
 from distgemm.ops import Copy
 from distgemm.plan import Plan
 from distgemm.runtime.arguments import (
@@ -43,8 +42,6 @@ __all__ = ["CudaExecutable", "Replay", "compile_plan"]
 LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
-
-Phases = Sequence[Sequence[MemOp]]
 
 GRAPHS = 32
 """Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
