@@ -4,6 +4,8 @@ events and words allow. Values, deadlocks, and the protocol by which executables
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -34,7 +36,7 @@ from distgemm.runtime.cuda.actions import BRANCH, COMM, waits_of
 from distgemm.runtime.cuda.binding import Binder, Call, tiles_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, _key, copied_buffers
 from distgemm.runtime.cuda.lowering import lower, most_flags
-from distgemm.runtime.cuda.watchdog import Watchdog, _explain
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
     ENTRY,
@@ -1279,6 +1281,114 @@ def test_a_rank_that_raises_takes_no_turn(monkeypatch: pytest.MonkeyPatch, recor
     before = exe.workspace._turn
     exe(a, b, out=out)  # eager: the call that raised was none
     assert put == [1 - before]
+
+
+class PretendedStream:
+    """Nothing waits: what is launched is done when the call has ended."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, other: PretendedStream) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> object:
+        return object()
+
+    def synchronize(self) -> None: ...
+
+
+class PretendedGraph:
+    """Holds what is launched while it is captured."""
+
+    def __init__(self, tasks: list[Task], keep_graph: bool) -> None:
+        assert keep_graph
+        self.tasks, self.captured = tasks, []
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self.before = len(self.tasks)
+
+    def capture_end(self) -> None:
+        self.captured = self.tasks[self.before :]
+        del self.tasks[self.before :]
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None:
+        self.tasks.extend(map(copy.deepcopy, self.captured))  # those of several are used up
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Execution("any terms"),
+        Execution("any terms", merge=True),
+        Execution("one term", branches=1, waits="kernel"),
+        Execution("cutlass", waits="gemm"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["ag+gemm", "gemm+rs"])
+def test_calls_of_an_executable(
+    schedule: str, how: Execution, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, with pretended streams and graphs: eager, then recorded for each half, then replayed."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(24, 16, 8, dtype="float32"), schedule, 1, chunks=3, sync="barrier")
+    machine = machine_of([plan])
+    workspace = machine.workspaces[0]
+    workspace.memory, workspace.streams, workspace.capturing = (
+        torch.empty(0),
+        [PretendedStream()] * 3,
+        PretendedStream(),
+    )
+    watched: list[Any] = []
+    for name, value in {
+        "agree": lambda *_: None,
+        "build_together": lambda sources, rank, size: None,
+        "workspace_for": lambda *_: workspace,
+        "watchdog": lambda: SimpleNamespace(
+            add=lambda _: SimpleNamespace(issued=lambda exe, out: watched.append((exe, out())))
+        ),
+    }.items():
+        monkeypatch.setattr(executable, name, value)
+    monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
+
+    def done() -> None:
+        assert recorded
+        for task in recorded:
+            assert any(machine.done(task) for _ in range(20)), task
+        recorded.clear()
+
+    group: Any = "a group"
+    exe = CudaExecutable(plan, group, torch.device("cpu"), how, timeout=5.0)
+    assert (exe.provider, exe.timeout, exe.graphs) == (how.provider, 5.0, 0)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((24, 8), (16, 8)))
+    out = torch.empty(24, 16)
+    for number in range(5):
+        a.add_(number)
+        out.fill_(float("nan"))
+        assert exe(a, b, out=out) is out
+        done()
+        assert torch.equal(out, a @ b.T), number
+        assert exe.graphs == min(number, 2), "one for each half of the workspace"
+    assert len(watched) == 5 and all(found == (exe, out) for found in watched)
+    replay = exe.capture(a, b)
+    assert not recorded
+    for number in range(3):
+        b.sub_(number)
+        found = replay()
+        done()
+        assert found is replay.out and torch.equal(found, a @ b.T)
+    workspace.dead = "a rank did not come"
+    with pytest.raises(ReplayTimeoutError, match="a rank did not come"):
+        exe(a, b)
 
 
 def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
