@@ -4,8 +4,6 @@ events and words allow. Values, deadlocks, and the protocol by which executables
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
@@ -14,6 +12,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from itertools import chain
 from threading import Lock
 from types import SimpleNamespace
@@ -1315,7 +1314,7 @@ class PretendedGraph:
     def instantiate(self) -> None: ...
 
     def replay(self) -> None:
-        self.tasks.extend(map(copy.deepcopy, self.captured))  # those of several are used up
+        self.tasks.extend(map(deepcopy, self.captured))  # those of several are used up
 
 
 @pytest.mark.parametrize(
@@ -1354,7 +1353,7 @@ def test_calls_of_an_executable(
     monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
     for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
