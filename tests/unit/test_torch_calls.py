@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 import distgemm
+from distgemm.choice import Choice
+from distgemm.runtime.arguments import Execution
 from distgemm.torch_ops import calls, functions, ops
+from distgemm.tune import ranks
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -137,3 +140,50 @@ def test_what_serves_no_gradient_of_b_is_not_kept(
         distgemm.all_gather_matmul(a, b, group=group, keep_gathered=asked)
         distgemm.all_gather_matmul(a, b, group=group, keep_gathered=asked, return_gathered=True)
     assert [args[9] for args in called] == [kept, True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "how"),
+    [
+        ("all_gather_1d_tiling_cd_rotating_a", {}, Execution()),
+        ("ag+gemm chunks=4 provider=cublas branches=1", {"chunks": 4}, Execution("cublas", branches=1)),
+        ("ag+gemm chunks=2 waits=gemm copies=gemm", {"chunks": 2}, Execution(waits="gemm", copies="gemm")),
+    ],
+)
+def test_what_is_named_is_compiled_for_gpus(
+    schedule: str, options: dict[str, int], how: Execution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_plan(plan: distgemm.Plan, how: Execution, *, group: Any, device: torch.device) -> Any:
+        compiled.append((plan, how, group, device))
+        return SimpleNamespace(provider=how.provider)
+
+    monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", compile_plan)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
+    made = calls._make("ag+gemm", problem, group, gpu, schedule, None)
+    ((plan, taken, of, device),) = compiled
+    assert (taken, of, device) == (how, group, gpu) and dict(made.options) == options
+    wanted = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4, sync="barrier", **options)
+    assert plan == wanted and (made.runtime, made.provider) == ("CUDA runtime", how.provider)
+
+
+def test_a_choice_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tuner, and for "auto": with the choice itself, so that calls may wait on memory where they have to."""
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_plan(plan: distgemm.Plan, how: Execution, **more: Any) -> str:
+        compiled.append((plan, how, more))
+        return "made"
+
+    monkeypatch.setattr(ranks, "compile_plan", compile_plan)
+    choice = Choice.parse("gemm+rs chunks=2 lag=1 mechanism=store waits=gemm branches=1")
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
+    made: Any = ranks.make(problem, "gemm+rs", choice, group, gpu, timeout=5.0)
+    ((plan, how, more),) = compiled
+    assert made == "made" and how == Execution(branches=1, waits="gemm")
+    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, lag=1, mechanism="store")
+    assert more == {"group": group, "device": gpu, "choice": choice, "timeout": 5.0}
