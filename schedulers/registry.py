@@ -151,7 +151,7 @@ def schedule_doc(name: str) -> str:
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
-MOST_RANKS, MOST_CHUNKS = 1024, 4096
+MOST_RANKS, MOST_CHUNKS = 2048, 4096
 """The most ranks and chunks that a schedule is built for. A plan has ops for each chunk of each pair of ranks: with
 more of them it takes minutes and all memory, and no machine executes it well."""
 
