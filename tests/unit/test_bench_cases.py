@@ -171,7 +171,7 @@ def test_defaults_and_quick(measured: list[dict[str, Any]]) -> None:
         ("--m many", "--m takes numbers of tokens, got 'many'"),
         ("--plot x.pdf", "--plot takes a .svg or .png file, got 'x.pdf'"),
         ("--json nowhere/x.json", "there is no folder nowhere"),
-        ("--schedule gemm+ar", "--schedule gemm+ar: on 4 ranks it does none of ag+gemm, gemm+rs"),
+        ("--schedule gemm+ar", "--schedule gemm+ar: on 8 ranks it does none of ag+gemm, gemm+rs"),
     ],
 )
 def test_refused_lines(measured: list[dict[str, Any]], line: str, said: str) -> None:

@@ -829,8 +829,8 @@ def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--world-size 0", "world_size is an integer >= 1, got 0"),
         ("--schedule-ag nope", "unknown schedule 'nope'"),
         ("--schedule-rs tensor_parallel_2d", "takes a mesh of 2 axes"),
-        ("--schedule-ag gemm+rs", "is no schedule for ag+gemm; schedule_ag is one of all_gather_1d_bidirectional"),
-        ("--schedule-rs ag+gemm", "is no schedule for gemm+rs; schedule_rs is one of reduce_scatter_1d"),
+        ("--schedule-ag gemm+rs", "schedule_ag is one that gathers, got reduce_scatter_1d_tiling_a_rotating_c"),
+        ("--schedule-rs ag+gemm", "schedule_rs is one that adds over ranks, got all_gather_1d_tiling_cd_rotating_a"),
         ("--tokens 0", "tokens is an integer >= 1, got 0"),
     ],
 )

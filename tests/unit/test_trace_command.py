@@ -28,6 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return recorded(simulate(args[0], H200), {1: -500.0})
 
     monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
+    monkeypatch.setenv("COLUMNS", "120")  # a row is a line
     return calls
 
 
