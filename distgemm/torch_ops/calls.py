@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from distgemm.derive import make_plan
 from distgemm.ops import Gemm
 from distgemm.plan import Plan
 from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import Execution
+from distgemm.runtime.arguments import Execution, process_group
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.schedulers import get_schedule, list_schedules
 from distgemm.simulate import arrivals
@@ -26,7 +25,7 @@ from distgemm.torch_ops.auto import choose_schedule, measured_executable
 if TYPE_CHECKING:
     from distgemm.choice import Choice
 
-__all__ = ["CACHED", "Call", "Product", "check_kind", "executable", "last_call", "product", "record_calls", "resolve"]
+__all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
 Tensor = torch.Tensor
 
@@ -202,9 +201,7 @@ def _lie_apart(rows: int, columns: int, down: int, along: int) -> bool:
 
 def resolve(group_name: str) -> dist.ProcessGroup:
     """The group of this name: ops take names, which graphs can hold."""
-    by_name: Any = distributed_c10d
-    group: dist.ProcessGroup = by_name._resolve_process_group(group_name)
-    return group
+    return process_group(group_name)
 
 
 _products: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, Product]]] = {}
@@ -270,7 +267,9 @@ def _make(
     # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, choice.schedule, size, **({"sync": sync} | options))
-    check_kind(plan, kind, "schedule='auto', or ")
+    if not _does(plan, kind):
+        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
+        raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
     run, runtime, provider = executable(plan, group, device, choice.execution)
     shown = tuple(sorted(options.items()))
     return Product(plan, rank, run, runtime, provider, shown)
@@ -299,13 +298,6 @@ def _collective(choice: Choice, group: dist.ProcessGroup) -> str:
         return f"symmetric memory, {choice.collective}"
     backend = str(dist.get_backend(group))
     return "NCCL" if backend == "nccl" else backend
-
-
-def check_kind(plan: Plan, kind: str, allowed: str) -> None:
-    """Raises ValueError for a plan that is not of a kind; ``allowed`` begins the list of what is."""
-    if not _does(plan, kind):
-        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
-        raise ValueError(f"{plan.schedule} is no schedule for {kind}; {allowed}one of {', '.join(fitting)}")
 
 
 def _does(plan: Plan, kind: str) -> bool:

@@ -177,23 +177,46 @@ def replicated_training() -> list[str]:
 
 def _training(tp: DeviceMesh, dp: DeviceMesh | None) -> list[str]:
     plain, parallel, ids = models(tp)
+
+    def mean_of_replicas() -> None:
+        for parameter in parallel.parameters():
+            gradient = parameter.grad.to_local()  # type: ignore[union-attr]
+            dist.all_reduce(gradient, group=dp.get_group())  # type: ignore[union-attr]
+            gradient.div_(2)
+
+    wrong, losses = follow(plain, parallel, ids, dp, 4, mean_of_replicas if dp is not None else lambda: None)
+    if not losses[-1] < 0.9 * losses[0]:
+        wrong.append(f"nothing is learned: {losses[0]} to {losses[-1]}")
+    state = distgemm.nn.full_state_dict(parallel)
+    wrong += [name for name, value in plain.state_dict().items() if differs(state[name], value)]
+    return wrong
+
+
+def follow(
+    plain: nn.Module,
+    parallel: nn.Module,
+    ids: Tensor,
+    dp: DeviceMesh | None,
+    steps: int,
+    behind_backward: Callable[[], None] = lambda: None,
+) -> tuple[list[str], list[float]]:
+    """Train both, replicas on their parts of the batch: where losses and gradients differ, and the losses."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
-    wrong = []
-    first = last = 0.0
-    for step in range(4):
-        mine = ids if dp is None else ids.chunk(2, 1)[dp.get_local_rank()]
-        loss = loss_of(plain, ids)
+    mine = ids if dp is None else ids.chunk(dp.size(), 1)[dp.get_local_rank()]
+    wrong, losses = [], []
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
+        loss = loss_of(plain, ids)
         loss.backward()
         with loss_parallel():
             part = loss_of(parallel, mine)
             part.backward()
+        behind_backward()
         found = whole(part).detach().clone()
         if dp is not None:
-            for each in [found, *(p.grad.to_local() for p in parallel.parameters())]:  # type: ignore[union-attr]
-                dist.all_reduce(each, group=dp.get_group())
-                each.div_(2)
+            dist.all_reduce(found, group=dp.get_group())
+            found.div_(dp.size())
         if differs(found, loss.detach()):
             wrong.append(f"step {step}: loss {found} instead of {loss}")
         for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True):
@@ -201,12 +224,8 @@ def _training(tp: DeviceMesh, dp: DeviceMesh | None) -> list[str]:
                 wrong.append(f"step {step}: gradient of {name}")
         for optimizer in optimizers:
             optimizer.step()
-        first, last = (loss.item() if step == 0 else first), loss.item()
-    if not last < 0.9 * first:
-        wrong.append(f"nothing is learned: {first} to {last}")
-    state = distgemm.nn.full_state_dict(parallel)
-    wrong += [name for name, value in plain.state_dict().items() if differs(state[name], value)]
-    return wrong
+        losses.append(loss.item())
+    return wrong, losses
 
 
 def long_training(steps: int = 200) -> float:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import distgemm
-from tests.multiprocess.nn_worker import differs, llama, loss_of, whole
+from tests.multiprocess.nn_worker import differs, follow, llama, whole
 
 CONFIG = llama.Config(vocabulary=32, hidden=16, intermediate=24, heads=4, kv_heads=4)
 
@@ -29,26 +29,7 @@ def _follows(prepare: Callable[[nn.Module, Any], None], dp: int, steps: int = 3)
     parallel = parallelize_module(copy.deepcopy(plain), mesh["tp"], llama.tensor_parallel_plan())
     prepare(parallel, mesh)
     ids = torch.randint(CONFIG.vocabulary, (4 * mesh["tp"].size() + 1, 4))
-    mine = ids.chunk(dp, 1)[mesh["dp"].get_local_rank()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
-    wrong = []
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_of(plain, ids)
-        loss.backward()
-        with loss_parallel():
-            part = loss_of(parallel, mine)
-            part.backward()
-        found = whole(part).detach().clone()
-        dist.all_reduce(found, group=mesh["dp"].get_group())
-        if differs(found / dp, loss.detach()):
-            wrong.append(f"step {step}: loss {found / dp} instead of {loss}")
-        for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True):
-            if differs(whole(x.grad), y.grad):
-                wrong.append(f"step {step}: gradient of {name}")
-        for optimizer in optimizers:
-            optimizer.step()
+    wrong, _ = follow(plain, parallel, ids, mesh["dp"], steps)
     return wrong + [
         f"{name} in the end"
         for (name, x), y in zip(parallel.named_parameters(), plain.parameters(), strict=True)
