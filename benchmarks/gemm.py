@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from distgemm.gemm import GemmTensors, bind
-from distgemm.gemm.tune import alternate, time_graphs, tune
-from distgemm.models import MODELS
+from distgemm.measure.models import MODELS
+from distgemm.tune.gemm import alternate, time_graphs, tune
 
 
 def chunked(t: GemmTensors, chunks: int, **how: Any) -> list[Callable[..., None]]:

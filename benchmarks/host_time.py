@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import distgemm
-from distgemm.benchmarking.cases import LAYERS, OPS, jobs
-from distgemm.models import MODELS
+from distgemm.bench.cases import LAYERS, OPS, jobs
+from distgemm.measure.models import MODELS
 from distgemm.runtime.launch import launch
 
 GATHER, CHAIN, PAIRWISE = (

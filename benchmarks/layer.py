@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.nn import functional
 
 import distgemm
-from distgemm.models import MODELS, Model
+from distgemm.measure.models import MODELS, Model
 from distgemm.runtime.launch import launch
 
 Tensor = torch.Tensor

@@ -30,12 +30,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 import distgemm
-from distgemm import bench, tune
-from distgemm.benchmarking.cases import Case
-from distgemm.gemm.compiler import build
-from distgemm.gemm.words import MemOp
-from distgemm.models import MODELS, get_model
-from distgemm.ops import Signal, View, Wait
+from distgemm import tune
+from distgemm.bench.cases import Case
+from distgemm.gemm.flags import MemOp
+from distgemm.gemm.nvcc import build
+from distgemm.measure import timing as bench
+from distgemm.measure.models import MODELS, get_model
+from distgemm.plan.ops import Signal, View, Wait
 from distgemm.runtime.cuda import executable as executable_module
 from distgemm.runtime.cuda import workspace as workspace_module
 from distgemm.runtime.cuda.binding import Binder, Binding
@@ -43,7 +44,7 @@ from distgemm.runtime.cuda.executable import CudaExecutable
 from distgemm.runtime.cuda.memops import wait_for, write
 from distgemm.runtime.cuda.workspace import Half, Workspace
 from distgemm.runtime.launch import launch
-from distgemm.tune import measuring
+from distgemm.tune import search as measuring
 
 SLOT_BYTES = 3 << 30
 
@@ -164,7 +165,7 @@ def take_part(ranks: int) -> None:
 
 
 class PartOfMany:
-    """One operation, as :class:`distgemm.bench.Operation` is one: shards, and what D's is to be, by schedule."""
+    """One operation, as :class:`distgemm.measure.timing.Operation` is one: shards, and what D's is to be, by schedule."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         self.case, self.problem, self.group, self.device = case, case.problem, group, device

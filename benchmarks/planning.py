@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 import distgemm
-from distgemm import derive
+from distgemm.plan import derive
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 72)
 CUBES = (1, 2, 4, 6, 8)

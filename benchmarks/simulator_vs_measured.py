@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distgemm import GemmProblem, make_plan
-from distgemm.machine import Machine
-from distgemm.simulate import predict_unfused, simulate
+from distgemm.simulator.engine import predict_unfused, simulate
+from distgemm.simulator.machine import Machine
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 RING = "reduce_scatter_1d_tiling_a_rotating_c"

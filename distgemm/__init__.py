@@ -3,9 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from distgemm.derive import make_plan
-from distgemm.plan import Plan, PlanError
-from distgemm.problem import GemmProblem
+from distgemm.plan.derive import make_plan
+from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.reference import run_reference
 from distgemm.schedulers import (
     DistributedTileScheduler,
@@ -17,8 +17,8 @@ from distgemm.schedulers import (
 
 if TYPE_CHECKING:
     from distgemm import nn, tune
-    from distgemm.compiling import compile
-    from distgemm.runtime.collective import CollectiveExecutable, run_collective
+    from distgemm.api import compile
+    from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
     from distgemm.torch_ops import (
         all_gather_matmul,
@@ -62,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first used: planning does without."""
     if name in ("CollectiveExecutable", "run_collective"):
-        from distgemm.runtime import collective
+        from distgemm.runtime.collective import executable as collective
 
         return getattr(collective, name)
     if name in ("CudaExecutable", "ReplayTimeoutError"):
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(cuda, name)
     if name == "compile":
-        from distgemm import compiling
+        from distgemm import api as compiling
 
         return compiling.compile
     if name in ("all_gather_matmul", "last_call", "matmul_all_reduce", "matmul_reduce_scatter", "record_calls"):

@@ -1,6 +1,6 @@
 """``python -m distgemm``"""
 
-from distgemm.cli import main
+from distgemm.cli.main import main
 
 if __name__ == "__main__":
     main()

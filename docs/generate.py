@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distgemm
-from distgemm.cli import CHUNKS, _fewest
-from distgemm.draw import draw_schedule, draw_timeline
-from distgemm.machine import Machine
+from distgemm.cli.main import CHUNKS, _fewest
 from distgemm.schedulers import (
     list_families,
     registry,
@@ -30,8 +28,10 @@ from distgemm.schedulers import (
     schedule_mesh_rank,
     schedule_options,
 )
-from distgemm.show import show_schedule
-from distgemm.simulate import Timeline, predict_unfused, simulate
+from distgemm.simulator.engine import Timeline, predict_unfused, simulate
+from distgemm.simulator.machine import Machine
+from distgemm.viz.figures import draw_schedule, draw_timeline
+from distgemm.viz.text import show_schedule
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

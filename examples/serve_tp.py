@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.nn import functional
 
 import distgemm
-from distgemm.models import MODELS, Model
+from distgemm.measure.models import MODELS, Model
 from distgemm.runtime.launch import init_from_env, launch
 
 TINY = Model(hidden=64, intermediate=160, heads=8, kv_heads=4, head=8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
 from distgemm.gemm.streams import stream_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.libraries import Library, open_library
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import check_device, spec_of
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
     "Arguments",
@@ -80,7 +80,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
     strides only where they decide how much is loaded at once.
 
-    gated: "operands", "results" or "deliveries": it computes several such products, see :mod:`distgemm.gemm.gated`
+    gated: "operands", "results" or "deliveries": it computes several such products, see :mod:`distgemm.gemm.fused.gemms`
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.schedule == "plain", config.epilogue == "direct"
@@ -118,8 +118,8 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if gated == "alone" else f", waiting for {gated}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    headers = {"alone": (), "operands": ("gated.cuh", "words.cuh")}
-    return KernelSource(name, macros, arch, headers=headers.get(gated, ("gated.cuh", "passing.cuh", "words.cuh")))
+    headers = {"alone": (), "operands": ("fused.cuh", "flags.cuh")}
+    return KernelSource(name, macros, arch, headers=headers.get(gated, ("fused.cuh", "fused_reduce.cuh", "flags.cuh")))
 
 
 class Matrix(ctypes.Structure):
@@ -274,7 +274,7 @@ class CutlassProvider:
 
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
         """Configurations worth trying for this spec, the one taken by default first."""
-        from distgemm.gemm.choose import order
+        from distgemm.gemm.select import order
 
         dtype = spec.a.dtype
         epilogue = "tma" if spec.results_aligned else "direct"
@@ -349,7 +349,7 @@ class CutlassProvider:
         return list(found.values())
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
-        """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.choose` says.
+        """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.select` says.
 
         Raises ValueError where not supported; CompilerNotFoundError and CompileError.
         """
@@ -358,7 +358,7 @@ class CutlassProvider:
 
     def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
-            from distgemm.gemm.choose import choose
+            from distgemm.gemm.select import choose
 
             self.raise_unsupported(spec, None)
             config = choose(self, spec, streams)

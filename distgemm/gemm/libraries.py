@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.nvcc import KernelSource, library
 
 __all__ = ["Library", "open_library"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = ["TMA_ALIGNMENT", "GemmConfig", "GemmSpec", "MatrixSpec", "Status"]
 

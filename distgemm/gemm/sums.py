@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, Matrix, as_matrix, sm_count
 from distgemm.gemm.libraries import Library, open_library
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import MatrixSpec
 from distgemm.gemm.tensors import matrix_spec
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = ["SumLaunch", "bind_sum", "sum_source", "sum_source_of"]
 

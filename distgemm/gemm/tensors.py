@@ -8,7 +8,7 @@ import torch
 
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, common_power_of_two
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = ["check_device", "matrix_spec", "spec_of"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
-from distgemm.torch_ops.calls import resolve
-from distgemm.torch_ops.functions import Group, check_choice
+from distgemm.torch_ops.dispatch import resolve
+from distgemm.torch_ops.functional import Group, check_choice
 
 __all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
 

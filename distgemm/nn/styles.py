@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
-from distgemm.torch_ops.functions import autocast_dtype, check_choice
+from distgemm.torch_ops.functional import autocast_dtype, check_choice
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SharedColwiseParallel"]
 

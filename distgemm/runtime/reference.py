@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
-from distgemm.plan import Plan, PlanError
+from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
+from distgemm.plan.plan import Plan, PlanError
 
 __all__ = ["ORDERS", "run_reference"]
 

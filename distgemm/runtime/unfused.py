@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from distgemm.derive import make_plan
 from distgemm.gemm.spec import Status
-from distgemm.plan import Plan
-from distgemm.problem import GemmProblem
-from distgemm.runtime.arguments import (
+from distgemm.plan.derive import make_plan
+from distgemm.plan.plan import Plan
+from distgemm.plan.problem import GemmProblem
+from distgemm.runtime.checks import (
     TORCH_DTYPES,
     agree,
     check_bias,
@@ -25,7 +25,7 @@ from distgemm.runtime.arguments import (
 )
 
 if TYPE_CHECKING:
-    from distgemm.choice import Choice
+    from distgemm.tune.config import Choice
 
 __all__ = ["COLLECTIVES", "DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 

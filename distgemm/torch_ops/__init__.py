@@ -1,8 +1,8 @@
 """Operations on torch tensors, with gradients: what users call, the ops that torch knows, and what they run."""
 
 from distgemm.torch_ops.auto import CHAIN_TOKENS, choose_schedule
-from distgemm.torch_ops.calls import CACHED, Call, last_call, record_calls
-from distgemm.torch_ops.functions import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
+from distgemm.torch_ops.dispatch import CACHED, Call, last_call, record_calls
+from distgemm.torch_ops.functional import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 
 __all__ = [
     "CACHED",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from distgemm.problem import GemmProblem
+from distgemm.plan.problem import GemmProblem
 
 if TYPE_CHECKING:
     from distgemm.runtime.cuda import CudaExecutable

@@ -4,12 +4,12 @@ Choices are kept in ``plans_<GPU>.json`` in the cache folder, over the file of t
 ``docs/tuning.md`` says what they depend on, and what happens where there is none.
 """
 
-from distgemm.choice import UNFUSED, Choice
-from distgemm.tune.choosing import choose, executable, fitting
-from distgemm.tune.measuring import Tuned, finalists, measurable, tune
-from distgemm.tune.predicting import candidates, predicted
+from distgemm.tune.cache import bucket, choices_file, key_of, look_up, record
+from distgemm.tune.candidates import candidates, predicted
+from distgemm.tune.config import UNFUSED, Choice
 from distgemm.tune.ranks import make
-from distgemm.tune.records import bucket, choices_file, key_of, look_up, record
+from distgemm.tune.search import Tuned, finalists, measurable, tune
+from distgemm.tune.select import choose, executable, fitting
 
 __all__ = [
     "UNFUSED",

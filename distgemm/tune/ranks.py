@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distgemm.choice import Choice
-from distgemm.problem import GemmProblem
+from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda import CudaExecutable, compile_plan
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.tune.records import key_of
+from distgemm.tune.cache import key_of
+from distgemm.tune.config import Choice
 
 __all__ = ["device_of", "from_all", "from_first", "make", "refuse_capture"]
 

@@ -19,11 +19,11 @@ from cuda.bindings import driver, runtime
 from torch.autograd import DeviceType
 
 import distgemm
-from distgemm.compiling import compile as compile_plan
-from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
-from distgemm.runtime.arguments import TORCH_DTYPES
+from distgemm.api import compile as compile_plan
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
+from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
-from distgemm.runtime.cuda.actions import BRANCH, Action
+from distgemm.runtime.cuda.lowering.actions import BRANCH, Action
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.schedulers import schedule_options
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.compiler import KernelSource
 from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider, kernel_source
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.tensors import spec_of
 
 TORCH = {

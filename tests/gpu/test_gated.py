@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.gated import COUNTERS, RESERVED, TURNS, Further, GatedGemms, GatedSend, bind_gated
-from distgemm.gemm.words import MemOp
+from distgemm.gemm.flags import MemOp
+from distgemm.gemm.fused.gemms import COUNTERS, RESERVED, TURNS, Further, GatedGemms, GatedSend, bind_gated
 
 pytestmark = pytest.mark.gpu(1)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors, bind, gemm
-from distgemm.gemm.compiler import build
+from distgemm.gemm.nvcc import build
 from tests.gpu.gemm_cases import Case, Made, bound, cases, kernels, make
 
 pytestmark = pytest.mark.gpu(1)

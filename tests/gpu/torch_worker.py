@@ -31,13 +31,14 @@ from torch.nn import functional
 
 import distgemm
 from distgemm.gemm import GemmTensors, get_provider
-from distgemm.gemm.compiler import build
+from distgemm.gemm.nvcc import build
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
-from distgemm.runtime.arguments import Execution
+from distgemm.runtime.checks import Execution
 from distgemm.runtime.cuda.watchdog import watchdog
-from distgemm.torch_ops import calls, ops
+from distgemm.torch_ops import dispatch as calls
+from distgemm.torch_ops import library as ops
 from distgemm.tune import ranks as tuning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.torch_ops import calls, ops
+from distgemm.torch_ops import dispatch as calls
+from distgemm.torch_ops import library as ops
 
 Tensor = torch.Tensor
 BOUND = 1e-10

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distgemm import CollectiveExecutable, GemmProblem, list_schedules, make_plan
-from distgemm.ops import Copy
-from distgemm.runtime.collective import _Call, _Memory, _Message
+from distgemm.plan.ops import Copy
+from distgemm.runtime.collective.executable import _Call, _Memory, _Message
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
 from tests.once import once

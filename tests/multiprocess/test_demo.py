@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from distgemm import bench
-from distgemm import demo as module
-from distgemm.benchmarking import ours
-from distgemm.demo import Measured, demo, layers_table, measurements
-from distgemm.doctor import Check
-from distgemm.problem import GemmProblem
+from distgemm.bench import ours
+from distgemm.cli import demo as module
+from distgemm.cli.demo import Measured, demo, layers_table, measurements
+from distgemm.cli.doctor import Check
+from distgemm.measure import timing as bench
+from distgemm.plan.problem import GemmProblem
 
 
 def test_demo_passes_on_uneven_shards() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from distgemm import GemmProblem, make_plan
 from distgemm.runtime import unfused
-from distgemm.runtime.arguments import check_gathered
+from distgemm.runtime.checks import check_gathered
 from distgemm.runtime.launch import launch
 from tests.multiprocess import tune_worker as worker
 from tests.once import once

@@ -22,16 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import distgemm
-from distgemm import GemmProblem, PlanError, bench, tune
+from distgemm import GemmProblem, PlanError, tune
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm import choose as gemm_choices
+from distgemm.gemm import select as gemm_choices
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import spec_of
+from distgemm.measure import timing as bench
 from distgemm.runtime import unfused
-from distgemm.runtime.arguments import TORCH_DTYPES, Execution
+from distgemm.runtime.checks import TORCH_DTYPES, Execution
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.torch_ops import calls
-from distgemm.tune import UNFUSED, Choice, records
+from distgemm.torch_ops import dispatch as calls
+from distgemm.tune import UNFUSED, Choice
+from distgemm.tune import cache as records
 
 CPU = torch.device("cpu")
 GPU = "NVIDIA Test"
@@ -487,7 +489,7 @@ def measuring(folder: str) -> dict[str, Any]:
 def kernels(folder: str) -> dict[str, Any]:
     """Tuning that measures configurations of GEMMs before, with fakes."""
     rank, found = dist.get_rank(), {}
-    of_gemms = importlib.import_module("distgemm.gemm.tune")
+    of_gemms = importlib.import_module("distgemm.tune.gemm")
     gather = Choice("plan", tune.predicting.GATHER, (("chunks", 2),), Execution("cutlass"))
     one_kernel = dataclasses.replace(gather, execution=Execution("cutlass", branches=1, waits="gemm"))
     tried = [
@@ -510,7 +512,7 @@ def kernels(folder: str) -> dict[str, Any]:
         mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
         mock.patch.object(of_gemms, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]),
         mock.patch.object(of_gemms, "tune", measured),
-        mock.patch("distgemm.gemm.compiler.build_together", lambda *given: built.append(given)),
+        mock.patch("distgemm.gemm.nvcc.build_together", lambda *given: built.append(given)),
         Bench(lambda name: 1.0),
     )
     with contextlib.ExitStack() as stack:

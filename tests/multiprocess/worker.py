@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.ops import Copy, Op, Signal, Wait
-from distgemm.plan import Plan
-from distgemm.runtime import collective
-from distgemm.runtime.arguments import TORCH_DTYPES
-from distgemm.runtime.collective import CollectiveExecutable, run_collective
+from distgemm.plan.ops import Copy, Op, Signal, Wait
+from distgemm.plan.plan import Plan
+from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.collective import executable as collective
+from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
 
 SHAPES = ((10, 7, 9), (8, 12, 16), (1, 9, 6), (5, 1, 7), (13, 6, 1), (1, 1, 1))
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2)}

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
-from distgemm.plan import Plan
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
+from distgemm.plan.plan import Plan
+from distgemm.plan.problem import DTYPE_BYTES
 
 REPLAYS = 2
 

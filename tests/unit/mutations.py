@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from distgemm.ops import Box, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait, box_extents, box_size
-from distgemm.plan import Plan
+from distgemm.plan.ops import Box, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait, box_extents, box_size
+from distgemm.plan.plan import Plan
 from tests.unit.interleavings import Cell, Fault, Machine, Task
 
 Label = tuple[int, int, int]

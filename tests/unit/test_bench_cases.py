@@ -9,10 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from distgemm import bench_command, cli, make_plan
-from distgemm.benchmarking.cases import CANDIDATES, FEWER, LAYERS, OPS, Candidate, Job, boxes, jobs, parse_schedule
-from distgemm.models import MODELS
-from distgemm.problem import GemmProblem
+from distgemm import make_plan
+from distgemm.bench.cases import CANDIDATES, FEWER, LAYERS, OPS, Candidate, Job, boxes, jobs, parse_schedule
+from distgemm.cli import bench as bench_command
+from distgemm.cli import main as cli
+from distgemm.measure.models import MODELS
+from distgemm.plan.problem import GemmProblem
 
 
 def invoke(*arguments: str) -> Result:

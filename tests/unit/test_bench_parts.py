@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distgemm import bench
+from distgemm.measure import timing as bench
 
 SIZE, M, N, K = 4, 32, 48, 16
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.bench import Sample
-from distgemm.benchmarking import peers
+from distgemm.bench import peers
+from distgemm.measure.timing import Sample
 
 SIZE, M, N, K = 4, 1024, 48, 32
 

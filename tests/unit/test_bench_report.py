@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from distgemm import cli, command_line
-from distgemm.benchmarking.cases import jobs
-from distgemm.benchmarking.report import (
+from distgemm.bench.cases import jobs
+from distgemm.bench.report import (
     OURS,
     PART,
     PEER,
@@ -33,7 +32,9 @@ from distgemm.benchmarking.report import (
     summary_table,
     wrong,
 )
-from distgemm.benchmarking.run import Settings
+from distgemm.bench.run import Settings
+from distgemm.cli import common as command_line
+from distgemm.cli import main as cli
 
 EXAMPLE = Path(__file__).with_name("test_bench_example.json")
 

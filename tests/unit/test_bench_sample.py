@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distgemm import bench
-from distgemm.bench import Method, Operation, Sample, WrongResultError, eager, sample
-from distgemm.benchmarking.cases import CANDIDATES, Case, Job
-from distgemm.benchmarking.run import Settings, progress, run_case
-from distgemm.problem import GemmProblem
+from distgemm.bench.cases import CANDIDATES, Case, Job
+from distgemm.bench.run import Settings, progress, run_case
+from distgemm.measure import timing as bench
+from distgemm.measure.timing import Method, Operation, Sample, WrongResultError, eager, sample
+from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.launch import launch
 from tests.once import once
 

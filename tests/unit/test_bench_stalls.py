@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from distgemm.benchmarking.stalls import Stalls
+from distgemm.bench.stalls import Stalls
 
 
 def test_what_takes_long_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import distgemm
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "formulas.md"

@@ -16,14 +16,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 import distgemm
-from distgemm import Plan, cli
+from distgemm import Plan
+from distgemm.cli import main as cli
 from distgemm.layouts import Axis, Modulo, Offset, TVLayout
-from distgemm.machine import Machine
-from distgemm.ops import Copy, Gemm
+from distgemm.plan.ops import Copy, Gemm
+from distgemm.plan.options import parse_options
 from distgemm.schedulers import registry, schedule_aliases, schedule_doc
-from distgemm.show import show_plan, show_schedule
-from distgemm.simulate import predict_unfused, simulate
-from distgemm.texts import parse_options
+from distgemm.simulator.engine import predict_unfused, simulate
+from distgemm.simulator.machine import Machine
+from distgemm.viz.text import show_plan, show_schedule
 from tests.unit.test_show import mesh_2d
 
 Arguments = tuple[str, ...]
@@ -809,9 +810,9 @@ def test_all_goes_on_after_a_builder_that_is_wrong(broken_builders: None) -> Non
 
 def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    module = ModuleType("distgemm.demo")
+    module = ModuleType("distgemm.cli.demo")
     module.demo = lambda **keywords: calls.append(keywords)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "distgemm.demo", module)
+    monkeypatch.setitem(sys.modules, "distgemm.cli.demo", module)
     succeed("demo")
     succeed(
         "demo", "--world-size", "2", "--schedule-ag", "all_gather_1d_ring_a", "--schedule-rs", "x", "--tokens", "64"

@@ -22,19 +22,21 @@ import pytest
 import torch
 
 import distgemm
-from distgemm import compiling
+from distgemm import api as compiling
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.gated import GatedGemms, gated_source
-from distgemm.gemm.words import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
-from distgemm.ops import Barrier, Copy, Gemm, Signal, Wait
-from distgemm.plan import PlanError
-from distgemm.runtime.arguments import TORCH_DTYPES, Execution
-from distgemm.runtime.cuda import binding, executable, memops, one_kernel, watchdog, words
-from distgemm.runtime.cuda.actions import BRANCH, COMM, waits_of
+from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
+from distgemm.gemm.fused.gemms import GatedGemms, gated_source
+from distgemm.plan.ops import Barrier, Copy, Gemm, Signal, Wait
+from distgemm.plan.plan import PlanError
+from distgemm.runtime.checks import TORCH_DTYPES, Execution
+from distgemm.runtime.cuda import binding, executable, memops, watchdog
+from distgemm.runtime.cuda import flag_kernel as words
 from distgemm.runtime.cuda.binding import Binder, Call, tiles_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, _key, copied_buffers
 from distgemm.runtime.cuda.lowering import lower, most_flags
+from distgemm.runtime.cuda.lowering import single_kernel as one_kernel
+from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM, waits_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
@@ -729,7 +731,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
             (kernel, words) = binder.sources(c=c, bias=bias)
             wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
             wanted = "DG_DELIVERIES" if copies == "gemm" else wanted
-            assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "words.cu"
+            assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "flags.cu"
     for gemms in placed:
         assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
 

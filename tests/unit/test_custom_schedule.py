@@ -10,7 +10,7 @@ import pytest
 
 import distgemm
 from distgemm.layouts import Axis, Modulo, TVLayout
-from distgemm.ops import Gemm
+from distgemm.plan.ops import Gemm
 from distgemm.schedulers import WHOLE, DistributedTileScheduler, Hop, Partition, Route, TileCoord
 from tests.unit.reference_data import Data
 

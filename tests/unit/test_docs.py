@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import distgemm
-from distgemm.cli import app
+from distgemm.cli.main import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="a source archive has no docs/")

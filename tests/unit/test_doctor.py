@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distgemm import cli, doctor
-from distgemm.doctor import Check, Facts, Gpu, checks, look, parse_nvlinks, runtimes, unsatisfied
+from distgemm.cli import doctor
+from distgemm.cli import main as cli
+from distgemm.cli.doctor import Check, Facts, Gpu, checks, look, parse_nvlinks, runtimes, unsatisfied
 
 H200 = Gpu("NVIDIA H200", (9, 0), 140 << 30, multicast=True, nvlinks=18)
 WELL = Facts(

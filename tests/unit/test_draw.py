@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from distgemm import GemmProblem, get_schedule, list_schedules, make_plan
-from distgemm.draw import draw_plan, draw_schedule, draw_timeline
-from distgemm.machine import Machine
-from distgemm.simulate import simulate
+from distgemm.simulator.engine import simulate
+from distgemm.simulator.machine import Machine
+from distgemm.viz.figures import draw_plan, draw_schedule, draw_timeline
 
 pytest.importorskip("matplotlib")
 
@@ -193,7 +193,5 @@ def test_every_schedule_has_pictures(tmp_path: Path) -> None:
 
 
 def test_matplotlib_is_imported_late() -> None:
-    code = (
-        "import distgemm.draw, distgemm.simulate, sys; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
-    )
+    code = "import distgemm.viz.figures, distgemm.simulator.engine, sys; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, choose
-from distgemm.gemm.choose import OVERHEADS, RATES, choices_file, estimate, key_of, measured, order, record
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
+from distgemm.gemm import select as choose
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.models import MODELS
+from distgemm.gemm.select import OVERHEADS, RATES, choices_file, estimate, key_of, measured, order, record
+from distgemm.measure.models import MODELS
 
 HOPPER = CutlassProvider("90a")
 DEVICE = "NVIDIA H200"
@@ -227,7 +228,7 @@ def test_a_broken_file_is_named(text: str, where: str) -> None:
 ADDING = """
 import sys, time
 from pathlib import Path
-from distgemm.gemm.choose import record
+from distgemm.gemm.select import record
 number, go = sys.argv[1], Path(sys.argv[2])
 print("ready", flush=True)
 while not go.exists():

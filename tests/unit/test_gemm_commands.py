@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from distgemm import cli
-from distgemm.gemm import commands
-from distgemm.gemm.compiler import cache_dir, cached
+from distgemm.cli import kernels as commands
+from distgemm.cli import main as cli
 from distgemm.gemm.cutlass import TMA_TILES
+from distgemm.gemm.nvcc import cache_dir, cached
 from distgemm.gemm.tensors import spec_of
-from distgemm.problem import GemmProblem
+from distgemm.plan.problem import GemmProblem
 from tests.unit.test_gemm_compiler import WRITES, Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, compiler
-from distgemm.gemm.compiler import (
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
+from distgemm.gemm import nvcc as compiler
+from distgemm.gemm.cutlass import kernel_source
+from distgemm.gemm.nvcc import (
     CompileError,
     CompilerNotFoundError,
     KernelSource,
@@ -28,7 +30,6 @@ from distgemm.gemm.compiler import (
     library,
     missing,
 )
-from distgemm.gemm.cutlass import kernel_source
 
 SOURCE = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 MEBIBYTE = 1 << 20
@@ -104,7 +105,7 @@ def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from distgemm.gemm.compiler import KernelSource, library
+from distgemm.gemm.nvcc import KernelSource, library
 source = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 print("ready", flush=True)
 while not Path(sys.argv[1]).exists():
@@ -201,7 +202,7 @@ def test_what_a_source_includes_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest.M
         return [library(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
 
     def changed(path: Path) -> str:
-        return path.read_text() + "// changed" * (path.name == "gated.cuh")
+        return path.read_text() + "// changed" * (path.name == "fused.cuh")
 
     before = names()
     monkeypatch.setattr(compiler, "_text", changed)

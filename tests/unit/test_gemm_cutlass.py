@@ -12,7 +12,7 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm.cutlass import ELEMENTS, TMA_TILES, Arguments, CutlassProvider, kernel_source
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES
 
 HOPPER = CutlassProvider("90a")
 BYTES = {"float32": 4, "tfloat32": 4, "float8_e4m3fn": 1}

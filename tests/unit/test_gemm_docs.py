@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distgemm.gemm import commands
+from distgemm.cli import kernels as commands
 from tests.unit.test_docs import DOCS, programs, run
 from tests.unit.test_gemm_commands import invoke
 from tests.unit.test_gemm_compiler import Nvcc, nvcc

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import distgemm
-from distgemm.gemm import GemmConfig, GemmTensors, gated
-from distgemm.gemm.compiler import KernelSource
+from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
-from distgemm.gemm.gated import (
+from distgemm.gemm.flags import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
+from distgemm.gemm.fused import gemms as gated
+from distgemm.gemm.fused.gemms import (
     COUNTERS,
     PRODUCTS,
     RESERVED,
@@ -33,8 +34,8 @@ from distgemm.gemm.gated import (
     gated_source,
     sent_in_turn,
 )
-from distgemm.gemm.words import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
-from distgemm.plan import STORED_ALIGNMENT
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.plan.plan import STORED_ALIGNMENT
 
 M, N, K = 64, 48, 32
 
@@ -223,7 +224,7 @@ def test_arguments_lie_as_in_c() -> None:
     numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 8 + PRODUCTS * 16 + 16 + SENDS * 72
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
-    text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("gated", "words"))
+    text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("fused", "flags"))
     for struct, fields in (
         ("Operand", [("word",), ("batch",), ("other",), ("sliced",)]),
         ("Result", [("source_word",), ("word",), ("source",), ("batch",)]),

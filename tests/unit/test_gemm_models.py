@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distgemm.models import MODELS, get_model
+from distgemm.measure.models import MODELS, get_model
 
 VOCABULARY = 128256
 # Blocks, and parameters as the published checkpoints have them.

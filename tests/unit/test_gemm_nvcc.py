@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.compiler import SERIALISED, command, find_nvcc
 from distgemm.gemm.cutlass import kernel_source
+from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
 
 MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)

@@ -10,7 +10,7 @@ import torch
 from distgemm.gemm import GemmTensors, MatrixSpec
 from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.gemm.tune import _elsewhere, candidates, tune
+from distgemm.tune.gemm import _elsewhere, candidates, tune
 
 HOPPER = CutlassProvider("90a")
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 import distgemm
-from distgemm.ops import Copy, Reduce
+from distgemm.plan.ops import Copy, Reduce
 from distgemm.schedulers import TileCoord, nest, ring_of
 from tests.unit.reference_data import Data
 

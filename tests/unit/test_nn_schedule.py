@@ -14,7 +14,7 @@ import torch
 import distgemm
 from distgemm import GemmProblem
 from distgemm.torch_ops import CHAIN_TOKENS, choose_schedule
-from distgemm.torch_ops.calls import Call, _does, _schedule_does
+from distgemm.torch_ops.dispatch import Call, _does, _schedule_does
 
 KINDS = ("ag+gemm", "gemm+rs", "gemm+ar")
 
@@ -103,7 +103,7 @@ def test_torch_is_imported_when_it_is_used() -> None:
 
 
 def test_before_the_first_call_there_is_no_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distgemm.torch_ops.calls._Last.call", None)
+    monkeypatch.setattr("distgemm.torch_ops.dispatch._Last.call", None)
     with pytest.raises(ValueError, match="nothing has run yet: call all_gather_matmul"):
         distgemm.last_call()
 

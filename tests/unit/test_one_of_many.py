@@ -10,7 +10,7 @@ import pytest
 
 import distgemm
 from distgemm import tune
-from distgemm.ops import Copy, Gemm, Signal, Wait
+from distgemm.plan.ops import Copy, Gemm, Signal, Wait
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "one_of_many.py"
 
@@ -56,7 +56,7 @@ def test_what_a_rank_does_to_its_peers_is_done_to_it(op: str, ranks: int, module
 def reads(op: Any) -> list[Any]:
     """Views of slots that an op reads."""
     views = [op.src] if isinstance(op, Copy) else [op.a, op.b, *op.sources] if isinstance(op, Gemm) else []
-    views += op.sources if isinstance(op, distgemm.ops.Reduce) else []
+    views += op.sources if isinstance(op, distgemm.plan.ops.Reduce) else []
     return [view for view in views if view.buffer == "slot"]
 
 

@@ -43,7 +43,7 @@ def test_names_that_need_torch_are_there() -> None:
 @pytest.mark.parametrize("arguments", [["list"], ["show", "ag+gemm", "--world-size", "8"], ["--version"]])
 def test_command_is_light(arguments: list[str]) -> None:
     code = (
-        "import sys; from distgemm.cli import app\n"
+        "import sys; from distgemm.cli.main import app\n"
         f"app({arguments!r}, standalone_mode=False)\n"
         "print([m for m in ('torch', 'cuda', 'matplotlib', 'scipy') if m in sys.modules], file=sys.stderr)"
     )

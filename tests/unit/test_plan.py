@@ -9,11 +9,11 @@ import pytest
 
 import distgemm
 from distgemm.layouts import Axis, TVLayout
-from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
-from distgemm.plan import SLOT_ALIGNMENT
-from distgemm.problem import DTYPE_BYTES
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
+from distgemm.plan.plan import SLOT_ALIGNMENT
+from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers.scheduler import WHOLE
-from distgemm.show import show_plan
+from distgemm.viz.text import show_plan
 
 NAMES = [name for name in distgemm.list_schedules() if "_1d_" in name and not name.startswith("all_reduce")]
 GATHERS = [name for name in NAMES if name.startswith("all_gather")]

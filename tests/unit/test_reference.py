@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import distgemm
-from distgemm.ops import Copy, Gemm, Op, Reduce, Wait, accesses, box_extents
+from distgemm.plan.ops import Copy, Gemm, Op, Reduce, Wait, accesses, box_extents
 from distgemm.runtime.reference import _Machine
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 from tests.unit.reference_data import Data

@@ -11,7 +11,8 @@ import pytest
 
 import distgemm
 from distgemm.layouts import Axis, TVLayout
-from distgemm.ops import Copy, Gemm, Reduce, Wait
+from distgemm.plan.ops import Copy, Gemm, Reduce, Wait
+from distgemm.plan.verify import verify
 from distgemm.schedulers import (
     WHOLE,
     DistributedTileScheduler,
@@ -23,7 +24,6 @@ from distgemm.schedulers import (
     schedule_aliases,
     schedule_options,
 )
-from distgemm.verify import verify
 
 WORLD_SIZES = range(1, 17)
 CHUNKS = (1, 2, 3)

@@ -10,7 +10,7 @@ from distgemm import GemmProblem, get_schedule, list_schedules, make_plan
 from distgemm.layouts import Axis, Modulo, TVLayout
 from distgemm.schedulers import WHOLE, Direct, DistributedTileScheduler, Partition, Route
 from distgemm.schedulers.scheduler import MODES
-from distgemm.show import show_plan, show_schedule
+from distgemm.viz.text import show_plan, show_schedule
 
 LEGEND = """\
 [r]: r holds the tile of A or B at the start, owns the tile of D at the end

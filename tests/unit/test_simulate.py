@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from distgemm import GemmProblem, Plan, PlanError, list_schedules, make_plan
-from distgemm.machine import KernelTile, Link, Machine, Rate, list_machines
-from distgemm.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, accesses, link_of, overlaps
-from distgemm.simulate import FLAGS, Event, Timeline, arrivals, predict_unfused, simulate
+from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, accesses, link_of, overlaps
+from distgemm.simulator.engine import FLAGS, Event, Timeline, arrivals, predict_unfused, simulate
+from distgemm.simulator.machine import KernelTile, Link, Machine, Rate, list_machines
 
 H200 = Machine.load("h200")
 ONE_D = [name for name in list_schedules() if "_1d_" in name]

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.choice import Choice
-from distgemm.runtime.arguments import Execution
-from distgemm.torch_ops import calls, functions, ops
+from distgemm.runtime.checks import Execution
+from distgemm.torch_ops import dispatch as calls
+from distgemm.torch_ops import functional as functions
+from distgemm.torch_ops import library as ops
 from distgemm.tune import ranks
+from distgemm.tune.config import Choice
 
 
 @pytest.mark.parametrize("missing", [True, False])

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from distgemm import GemmProblem, Plan, make_plan
-from distgemm.machine import Machine
-from distgemm.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
+from distgemm.measure.trace import Recording, Seen, Span, Trace, align, attribute, draw_trace, replay_of, what
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.cuda.lowering import lower
-from distgemm.simulate import FLAGS, Timeline, arrivals, simulate
-from distgemm.trace import Recording, Seen, Span, Trace, align, attribute, draw_trace, replay_of, what
+from distgemm.simulator.engine import FLAGS, Timeline, arrivals, simulate
+from distgemm.simulator.machine import Machine
 
 H200 = Machine.load("h200")
 GATHER = "all_gather_1d_tiling_cd_rotating_a"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distgemm.cli import app
-from distgemm.simulate import simulate
-from distgemm.trace import record
+from distgemm.cli.main import app
+from distgemm.measure.trace import record
+from distgemm.simulator.engine import simulate
 from tests.unit.test_trace import GATHER, H200, recorded
 
 RUN = CliRunner()

@@ -12,31 +12,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from distgemm import GemmProblem, cli, list_schedules, make_plan, tune, tune_command
-from distgemm.choices import file_name
-from distgemm.gemm.choose import order
+from distgemm import GemmProblem, list_schedules, make_plan, tune
+from distgemm.cli import main as cli
+from distgemm.cli import tune as tune_command
+from distgemm.gemm.cache import file_name
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.machine import Machine
-from distgemm.models import MODELS
-from distgemm.runtime.arguments import Execution
+from distgemm.gemm.select import order
+from distgemm.measure.models import MODELS
+from distgemm.runtime.checks import Execution
 from distgemm.runtime.cuda.lowering import lower
-from distgemm.tune import (
-    UNFUSED,
-    Choice,
-    Tuned,
-    bucket,
-    candidates,
-    choices_file,
-    key_of,
-    look_up,
-    measuring,
-    predicted,
-    predicting,
-    record,
-    records,
-)
-from distgemm.tune.predicting import SCHEDULES, WITHIN, by_one_kernel, specs_of
+from distgemm.simulator.machine import Machine
+from distgemm.tune import UNFUSED, Choice, Tuned, bucket, candidates, choices_file, key_of, look_up, predicted, record
+from distgemm.tune import cache as records
+from distgemm.tune import candidates as predicting
+from distgemm.tune import search as measuring
+from distgemm.tune.candidates import SCHEDULES, WITHIN, by_one_kernel, specs_of
 from distgemm.tune.ranks import device_of
 
 SHIPPED = records.SHIPPED

@@ -10,9 +10,9 @@ import pytest
 
 import distgemm
 from distgemm import GemmProblem, Plan, PlanError
-from distgemm.form import check_form
-from distgemm.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wait
-from distgemm.verify import _Execution, _Order
+from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wait
+from distgemm.plan.validate import check_form
+from distgemm.plan.verify import _Execution, _Order
 from tests.unit.interleavings import fault
 from tests.unit.mutations import KINDS, changed, effect, mutations
 from tests.unit.test_verify_interleavings import CONTRADICTIONS, SYNCHRONISED, small, verdict

@@ -12,20 +12,20 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.compiler import KernelSource
-from distgemm.gemm.gated import Further, GatedGemms, GatedSend, bind_gated, gated_source
+from distgemm.gemm.flags import MemOp, fits
+from distgemm.gemm.fused.gemms import Further, GatedGemms, GatedSend, bind_gated, gated_source
+from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.gemm.words import MemOp, fits
-from distgemm.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
-from distgemm.plan import Plan
-from distgemm.problem import DTYPE_BYTES
-from distgemm.runtime.arguments import TORCH_DTYPES, Execution, shard_dtype
-from distgemm.runtime.cuda.actions import BRANCH, COMM, Action, waits_of
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.plan.plan import Plan
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.runtime.checks import TORCH_DTYPES, Execution, shard_dtype
+from distgemm.runtime.cuda.flag_kernel import bind_words, word_source
 from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM, Action, waits_of
+from distgemm.runtime.cuda.lowering.single_kernel import moving
 from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
-from distgemm.runtime.cuda.one_kernel import moving
-from distgemm.runtime.cuda.words import bind_words, word_source
 from distgemm.runtime.cuda.workspace import Step, Workspace
 
 __all__ = ["Binder", "Binding", "Bound", "Call", "tiles_of_a"]
@@ -87,7 +87,7 @@ class Binder:
     gives_way:  whether calls whose tensors one kernel for all GEMMs cannot read wait on memory instead; to the other
                 ranks both are the same
 
-    Raises what :func:`distgemm.runtime.cuda.lowering.lower` raises.
+    Raises what :func:`distgemm.runtime.cuda.lowering.lower.lower` raises.
     """
 
     binding: type[Binding]

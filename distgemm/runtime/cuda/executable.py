@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from distgemm.gemm import get_provider
-from distgemm.gemm.compiler import build_together
-from distgemm.gemm.gated import COUNTERS
-from distgemm.ops import Copy
-from distgemm.plan import Plan
-from distgemm.runtime.arguments import (
+from distgemm.gemm.fused.gemms import COUNTERS
+from distgemm.gemm.nvcc import build_together
+from distgemm.plan.ops import Copy
+from distgemm.plan.plan import Plan
+from distgemm.runtime.checks import (
     Execution,
     agree,
     check_bias,
@@ -28,14 +28,14 @@ from distgemm.runtime.arguments import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.actions import BRANCH, Action, on_one_stream
 from distgemm.runtime.cuda.binding import Binder, Bound, Call
 from distgemm.runtime.cuda.lowering import most_flags
+from distgemm.runtime.cuda.lowering.actions import BRANCH, Action, on_one_stream
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
 
 if TYPE_CHECKING:
-    from distgemm.choice import Choice
+    from distgemm.tune.config import Choice
 
 __all__ = ["CudaExecutable", "Replay", "compile_plan"]
 
@@ -51,7 +51,7 @@ class CudaExecutable:
     """This rank's part of a plan; made by :func:`distgemm.compile`.
 
     plan, group, device: what it executes, and where
-    how:     it executes it: a :class:`distgemm.runtime.arguments.Execution`
+    how:     it executes it: a :class:`distgemm.runtime.checks.Execution`
     workspace: the memory that it shares with the group's other executables
     graphs:  how many graphs it has recorded for eager calls, replays not counted
     choice:  what ``schedule="auto"`` chose; None where the caller did

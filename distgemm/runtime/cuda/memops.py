@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, runtime
 
-from distgemm.gemm.words import MemOp
+from distgemm.gemm.flags import MemOp
 
 __all__ = ["clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from cuda.bindings import runtime
 
 from distgemm.gemm.streams import new_stream
-from distgemm.runtime.cuda.actions import waits_of
+from distgemm.runtime.cuda.lowering.actions import waits_of
 from distgemm.runtime.cuda.memops import raise_on
 from distgemm.runtime.cuda.workspace import ENTRY, Words, Workspace
 

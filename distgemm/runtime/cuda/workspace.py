@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from distgemm.gemm.flags import MemOp
 from distgemm.gemm.streams import new_stream
-from distgemm.gemm.words import MemOp
-from distgemm.plan import SLOT_ALIGNMENT
+from distgemm.plan.plan import SLOT_ALIGNMENT
 from distgemm.runtime.cuda.memops import clear, wait_for, write
 
 __all__ = ["Half", "Step", "Workspace", "close_workspace", "workspace_for"]

@@ -1,0 +1,1 @@
+"""The ``distgemm`` command: one file for each subcommand."""

@@ -1,0 +1,1 @@
+"""The fused kernel: all GEMMs of a rank as one persistent kernel."""

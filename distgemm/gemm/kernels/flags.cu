@@ -1,0 +1,29 @@
+// Words that ranks signal through, by a kernel of one warp.
+
+#include "flags.cuh"
+
+namespace distgemm {
+
+__global__ void words(__grid_constant__ Words const args) { perform(args, 0, args.phases); }
+
+extern "C" {
+
+int distgemm_arguments_size() { return sizeof(Words); }
+
+// Loads the kernel on the current device. Returns a cudaError_t.
+int distgemm_load() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(words));
+}
+
+// Returns a cudaError_t.
+int distgemm_launch(Words const* args, cudaStream_t stream) {
+  words<<<1, 32, 0, stream>>>(*args);
+  return cudaGetLastError();
+}
+
+char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+}  // extern "C"
+
+}  // namespace distgemm

@@ -1,0 +1,636 @@
+// One GEMM kernel with a C interface, from CUTLASS 3.x collectives. The macros of the next block say which; the
+// provider passes them to nvcc. The product, with row-major D and sums in float32:
+//
+//   D = alpha * scale_a * scale_b * A B^T + bias + source_scale * source + aux_scale * aux
+//
+// A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
+//
+// With DG_GATED it computes several such products of one shape, one after the other without a pause, or some tile by tile
+// in turn. They are the mode L of CUTLASS; a table says where each of them reads and writes: fused.cuh, and fused_reduce.cuh
+// for sums that are passed on.
+
+#include <cstdint>
+#include <type_traits>
+
+// Tiles of other widths than these would be put together from narrow wgmmas, some at half their rate. Not for all
+// kernels: the instructions of all widths take long to compile.
+#if (DG_TILE_N & (DG_TILE_N - 1)) && DG_TILE_N != 96 && DG_TILE_N != 192
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#endif
+
+#include "cutlass/cutlass.h"
+
+#include "cute/tensor.hpp"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/collective/default_epilogue.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+
+#define DG_COOPERATIVE 0  // TMA and wgmma, two warp groups share a tile
+#define DG_PINGPONG 1     // TMA and wgmma, two warp groups take turns
+#define DG_PLAIN 2        // ordinary loads and mma.sync (float32: FMA): any alignment
+#define DG_TMA 0          // results leave through shared memory and TMA
+#define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
+#define DG_ALONE 0        // one product, or batches of it
+#define DG_OPERANDS 1     // several products, which wait for A or B
+#define DG_RESULTS 2      // several products, which wait for what is added to them, and pass their sum on
+#define DG_DELIVERIES 3   // the same, and what is finished is sent on, too
+
+#ifndef DG_ELEMENT
+#error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
+DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
+and DG_GATED are needed"
+#endif
+
+#define DG_PASSES (DG_GATED == DG_RESULTS || DG_GATED == DG_DELIVERIES)
+#define DG_SENDS (DG_GATED == DG_OPERANDS || DG_GATED == DG_DELIVERIES)
+
+namespace distgemm {
+
+using namespace cute;
+
+using Element = DG_ELEMENT;
+using ElementD = DG_D;
+using ElementSource = DG_SOURCE;  // void: there is none
+using ElementAux = DG_AUX;
+using ElementBias = DG_BIAS;
+using Accumulator = float;
+using Tile = Shape<Int<DG_TILE_M>, Int<DG_TILE_N>, Int<DG_TILE_K>>;
+using Cluster = Shape<Int<DG_CLUSTER_M>, Int<DG_CLUSTER_N>, _1>;
+
+constexpr bool has_source = !std::is_void_v<ElementSource>;
+constexpr bool has_aux = !std::is_void_v<ElementAux>;
+constexpr bool has_bias = !std::is_void_v<ElementBias>;
+constexpr bool row_scale_a = DG_ROW_SCALE_A;
+constexpr bool row_scale_b = DG_ROW_SCALE_B;
+constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
+constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
+constexpr bool gated = DG_GATED != DG_ALONE;
+constexpr bool passes_results = DG_PASSES;
+static_assert(direct || !plain, "without TMA, results are stored directly");
+static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
+static_assert(!passes_results || (!direct && has_source), "sums that are passed on come and leave through TMA");
+
+template <bool RowMajor>
+using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
+using LayoutA = LayoutOf<DG_A_ROW>;
+using LayoutB = LayoutOf<!DG_B_ROW>;  // CUTLASS speaks of B as (k, n)
+using LayoutD = cutlass::layout::RowMajor;
+using StrideA = cutlass::detail::TagToStrideA_t<LayoutA>;
+using StrideB = cutlass::detail::TagToStrideB_t<LayoutB>;
+using StrideD = cutlass::detail::TagToStrideC_t<LayoutD>;
+
+struct Matrix {
+  void const* data;
+  int64_t stride;        // elements between rows (between columns, if column-major)
+  int64_t batch_stride;  // elements between batches
+};
+
+struct Arguments {
+  int32_t m, n, k, l;
+  Matrix a, b, source, aux, d;
+  void const* bias;
+  float const* scale_a;
+  float const* scale_b;
+  int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, where products are gated
+  float alpha, source_scale, aux_scale;
+  int32_t sm_count;
+  int32_t raster;   // 0: chosen by CUTLASS, 1: along M, 2: along N
+  int32_t swizzle;
+};
+
+}  // namespace distgemm
+
+#if DG_GATED != DG_ALONE
+#include "fused.cuh"
+#endif
+#if DG_PASSES
+#include "fused_reduce.cuh"
+#endif
+
+namespace distgemm {
+
+template <class Stride>
+Stride stride_of(Matrix const& matrix) {
+  Stride stride{};
+  if constexpr (is_constant<1, decltype(get<0>(Stride{}))>::value) {
+    get<1>(stride) = matrix.stride;
+  } else {
+    get<0>(stride) = matrix.stride;
+  }
+  get<2>(stride) = matrix.batch_stride;
+  return stride;
+}
+
+template <class T>
+T const* pointer(Matrix const& matrix) {
+  return static_cast<T const*>(matrix.data);
+}
+
+// What is absent still needs a type where one is named.
+template <class T>
+using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
+
+// ---------------------------------------------------------------- epilogue through TMA: a visitor tree
+
+namespace through_tma {
+
+using namespace cutlass::epilogue::fusion;
+constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
+
+template <template <class> class Op>
+using Compute = Sm90Compute<Op, Accumulator, Accumulator, kRound>;
+using Scalar = Sm90ScalarBroadcast<float>;
+using Alpha = Sm90ScalarBroadcast<float, Stride<_0, _0, _0>, 3>;  // alpha and the scales of whole tensors
+using Product = Sm90EVT<Compute<cutlass::multiplies>, Alpha, Sm90AccFetch>;
+
+// One more operation on top of a tree, where the kernel has it.
+template <bool Present, class Inner, template <class> class Op, class... Operands>
+struct Wrapped {
+  using Tree = Inner;
+  static typename Tree::Arguments arguments(typename Inner::Arguments inner, typename Operands::Arguments...) {
+    return inner;
+  }
+};
+template <class Inner, template <class> class Op, class... Operands>
+struct Wrapped<true, Inner, Op, Operands...> {
+  using Tree = Sm90EVT<Compute<Op>, Operands..., Inner>;
+  static typename Tree::Arguments arguments(
+      typename Inner::Arguments inner, typename Operands::Arguments... operands) {
+    return {operands..., inner, {}};
+  }
+};
+
+using BatchStride = std::conditional_t<gated, int64_t, _0>;
+using RowsOfA = Sm90ColBroadcast<0, Tile, float, float, Stride<_1, _0, BatchStride>>;
+using RowsOfB = Sm90RowBroadcast<0, Tile, float, float, Stride<_0, _1, BatchStride>>;
+using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator, Stride<_0, _1, BatchStride>>;
+using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, passes_results>;
+using ScaledA = Wrapped<row_scale_a, Product, cutlass::multiplies, RowsOfA>;
+using ScaledB = Wrapped<row_scale_b, ScaledA::Tree, cutlass::multiplies, RowsOfB>;
+using Biased = Wrapped<has_bias, ScaledB::Tree, cutlass::plus, BiasRow>;
+using WithAux = Wrapped<has_aux, Biased::Tree, cutlass::homogeneous_multiply_add, Scalar, AuxLoad>;
+
+template <class ElementD>
+struct Builder {
+  using Schedule = std::conditional_t<
+      DG_SCHEDULE == DG_PINGPONG, cutlass::epilogue::TmaWarpSpecialized,
+      cutlass::epilogue::TmaWarpSpecializedCooperative>;
+  // Rows of 128 bytes cross links faster than those of 64 that CUTLASS would choose.
+  using WideTile = Shape<Int<DG_SCHEDULE == DG_PINGPONG ? 64 : 128>, Int<128 / sizeof(ElementD)>>;
+  static constexpr bool wide = passes_results && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
+  using EpilogueTile = std::conditional_t<wide, WideTile, cutlass::epilogue::collective::EpilogueTileAuto>;
+  using Sum = Sm90EVT<
+      Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
+      Sm90SrcFetch<ElementSource>, WithAux::Tree>;
+#if DG_PASSES
+  using Tree = PacedTree<Sum, ElementD>;
+#else
+  using Tree = Sum;
+#endif
+  using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      EpilogueTile, Accumulator, Accumulator, ElementSource, LayoutD,
+      16 / sizeof(OrD<ElementSource>), ElementD, LayoutD, 16 / sizeof(ElementD), Schedule, Tree>::CollectiveOp;
+
+  static typename Collective::Arguments arguments(distgemm::Arguments const& args) {
+    typename Product::Arguments product{
+        {{args.alpha, 1.0f, 1.0f},
+         {nullptr, row_scale_a ? nullptr : args.scale_a, row_scale_b ? nullptr : args.scale_b},
+         {}},
+        {},
+        {}};
+    typename RowsOfA::Arguments rows_of_a{args.scale_a, 1.0f, {}};
+    typename RowsOfB::Arguments rows_of_b{args.scale_b, 1.0f, {}};
+    typename BiasRow::Arguments bias{static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}};
+    if constexpr (gated) {
+      get<2>(rows_of_a.dCol) = args.scale_a_stride;
+      get<2>(rows_of_b.dRow) = args.scale_b_stride;
+      get<2>(bias.dRow) = args.bias_stride;
+    }
+    auto scaled_a = ScaledA::arguments(product, rows_of_a);
+    auto scaled_b = ScaledB::arguments(scaled_a, rows_of_b);
+    auto biased = Biased::arguments(scaled_b, bias);
+    auto with_aux = WithAux::arguments(
+        biased, {{args.aux_scale}, {}, {}},
+        {pointer<OrD<ElementAux>>(args.aux), OrD<ElementAux>(0), stride_of<StrideD>(args.aux)});
+    return {
+        {{{args.source_scale}, {}, {}}, {}, with_aux, {}},
+        pointer<OrD<ElementSource>>(args.source),
+        stride_of<StrideD>(args.source),
+        const_cast<ElementD*>(pointer<ElementD>(args.d)),
+        stride_of<StrideD>(args.d)};
+  }
+};
+
+}  // namespace through_tma
+
+// ---------------------------------------------------------------- epilogue from registers
+
+// Each thread takes its own elements to memory, under a predicate. All terms are chosen at run time by null pointers.
+class DirectEpilogue {
+ public:
+  struct Factor {
+    float const* data;
+    bool per_row;
+    int64_t stride;  // between batches
+  };
+  struct Params {
+    float alpha, source_scale, aux_scale;
+    Factor scale_a, scale_b;
+    OrD<ElementBias> const* bias;
+    int64_t bias_stride;
+    OrD<ElementSource> const* source;
+    StrideD source_stride;
+    OrD<ElementAux> const* aux;
+    StrideD aux_stride;
+    distgemm::ElementD* d;
+    StrideD d_stride;
+  };
+  // The names by which CUTLASS's kernels know an epilogue.
+  using EpilogueSchedule = cutlass::gemm::EpilogueDefault;
+  using DispatchPolicy = EpilogueSchedule;
+  using ElementAccumulator = Accumulator;
+  using ElementCompute = Accumulator;
+  using ElementScalar = float;
+  using ElementOutput = distgemm::ElementD;
+  using ElementC = distgemm::ElementD;
+  using StrideC = distgemm::StrideD;
+  using ElementD = distgemm::ElementD;
+  using StrideD = distgemm::StrideD;
+  using GmemTiledCopyC = void;
+  using GmemTiledCopyD = void;
+  struct SharedStorage {};
+  using TensorStorage = SharedStorage;
+  using Arguments = Params;
+  struct ThreadEpilogueOp {
+    using ElementOutput = distgemm::ElementD;
+    using ElementAccumulator = Accumulator;
+    using ElementCompute = Accumulator;
+    using ElementD = distgemm::ElementD;
+    static constexpr int kCount = 1;
+  };
+  static constexpr int kOutputAlignment = 1;
+  using AlignmentType = typename uint_bit<sizeof_bits<ElementD>::value>::type;
+
+  template <class Shape>
+  static constexpr Params to_underlying_arguments(Shape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class Shape>
+  static size_t get_workspace_size(Shape const&, Arguments const&) {
+    return 0;
+  }
+  template <class Shape>
+  static cutlass::Status initialize_workspace(
+      Shape const&, Arguments const&, void*, cudaStream_t, cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+  template <class Shape>
+  static bool can_implement(Shape const&, Arguments const&) {
+    return true;
+  }
+
+  CUTLASS_HOST_DEVICE DirectEpilogue(Params const& params, SharedStorage const& = SharedStorage()) : params_(params) {}
+  CUTLASS_DEVICE bool is_source_needed() { return false; }
+
+  template <class ProblemShape, class BlockShape, class BlockCoord, class Engine, class Layout, class Mma, class Residue>
+  CUTLASS_DEVICE void operator()(
+      ProblemShape problem, BlockShape block, BlockCoord coord, Tensor<Engine, Layout> const& accumulators, Mma mma,
+      Residue, int thread, char*) {
+    auto [M, N, K, L] = problem;
+    auto [m, n, k, l] = coord;
+    Tensor places = local_tile(make_identity_tensor(make_shape(M, N)), take<0, 2>(block), make_coord(m, n));
+    Tensor mine = mma.get_thread_slice(thread).partition_C(places);
+    float whole = params_.alpha;
+    if (params_.scale_a.data && !params_.scale_a.per_row) whole *= *params_.scale_a.data;
+    if (params_.scale_b.data && !params_.scale_b.per_row) whole *= *params_.scale_b.data;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(accumulators); ++i) {
+      auto place = mine(i);
+      if (!elem_less(place, make_coord(M, N))) continue;
+      auto [row, column] = place;
+      auto where = make_coord(row, column, l);
+      float value = whole * accumulators(i);
+      if (params_.scale_a.per_row) value *= params_.scale_a.data[l * params_.scale_a.stride + row];
+      if (params_.scale_b.per_row) value *= params_.scale_b.data[l * params_.scale_b.stride + column];
+      if constexpr (has_bias) {
+        if (params_.bias) value += float(params_.bias[l * params_.bias_stride + column]);
+      }
+      if constexpr (has_aux) {
+        if (params_.aux) value += params_.aux_scale * float(params_.aux[crd2idx_(where, params_.aux_stride)]);
+      }
+      if constexpr (has_source) {
+        if (params_.source) value += params_.source_scale * float(params_.source[crd2idx_(where, params_.source_stride)]);
+      }
+      params_.d[crd2idx_(where, params_.d_stride)] = cutlass::NumericConverter<ElementD, float>::convert(value);
+    }
+  }
+
+ private:
+  template <class Coord>
+  CUTLASS_DEVICE static int64_t crd2idx_(Coord const& where, StrideD const& stride) {
+    return int64_t(get<0>(where)) * get<0>(stride) + int64_t(get<1>(where)) + int64_t(get<2>(where)) * get<2>(stride);
+  }
+
+  Params params_;
+};
+
+namespace from_registers {
+
+template <class ElementD>
+struct Builder {
+  using Collective = std::conditional_t<
+      plain, DirectEpilogue, cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<DirectEpilogue>>;
+
+  static typename Collective::Arguments arguments(distgemm::Arguments const& args) {
+    return {
+        args.alpha,
+        args.source_scale,
+        args.aux_scale,
+        {args.scale_a, row_scale_a, args.scale_a_stride},
+        {args.scale_b, row_scale_b, args.scale_b_stride},
+        static_cast<OrD<ElementBias> const*>(args.bias),
+        args.bias_stride,
+        pointer<OrD<ElementSource>>(args.source),
+        stride_of<StrideD>(args.source),
+        pointer<OrD<ElementAux>>(args.aux),
+        stride_of<StrideD>(args.aux),
+        const_cast<ElementD*>(pointer<ElementD>(args.d)),
+        stride_of<StrideD>(args.d)};
+  }
+};
+
+}  // namespace from_registers
+
+using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, through_tma::Builder<ElementD>>;
+
+// ---------------------------------------------------------------- main loops
+
+template <class Element, class Epilogue>
+struct TmaMainloop {
+#if DG_SENDS
+  static constexpr int kSending = kCopyingWarps * sizeof(Sender::Storage);
+#else
+  static constexpr int kSending = 0;
+#endif
+#if DG_PASSES
+  static constexpr int kHandingOut = sizeof(TileTickets);
+#else
+  static constexpr int kHandingOut = 0;
+#endif
+  // To the byte: with 128 more, kernels that deliver would have a stage less, and multiply a tenth more slowly.
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSending + kHandingOut;
+  using Schedule = std::conditional_t<
+      DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+      cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+  using Collective = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 16 / sizeof(Element), Element, LayoutB,
+      16 / sizeof(Element), Accumulator, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<kCarveout>,
+      Schedule>::CollectiveOp;
+};
+
+// Ordinary loads through registers into K-major shared memory. float32 is multiplied by FMA, all else by mma.sync.
+template <class Element>
+struct PlainMainloop {
+  static constexpr int kThreads = 256;
+  static constexpr int kDepth = DG_TILE_K;
+  static constexpr bool fma = std::is_same_v<Element, float>;
+
+  template <class T>
+  static constexpr auto atom() {
+    if constexpr (std::is_same_v<T, cutlass::bfloat16_t>) return SM80_16x8x16_F32BF16BF16F32_TN{};
+    else if constexpr (std::is_same_v<T, cutlass::half_t>) return SM80_16x8x16_F32F16F16F32_TN{};
+    else if constexpr (std::is_same_v<T, cutlass::tfloat32_t>) return SM80_16x8x8_F32TF32TF32F32_TN{};
+    else if constexpr (std::is_same_v<T, cutlass::float_e4m3_t>) return SM89_16x8x32_F32E4M3E4M3F32_TN{};
+    else return UniversalFMA<float, float, float, float>{};
+  }
+  static constexpr auto mma() {
+    if constexpr (fma) {
+      // Thread i of 16 owns rows 4i..4i+3, so that it reads four at once.
+      using Four = Layout<Shape<_16, _4>, Stride<_4, _1>>;
+      return TiledMMA<MMA_Atom<decltype(atom<Element>())>, Layout<Shape<_16, _16, _1>>, cute::Tile<Four, Four, _1>>{};
+    } else {
+      return TiledMMA<MMA_Atom<decltype(atom<Element>())>, Layout<Shape<_4, _2, _1>>, cute::Tile<_64, _32, Underscore>>{};
+    }
+  }
+  using Mma = decltype(mma());
+
+  // Eight rows of 64 bytes, in which 16-byte pieces are swizzled so that ldmatrix reads without bank conflicts; for
+  // FMA, columns with a gap of four.
+  template <int Rows>
+  static constexpr auto smem_atom() {
+    if constexpr (fma) {
+      return Layout<Shape<Int<Rows>, Int<kDepth>>, Stride<_1, Int<Rows + 4>>>{};
+    } else {
+      constexpr int piece = 16 / sizeof(Element);
+      static_assert(kDepth * sizeof(Element) == 64, "a row of a tile takes 64 bytes");
+      constexpr int bits = piece == 16 ? 4 : piece == 8 ? 3 : 2;
+      return composition(Swizzle<2, bits, 3>{}, Layout<Shape<_8, Int<kDepth>>, Stride<Int<kDepth>, _1>>{});
+    }
+  }
+  using SmemCopy = std::conditional_t<fma, Copy_Atom<DefaultCopy, Element>, Copy_Atom<SM75_U32x4_LDSM_N, Element>>;
+  using SmemCopyB = std::conditional_t<fma, Copy_Atom<DefaultCopy, Element>, Copy_Atom<SM75_U32x2_LDSM_N, Element>>;
+
+  // Neighbouring threads load neighbouring elements of the contiguous mode.
+  template <bool AlongK, int Vector, int Rows>
+  static constexpr auto gmem_copy() {
+    using Load = Copy_Atom<UniversalCopy<uint_bit_t<Vector * sizeof_bits_v<Element>>>, Element>;
+    if constexpr (AlongK) {
+      constexpr int across = kDepth / Vector;
+      return make_tiled_copy(
+          Load{}, Layout<Shape<Int<kThreads / across>, Int<across>>, Stride<Int<across>, _1>>{}, Layout<Shape<_1, Int<Vector>>>{});
+    } else {
+      static_assert(Vector == 1, "several elements at once are loaded along K only");
+      constexpr int along = Rows < kThreads ? Rows : kThreads;
+      return make_tiled_copy(
+          Load{}, Layout<Shape<Int<along>, Int<kThreads / along>>, Stride<_1, Int<along>>>{}, Layout<Shape<_1, _1>>{});
+    }
+  }
+
+  using Collective = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm70TwoStage, Tile, Element, StrideA, Element, StrideB, Mma,
+      decltype(gmem_copy<DG_A_ROW, DG_VECTOR_A, size<0>(Tile{})>()), decltype(smem_atom<size<0>(Tile{})>()), SmemCopy,
+      cute::identity, decltype(gmem_copy<DG_B_ROW, DG_VECTOR_B, size<1>(Tile{})>()),
+      decltype(smem_atom<size<1>(Tile{})>()), SmemCopyB, cute::identity>;
+};
+
+using Mainloop =
+    typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue::Collective>>::Collective;
+
+template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
+using KernelOf = cutlass::gemm::kernel::GemmUniversal<
+    Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
+
+#if DG_GATED == DG_OPERANDS
+using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>, InTurn>>;
+#elif DG_PASSES
+using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
+#else
+using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
+#endif
+using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+using Params = typename Kernel::Params;
+
+typename Mainloop::Arguments operands(Arguments const& args) {
+  return {pointer<Element>(args.a), stride_of<StrideA>(args.a), pointer<Element>(args.b), stride_of<StrideB>(args.b)};
+}
+
+void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
+  arguments.hw_info.sm_count = args.sm_count;
+  if constexpr (!plain) {
+    using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
+    arguments.scheduler.max_swizzle_size = args.swizzle;
+    arguments.scheduler.raster_order =
+        args.raster == 1 ? Order::AlongM : args.raster == 2 ? Order::AlongN : Order::Heuristic;
+  }
+}
+
+#if DG_GATED != DG_ALONE
+
+// Descriptors of both operands, for so many batches of each.
+typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
+  auto of_a = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, a_batches), operands(args), nullptr);
+  auto of_b = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, b_batches), operands(args), nullptr);
+  of_a.tma_load_b = of_b.tma_load_b;
+  return of_a;
+}
+
+#if DG_GATED == DG_OPERANDS
+
+void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+  static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result.batch;
+}
+
+#else
+
+void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+  using Collective = typename Epilogue::Collective;
+  auto const of = [&](Arguments const& from, int results) {
+    auto const params = [&](int batches) {
+      return Collective::to_underlying_arguments(
+          make_shape(from.m, from.n, from.k, batches), Epilogue::arguments(from), nullptr);
+    };
+    typename Collective::Params found = params(results);
+    found.tma_load_c = params(args.sources).tma_load_c;
+    return found;
+  };
+  Arguments here = args.base, other = args.base;
+  other.d = args.d_elsewhere;
+  other.bias = nullptr;
+  other.aux.data = nullptr;
+  if (args.adds) {  // the product has been multiplied by them
+    here.alpha = 1.0f;
+    here.scale_a = here.scale_b = nullptr;
+  }
+  static_cast<typename Collective::Params&>(arguments.epilogue) = of(here, args.results_here);
+  arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
+  arguments.epilogue.counters = args.counters;
+  arguments.epilogue.open = arguments.passage.open();
+  arguments.epilogue.sources = PassingEpilogue<Collective>::Sources::params(args);
+  arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
+  arguments.scheduler.tickets = args.counters + kProducts;
+  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
+}
+
+#endif
+
+typename Kernel::Arguments encode(void const* given) {
+  auto const& args = *static_cast<GatedArguments const*>(given);
+  auto const batches_of = [&](Arguments const& from, int count) {
+    return args.moving == 0 ? descriptors(from, count, args.others) : descriptors(from, args.others, count);
+  };
+  typename Kernel::Arguments arguments{};
+  arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  arguments.problem_shape = {args.base.m, args.base.n, args.base.k, args.base.l};
+  static_cast<typename Mainloop::Params&>(arguments.mainloop) = batches_of(args.base, args.operands_here);
+  Arguments other = args.base;
+  (args.moving == 0 ? other.a : other.b) = args.operand_elsewhere;
+  arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
+  arguments.mainloop.moving = args.moving;
+  arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
+  for (int i = 0; i < kProducts; ++i) {
+    arguments.mainloop.operands[i] = args.products[i].operand;
+    arguments.scheduler.turns.first[i] = args.products[i].first;
+    arguments.scheduler.turns.abreast[i] = args.products[i].abreast;
+  }
+  arguments.passage = {args.entry, args.exit, args.counters};
+  if constexpr (DG_SENDS) {
+    arguments.sender = Sender::params(args);
+    arguments.sender.opens = args.opens ? args.opens : arguments.passage.open();
+  }
+  set_results(arguments, args);
+  set_order(arguments, args.base);
+  return arguments;
+}
+
+#else
+
+typename Kernel::Arguments encode(void const* given) {
+  auto const& args = *static_cast<Arguments const*>(given);
+  typename Kernel::Arguments arguments{
+      plain ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
+      {args.m, args.n, args.k, args.l},
+      operands(args),
+      Epilogue::arguments(args),
+      {},
+      {}};
+  set_order(arguments, args);
+  return arguments;
+}
+
+#endif
+
+extern "C" {
+
+#if DG_GATED != DG_ALONE
+int distgemm_arguments_size() { return sizeof(GatedArguments); }
+#else
+int distgemm_arguments_size() { return sizeof(Arguments); }
+#endif
+int distgemm_params_size() { return sizeof(Params); }
+int distgemm_params_alignment() { return alignof(Params); }
+
+// Loads the kernel on the current device. Returns a cudaError_t.
+int distgemm_load() {
+  cudaError_t error = cudaSuccess;
+  if constexpr (Kernel::SharedStorageSize >= (48 << 10)) {
+    error = cudaFuncSetAttribute(
+        reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>), cudaFuncAttributeMaxDynamicSharedMemorySize,
+        Kernel::SharedStorageSize);
+  }
+  cudaFuncAttributes attributes;
+  if (error == cudaSuccess) {
+    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>));
+  }
+  return error;
+}
+
+// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. The arguments are
+// GatedArguments where the kernel is.
+void distgemm_encode(void const* args, void* out) {
+  auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
+#if DG_PASSES
+  // Also tiles outside of D, by which the scheduler rounds up.
+  params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<GatedArguments const*>(args)->base.l;
+#else
+  static_cast<void>(params);
+#endif
+}
+
+// Launches with parameters that distgemm_encode wrote. Returns a cudaError_t.
+int distgemm_launch(void* params, cudaStream_t stream) {
+  cutlass::Status status = Gemm::run(*static_cast<Params*>(params), stream);
+  cudaError_t error = cudaGetLastError();
+  return error != cudaSuccess ? error : status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+}  // extern "C"
+
+}  // namespace distgemm

@@ -1,0 +1,1 @@
+"""Measuring on GPUs: one timing loop, one profiler reader, one roof."""

@@ -1,0 +1,239 @@
+"""The form of a plan: ops refer to what exists, and say the same thing twice where they say it twice.
+
+What every user of a plan may rely on before it asks what the plan computes: the model checker, and runtimes that
+execute plans of any origin.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from distgemm.plan.ops import (
+    Barrier,
+    Box,
+    Copy,
+    Gemm,
+    Op,
+    Range,
+    Reduce,
+    Signal,
+    View,
+    Wait,
+    accesses,
+    box_extents,
+    box_size,
+    contains,
+)
+from distgemm.plan.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
+from distgemm.plan.problem import DTYPE_BYTES
+
+__all__ = ["FlagKey", "Form", "check_form", "fail"]
+
+FlagKey = tuple[int, int]
+"""(rank, number): what names a flag."""
+
+
+class Form(NamedTuple):
+    """What a look at all ops has found.
+
+    ops:            of each rank, by their ids
+    signals, waits: the one op of each flag
+    barriers:       by round, the Barrier of every rank
+    """
+
+    ops: list[dict[int, Op]]
+    signals: dict[FlagKey, Signal]
+    waits: dict[FlagKey, Wait]
+    barriers: dict[int, list[Barrier]]
+
+
+def fail(op: Op, message: str) -> PlanError:
+    """An error that names the op."""
+    return PlanError(f"{op.describe()}: {message}")
+
+
+def check_form(plan: Plan) -> Form:
+    """Raise :class:`PlanError` where ops name what is not there, or contradict each other or the plan."""
+    _check_slots(plan)
+    _check_owners(plan)
+    form = Form([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
+    memory = _Memory(plan)
+    for rank, ops in enumerate(plan.rank_ops):
+        seen = form.ops[rank]
+        last_round = 0
+        for op in ops:
+            if op.rank != rank:
+                raise fail(op, f"stands among the ops of rank {rank}")
+            if op.id in seen:
+                raise fail(op, "its id is used twice")
+            for dep in op.deps:
+                if dep not in seen:
+                    raise fail(op, f"depends on op {dep}, which does not come before it")
+            if op.round < last_round:
+                raise fail(op, f"its round {op.round} comes after round {last_round}")
+            last_round = op.round
+            seen[op.id] = op
+            if isinstance(op, Signal):
+                other: Op = form.signals.setdefault(op.flag[:2], op)
+                if other is not op:
+                    raise fail(op, f"{op.flag} is signalled by {other} already")
+            elif isinstance(op, Wait):
+                if op.flag.rank != rank:
+                    raise fail(op, f"waits for {op.flag}, a flag of another rank")
+                other = form.waits.setdefault(op.flag[:2], op)
+                if other is not op:
+                    raise fail(op, f"{op.flag} is waited for by {other} already")
+            elif isinstance(op, Barrier):
+                form.barriers[op.round].append(op)
+            else:
+                memory.check(op)
+    memory.check_pitches()
+    for key, signal in form.signals.items():
+        if key not in form.waits:
+            raise fail(signal, "no op waits for this flag")
+    for key, wait in form.waits.items():
+        if key not in form.signals:
+            raise fail(wait, "no op signals this flag: the wait never ends")
+        _check_flag(form.signals[key], wait)
+    for round_, barriers in form.barriers.items():
+        ranks = [op.rank for op in barriers]
+        if ranks != list(range(plan.world_size)):
+            raise fail(barriers[0], f"the barrier of round {round_} is entered by ranks {ranks}")
+    return form
+
+
+def _check_slots(plan: Plan) -> None:
+    """Slots are aligned, hold what they say and do not overlap."""
+    for rank, slots in enumerate(plan.slots):
+        end = 0
+        for slot in sorted(slots):
+            if slot.offset < end or slot.bytes < slot.elements * DTYPE_BYTES[slot.dtype]:
+                raise PlanError(f"rank {rank}: {slot} overlaps another slot, or is too small for its elements")
+            if slot.offset % SLOT_ALIGNMENT:
+                raise PlanError(f"rank {rank}: {slot} does not start at a multiple of {SLOT_ALIGNMENT} bytes")
+            end = slot.offset + slot.bytes
+
+
+def _check_owners(plan: Plan) -> None:
+    """Every tile of D has an owner."""
+    tiles = [list(pairwise(plan.edges[mode])) for mode in (3, 0, 1)]
+    owned: set[tuple[Range, ...]] = set()
+    for shard in set(plan.shards[2]):
+        inside = [
+            [tile for tile in of_mode if low <= tile[0] < tile[1] <= high]
+            for of_mode, (low, high) in zip(tiles, shard, strict=True)
+        ]
+        owned.update(product(*inside))
+    for tile in product(*tiles):
+        if all(low < high for low, high in tile) and tile not in owned:
+            raise PlanError(f"no rank owns the tile of D in {tile}")
+
+
+def _check_flag(signal: Signal, wait: Wait) -> None:
+    flag = wait.flag
+    if signal.flag != flag:
+        raise fail(wait, f"waits for {flag!r}, but {signal} sets {signal.flag!r}")
+    if flag.initial not in (0, 1):
+        raise fail(wait, f"{flag} starts at {flag.initial}; it is 0 or 1")
+    if wait.peer != signal.rank:
+        raise fail(wait, f"names rank {wait.peer}, the signal comes from rank {signal.rank}")
+    if not flag.initial and wait.round <= signal.round:
+        raise fail(wait, f"waits in round {wait.round} for a signal of round {signal.round}, {signal}")
+
+
+class _Memory:
+    """The views of ops. One that several ops share is looked at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.problem = plan.problem
+        self.shards = dict(zip("ABDC", (*plan.shards, plan.shards[2]), strict=True))
+        self.tiles = tuple(dict(enumerate(pairwise(edges))) for edges in plan.edges)  # by mode and index
+        self.dtypes: dict[int, str] = {}  # of each view, by its identity: equal views may be looked at again
+        self.views: list[tuple[View, Op]] = []  # with the op that had it first
+
+    def check(self, op: Op) -> None:
+        """Views lie in memory that the op may touch, and mean what the op says."""
+        reads, write = accesses(op)
+        assert write is not None
+        rank, dtypes = op.rank, self.dtypes
+        if write.rank != rank:
+            stores = isinstance(op, Copy) or (isinstance(op, Gemm) and write.buffer == "slot")
+            if not stores or not 0 <= write.rank < self.plan.world_size:
+                raise fail(op, f"touches {write}, the memory of another rank")
+        if id(write) not in dtypes:
+            self._check_place(op, write)
+        if write.buffer != "slot":
+            if write.buffer != "D":
+                raise fail(op, f"writes {write.buffer}, an input")
+            if write.rank != rank:
+                raise fail(op, f"writes {write}, which is not in the symmetric workspace")
+        for view in reads:
+            if view.rank != rank:
+                pulls = isinstance(op, Copy) and write.rank == rank and 0 <= view.rank < self.plan.world_size
+                if not pulls or view.buffer != "slot":
+                    raise fail(op, f"touches {view}, the memory of another rank")
+            if id(view) not in dtypes:
+                self._check_place(op, view)
+            # An op works on its elements in any order: only a sum may replace, element by element, what it adds to.
+            if view.slot == write.slot and view[:2] == write[:2]:
+                adds = isinstance(op, (Gemm, Reduce)) and view in op.sources
+                if not adds or view.frame != write.frame:
+                    raise fail(op, f"writes {write}, which it reads as {view}")
+        if isinstance(op, Copy):
+            if op.src.box != write.box:
+                raise fail(op, f"copies {op.src} to {write}, another place of the matrix")
+            from_, to = dtypes[id(op.src)], dtypes[id(write)]
+            if from_ != to:
+                raise fail(op, f"copies {from_} to a place of {to}")
+            return
+        assert isinstance(op, (Gemm, Reduce))
+        wanted = write.box
+        if isinstance(op, Gemm):
+            of_m, of_n, of_k, of_l = self.tiles
+            m, n, k, l = op.tile  # noqa: E741
+            if m not in of_m or n not in of_n or k not in of_k or l not in of_l:
+                raise fail(op, f"its tile is outside the grid {tuple(self.plan.grid)}")
+            rows, columns, depth, batch = of_m[m], of_n[n], of_k[k], of_l[l]
+            self._check_operand(op, op.a, (batch, rows, depth))
+            self._check_operand(op, op.b, (batch, columns, depth))
+            wanted = batch, rows, columns
+        rests = self.problem.partial_dtype if op.c is None else self.problem.out_dtype
+        if dtypes[id(write)] != rests:
+            raise fail(op, f"rounds to {dtypes[id(write)]} in {write} where this sum is {rests}")
+        for view in (*op.sources, write) if op.c is None else (*op.sources, op.c, write):
+            if view.box != wanted:
+                raise fail(op, f"adds {view} where its tile is {wanted}")
+
+    def _check_operand(self, op: Gemm, view: View, box: Box) -> None:
+        if view.box != box:
+            raise fail(op, f"reads {view} where its tile is {box}")
+        dtype = self.dtypes[id(view)]
+        if dtype != self.problem.dtype:
+            raise fail(op, f"reads {view} of {dtype} where A and B are {self.problem.dtype}")
+
+    def _check_place(self, op: Op, view: View) -> None:
+        if not contains(view.frame, view.box) or not box_size(view.box):
+            raise fail(op, f"{view} is empty or reaches out of {view.frame}")
+        if view.buffer == "slot":
+            slots = self.plan.slots[view.rank]
+            if not 0 <= view.slot < len(slots):
+                raise fail(op, f"{view} names a slot that does not exist")
+            if view.elements > slots[view.slot].elements:
+                raise fail(op, f"{view} does not fit into its slot of {slots[view.slot].elements} elements")
+        elif view.buffer not in self.shards or view.slot != -1:
+            raise fail(op, f"{view!r} is neither in a slot nor in a shard")
+        elif view.frame != self.shards[view.buffer][view.rank]:
+            raise fail(op, f"{view} does not lie in the shard of rank {view.rank}")
+        self.dtypes[id(view)] = self.plan.dtype(view)
+        self.views.append((view, op))
+
+    def check_pitches(self) -> None:
+        """Rows are dense in the caller's shards, and aligned in slots."""
+        for view, op in self.views:
+            columns = box_extents(view.frame)[2]
+            pitch = slot_pitch(columns, self.dtypes[id(view)]) if view.buffer == "slot" else columns
+            if view.pitch != pitch:
+                raise fail(op, f"{view} has rows {view.pitch} elements apart, not {pitch}")

@@ -1,0 +1,5 @@
+"""The collective runtime: a plan over torch.distributed, gloo on CPUs and NCCL on GPUs."""
+
+from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
+
+__all__ = ["CollectiveExecutable", "run_collective"]

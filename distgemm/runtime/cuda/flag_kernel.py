@@ -1,0 +1,60 @@
+"""Waits for words and writes of words by a kernel of one warp, where memory operations take longer.
+
+A memory operation occupies no SM, but a wait by one costs some microseconds more than a kernel that spins, and each
+write 0.7 us. The kernel needs an SM of its own to be free: it is for plans whose GEMMs run one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.flags import OPERATIONS, PHASES, MemOp, Words, words_of
+from distgemm.gemm.libraries import Library, open_library
+from distgemm.gemm.nvcc import KernelSource
+
+__all__ = ["bind_words", "word_source"]
+
+
+def word_source() -> KernelSource:
+    """What the kernel is compiled from."""
+    return KernelSource("words", (), CutlassProvider().arch, "flags.cu", ("flags.cuh",))
+
+
+def _open(device: int) -> Library:
+    found = open_library(word_source(), Words)
+    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    found.load_on(device)
+    return found
+
+
+def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
+    """Phases as launches: as many at once as fit, and longer ones in several parts."""
+    launches: list[list[list[MemOp]]] = []
+    for phase in phases:
+        for start in range(0, len(phase), OPERATIONS):
+            part = list(phase[start : start + OPERATIONS])
+            last = launches[-1] if launches else []
+            if last and len(last) < PHASES and sum(map(len, last)) + len(part) <= OPERATIONS:
+                last.append(part)
+            else:
+                launches.append([part])
+    return launches
+
+
+class WordLaunch:
+    """The kernel with its operations; called with a stream."""
+
+    def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
+        self._library = _open(device)
+        self._arguments = [words_of(part) for part in split(phases)]
+
+    def __call__(self, stream: int) -> None:
+        for arguments in self._arguments:
+            self._library.check(self._library.functions.distgemm_launch(ctypes.addressof(arguments), stream), "launch")
+
+
+def bind_words(phases: Sequence[Sequence[MemOp]], device: int) -> WordLaunch:
+    """The operations of each phase at once, the phases one after the other."""
+    return WordLaunch(phases, device)

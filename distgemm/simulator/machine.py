@@ -1,0 +1,313 @@
+"""Machine: what the cost model knows about GPUs and the links between them. Pure data, read from JSON.
+
+Times are microseconds, bandwidths GB/s (1e9 bytes), rates TFLOP/s. ``sources`` in each file of ``machines/`` says
+where its figures come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distgemm.plan.problem import DTYPE_BYTES
+
+__all__ = ["GemmCost", "KernelTile", "Link", "Machine", "Rate", "list_machines"]
+
+MACHINES = Path(__file__).parent / "machines"
+
+
+class Rate(NamedTuple):
+    """How fast the GPU multiplies one element type, TFLOP/s.
+
+    peak:  all SMs at full clock; one SM does peak / sms
+    power: what the whole GPU does at most, held by its power limit
+    """
+
+    peak: float
+    power: float
+
+
+class KernelTile(NamedTuple):
+    """An output tile m x n that one SM computes, and its rate as a share of the peak."""
+
+    m: int
+    n: int
+    efficiency: float
+
+
+class Link(NamedTuple):
+    """One kind of connection. A transfer of b bytes takes gap + b / bandwidth of its engine; it has arrived
+    ``latency`` later. Back to back, the latency is paid once.
+
+    bandwidth: GB/s, per rank and direction
+    gap:       us between two transfers of one engine
+    latency:   us
+    """
+
+    bandwidth: float
+    gap: float
+    latency: float
+
+
+class GemmCost(NamedTuple):
+    """What a GEMM asks of the SMs.
+
+    tiles:   output tiles, each the work of one SM
+    tile_us: how long one takes
+    flop:    floating-point operations
+    alone:   us from its launch to its end when it has the GPU for itself, with the launch
+    """
+
+    tiles: int
+    tile_us: float
+    flop: float
+    alone: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and links, for :func:`distgemm.simulator.engine.simulate`.
+
+    name:            what it is, for titles
+    sms:             streaming multiprocessors of a GPU
+    rates:           Rate of each element type
+    tiles:           output tiles of the kernels to choose from; the fastest is taken for each shape
+    gemm_launch:     us from the moment a GEMM may start to its first tile
+    tile_overhead:   us of each tile outside the loop over K (pipeline fill, epilogue)
+    boost:           us of multiplication in a replay at the power limit above; what is longer runs at
+    sustained:       this share of it
+    memory:          GB/s that kernels reach
+    sum_memory:      GB/s of the kernel that executes Reduce, reads and writes together
+    nvlink:          links within a host: the copy engine pushes
+    pull_bandwidth:  GB/s when the receiver pulls instead
+    copy_streams:    copy streams per rank at which the bandwidth above holds; with more, all together have
+    contended:       this many GB/s
+    network:         links between hosts
+    ranks_per_host:  ranks that NVLink connects; None: all
+    signal, wait:    us until a flag is seen by its reader; from there until what waited starts
+    copy_launch:     us from the moment a copy may start to its start, unless the copy before it takes longer
+    signal_gap:      us for which a signal behind a copy keeps the copy's stream from going on
+    barrier:         us of a barrier, from the last arrival
+    replay:          us from the end of a replay to the beginning of the next: exit and launch
+    entry:           us from there until copies may leave: each rank hears that the others have left their last replay
+    branches:        GEMMs of one rank in flight
+    collective:      a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives
+    sources:         where the figures come from
+
+    Raises ValueError for figures that make no sense.
+    """
+
+    name: str
+    sms: int
+    rates: Mapping[str, Rate]
+    tiles: tuple[KernelTile, ...]
+    gemm_launch: float
+    tile_overhead: float
+    boost: float
+    sustained: float
+    memory: float
+    sum_memory: float
+    nvlink: Link
+    pull_bandwidth: float
+    copy_streams: int
+    contended: float
+    network: Link
+    ranks_per_host: int | None
+    signal: float
+    wait: float
+    copy_launch: float
+    signal_gap: float
+    barrier: float
+    replay: float
+    entry: float
+    branches: int
+    collective: Link
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("sms", "copy_streams", "branches"):
+            _integer(name, getattr(self, name))
+        if self.ranks_per_host is not None:
+            _integer("ranks_per_host", self.ranks_per_host)
+        for name in ("sustained", "memory", "sum_memory", "pull_bandwidth", "contended"):
+            _positive(name, getattr(self, name))
+        waits = ("signal", "wait", "signal_gap", "barrier", "replay", "entry")
+        for name in ("gemm_launch", "tile_overhead", "copy_launch", "boost", *waits):
+            _nonnegative(name, getattr(self, name))
+        if self.sustained > 1:
+            raise ValueError(f"sustained is a share, at most 1, got {self.sustained}")
+        for name in ("nvlink", "network", "collective"):
+            link = getattr(self, name)
+            _positive(f"{name}.bandwidth", link.bandwidth)
+            _nonnegative(f"{name}.gap", link.gap)
+            _nonnegative(f"{name}.latency", link.latency)
+        if not self.rates:
+            raise ValueError("rates is empty: the rate of at least one element type is needed")
+        for dtype, rate in self.rates.items():
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(f"rates: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+            _positive(f"rates.{dtype}.peak", rate.peak)
+            _positive(f"rates.{dtype}.power", rate.power)
+        if not self.tiles:
+            raise ValueError("tiles is empty: at least one output tile is needed")
+        for number, tile in enumerate(self.tiles):
+            _integer(f"tiles[{number}].m", tile.m)
+            _integer(f"tiles[{number}].n", tile.n)
+            _positive(f"tiles[{number}].efficiency", tile.efficiency)
+
+    # --- files --------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, name: str | Path) -> Machine:
+        """A machine that ships with the package, by name, or the one in a JSON file.
+
+        Raises ValueError that names the file and what is wrong with it.
+        """
+        path = Path(name)
+        if path.suffix != ".json" and len(path.parts) == 1:
+            path = MACHINES / f"{name}.json"
+            if not path.is_file():
+                known = ", ".join(list_machines())
+                raise ValueError(f"machine {str(name)!r} is none of {known}, nor the path of a .json file")
+        try:
+            fields = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"machine {path}: {error}") from None
+        try:
+            return cls.from_dict(fields)
+        except ValueError as error:
+            raise ValueError(f"machine {path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Machine:
+        """The machine that :meth:`to_dict` wrote; raises ValueError for what is missing, unknown or of a wrong type."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"a JSON object is needed, got {type(fields).__name__}")
+        known = {each.name for each in dataclasses.fields(cls)}
+        wrong = sorted(set(fields) - known)
+        missing = sorted(known - set(fields) - {"sources"})
+        if wrong or missing:
+            raise ValueError(
+                "; ".join(f"{what} {keys}" for what, keys in (("unknown", wrong), ("no", missing)) if keys)
+            )
+        values = dict(fields)
+        for key in ("nvlink", "network", "collective"):
+            values[key] = Link(**_named(key, values[key], Link._fields))
+        if not isinstance(values["rates"], dict):
+            raise ValueError("rates is an object of element types")
+        values["rates"] = {
+            dtype: Rate(**_named(f"rates.{dtype}", rate, Rate._fields)) for dtype, rate in values["rates"].items()
+        }
+        if not isinstance(values["tiles"], list):
+            raise ValueError("tiles is a list")
+        values["tiles"] = tuple(
+            KernelTile(**_named(f"tiles[{number}]", tile, KernelTile._fields))
+            for number, tile in enumerate(values["tiles"])
+        )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine as JSON knows it."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        for key in ("nvlink", "network", "collective"):
+            fields[key] = fields[key]._asdict()
+        fields["rates"] = {dtype: rate._asdict() for dtype, rate in self.rates.items()}
+        fields["tiles"] = [tile._asdict() for tile in self.tiles]
+        fields["sources"] = dict(self.sources)
+        return fields
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON; :meth:`load` reads it back."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    # --- costs --------------------------------------------------------------------------------------
+
+    def rate(self, dtype: str) -> Rate:
+        """The rate of an element type; raises ValueError where the machine has none."""
+        found = self.rates.get(dtype)
+        if found is None:
+            raise ValueError(f"{self.name} has no GEMM rate of {dtype}; it has those of {', '.join(self.rates)}")
+        return found
+
+    def same_host(self, one: int, other: int) -> bool:
+        """Whether NVLink connects two ranks."""
+        return self.ranks_per_host is None or one // self.ranks_per_host == other // self.ranks_per_host
+
+    def link(self, src: int, dst: int) -> Link:
+        """The link between two ranks."""
+        return self.nvlink if self.same_host(src, dst) else self.network
+
+    def gemm(
+        self, m: int, n: int, k: int, batches: int = 1, *, dtype: str, out_bytes: int = 2, read_bytes: int = 0
+    ) -> GemmCost:
+        """What D (m, n) = A (m, k) B (n, k) asks of the SMs, with the fastest output tile.
+
+        out_bytes, read_bytes: bytes that the epilogue writes, and reads, for each element of D
+        """
+        rate = self.rate(dtype)
+        per_sm = rate.peak / self.sms * 1e6
+        flop = 2.0 * batches * m * n * k
+        moved = batches * (DTYPE_BYTES[dtype] * (m + n) * k + (out_bytes + read_bytes) * m * n)
+        best: tuple[float, int, float] | None = None
+        for tile in self.tiles:
+            tiles = batches * ceil(m / tile.m) * ceil(n / tile.n)
+            epilogue = tile.m * tile.n * read_bytes / (self.memory / self.sms * 1e3)
+            tile_us = 2.0 * tile.m * tile.n * k / (per_sm * tile.efficiency) + self.tile_overhead + epilogue
+            waves = ceil(tiles / self.sms)
+            # What must come from memory holds small products back; every tile waits for its share.
+            tile_us = max(tile_us, moved / (self.memory * 1e3) / waves)
+            if best is None or waves * tile_us < best[0]:
+                best = waves * tile_us, tiles, tile_us
+        assert best is not None
+        alone = self.gemm_launch + max(best[0], flop / (rate.power * 1e6))
+        return GemmCost(best[1], best[2], flop, alone)
+
+    def clock(self, dtype: str, flop: float) -> float:
+        """Share of the power limit that a replay keeps in which a rank does so many operations."""
+        at_limit = flop / (self.rate(dtype).power * 1e6)
+        if at_limit <= self.boost:
+            return 1.0
+        return at_limit / (self.boost + (at_limit - self.boost) / self.sustained)
+
+    def copy_us(self, size: int, src: int = 0, dst: int = 1) -> float:
+        """us of one copy of ``size`` bytes on idle links, until it has arrived."""
+        link = self.link(src, dst)
+        return link.gap + size / (link.bandwidth * 1e3) + link.latency
+
+
+def list_machines() -> list[str]:
+    """Names of the machines that ship with the package."""
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def _named(what: str, given: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(given, dict) or set(given) != set(fields):
+        raise ValueError(f"{what} has the fields {', '.join(fields)}, got {given!r}")
+    return given
+
+
+def _integer(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} is an integer >= 1, got {value!r}")
+
+
+def _number(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
+        raise ValueError(f"{what} is a number, got {value!r}")
+
+
+def _positive(what: str, value: Any) -> None:
+    _number(what, value)
+    if value <= 0:
+        raise ValueError(f"{what} is a number > 0, got {value!r}")
+
+
+def _nonnegative(what: str, value: Any) -> None:
+    _number(what, value)
+    if value < 0:
+        raise ValueError(f"{what} is a number >= 0, got {value!r}")

@@ -1,0 +1,1 @@
+"""Schedules, plans and timelines as text, figures and traces."""

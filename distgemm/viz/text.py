@@ -1,0 +1,335 @@
+"""Text pictures: the tile grids of a schedule, and what a plan does, moves and occupies."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
+from distgemm.plan.plan import ROW_ALIGNMENT, Plan
+from distgemm.schedulers import DistributedTileScheduler
+from distgemm.schedulers.scheduler import MODES
+
+__all__ = ["show_plan", "show_schedule"]
+
+LIMIT = 16
+"""Rows and columns of a picture, unless told otherwise; what is left out is said below it."""
+
+WIDTH = 100
+"""Cells of a grid are broken into lines to stay within this many characters, where that is possible."""
+
+OP_KINDS = ("Gemm", "Copy", "Reduce", "Signal", "Wait", "Barrier")
+
+
+# --- schedules ------------------------------------------------------------------------------------------
+
+
+def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) -> str:
+    """A schedule as text: its routes, its work table, and a grid of tiles for each of A, B and D.
+
+    limit: rows and columns, of tiles, ranks or iterations, that are shown of each table
+
+    In the grids a cell reads ``[holders] rank:iteration ...``: who holds the tile of A or B at the start, or
+    owns the tile of D at the end, and which rank reads it, or adds to it, in which iteration; the earliest
+    first.
+    """
+    if limit < 1:
+        raise ValueError(f"limit is an integer >= 1, got {limit!r}")
+    grid = scheduler.grid
+    head = (
+        f"{scheduler.name}: {_count(scheduler.world_size, 'rank')}{_mesh(scheduler.mesh)}, "
+        f"{_count(scheduler.iterations, 'iteration')}, work tiles m {grid.m}, n {grid.n}, k {grid.k}, l {grid.l}"
+    )
+    uses = {operand: _uses(scheduler, operand) for operand in MODES}
+    parts = [f"{head}\n{_routes(scheduler, uses)}", _work_table(scheduler, limit)]
+    for operand in MODES:
+        parts += _grids(scheduler, operand, uses[operand], limit)
+    parts.append(
+        "[r]: r holds the tile of A or B at the start, owns the tile of D at the end\n"
+        "r:i: rank r reads the tile of A or B, or adds to the tile of D, in iteration i; *: in all iterations"
+    )
+    return "\n\n".join(parts)
+
+
+Uses = dict[tuple[int, ...], dict[int, list[int]]]
+"""By tile of an operand, by rank: the iterations that use it."""
+
+
+def _uses(scheduler: DistributedTileScheduler, operand: str) -> Uses:
+    found: Uses = defaultdict(lambda: defaultdict(list))
+    for rank in range(scheduler.world_size):
+        for iteration in range(scheduler.iterations):
+            work = scheduler.work_tile(iteration, rank)
+            if work is not None:
+                found[tuple(getattr(work, mode) for mode in MODES[operand])][rank].append(iteration)
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _mesh(mesh: tuple[int, ...]) -> str:
+    return f" as {'x'.join(map(str, mesh))}" if len(mesh) > 1 else ""
+
+
+def _numbers(values: Iterable[int], total: int, every: str) -> str:
+    """Numbers with runs joined, "0-2,5"; ``every`` for all of several."""
+    ordered = sorted(set(values))
+    if total > 1 and len(ordered) == total:
+        return every
+    runs: list[list[int]] = []
+    for value in ordered:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def _route_name(route: object) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", type(route).__name__).lower()
+
+
+def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
+    """The routes of what moves."""
+    said = []
+    for operand, route in (("A", scheduler.route.a), ("B", scheduler.route.b)):
+        moves = any(not set(ranks) <= set(scheduler.owner(operand, tile)) for tile, ranks in uses[operand].items())
+        said.append(f"{operand} {_route_name(route) if moves else 'stays'}")
+    owners = {tile: scheduler.owner("D", tile) for tile in uses["D"]}
+    reduced = any(len(ranks) > 1 or not set(ranks) <= set(owners[tile]) for tile, ranks in uses["D"].items())
+    result = "D stays"
+    if reduced:
+        reduce = scheduler.route.d
+        how = "each rank adds what it receives" if reduce.fold else "one final sum"
+        last = getattr(reduce, "fold_last", None)
+        if reduce.fold and last is False:
+            how += ", the last one in a final sum"
+        if last and not reduce.fold:
+            how = "added by the reducer's last product"
+        result = f"D {_route_name(reduce)} ({how})"
+    if any(len(ranks) > 1 for ranks in owners.values()):
+        result += f", delivered {_route_name(scheduler.route.deliver)}"
+    return f"routes: {'; '.join([*said, result])}"
+
+
+def _work_table(scheduler: DistributedTileScheduler, limit: int) -> str:
+    modes = [mode for mode in "mnkl" if mode != "l" or scheduler.grid.l > 1]
+    ranks, iterations = range(scheduler.world_size), range(scheduler.iterations)
+    rows = [["", *map(str, iterations[:limit])]]
+    for rank in ranks[:limit]:
+        tiles = [scheduler.work_tile(iteration, rank) for iteration in iterations[:limit]]
+        cells = ["-" if tile is None else ",".join(str(getattr(tile, mode)) for mode in modes) for tile in tiles]
+        rows.append([f"rank {rank}", *cells])
+    idle = "; -: idle" if any("-" in row[1:] for row in rows[1:]) else ""
+    title = f"work ({', '.join(modes)}): rows are ranks, columns iterations{idle}"
+    return "\n".join([title, *_table(rows), *_left_out(("ranks", ranks), ("iterations", iterations), limit)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with right-aligned columns, the first left-aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _left_out(first: tuple[str, Sequence[int]], second: tuple[str, Sequence[int]], limit: int) -> list[str]:
+    """What a table of these rows and columns does not show."""
+    cut = [f"{limit} of {len(values)} {what}" for what, values in (first, second) if len(values) > limit]
+    if not cut:
+        return []
+    rows, columns = len(first[1]), len(second[1])
+    missing = rows * columns - min(rows, limit) * min(columns, limit)
+    return [f"... {' and '.join(cut)} shown, {missing} of {rows * columns} cells left out"]
+
+
+def _grids(scheduler: DistributedTileScheduler, operand: str, uses: Uses, limit: int) -> list[str]:
+    """The grid of an operand, one for each l."""
+    row, column, _ = MODES[operand]
+    batches = range(scheduler.grid.l)
+    found = []
+    for batch in batches[:limit]:
+        where = f", l {batch}" if len(batches) > 1 else ""
+        rows, columns = range(getattr(scheduler.grid, row)), range(getattr(scheduler.grid, column))
+        cells = [[_cell(scheduler, operand, (r, c, batch), uses, limit) for c in columns[:limit]] for r in rows[:limit]]
+        title = f"{operand} ({row}, {column}){where}"
+        left_out = _left_out((f"rows ({row})", rows), (f"columns ({column})", columns), limit)
+        found.append("\n".join([title, *_boxes(row, column, cells), *left_out]))
+    if len(batches) > limit:
+        found[-1] += f"\n... {limit} of {len(batches)} grids of {operand} (l) shown"
+    return found
+
+
+def _cell(
+    scheduler: DistributedTileScheduler, operand: str, tile: tuple[int, ...], uses: Uses, limit: int
+) -> list[str]:
+    """Who holds a tile, then who uses it when."""
+    by_rank = uses.get(tile, {})
+    order = sorted(by_rank, key=lambda rank: (by_rank[rank], rank))
+    tokens = [f"[{_numbers(scheduler.owner(operand, tile), scheduler.world_size, 'all')}]"]
+    tokens += [f"{rank}:{_numbers(by_rank[rank], scheduler.iterations, '*')}" for rank in order[:limit]]
+    if len(order) > limit:
+        tokens.append(f"+{len(order) - limit} more")
+    return tokens
+
+
+def _boxes(row: str, column: str, cells: list[list[list[str]]]) -> list[str]:
+    """Lines of a grid: each cell on one line if they all fit, else its first word above the others."""
+    columns = len(cells[0])
+    labels = [f"{row} {index}".ljust(len(f"{row} {len(cells) - 1}")) for index in range(len(cells))]
+    room = (WIDTH - len(labels[0]) - 3) // columns - 3
+    texts = [[[" ".join(tokens)] for tokens in line] for line in cells]
+    stacked = max(len(text[0]) for line in texts for text in line) > room
+    if stacked:
+        width = max(len(token) for line in cells for tokens in line for token in tokens[1:] or [""])
+        texts = [[_stack(tokens, width, max(1, (room + 1) // (width + 1))) for tokens in line] for line in cells]
+    titles = [f"{column} {index}" for index in range(columns)]
+    width = max([*map(len, titles), *(len(part) for line in texts for text in line for part in text)])
+    rule = f"{' ' * len(labels[0])} |{'|'.join(['-' * (width + 2)] * columns)}|"
+    lines = [f"{' ' * len(labels[0])}   {'   '.join(title.ljust(width) for title in titles)}".rstrip(), rule]
+    for label, line in zip(labels, texts, strict=True):
+        for number in range(max(map(len, line))):
+            parts = [text[number] if number < len(text) else "" for text in line]
+            side = label if number == 0 else " " * len(label)
+            lines.append(f"{side} | {' | '.join(part.ljust(width) for part in parts)} |")
+        if stacked:
+            lines.append(rule)
+    return lines if stacked else [*lines, rule]
+
+
+def _stack(tokens: list[str], width: int, count: int) -> list[str]:
+    rest = [token.ljust(width) for token in tokens[1:]]
+    return [tokens[0], *(" ".join(rest[at : at + count]).rstrip() for at in range(0, len(rest), count))]
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def show_plan(plan: Plan, *, ops: bool = False, rank: int | None = None, limit: int = LIMIT) -> str:
+    """A plan as text: shards, workspace, ops by kind, bytes over each link, totals.
+
+    ops:   list every op with what it depends on
+    rank:  list the ops of this rank alone
+    limit: ranks that are shown of each table
+    """
+    if limit < 1:
+        raise ValueError(f"limit is an integer >= 1, got {limit!r}")
+    listed = range(plan.world_size) if rank is None else [rank]
+    parts = [
+        _plan_head(plan),
+        _shards(plan, limit),
+        _slots(plan, limit),
+        _op_counts(plan, limit),
+        _links(plan, limit),
+        _totals(plan),
+    ]
+    if ops or rank is not None:
+        parts += ["\n".join([f"ops of rank {number}", *map(_op, plan.ops(number))]) for number in listed]
+    return "\n\n".join(parts)
+
+
+def _plan_head(plan: Plan) -> str:
+    problem = plan.problem
+    rows = f", m per rank {','.join(map(str, problem.m_per_rank))}" if problem.m_per_rank is not None else ""
+    tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))
+    return "\n".join(
+        [
+            f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
+            f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
+            f"mechanism {plan.mechanism}",
+            f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
+            f"{problem.dtype} -> {problem.out_dtype}, partial sums {problem.partial_dtype}",
+            f"tiles: {tiles}",
+        ]
+    )
+
+
+def _tiles(edges: tuple[int, ...]) -> str:
+    """Number and lengths of the tiles of a mode: "4 x 16", or "4 x 3..5" where they differ."""
+    lengths = [stop - start for start, stop in pairwise(edges)]
+    low, high = min(lengths), max(lengths)
+    return f"{len(lengths)} x {low}" if low == high else f"{len(lengths)} x {low}..{high}"
+
+
+def _bytes(size: int) -> str:
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+
+
+def _more_ranks(plan: Plan, limit: int) -> list[str]:
+    return [f"... {limit} of {plan.world_size} ranks shown"] if plan.world_size > limit else []
+
+
+def _shards(plan: Plan, limit: int) -> str:
+    rows = [["shards", "A", "B", "D (and C)"]]
+    for rank in range(plan.world_size)[:limit]:
+        shapes = ("x".join(map(str, plan.shard_shape(operand, rank))) for operand in "ABD")
+        rows.append([f"rank {rank}", *shapes])
+    return "\n".join([*_table(rows), *_more_ranks(plan, limit)])
+
+
+def _slots(plan: Plan, limit: int) -> str:
+    rows = [["workspace", "slots", "bytes", ""]]
+    for rank, slots in enumerate(plan.slots[:limit]):
+        kinds = Counter(f"{slot.elements} {slot.dtype}" for slot in slots)
+        held = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        rows.append([f"rank {rank}", str(len(slots)), _bytes(plan.workspace_bytes(rank)), held])
+    # The last column is text, which reads better left-aligned.
+    width = max(len(row[-1]) for row in rows)
+    lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
+    padded = ", ".join(f"{columns} -> {pitch}" for columns, pitch in plan.padded_rows)
+    note = [f"rows padded to {ROW_ALIGNMENT} bytes: {padded} elements"] if padded else []
+    return "\n".join([*lines, *note, *_more_ranks(plan, limit)])
+
+
+def _op_counts(plan: Plan, limit: int) -> str:
+    rows = [["ops", *OP_KINDS, "all"]]
+    for rank, ops in enumerate(plan.rank_ops[:limit]):
+        kinds = Counter(op.kind for op in ops)
+        rows.append([f"rank {rank}", *(str(kinds[kind]) for kind in OP_KINDS), str(len(ops))])
+    return "\n".join([*_table(rows), *_more_ranks(plan, limit)])
+
+
+def _links(plan: Plan, limit: int) -> str:
+    links = plan.link_bytes()
+    if not links:
+        return "link bytes: none, nothing moves between ranks"
+    ranks = range(plan.world_size)
+    rows = [["link bytes", *(f"to {rank}" for rank in ranks[:limit]), "sent"]]
+    for src in ranks[:limit]:
+        cells = [_bytes(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
+        rows.append([f"from {src}", *cells, _bytes(sum(size for link, size in links.items() if link[0] == src))])
+    received = [_bytes(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
+    rows.append(["received", *received, _bytes(sum(links.values()))])
+    return "\n".join([*_table(rows), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
+
+
+def _totals(plan: Plan) -> str:
+    links = plan.link_bytes()
+    ops = [op for of_rank in plan.rank_ops for op in of_rank]
+    flops = sum(2 * box_size(op.a.box) * box_extents(op.b.box)[1] for op in ops if isinstance(op, Gemm))
+    workspace = max(plan.workspace_bytes(rank) for rank in range(plan.world_size))
+    return (
+        f"totals: {_count(len(ops), 'op')}, {flops} flop, {sum(links.values())} bytes over {_count(len(links), 'link')}"
+        f" ({max(links.values(), default=0)} on the busiest), at most {workspace} bytes of workspace on a rank"
+    )
+
+
+def _op(op: Op) -> str:
+    text = op.describe()
+    if isinstance(op, (Gemm, Reduce)):
+        terms = [f"{op.a} * {op.b}"] if isinstance(op, Gemm) else []
+        terms += map(str, op.sources)
+        if op.c is not None:
+            terms.append(f"beta * {op.c}")
+        text += f": {' + '.join(terms)} -> {op.out}"
+    return f"{text}; after {', '.join(f'#{dep}' for dep in op.deps)}" if op.deps else text
