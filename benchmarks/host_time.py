@@ -36,14 +36,18 @@ GATHER, CHAIN, PAIRWISE = (
 )
 CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     (GATHER, (2048, 1280, 8192), {}),
-    (GATHER, (2048, 1280, 8192), {"branches": 1, "provider": "cublas"}),
-    (GATHER, (2048, 1280, 8192), {"branches": 1, "provider": "cublas", "waits": "kernel"}),
+    (GATHER, (2048, 1280, 8192), {"gemm_streams": 1, "provider": "cublas"}),
+    (GATHER, (2048, 1280, 8192), {"gemm_streams": 1, "provider": "cublas", "wait_by": "kernel"}),
     (CHAIN, (2048, 8192, 1024), {"chunks": 2}),
-    (CHAIN, (2048, 8192, 1024), {"chunks": 2, "branches": 1, "waits": "kernel"}),
-    (PAIRWISE, (2048, 8192, 1024), {"branches": 1}),
-    (PAIRWISE, (2048, 8192, 1024), {"branches": 1, "mechanism": "store"}),
-    (GATHER, (2048, 1280, 8192), {"waits": "gemm", "config": "128x128x64_2x1_pingpong"}),
-    (CHAIN, (2048, 8192, 1024), {"waits": "gemm", "mechanism": "store", "config": "128x128x64_2x1_pingpong"}),
+    (CHAIN, (2048, 8192, 1024), {"chunks": 2, "gemm_streams": 1, "wait_by": "kernel"}),
+    (PAIRWISE, (2048, 8192, 1024), {"gemm_streams": 1}),
+    (PAIRWISE, (2048, 8192, 1024), {"gemm_streams": 1, "mechanism": "store"}),
+    (GATHER, (2048, 1280, 8192), {"execution": "single_kernel", "config": "128x128x64_2x1_pingpong"}),
+    (
+        CHAIN,
+        (2048, 8192, 1024),
+        {"execution": "single_kernel", "mechanism": "store", "config": "128x128x64_2x1_pingpong"},
+    ),
 ]
 """Schedule, extents (n of a gather, k of a reduction for each rank), options."""
 BUSY = 40_000_000

@@ -50,7 +50,7 @@ SLOT_BYTES = 3 << 30
 
 
 class RotatedHalf(Half):
-    """Words of a rank by how far it is from the one in whose memory they lie: what rank 0 writes at peer p, the other
+    """FlagOps of a rank by how far it is from the one in whose memory they lie: what rank 0 writes at peer p, the other
     GPU finds as written by its own peer -p."""
 
     def left(self, at: int, by: int) -> int:
@@ -224,7 +224,7 @@ class PartOfMany:
         return [bench.Method("cuBLAS alone", multiply), bench.Method("copies alone", copy)]
 
 
-def executables(part: PartOfMany, choices: Sequence[tune.Choice], refused: dict[str, str]) -> list[bench.Method]:
+def executables(part: PartOfMany, choices: Sequence[tune.TunedConfig], refused: dict[str, str]) -> list[bench.Method]:
     methods = []
     for choice in choices:
         if choice.method == "unfused":
@@ -262,7 +262,7 @@ def measure(case: Case, how: How) -> dict[str, Any]:
     part = PartOfMany(case, group, device)
     refused: dict[str, str] = {}
 
-    def sample(choices: Sequence[tune.Choice], **how: Any) -> dict[str, float]:
+    def sample(choices: Sequence[tune.TunedConfig], **how: Any) -> dict[str, float]:
         methods = [*executables(part, choices, refused), *part.parts()]
         try:
             found = bench.sample(part, methods, **how)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ BURSTS, REPLAYS = 6, 4
 ROW = 8 << 10
 """Bytes of a row of a 2D copy; rows are twice as far apart."""
 
-# Bytes from the start of a rank's symmetric memory. Words begin as 0.
+# Bytes from the start of a rank's symmetric memory. FlagOps begin as 0.
 WRITTEN, SIGNALLED, EXCHANGED, ZERO, DATA = 0, 1 << 10, 2 << 10, 4 << 10, 64 * MIB
 
 Case = tuple[str, int, Callable[[], None]]

@@ -173,10 +173,10 @@ def prototype(machine: Machine) -> Machine:
     return dataclasses.replace(machine, **PROTOTYPE, nvlink=machine.nvlink._replace(**PROTOTYPE_LINK))
 
 
-def _best(op: str, ranks: int, machine: Machine, schedule: str, chunks: list[int], branches: list[int]) -> float:
+def _best(op: str, ranks: int, machine: Machine, schedule: str, chunks: list[int], gemm_streams: list[int]) -> float:
     machine = prototype(machine)
     plans = [make_plan(problem(op, ranks), schedule, ranks, chunks=count) for count in chunks]
-    return min(simulate(plan, machine, branches=count).time for plan in plans for count in branches) / 1e3
+    return min(simulate(plan, machine, gemm_streams=count).time for plan in plans for count in gemm_streams) / 1e3
 
 
 def _naive(op: str, ranks: int, machine: Machine, schedule: str) -> float:
@@ -184,7 +184,7 @@ def _naive(op: str, ranks: int, machine: Machine, schedule: str) -> float:
     machine = prototype(machine)
     pull = machine.nvlink._replace(bandwidth=machine.pull_bandwidth)
     plan = make_plan(problem(op, ranks), schedule, ranks, sync="barrier")
-    return simulate(plan, dataclasses.replace(machine, nvlink=pull), branches=1).time / 1e3
+    return simulate(plan, dataclasses.replace(machine, nvlink=pull), gemm_streams=1).time / 1e3
 
 
 def predict(machine: Machine) -> list[Row]:
@@ -193,13 +193,13 @@ def predict(machine: Machine) -> list[Row]:
     for op, time in NAIVE_8.items():
         schedule = GATHER if op.startswith("AG") else PAIRWISE
         rows.append(Row(8, op, "pull, one stream", time, _naive(op, 8, machine, schedule), schedule))
-    for how, measured, schedule, chunks, branches in (
+    for how, measured, schedule, chunks, gemm_streams in (
         ("push, best of 4 or 8 chunks", PUSH_4, GATHER, [1, 2], [1, 2]),
         ("ring, chunks=2", RING_4, RING, [2], [2]),
         ("push + sum", SUM_4, PAIRWISE, [1, 2], [1, 2]),
     ):
         for op, time in measured.items():
-            rows.append(Row(4, op, how, time, _best(op, 4, machine, schedule, chunks, branches), schedule))
+            rows.append(Row(4, op, how, time, _best(op, 4, machine, schedule, chunks, gemm_streams), schedule))
     for ranks, table in ((8, NCCL_8), (4, NCCL_4)):
         for op, time in table.items():
             kind = "ag+gemm" if op.startswith("AG") else "gemm+rs"
@@ -221,9 +221,9 @@ def benchmark(machine: Machine) -> list[Row]:
             if name not in (GATHER, RING, PAIRWISE):
                 continue
             options = dict(pair.split("=") for pair in given)
-            chunks, branches = int(options.get("chunks", 1)), int(options.get("branches", 2))
+            chunks, gemm_streams = int(options.get("chunks", 1)), int(options.get("gemm_streams", 2))
             plan = make_plan(product, name, case["ranks"], chunks=chunks, sync="barrier")
-            predicted = simulate(plan, machine, branches=branches).time / 1e3
+            predicted = simulate(plan, machine, gemm_streams=gemm_streams).time / 1e3
             op = f"{case['model'].removeprefix('llama-3-')} {case['layer']} {case['m']}"
             rows.append(Row(case["ranks"], op, method["name"], method["ms"], predicted, name))
     return rows

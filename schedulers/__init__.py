@@ -9,8 +9,11 @@ if __name__ != "distgemm.schedulers":
 from distgemm.schedulers import all_reduce, mesh, one_d  # noqa: F401  (each registers its schedules)
 from distgemm.schedulers.nested import NestedGather, NestedReduce, nest
 from distgemm.schedulers.registry import (
+    PATTERNS,
+    Pattern,
+    check_pattern,
     get_schedule,
-    list_families,
+    list_patterns,
     list_schedules,
     register_schedule,
     schedule_aliases,
@@ -19,6 +22,7 @@ from distgemm.schedulers.registry import (
     schedule_options,
 )
 from distgemm.schedulers.routes import (
+    AddPlace,
     BidirectionalFull,
     BidirectionalSplit,
     Chain,
@@ -40,6 +44,7 @@ __all__ = [
     "Route",
     "TileCoord",
     # routes
+    "AddPlace",
     "BidirectionalFull",
     "BidirectionalSplit",
     "Chain",
@@ -55,8 +60,11 @@ __all__ = [
     # schedules from schedules
     "nest",
     # schedules by name
+    "PATTERNS",
+    "Pattern",
+    "check_pattern",
     "get_schedule",
-    "list_families",
+    "list_patterns",
     "list_schedules",
     "register_schedule",
     "schedule_aliases",

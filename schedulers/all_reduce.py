@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.one_d import (
+    ChunkMode,
     reduce_scatter_1d_pairwise_a,
     reduce_scatter_1d_tiling_a_rotating_c,
     reduce_scatter_1d_tiling_b_rotating_c,
 )
 from distgemm.schedulers.registry import register_schedule
+from distgemm.schedulers.routes import AddPlace
 from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition
 
 Mesh = tuple[int, ...]
@@ -27,28 +29,30 @@ def _delivered(name: str, scatter: DistributedTileScheduler) -> DistributedTileS
     return DistributedTileScheduler(name, partition, scatter.work, scatter.route, scatter.chunks)
 
 
-@register_schedule(default_of="gemm+ar")
+@register_schedule(default_for_pattern="gemm+ar")
 def all_reduce_1d_tiling_a_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r; partial sums go round the ring, finished tiles from their reducer to every rank."""
-    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, last=last, lag=lag)
+    scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
     return _delivered("all_reduce_1d_tiling_a_rotating_c", scatter)
 
 
 @register_schedule()
 def all_reduce_1d_tiling_b_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with tiles of D along N."""
-    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, last=last, lag=lag)
+    scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
     return _delivered("all_reduce_1d_tiling_b_rotating_c", scatter)
 
 
 @register_schedule()
 def all_reduce_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0, along: str = "m"
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result straight to the tile's reducer, the sum from there to every rank."""
-    scatter = reduce_scatter_1d_pairwise_a(mesh, chunks=chunks, last=last, lag=lag, along=along)
+    scatter = reduce_scatter_1d_pairwise_a(
+        mesh, chunks=chunks, final_add=final_add, stagger=stagger, chunk_mode=chunk_mode
+    )
     return _delivered("all_reduce_1d_pairwise_a", scatter)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distgemm.schedulers.registry import get_schedule, register_schedule
-from distgemm.schedulers.routes import GatherRoute, Hop, ReduceRoute
+from distgemm.schedulers.routes import AddPlace, GatherRoute, Hop, ReduceRoute
 from distgemm.schedulers.scheduler import DistributedTileScheduler, Partition, Route, TileCoord
 
 __all__ = ["NestedGather", "NestedReduce", "nest"]
@@ -49,8 +49,12 @@ class NestedReduce:
     inside: ReduceRoute
 
     @property
-    def fold(self) -> bool:
-        return self.across.fold and self.inside.fold
+    def add(self) -> AddPlace:
+        return "epilogue" if self.across.add == self.inside.add == "epilogue" else "kernel"
+
+    @property
+    def final_add(self) -> AddPlace:
+        return self.add
 
     def hops(self, mesh: Mesh, contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         local = mesh[-1]
@@ -74,17 +78,16 @@ def nest(
 
     Rank = host * ranks of a host + place in it; tile = outer tile * inner extent + inner tile in each mode;
     iteration = outer iteration * inner iterations + inner iteration. Raises ValueError where ``across`` has
-    chunks: only the inner schedule's tiles can be subdivided; and where the route of D of either has a ``fold_last``
-    that differs from its ``fold``, as there is no one last product of both.
+    chunks: only the inner schedule's tiles can be subdivided; and where the route of D of either has a ``final_add``
+    that differs from its ``add``, as there is no one last product of both.
     """
     if set(across.chunks) != {1}:
         raise ValueError(f"the schedule across hosts has no chunks, {across.name} has {tuple(across.chunks)}")
     for schedule in (across, inside):
-        reduce = schedule.route.d
-        if getattr(reduce, "fold_last", None) not in (None, reduce.fold):
+        if schedule.route.d.final_add != schedule.route.d.add:
             raise ValueError(
-                f"{schedule.name} completes D in another way than it adds before (its option last, or fold_last of its "
-                "route), which nested schedules do not"
+                f"nested schedules add partial sums in one place; the route of D of {schedule.name} has "
+                f"add={schedule.route.d.add!r} and final_add={schedule.route.d.final_add!r}"
             )
     partition = Partition(
         a=across.partition.a.nest(inside.partition.a),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal, get_args
 
 from distgemm.layouts import Axis, Modulo, Offset, Swizzle, TVLayout
 from distgemm.schedulers.registry import register_schedule
 from distgemm.schedulers.routes import (
+    AddPlace,
     BidirectionalFull,
     BidirectionalSplit,
     Chain,
@@ -24,6 +26,7 @@ from distgemm.schedulers.routes import (
 from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
 
 Mesh = tuple[int, ...]
+ChunkMode = Literal["m", "n"]
 Axes = tuple[Axis, ...]
 
 ONE = (1,)
@@ -55,18 +58,18 @@ def _chunk_order(shards: list[int], chunks: int) -> list[int]:
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
 
 
-def _lagging(name: str, work: TVLayout, lag: int) -> TVLayout:
-    """Work of iterations (chunks, N) in which each shard begins ``lag`` chunks behind the one before; 0: as it is. Of
+def _staggered(name: str, work: TVLayout, stagger: int) -> TVLayout:
+    """Work of iterations (chunks, N) in which each shard begins ``stagger`` chunks behind the one before; 0: as it is. Of
     several in one place, the chunk of the shard that began last comes first."""
-    if not lag:
+    if not stagger:
         return work
-    _check_lag(name, lag, work.values[0])
-    return _in_order(work, lambda shard, chunk: (chunk + lag * shard, chunk))
+    _check_stagger(name, stagger, work.values[0])
+    return _in_order(work, lambda shard, chunk: (chunk + stagger * shard, chunk))
 
 
-def _check_lag(name: str, lag: int, chunks: int) -> None:
-    if lag > chunks:
-        raise ValueError(f"{name}: lag is at most as many as there are chunks, {chunks}, got {lag}")
+def _check_stagger(name: str, stagger: int, chunks: int) -> None:
+    if stagger > chunks:
+        raise ValueError(f"{name}: stagger is at most as many as there are chunks, {chunks}, got {stagger}")
 
 
 def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
@@ -97,7 +100,7 @@ def _gather_a(name: str, mesh: Mesh, chunks: int, work_m: Axes, route: GatherRou
     return DistributedTileScheduler(name, partition, work, Route(a=route), TileCoord(chunks, 1, 1, 1))
 
 
-@register_schedule(aliases=("AllGather1D_TilingCD_RotatingA",), default_of="ag+gemm")
+@register_schedule(aliases=("AllGather1D_TilingCD_RotatingA",), default_for_pattern="ag+gemm")
 def all_gather_1d_tiling_cd_rotating_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
     """m = r + i, n = r; each shard of A comes straight from its owner (CUTLASS AllGather1D_TilingCD_RotatingA)."""
     return _gather_a("all_gather_1d_tiling_cd_rotating_a", mesh, chunks, _rotate(mesh[0], chunks), Direct())
@@ -190,11 +193,9 @@ def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> Distrib
 #     3  | 0 | 1 | 2 | 3 |                       | rank 3 |   | 0 | 1 | 2 | 3 |
 
 
-def _by_gemm(name: str, last: str) -> bool:
-    """Whether an owner adds what arrives last in the epilogue of its own product."""
-    if last not in ("gemm", "sum"):
-        raise ValueError(f"{name}: last is gemm or sum, got {last!r}")
-    return last == "gemm"
+def _check_final_add(name: str, final_add: AddPlace) -> None:
+    if final_add not in get_args(AddPlace):
+        raise ValueError(f"{name}: final_add is {' or '.join(get_args(AddPlace))}, got {final_add!r}")
 
 
 def _scatter_m(
@@ -204,13 +205,13 @@ def _scatter_m(
     iterations: tuple[int, int],
     work: Axes,
     route: ReduceRoute,
-    along: str = "m",
+    chunk_mode: ChunkMode = "m",
 ) -> DistributedTileScheduler:
     """D is sharded along M; work: the axis of chunks, and that of shards. Chunks are rows of a shard, or columns."""
     (ranks,) = mesh
     chunk, shard = work
     own, every = _own(ranks), (Axis(ranks, value=1),)
-    if along == "m":
+    if chunk_mode == "m":
         partition = Partition(
             a=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), own, WHOLE)),
             b=TVLayout(mesh, ONE, (WHOLE, own, WHOLE)),
@@ -218,7 +219,7 @@ def _scatter_m(
         )
         modes: tuple[Axes, ...] = ((chunk, shard), WHOLE, own, WHOLE)
         tiles = TileCoord(chunks, 1, 1, 1)
-    elif along == "n":
+    elif chunk_mode == "n":
         columns = (Axis(chunks, value=1),)
         partition = Partition(
             a=TVLayout(mesh, (ranks,), (every, own, WHOLE)),
@@ -227,33 +228,34 @@ def _scatter_m(
         )
         modes, tiles = ((shard,), (chunk,), own, WHOLE), TileCoord(1, chunks, 1, 1)
     else:
-        raise ValueError(f"{name}: chunks are along m, rows of a shard, or along n, its columns; got {along!r}")
+        raise ValueError(f"{name}: chunk_mode is m (chunks are rows of a shard) or n (columns), got {chunk_mode!r}")
     return DistributedTileScheduler(name, partition, TVLayout(mesh, iterations, modes), Route(d=route), tiles)
 
 
-@register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_of="gemm+rs")
+@register_schedule(aliases=("ReduceScatter1D_TilingA_RotatingC",), default_for_pattern="gemm+rs")
 def reduce_scatter_1d_tiling_a_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
     """m = r - 1 - i, k = r; partial sums of D go round the ring, r to r + 1, each rank adding its part
     (CUTLASS ReduceScatter1D_TilingA_RotatingC).
 
     last: where an owner adds what arrives last: in the epilogue of its own "gemm", which waits for it, or in a "sum"
           behind one that does not: the end is sooner, for more traffic of the memory.
-    lag:  a shard begins so many chunks behind the one before, 1 to ``chunks``, so that the chunks of an owner's own
+    stagger:  a shard begins so many chunks behind the one before, 1 to ``chunks``, so that the chunks of an owner's own
           shard, which go nowhere, come between others, and sums are on their way until shortly before the end. 0:
           shard by shard, the own one last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
+    _check_final_add(name, final_add)
     work = _rotate(ranks, chunks, direction=-1, offset=-1)
-    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(fold_last=_by_gemm(name, last)))
-    return replace(schedule, work=_lagging(name, schedule.work, lag))
+    schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(final_add=final_add))
+    return replace(schedule, work=_staggered(name, schedule.work, stagger))
 
 
 @register_schedule()
 def reduce_scatter_1d_pairwise_a(
-    mesh: Mesh, *, chunks: int = 1, last: str = "sum", lag: int = 0, along: str = "m"
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
     """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
 
@@ -261,45 +263,49 @@ def reduce_scatter_1d_pairwise_a(
 
     last:  where an owner adds: in a "sum" of its own, with i = chunk * N + j; or in the epilogue of its own "gemm",
            with i = j * chunks + chunk: the own shard, which waits for all others, comes behind all of them.
-    lag:   with last="gemm", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + lag of
+    stagger:   with final_add="epilogue", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + stagger of
            the others. 0: shard by shard, the own one last.
-    along: "m": a chunk is some rows of a shard of D, and multiplied by all of B; "n": some columns of all rows, by the
+    chunk_mode: "m": a chunk is some rows of a shard of D, and multiplied by all of B; "n": some columns of all rows, by the
            part of B that makes them: where shards have few rows, and chunks of these would be smaller than tiles.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"
-    if _by_gemm(name, last):
-        _check_lag(name, lag, chunks)
+    _check_final_add(name, final_add)
+    if final_add == "epilogue":
+        _check_stagger(name, stagger, chunks)
         work = _rotate(ranks, chunks, offset=1)
-        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Pairwise(fold_last=True), along)
-        if not lag:
+        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Pairwise(final_add="epilogue"), chunk_mode)
+        if not stagger:
             return schedule
         own = ranks - 1
 
         def place(shard: int, chunk: int) -> tuple[int, int]:
-            return ((chunk + lag) * own, 0) if shard == own else (chunk * own + shard, 1)
+            return ((chunk + stagger) * own, 0) if shard == own else (chunk * own + shard, 1)
 
         return replace(schedule, work=_in_order(schedule.work, place))
-    if lag:
-        raise ValueError(f"{name}: lag goes with last='gemm', where an owner adds chunk by chunk, got {last!r}")
+    if stagger:
+        raise ValueError(
+            f"{name}: stagger goes with final_add='epilogue', where an owner adds chunk by chunk, got {final_add!r}"
+        )
     slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
-    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise(), along)
+    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise(), chunk_mode)
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
 def reduce_scatter_1d_tiling_b_rotating_c(
-    mesh: Mesh, *, chunks: int = 1, last: str = "gemm", lag: int = 0
+    mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with D sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC)."""
     (ranks,) = mesh
+    name = "reduce_scatter_1d_tiling_b_rotating_c"
+    _check_final_add(name, final_add)
     partition = Partition(
         a=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
         b=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),
         d=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
     )
     work_n = _rotate(ranks, chunks, direction=-1, offset=-1)
-    name = "reduce_scatter_1d_tiling_b_rotating_c"
-    work = _lagging(name, TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE)), lag)
+    work = _staggered(name, TVLayout(mesh, (chunks, ranks), (WHOLE, work_n, _own(ranks), WHOLE)), stagger)
     return DistributedTileScheduler(
-        name, partition, work, Route(d=Chain(fold_last=_by_gemm(name, last))), TileCoord(1, chunks, 1, 1)
+        name, partition, work, Route(d=Chain(final_add=final_add)), TileCoord(1, chunks, 1, 1)
     )

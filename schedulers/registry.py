@@ -1,7 +1,7 @@
 """Schedules by name.
 
 A schedule is registered as a function of the mesh and of its options. Names, aliases (the C++ names) and
-families ("ag+gemm": the default schedule of a kind) share one namespace; a name is given once.
+patterns ("ag+gemm": the default schedule of a kind) share one namespace; a name is given once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, overload
+from typing import Any, Literal, get_args, overload
 
 from distgemm.schedulers.scheduler import DistributedTileScheduler
 
 __all__ = [
+    "PATTERNS",
     "BuilderError",
+    "Pattern",
+    "check_pattern",
     "get_schedule",
-    "list_families",
+    "list_patterns",
     "list_schedules",
     "register_schedule",
     "schedule_aliases",
@@ -30,6 +33,9 @@ __all__ = [
 ]
 
 Builder = Callable[..., DistributedTileScheduler]
+Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar"]
+"""What a tensor-parallel GEMM does over the ranks: all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce."""
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
 class BuilderError(ValueError):
@@ -47,7 +53,7 @@ class _Entry:
 
 _entries: dict[str, _Entry] = {}
 _other_names: dict[str, str] = {}
-_families: dict[str, str] = {}
+_patterns: dict[str, str] = {}
 
 
 @overload
@@ -56,7 +62,11 @@ def register_schedule(name: Builder) -> Builder: ...
 
 @overload
 def register_schedule(
-    name: str | None = None, *, aliases: tuple[str, ...] = (), default_of: str | None = None, mesh_rank: int = 1
+    name: str | None = None,
+    *,
+    aliases: tuple[str, ...] = (),
+    default_for_pattern: str | None = None,
+    mesh_rank: int = 1,
 ) -> Callable[[Builder], Builder]: ...
 
 
@@ -64,16 +74,16 @@ def register_schedule(
     name: str | Builder | None = None,
     *,
     aliases: tuple[str, ...] = (),
-    default_of: str | None = None,
+    default_for_pattern: str | None = None,
     mesh_rank: int = 1,
 ) -> Builder | Callable[[Builder], Builder]:
     """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name (its own by default).
 
     mesh_rank:  number of axes of the mesh it takes
-    default_of: the family whose default it is
+    default_for_pattern: the pattern whose default it is
 
     The options are the function's keyword-only arguments, each with a default. As a decorator it may be without
-    parentheses. Raises ValueError when a name, alias or family is taken already. The command line knows what a file
+    parentheses. Raises ValueError when a name, alias or pattern is taken already. The command line knows what a file
     registers after ``distgemm --import FILE``.
     """
 
@@ -92,32 +102,39 @@ def register_schedule(
                 if parameter.default is parameter.empty:
                     raise ValueError(f"schedule {chosen!r}: option {key!r} needs a default")
                 options[key] = parameter.default
-        for taken in (chosen, *aliases, *([default_of] if default_of else [])):
-            if taken in _entries or taken in _other_names or taken in _families:
+        for taken in (chosen, *aliases, *([default_for_pattern] if default_for_pattern else [])):
+            if taken in _entries or taken in _other_names or taken in _patterns:
                 raise ValueError(f"schedule {taken!r} is registered already")
         _entries[chosen] = _Entry(chosen, build, mesh_rank, options, aliases)
         _other_names.update(dict.fromkeys(aliases, chosen))
-        if default_of:
-            _families[default_of] = chosen
+        if default_for_pattern:
+            _patterns[default_for_pattern] = chosen
         return build
 
     return register
 
 
+def check_pattern(pattern: str) -> Pattern:
+    """The pattern. Raises ValueError for another one than there are."""
+    if pattern not in PATTERNS:
+        raise ValueError(f"pattern is one of {', '.join(PATTERNS)}, got {pattern!r}")
+    return pattern
+
+
 def list_schedules() -> list[str]:
-    """Names of all schedules: no aliases, no families."""
+    """Names of all schedules: no aliases, no patterns."""
     return sorted(_entries)
 
 
-def list_families() -> dict[str, str]:
-    """Each family and the schedule that is its default."""
-    return dict(_families)
+def list_patterns() -> dict[str, str]:
+    """Each pattern and the schedule that is its default."""
+    return dict(_patterns)
 
 
 def _entry(name: str) -> _Entry:
-    resolved = _other_names.get(name) or _families.get(name) or name
+    resolved = _other_names.get(name) or _patterns.get(name) or name
     if resolved not in _entries:
-        known = {each.lower(): each for each in (*_entries, *_families, *_other_names)}
+        known = {each.lower(): each for each in (*_entries, *_patterns, *_other_names)}
         close = difflib.get_close_matches(str(name).lower(), known, n=1)
         hint = f", did you mean {known[close[0]]!r}?" if close else "."
         if str(name).lower() == "auto":
@@ -126,7 +143,7 @@ def _entry(name: str) -> _Entry:
                 "schedule has a name."
             )
         raise ValueError(
-            f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; families: {', '.join(_families)}"
+            f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; patterns: {', '.join(_patterns)}"
         )
     return _entries[resolved]
 
@@ -190,7 +207,7 @@ def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -
 def get_schedule(
     name: str, world_size: int | None = None, *, mesh: tuple[int, ...] | None = None, **options: Hashable
 ) -> DistributedTileScheduler:
-    """The schedule of this name (or alias, or family) for a number of ranks.
+    """The schedule of this name (or alias, or pattern) for a number of ranks.
 
     world_size: number of ranks, >= 1
     mesh:       their arrangement, for schedules on a mesh; fixes world_size

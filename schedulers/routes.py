@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 __all__ = [
+    "AddPlace",
     "BidirectionalFull",
     "BidirectionalSplit",
     "Chain",
@@ -23,6 +24,11 @@ __all__ = [
     "Ring",
     "ring_of",
 ]
+
+
+AddPlace = Literal["epilogue", "kernel"]
+"""Where a rank adds the partial sums that it receives: in the epilogue of its own GEMM, or in a kernel of its own, a
+Reduce."""
 
 
 class Hop(NamedTuple):
@@ -50,15 +56,17 @@ class GatherRoute(Protocol):
 class ReduceRoute(Protocol):
     """How the partial sums of one tile of D come together.
 
-    fold: True: a rank adds the partial sum it receives in the epilogue of its own GEMM;
-          False: all partial sums are added at the end, in one final sum.
-
-    A route may have ``fold_last`` besides: the same for the reducer alone. Where it folds there only, the reducer may
-    receive any number of partial sums.
+    Attributes:
+        add: where a rank on the way adds the partial sum that it receives.
+        final_add: where the reducer adds the partial sums that it receives. With ``add="kernel"`` and
+            ``final_add="epilogue"`` it may receive any number of them.
     """
 
     @property
-    def fold(self) -> bool: ...
+    def add(self) -> AddPlace: ...
+
+    @property
+    def final_add(self) -> AddPlace: ...
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         """One hop out of each contributor but the reducer; together a tree rooted at the reducer.
@@ -150,11 +158,11 @@ class BidirectionalSplit:
 class Chain:
     """Each contributor adds its part to the partial sum and passes it on; the reducer is last.
 
-    fold_last: False: the reducer's product waits for nothing, and a sum adds to it what arrives; None: as ``fold``
+    With ``final_add="kernel"`` the reducer's GEMM waits for nothing, and a Reduce adds to its result what arrives.
     """
 
-    fold: bool = True
-    fold_last: bool | None = None
+    add: AddPlace = "epilogue"
+    final_add: AddPlace = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(src, dst) for src, dst in zip(contributors, [*contributors[1:], reducer], strict=True)]
@@ -164,11 +172,11 @@ class Chain:
 class Pairwise:
     """Each contributor sends its part to the reducer, which adds all of them once: no rounding per hop.
 
-    fold_last: True: the reducer's last product adds them in its epilogue
+    With ``final_add="epilogue"`` the reducer's last GEMM adds them in its epilogue.
     """
 
-    fold: bool = False
-    fold_last: bool = False
+    add: AddPlace = "kernel"
+    final_add: AddPlace = "kernel"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(rank, reducer) for rank in contributors]

@@ -11,14 +11,14 @@ from distgemm.plan.ops import Box
 from distgemm.plan.options import parse_mesh, parse_options
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
+from distgemm.schedulers import PATTERNS, Pattern
 
 __all__ = ["CANDIDATES", "FEWER", "LAYERS", "OPS", "Candidate", "Case", "Job", "boxes", "jobs", "parse_schedule"]
 
-OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
 LAYERS = tuple(layer.name for layer in next(iter(MODELS.values())).layers)
 
-EXECUTION = ("provider", "config", "branches", "waits", "merge", "copies")
-"""Options of a candidate that are not the plan's: the fields of ``distgemm.runtime.checks.Execution``."""
+EXECUTION = ("provider", "config", "gemm_streams", "waits", "merge", "copies")
+"""Options of a candidate that are not the plan's: the fields of ``distgemm.runtime.checks.ExecutionConfig``."""
 
 
 class Candidate(NamedTuple):
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
     model: str
     layer: str
-    op: str
+    pattern: Pattern
     m: int
     n: int
     k: int
@@ -93,7 +93,7 @@ class Case(NamedTuple):
         return GemmProblem(self.m, self.n, self.k)
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layer} {self.op} m={self.m}"
+        return f"{self.model} {self.layer} {self.pattern} m={self.m}"
 
 
 class Job(NamedTuple):
@@ -117,7 +117,7 @@ def parse_schedule(text: str) -> Candidate:
     return Candidate(name, options)
 
 
-def boxes(op: str, problem: GemmProblem, ranks: int) -> tuple[tuple[Box, ...], ...]:
+def boxes(pattern: Pattern, problem: GemmProblem, ranks: int) -> tuple[tuple[Box, ...], ...]:
     """The shards of A, B and D that :class:`distgemm.measure.timing.Operation` has, each rank's as :meth:`Plan.box`."""
 
     def part(extent: int, rank: int) -> tuple[int, int]:
@@ -127,10 +127,10 @@ def boxes(op: str, problem: GemmProblem, ranks: int) -> tuple[tuple[Box, ...], .
     m, n, k = (0, p.m), (0, p.n), (0, p.k)
     found = []
     for rank in range(ranks):
-        if op == "ag+gemm":
+        if pattern == "ag+gemm":
             found.append(((one, part(p.m, rank), k), (one, part(p.n, rank), k), (one, m, part(p.n, rank))))
         else:
-            rows = part(p.m, rank) if op == "gemm+rs" else m
+            rows = part(p.m, rank) if pattern == "gemm+rs" else m
             found.append(((one, m, part(p.k, rank)), (one, n, part(p.k, rank)), (one, rows, n)))
     return tuple(zip(*found, strict=True))
 
@@ -138,7 +138,7 @@ def boxes(op: str, problem: GemmProblem, ranks: int) -> tuple[tuple[Box, ...], .
 def jobs(
     models: Sequence[str],
     layers: Sequence[str],
-    ops: Sequence[str],
+    patterns: Sequence[str],
     ms: Sequence[int],
     ranks: int,
     tp: int,
@@ -150,7 +150,7 @@ def jobs(
     of the ops.
     """
     _known("--layers", layers, LAYERS)
-    _known("--ops", ops, OPS)
+    _known("--pattern", patterns, PATTERNS)
     if ranks < 2 or ranks > tp:
         raise ValueError(f"--ranks is at least 2 and at most --tp, got {ranks} and {tp}")
     found = []
@@ -163,17 +163,17 @@ def jobs(
             for m in ms:
                 if m < 1 or m % ranks:
                     raise ValueError(f"--m is a multiple of the {ranks} ranks, got {m}")
-                for op in (op for op in layer.ops if op in ops):
-                    case = Case(model, layer.name, op, m, n, k, ranks, tp)
-                    tried = candidates[op] if isinstance(candidates, Mapping) else _doing(case, candidates)
+                for pattern in (each for each in layer.patterns if each in patterns):
+                    case = Case(model, layer.name, pattern, m, n, k, ranks, tp)
+                    tried = candidates[pattern] if isinstance(candidates, Mapping) else _doing(case, candidates)
                     used |= set(map(str, tried))
                     found.append(Job(case, tuple(tried)))
     if not found:
-        raise ValueError(f"none of the layers {', '.join(layers)} runs as {', '.join(ops)}")
+        raise ValueError(f"none of the layers {', '.join(layers)} runs as {', '.join(patterns)}")
     if not isinstance(candidates, Mapping):
         for candidate in candidates:
             if str(candidate) not in used:
-                raise ValueError(f"--schedule {candidate}: on {ranks} ranks it does none of {', '.join(ops)}")
+                raise ValueError(f"--schedule {candidate}: on {ranks} ranks it does none of {', '.join(patterns)}")
     return found
 
 
@@ -185,5 +185,5 @@ def _known(option: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def _doing(case: Case, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that start from, and end with, the shards of the case's op."""
-    wanted = boxes(case.op, case.problem, case.ranks)
+    wanted = boxes(case.pattern, case.problem, case.ranks)
     return [each for each in candidates if each.plan(case.problem, case.ranks).shards == wanted]

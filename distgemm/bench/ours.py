@@ -6,6 +6,7 @@ from typing import Any
 
 from distgemm.api import compile
 from distgemm.measure.timing import Method, Operation, executable_method
+from distgemm.tune import config_of
 
 __all__ = ["auto_method", "schedule_method"]
 
@@ -19,7 +20,9 @@ def schedule_method(operation: Operation, schedule: str, **options: Any) -> Meth
 
 def auto_method(operation: Operation) -> Method:
     """What ``schedule="auto"`` takes for this operation; the method's detail says what that is, and why."""
-    exe: Any = compile(operation.problem, "auto", op=operation.op, group=operation.group)
+    exe: Any = compile(operation.problem, "auto", pattern=operation.pattern, group=operation.group)
     method = executable_method(operation, "distgemm auto", exe)
-    method.detail = f"{exe.choice}; {exe.choice.how}"
+    selected = config_of(exe)
+    assert selected is not None
+    method.detail = f"{selected}; {selected.source}"
     return method

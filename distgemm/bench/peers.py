@@ -46,18 +46,18 @@ def copies_alone(operation: Operation) -> list[Method]:
     """
     p, group = operation.problem, operation.group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows, columns = p.m // size, p.k if operation.op == "ag+gemm" else p.n
+    rows, columns = p.m // size, p.k if operation.pattern == "ag+gemm" else p.n
     dtype, device = operation.a.dtype, operation.device
     slots = symmetric_memory.empty(size, rows, columns, dtype=dtype, device=device)  # one for each sender
     handle = symmetric_memory.rendezvous(slots, group)
     # As many bytes as the operation sends, and not all from the same place.
-    sent = operation.a.view(1, rows, columns) if operation.op == "ag+gemm" else torch.randn_like(slots)
+    sent = operation.a.view(1, rows, columns) if operation.pattern == "ag+gemm" else torch.randn_like(slots)
     pairs = []
     for step in range(1, size):
         peer = (rank - step) % size
         target = handle.get_buffer(peer, (1, rows, columns), dtype, rank * rows * columns)
         pairs.append((target, sent if sent.shape[0] == 1 else sent[peer : peer + 1]))
-    if operation.op == "gemm+ar":
+    if operation.pattern == "gemm+ar":
         pairs += [(target, sent[rank : rank + 1]) for target, _ in pairs]
 
     def barrier() -> None:

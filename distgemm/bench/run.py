@@ -129,14 +129,14 @@ def run_case(
     """
     case = job.case
     row: dict[str, Any] = {**case._asdict(), "methods": []}
-    n, k = (case.n // case.ranks, case.k) if case.op == "ag+gemm" else (case.n, case.k // case.ranks)
+    n, k = (case.n // case.ranks, case.k) if case.pattern == "ag+gemm" else (case.n, case.k // case.ranks)
     row["local"] = [case.m, n, k]
     if settings.tune:
         say("choices are measured")
         _, failed = attempt(group, device, lambda: tune(job, group, device))
         if failed.error:
             row["tune_error"] = failed.error
-    operation, failed = attempt(group, device, lambda: Operation(case.problem, case.op, group, device))
+    operation, failed = attempt(group, device, lambda: Operation(case.problem, case.pattern, group, device))
     if operation is None:
         return figures(row | {"error": failed.error})
     methods: dict[str, tuple[str, Method]] = {}
@@ -189,7 +189,7 @@ def makers(job: Job, settings: Settings, operation: Operation) -> list[tuple[str
     if settings.auto:
         found.append(("distgemm auto", OURS, lambda: [auto_method(operation)]))
     found.append(("torch", PEER, torchs))
-    if settings.peers and operation.op == "ag+gemm" and quack_version():
+    if settings.peers and operation.pattern == "ag+gemm" and quack_version():
         found.append(("quack", PEER, lambda: quack_methods(operation)))
     found.append(("CUTLASS alone", PART, lambda: [cutlass_alone(operation)]))
     found.append(("copies alone", PART, lambda: copies_alone(operation)))
@@ -200,18 +200,18 @@ def tune(job: Job, group: dist.ProcessGroup, device: torch.device) -> None:
     """Measure what has not been: configurations of the GEMMs that schedules split this case into, and of the whole
     local product, and which schedule "auto" takes."""
     from distgemm.gemm import GemmTensors
-    from distgemm.gemm.select import key_of, measured
+    from distgemm.gemm.select import CACHE, key_of
     from distgemm.gemm.tensors import spec_of
     from distgemm.tune import tune as tune_plan
     from distgemm.tune.gemm import tune as tune_gemm
 
     case = job.case
-    tune_plan(case.problem, case.op, group, device=device, kernels=True)
+    tune_plan(case.problem, case.pattern, group, device=device, kernels=True)
     if dist.get_rank(group) == 0:  # the others wait, and find it in the file
-        n, k = (case.n // case.ranks, case.k) if case.op == "ag+gemm" else (case.n, case.k // case.ranks)
+        n, k = (case.n // case.ranks, case.k) if case.pattern == "ag+gemm" else (case.n, case.k // case.ranks)
         a, b = (torch.randn(rows, k, device=device).bfloat16() for rows in (case.m, n))
         whole = GemmTensors(a, b, torch.empty(case.m, n, device=device, dtype=a.dtype))
-        if key_of(spec_of(whole)) not in measured(torch.cuda.get_device_name(device)):
+        if key_of(spec_of(whole)) not in CACHE.read(torch.cuda.get_device_name(device)):
             tune_gemm(whole)
 
 

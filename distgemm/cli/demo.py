@@ -26,6 +26,7 @@ from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.launch import launch
+from distgemm.schedulers import Pattern
 
 __all__ = ["Measured", "Measurement", "demo", "layers_table", "measurements"]
 
@@ -334,7 +335,7 @@ class Measurement(NamedTuple):
 
     ranks: int
     tokens: int
-    layers: tuple[tuple[str, str, GemmProblem], ...]  # name, family of schedules, extents
+    layers: tuple[tuple[str, Pattern, GemmProblem], ...]  # name, pattern of schedules, extents
 
 
 class Measured(NamedTuple):
@@ -358,7 +359,7 @@ def measurements(tokens: int, gpus: int) -> Measurement:
         raise ValueError(f"tokens is an integer >= 1, got {tokens}")
     if ranks and tokens % ranks:
         raise ValueError(f"the layers are measured on {ranks} GPUs, which are to share the tokens evenly, got {tokens}")
-    problems = tuple((layer.name, layer.op, GemmProblem(m=tokens, n=layer.n, k=layer.k)) for layer in layers)
+    problems = tuple((layer.name, layer.pattern, GemmProblem(m=tokens, n=layer.n, k=layer.k)) for layer in layers)
     return Measurement(ranks, tokens, problems)
 
 
@@ -380,7 +381,7 @@ def _measure_layers(console: Console, what: Measurement) -> None:
     )
 
 
-def _run_layers(layers: Sequence[tuple[str, str, GemmProblem]]) -> list[Measured]:
+def _run_layers(layers: Sequence[tuple[str, Pattern, GemmProblem]]) -> list[Measured]:
     """On each rank: all layers, one after the other."""
     from distgemm.bench.ours import schedule_method
     from distgemm.measure.timing import Operation, measure, torch_methods
@@ -390,10 +391,10 @@ def _run_layers(layers: Sequence[tuple[str, str, GemmProblem]]) -> list[Measured
     device = torch.device("cuda", torch.cuda.current_device())
     errors = Console(stderr=True, quiet=dist.get_rank() != 0)
     found = []
-    for number, (name, op, problem) in enumerate(layers):
+    for number, (name, pattern, problem) in enumerate(layers):
         errors.print(f"measuring {name} ({number + 1} of {len(layers)})")
-        operation = Operation(problem, op, group, device)
-        methods = [schedule_method(operation, schedule, **options) for schedule, options in SCHEDULES[op]]
+        operation = Operation(problem, pattern, group, device)
+        methods = [schedule_method(operation, schedule, **options) for schedule, options in SCHEDULES[pattern]]
         methods += [method for method in torch_methods(operation) if method.name in COMPARED]
         found.append(Measured(name, problem, measure(operation, methods)))
         del operation, methods

@@ -254,7 +254,7 @@ def check_cache(facts: Facts) -> Check:
 
 
 def check_queues(facts: Facts) -> Check:
-    """How many streams the hardware tells apart."""
+    """How many streams the hardware done_flags apart."""
     text = facts.environment.get(QUEUES)
     if not text:
         return Check(QUEUES, OK, "not set: 8 hardware queues for streams, enough for copies beside two GEMMs")

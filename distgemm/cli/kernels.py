@@ -284,9 +284,9 @@ def tune_gemm_command(
     found = _measure(products, streams, record)
     _report(products, found, shapes)
     if record:
-        from distgemm.gemm.select import choices_file
+        from distgemm.gemm.select import CACHE
 
-        typer.echo(f"choices are in {choices_file(torch.cuda.get_device_name())}")
+        typer.echo(f"choices are in {CACHE.path(torch.cuda.get_device_name())}")
 
 
 def _shapes(

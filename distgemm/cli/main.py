@@ -35,7 +35,7 @@ from distgemm.cli.tune import tune_command
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES
 from distgemm.plan.ops import Gemm, accesses, box_size, link_of
 from distgemm.plan.options import Mesh, parse_mesh, parse_numbers, parse_options
-from distgemm.schedulers import list_families, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import list_patterns, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator.engine import Timeline, predict_unfused, simulate
 from distgemm.simulator.machine import Machine, list_machines
@@ -109,7 +109,7 @@ def _meshes(ranks: int, axes: int) -> list[Mesh]:
     return list(dict.fromkeys([best, best[::-1]]))
 
 
-Name = Annotated[str, typer.Argument(help="A schedule, an alias, or a family such as ag+gemm.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="A schedule, an alias, or a pattern such as ag+gemm.", show_default=False)]
 WorldSize = Annotated[int | None, typer.Option(help="Number of ranks.", show_default=False)]
 MeshText = Annotated[
     str | None, typer.Option("--mesh", help="Arrangement of the ranks, such as 2x4.", show_default=False)
@@ -219,7 +219,7 @@ def list_command() -> None:
     """List the schedules."""
     from rich.text import Text
 
-    families = {schedule: family for family, schedule in list_families().items()}
+    patterns = {schedule: pattern for pattern, schedule in list_patterns().items()}
     table = new_table()
     table.add_column("schedule (and aliases)", no_wrap=True)
     table.add_column("default of", no_wrap=True)
@@ -230,7 +230,7 @@ def list_command() -> None:
         names = Text("\n".join([name, *(f"  {alias}" for alias in schedule_aliases(name))]))
         options = "\n".join(f"{key}={value}" for key, value in schedule_options(name).items())
         mesh = "x".join("PQS"[: schedule_mesh_rank(name)]) if schedule_mesh_rank(name) > 1 else "N"
-        table.add_row(names, families.get(name, ""), mesh, Text(options), Text(schedule_doc(name)))
+        table.add_row(names, patterns.get(name, ""), mesh, Text(options), Text(schedule_doc(name)))
     new_console().print(table)
 
 
@@ -297,7 +297,7 @@ def plan_command(
 @app.command("simulate")
 def simulate_command(
     name: Annotated[
-        str, typer.Argument(help="A schedule, an alias, a family such as ag+gemm, or all.", show_default=False)
+        str, typer.Argument(help="A schedule, an alias, a pattern such as ag+gemm, or all.", show_default=False)
     ],
     world_size: WorldSize = None,
     mesh: MeshText = None,
@@ -317,7 +317,7 @@ def simulate_command(
     ranks_per_host: Annotated[
         int | None, typer.Option(help="Ranks that NVLink connects. [default: what the machine says]")
     ] = None,
-    branches: Annotated[
+    gemm_streams: Annotated[
         int | None, typer.Option(help="GEMMs of a rank in flight. [default: what the machine says]")
     ] = None,
     chunks: Annotated[
@@ -373,7 +373,7 @@ def simulate_command(
     def predict(schedule: str, size: int | None, mesh: Mesh | None, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}
         plan = make_plan(problem, schedule, size, mesh=mesh, **how, **chosen)
-        return simulate(plan, gpus, branches=branches)
+        return simulate(plan, gpus, gemm_streams=gemm_streams)
 
     if several:
         if world_size is None and ranks is None:
@@ -645,13 +645,13 @@ def _unfused(timeline: Timeline) -> tuple[str, float] | None:
         return None
     if kind == "ag b":  # the transposed product gathers its A
         p = dataclasses.replace(p, m=p.n, n=p.m, m_per_rank=None)
-    title, family = {
+    title, pattern = {
         "ag a": ("a library's all-gather of A, then one GEMM", "ag+gemm"),
         "ag b": ("a library's all-gather of B, then one GEMM", "ag+gemm"),
         "rs": ("one GEMM, then a library's reduce-scatter", "gemm+rs"),
         "ar": ("one GEMM, then a library's all-reduce", "gemm+ar"),
     }[kind]
-    return title, predict_unfused(p, machine, family, plan.world_size)
+    return title, predict_unfused(p, machine, pattern, plan.world_size)
 
 
 def _unfused_line(timeline: Timeline) -> str:

@@ -26,7 +26,9 @@ PATIENCE = 900.0
 
 
 def trace_command(
-    name: Annotated[str, typer.Argument(help="A schedule, an alias, or a family such as ag+gemm.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="A schedule, an alias, or a pattern such as ag+gemm.", show_default=False)
+    ],
     m: Annotated[int, typer.Option(help="Rows of A and D.")] = 8192,
     n: Annotated[int, typer.Option(help="Rows of B, columns of D.")] = 57344,
     k: Annotated[int, typer.Option(help="Columns of A and B.")] = 8192,
@@ -39,9 +41,9 @@ def trace_command(
     mechanism: Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}.")] = MECHANISMS[0],
     provider: Annotated[str, typer.Option(help="Of the GEMMs: cutlass or cublas.")] = "cutlass",
     config: Annotated[str | None, typer.Option(help="A configuration of the provider. [default: by shape]")] = None,
-    branches: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
+    gemm_streams: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
     waits: Annotated[
-        str, typer.Option(help="Who waits for other ranks: operations on memory, or, with --branches 1, a kernel.")
+        str, typer.Option(help="Who waits for other ranks: operations on memory, or, with --gemm_streams 1, a kernel.")
     ] = "memory",
     machine: Annotated[str, typer.Option(help=f"One of {', '.join(list_machines())}, or a .json file.")] = "h200",
     json: Annotated[
@@ -66,9 +68,9 @@ def trace_command(
         check_files("--picture", [picture])
     if waits not in ("memory", "kernel"):
         raise ValueError(f"--waits is memory or kernel, got {waits!r}")
-    if waits == "kernel" and branches != 1:
+    if waits == "kernel" and gemm_streams != 1:
         raise ValueError(
-            f"--waits kernel takes --branches 1, got {branches}: no GEMM may run beside a kernel that waits"
+            f"--waits kernel takes --gemm_streams 1, got {gemm_streams}: no GEMM may run beside a kernel that waits"
         )
     sides = parse_mesh(mesh)
     options: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
@@ -83,15 +85,15 @@ def trace_command(
         if not ranks:
             raise ValueError("trace runs on GPUs, and there is none here; distgemm simulate needs none")
     plan = make_plan(problem, name, ranks, mesh=sides, sync="barrier", mechanism=mechanism, **options)
-    predicted = simulate(plan, gpus, branches=branches)
+    predicted = simulate(plan, gpus, gemm_streams=gemm_streams)
 
     from distgemm.measure.trace import Trace, draw_trace, record
     from distgemm.runtime.launch import launch
 
     recordings = launch(
-        record, plan.world_size, plan, provider, config, branches, waits, backend="nccl", timeout=PATIENCE
+        record, plan.world_size, plan, provider, config, gemm_streams, waits, backend="nccl", timeout=PATIENCE
     )
-    trace = Trace.of(plan, branches, recordings, predicted)
+    trace = Trace.of(plan, gemm_streams, recordings, predicted)
     report(trace)
     if json is not None:
         write_file("--json", json, trace.save_perfetto)

@@ -13,6 +13,7 @@ import typer
 from distgemm.cli.common import check_folder, count_ranks, new_console, new_table
 from distgemm.measure.models import MODELS, get_model
 from distgemm.plan.problem import GemmProblem
+from distgemm.schedulers import PATTERNS, Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,37 +24,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "cases", "tune_command", "tuned_table"]
 
-OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
-
 PATIENCE = 4 * 3600.0
 """Seconds for everything, with the compilation of kernels."""
 
 
 class Case(NamedTuple):
-    """A layer: what it is called, its op, and the problem on so many ranks."""
+    """A layer: what it is called, its pattern, and the problem on so many ranks."""
 
     label: str
-    op: str
+    pattern: Pattern
     problem: GemmProblem
 
 
 def cases(model: str, ms: list[int], ops: list[str], tp: int, ranks: int, dtype: str) -> list[Case]:
     """The layers of a model. With fewer ranks than ``tp``, each has what it has among tp ranks.
 
-    Raises ValueError for an unknown model or op, for layers that tp ranks cannot share evenly, and for more ranks.
+    Raises ValueError for an unknown model or pattern, for layers that tp ranks cannot share evenly, and for more ranks.
     """
     if ranks > tp:
         raise ValueError(f"--ranks {ranks} are at most the --tp {tp} ranks that share a layer")
-    if unknown := sorted(set(ops) - set(OPS)):
-        raise ValueError(f"--ops are some of {', '.join(OPS)}, got {unknown[0]!r}")
+    if unknown := sorted(set(ops) - set(PATTERNS)):
+        raise ValueError(f"--ops are some of {', '.join(PATTERNS)}, got {unknown[0]!r}")
     found = []
     for m in ms:
         for layer in get_model(model).layers:
             n, k = layer.among(ranks, tp)
-            for op in layer.ops:
-                if op in ops:
+            for pattern in layer.patterns:
+                if pattern in ops:
                     label = f"{model.removeprefix('llama-3-')} {layer.name}"
-                    found.append(Case(label, op, GemmProblem(m, n, k, dtype=dtype)))
+                    found.append(Case(label, pattern, GemmProblem(m, n, k, dtype=dtype)))
     return found
 
 
@@ -68,7 +67,7 @@ def tune_command(
         typer.Option(help="Tokens, rows of A and D; several with blanks or commas between them. [default: 8192]"),
     ] = None,
     ops: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(OPS)}; several likewise. [default: ag+gemm,gemm+rs]")
+        list[str] | None, typer.Option(help=f"{', '.join(PATTERNS)}; several likewise. [default: ag+gemm,gemm+rs]")
     ] = None,
     ranks: Annotated[
         int | None,
@@ -138,8 +137,8 @@ def _rank_main(found: list[Case], write: bool, kernels: bool, json_file: Path | 
     first = dist.get_rank() == 0
     with _progress(len(found), shown=first) as begin:
         for case in found:
-            say = begin(f"{case.label} {case.op} m={case.problem.m}")
-            tuned.append(tune(case.problem, case.op, write=write, kernels=kernels, progress=say))
+            say = begin(f"{case.label} {case.pattern} m={case.problem.m}")
+            tuned.append(tune(case.problem, case.pattern, write=write, kernels=kernels, progress=say))
             if first and json_file is not None:
                 save({"layers": measured(found, tuned)}, json_file)
     return tuned
@@ -150,9 +149,9 @@ def measured(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[dict[str, An
     return [
         {
             "layer": case.label,
-            "op": case.op,
+            "op": case.pattern,
             "problem": dataclasses.asdict(case.problem),
-            "choice": str(best.choice),
+            "choice": str(best.config),
             "ms": dict(sorted(best.times.items(), key=lambda each: each[1])),
             "refused": best.refused,
         }
@@ -191,5 +190,5 @@ def tuned_table(found: list[Case], tuned: list[Tuned]) -> Table:
         p, beside = case.problem, best.unfused_ms
         figures = ["-", "-"] if beside is None else [f"{beside:.4f}", f"{beside / best.ms:.3f}"]
         shape = f"{p.m} x {p.n} x {p.k}"
-        table.add_row(case.label, case.op, shape, str(best.choice), f"{best.ms:.4f}", *figures)
+        table.add_row(case.label, case.pattern, shape, str(best.config), f"{best.ms:.4f}", *figures)
     return table

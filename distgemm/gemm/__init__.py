@@ -26,6 +26,7 @@ __all__ = [
     "list_providers",
     # in one call
     "bind",
+    "forget_kernels",
     "gemm",
 ]
 
@@ -52,6 +53,11 @@ def bind(
 @lru_cache(maxsize=4096)
 def _kernel(spec: GemmSpec, provider: str, config: GemmConfig | None, streams: int) -> Kernel:
     return get_provider(provider).compile(spec, config, streams)
+
+
+def forget_kernels() -> None:
+    """Select a configuration anew at the next call of every shape, after configurations have been recorded."""
+    _kernel.cache_clear()
 
 
 def gemm(

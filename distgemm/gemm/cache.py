@@ -1,8 +1,7 @@
-"""Files of measured choices: one for each kind of choice and each GPU, the user's own over the one that ships."""
+"""Files of tuned configurations: one for each kind and GPU, the user's own over the one that ships."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,68 +13,74 @@ from filelock import FileLock
 
 from distgemm.gemm.nvcc import cache_dir
 
-__all__ = ["Choices", "file_name", "own_file", "read_choices", "record_choices"]
+__all__ = ["Entries", "TunedCache"]
 
-Choices = dict[str, dict[str, Any]]
-"""What was chosen, by what the choice depends on; as JSON knows it."""
-
-Check = Callable[[dict[str, Any]], object]
-"""Raises ValueError, KeyError or TypeError for what is no choice."""
+Entries = dict[str, dict[str, Any]]
+"""Tuned configurations as JSON holds them, by what they depend on."""
 
 
-def file_name(kind: str, device: str) -> str:
-    """The name of the file with choices of a kind for a GPU."""
-    return f"{kind}_{re.sub('[^A-Za-z0-9.-]', '_', device)}.json"
+class TunedCache:
+    """Tuned configurations of one kind.
 
-
-def own_file(kind: str, device: str) -> Path:
-    """Where the user's own choices are: in the cache folder."""
-    return cache_dir() / file_name(kind, device)
-
-
-def read_choices(shipped: Path, own: Path, check: Check, command: str) -> Choices:
-    """The choices of both files; those in ``own`` stand before. Files that are absent hold none.
-
-    check:   is called with every choice
-    command: that makes the file anew, for the message
-
-    Raises ValueError where a file is broken.
+    Args:
+        kind: begins the names of the files, as in ``plans_NVIDIA_H200.json``.
+        shipped: folder of the files that ship with the package.
+        check: is called with every entry; raises ValueError, KeyError or TypeError for a broken one.
+        command: the command that writes the file anew, for error messages.
     """
-    return _read(shipped, own, own.stat().st_mtime_ns if own.exists() else 0, check, command)
 
+    def __init__(self, kind: str, shipped: Path, check: Callable[[dict[str, Any]], object], command: str) -> None:
+        self.kind, self.shipped, self.command = kind, shipped, command
+        self._check = check
+        self._known: dict[Path, tuple[int, Entries]] = {}
 
-@functools.lru_cache(maxsize=8)
-def _read(shipped: Path, own: Path, stamp: int, check: Check, command: str) -> Choices:
-    del stamp  # only makes a changed file be read again
-    found: Choices = {}
-    for path in (shipped, own):
-        if path.exists():
-            found |= _parse(path, check, command)
-    return found
+    def path(self, device: str) -> Path:
+        """The user's own file for a GPU, in the cache folder."""
+        return cache_dir() / self._name(device)
 
+    def _name(self, device: str) -> str:
+        return f"{self.kind}_{re.sub('[^A-Za-z0-9.-]', '_', device)}.json"
 
-def _parse(path: Path, check: Check, command: str) -> Choices:
-    try:
-        choices: Choices = json.loads(path.read_text())["choices"]
-        for choice in choices.values():
-            check(choice)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} does not hold measured choices ({type(error).__name__}: {error}); delete it, and measure anew "
-            f"with: {command}"
-        ) from error
-    return choices
+    def read(self, device: str) -> Entries:
+        """All entries for a GPU; the user's own replace the shipped ones. Files that are absent hold none.
 
+        Raises:
+            ValueError: if a file is broken.
+        """
+        return self._read(self.shipped / self._name(device)) | self._read(self.path(device))
 
-def record_choices(path: Path, device: str, choices: Choices, check: Check, command: str) -> Path:
-    """Adds choices to a file, beside what other processes add: under a lock, all or nothing. Returns its path.
+    def _read(self, path: Path) -> Entries:
+        """The entries of a file, read again when it has changed."""
+        stamp = path.stat().st_mtime_ns if path.exists() else 0
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            known = self._known[path] = stamp, self._parse(path) if stamp else {}
+        return known[1]
 
-    Raises ValueError where the file is broken, which stays as it is.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        known = _parse(path, check, command) if path.exists() else {}
-        written = path.with_suffix(f".{os.getpid()}.new")
-        written.write_text(json.dumps({"device": device, "choices": known | choices}, indent=1) + "\n")
-        os.replace(written, path)
-    return path
+    def _parse(self, path: Path) -> Entries:
+        try:
+            entries: Entries = json.loads(path.read_text())["configs"]
+            for entry in entries.values():
+                self._check(entry)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} does not hold tuned configurations ({type(error).__name__}: {error}); delete it, and measure "
+                f"anew with: {self.command}"
+            ) from error
+        return entries
+
+    def record(self, device: str, entries: Entries) -> Path:
+        """Add entries to the user's file, under a lock, all or nothing. Returns the file's path.
+
+        Raises:
+            ValueError: if the file is broken; it stays as it is.
+            OSError: if it cannot be written.
+        """
+        path = self.path(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            known = self._parse(path) if path.exists() else {}
+            written = path.with_suffix(f".{os.getpid()}.new")
+            written.write_text(json.dumps({"device": device, "configs": known | entries}, indent=1) + "\n")
+            os.replace(written, path)
+        return path

@@ -83,7 +83,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
     gated: "operands", "results" or "deliveries": it computes several such products, see :mod:`distgemm.gemm.fused.gemms`
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
-    plain, direct = config.schedule == "plain", config.epilogue == "direct"
+    plain, direct = config.kernel_schedule == "plain", config.epilogue == "direct"
     result = ELEMENTS[spec.d.dtype]
 
     def element(matrix: MatrixSpec | None) -> str:
@@ -108,7 +108,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
         "TILE_K": config.tile[2],
         "CLUSTER_M": config.cluster[0],
         "CLUSTER_N": config.cluster[1],
-        "SCHEDULE": SCHEDULES[config.schedule],
+        "SCHEDULE": SCHEDULES[config.kernel_schedule],
         "EPILOGUE": EPILOGUES[config.epilogue],
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
@@ -310,14 +310,16 @@ class CutlassProvider:
         number = int(self.arch.rstrip("af"))
         if number < 80:
             return Status(f"kernels are for sm_80 and newer, this is sm_{self.arch}")
-        if config.schedule == "plain":
+        if config.kernel_schedule == "plain":
             if (m, n, k) != (128, 128, _depth(dtype, "plain")):
                 return Status(f"plain kernels for {dtype} have tiles of 128x128x{_depth(dtype, 'plain')}")
             if dtype == "float8_e4m3fn" and number < 89:
                 return Status(f"sm_{self.arch} does not multiply fp8")
             return Status()
         if self.arch != "90a":
-            return Status(f"{config.schedule} kernels are for sm_90a, this is sm_{self.arch}; plain ones are not")
+            return Status(
+                f"{config.kernel_schedule} kernels are for sm_90a, this is sm_{self.arch}; plain ones are not"
+            )
         if dtype == "float32":
             return Status("tensor cores do not multiply IEEE float32: take a plain kernel, or dtype tfloat32")
         if dtype == "tfloat32" and spec.a.row_major and not spec.b.row_major:
@@ -328,9 +330,9 @@ class CutlassProvider:
             )
         if config.epilogue == "tma" and not spec.results_aligned:
             return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
-        least = 128 if config.schedule == "cooperative" else 64
+        least = 128 if config.kernel_schedule == "cooperative" else 64
         if m % least or n % 8 or not 8 <= n <= 256:
-            return Status(f"tiles of {config.schedule} kernels are multiples of {least} by 8..256, got {m}x{n}")
+            return Status(f"tiles of {config.kernel_schedule} kernels are multiples of {least} by 8..256, got {m}x{n}")
         if dtype == "tfloat32" and n > 32 and n % 32:
             return Status(f"tiles of tfloat32 are multiples of 32 wide: CUTLASS does not compile others, got {m}x{n}")
         if k * DTYPE_BYTES[dtype] % 32:
@@ -358,10 +360,10 @@ class CutlassProvider:
 
     def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
-            from distgemm.gemm.select import choose
+            from distgemm.gemm.select import select_config
 
             self.raise_unsupported(spec, None)
-            config = choose(self, spec, streams)
+            config = select_config(self, spec, streams)
         self.raise_unsupported(spec, config)
         return config
 

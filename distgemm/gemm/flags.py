@@ -1,4 +1,4 @@
-"""Words in memory that ranks signal through, as kernels wait for them and write them."""
+"""FlagOps in memory that ranks signal through, as kernels wait for them and write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["OPERATIONS", "PHASES", "MemOp", "Words", "fits", "words_of"]
+__all__ = ["OPERATIONS", "PHASES", "MemOp", "FlagOps", "fits", "flag_ops"]
 
 OPERATIONS, PHASES = 192, 8
 """Operations, and phases of them, that a kernel performs at most."""
@@ -27,8 +27,8 @@ class _Operation(ctypes.Structure):
     _fields_ = (("address", ctypes.c_uint64), ("value", ctypes.c_uint32), ("kind", ctypes.c_uint32))
 
 
-class Words(ctypes.Structure):
-    """The struct Words of flags.cuh."""
+class FlagOps(ctypes.Structure):
+    """The struct FlagOps of flags.cuh."""
 
     _fields_ = (
         ("phases", ctypes.c_int32),
@@ -42,14 +42,14 @@ def fits(phases: Sequence[Sequence[MemOp]]) -> bool:
     return len(phases) <= PHASES and sum(map(len, phases)) <= OPERATIONS
 
 
-def words_of(phases: Sequence[Sequence[MemOp]]) -> Words:
+def flag_ops(phases: Sequence[Sequence[MemOp]]) -> FlagOps:
     """The operations of each phase at once, the phases one after the other. Raises ValueError for too many."""
     if not fits(phases):
         raise ValueError(
             f"a kernel performs at most {OPERATIONS} operations in {PHASES} phases, got {sum(map(len, phases))} in "
             f"{len(phases)}"
         )
-    found = Words(len(phases))
+    found = FlagOps(len(phases))
     end = 0
     for number, phase in enumerate(phases):
         for op in phase:

@@ -16,16 +16,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgemm.gemm.cache import Choices, file_name, own_file, read_choices, record_choices
+from distgemm.gemm.cache import TunedCache
 from distgemm.gemm.spec import GemmConfig, GemmSpec
 
 if TYPE_CHECKING:
     from distgemm.gemm.cutlass import CutlassProvider
 
-__all__ = ["choices_file", "choose", "key_of", "measured", "order", "record"]
+__all__ = ["CACHE", "key_of", "order", "select_config", "tiles_at_once", "tiles_of"]
 
-SHIPPED = Path(__file__).parent / "tuned"
-COMMAND = "distgemm tune-gemm"
+
+def _check(entry: dict[str, Any]) -> None:
+    GemmConfig.parse(entry["config"])
+
+
+CACHE = TunedCache("gemm", Path(__file__).parent / "tuned", _check, "distgemm tune-gemm")
+
 SMS = 132
 RATES = {
     ("cooperative", 128, 256): 1.0,
@@ -50,8 +55,8 @@ def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SM
     tile_m, tile_n, _ = config.tile
     tiles, at_once = count * tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
-    rate = RATES.get((config.schedule, tile_m, tile_n), 0.7)
-    return waves * (spec.k + OVERHEADS[config.schedule]) * tile_m * tile_n / rate
+    rate = RATES.get((config.kernel_schedule, tile_m, tile_n), 0.7)
+    return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n / rate
 
 
 def tiles_of(spec: GemmSpec, config: GemmConfig) -> int:
@@ -86,9 +91,9 @@ def key_of(spec: GemmSpec, streams: int = 1) -> str:
     return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])
 
 
-def choose(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> GemmConfig:
+def select_config(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> GemmConfig:
     """The configuration for this shape. A measured one that does not fit these strides is passed over."""
-    found = measured(_device()).get(key_of(spec, streams))
+    found = CACHE.read(_device()).get(key_of(spec, streams))
     if found is not None:
         config = GemmConfig.parse(found["config"])
         if provider.supports(spec, config):
@@ -100,25 +105,3 @@ def _device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-
-
-def _check(choice: dict[str, Any]) -> None:
-    GemmConfig.parse(choice["config"])
-
-
-def choices_file(device: str) -> Path:
-    """Where the user's own choices for this device are."""
-    return own_file("gemm", device)
-
-
-def measured(device: str) -> Choices:
-    """Choices by :func:`key_of`; the user's own stand before the shipped ones."""
-    return read_choices(SHIPPED / file_name("gemm", device), choices_file(device), _check, COMMAND)
-
-
-def record(device: str, choices: Choices) -> Path:
-    """Adds choices to the user's file, beside what other processes add. Returns its path.
-
-    Raises ValueError where the file is broken, which stays as it is.
-    """
-    return record_choices(choices_file(device), device, choices, _check, COMMAND)

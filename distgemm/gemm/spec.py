@@ -170,7 +170,7 @@ class GemmConfig:
 
     tile:     m, n, k of what a thread block computes at a time, elements
     cluster:  m, n of the thread blocks that share what TMA loads: powers of two, 8 blocks at most
-    schedule: "cooperative" (two warp groups share a tile), "pingpong" (they take turns: one multiplies while the
+    kernel_schedule: "cooperative" (two warp groups share a tile), "pingpong" (they take turns: one multiplies while the
               other writes), or "plain" (no TMA, no wgmma: any alignment)
     epilogue: "tma", or "direct" (stores from registers: any alignment of D, C and the partial sum)
     raster:   order of tiles: along "m", "n", or as CUTLASS's "heuristic" says
@@ -184,7 +184,7 @@ class GemmConfig:
 
     tile: tuple[int, int, int]
     cluster: tuple[int, int] = (1, 1)
-    schedule: str = "cooperative"
+    kernel_schedule: str = "cooperative"
     epilogue: str = "tma"
     raster: str = "heuristic"
     swizzle: int = 1
@@ -195,7 +195,7 @@ class GemmConfig:
             if len(extents) != count or not all(isinstance(x, int) and x > 0 for x in extents):
                 raise ValueError(f"{name} is a tuple of {count} integers > 0, got {extents!r}")
         for name, value, known in (
-            ("schedule", self.schedule, SCHEDULES),
+            ("kernel_schedule", self.kernel_schedule, SCHEDULES),
             ("epilogue", self.epilogue, EPILOGUES),
             ("raster", self.raster, RASTERS),
         ):
@@ -207,7 +207,7 @@ class GemmConfig:
             raise ValueError(f"share is one of {SHARES}, got {self.share!r}")
         if any(x & (x - 1) for x in self.cluster) or self.cluster[0] * self.cluster[1] > 8:
             raise ValueError(f"a cluster has 1, 2, 4 or 8 thread blocks along m and n, 8 at most, got {self.cluster}")
-        if self.schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle, self.share) != (
+        if self.kernel_schedule == "plain" and (self.cluster, self.epilogue, self.raster, self.swizzle, self.share) != (
             (1, 1),
             "direct",
             "heuristic",
@@ -219,8 +219,8 @@ class GemmConfig:
             )
 
     def __str__(self) -> str:
-        text = "x".join(map(str, self.tile)) + f"_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"
-        text += "_direct" if self.epilogue == "direct" and self.schedule != "plain" else ""
+        text = "x".join(map(str, self.tile)) + f"_{self.cluster[0]}x{self.cluster[1]}_{self.kernel_schedule}"
+        text += "_direct" if self.epilogue == "direct" and self.kernel_schedule != "plain" else ""
         text += "" if self.raster == "heuristic" else f"_raster_{self.raster}"
         text += "" if self.swizzle == 1 else f"_swizzle_{self.swizzle}"
         return text + ("" if self.share == 1 else f"_share_{self.share}")
@@ -235,7 +235,7 @@ class GemmConfig:
         return cls(
             tile=(int(m), int(n), int(k)),
             cluster=(int(cm), int(cn)),
-            schedule=schedule,
+            kernel_schedule=schedule,
             epilogue="direct" if direct or schedule == "plain" else "tma",
             raster=raster or "heuristic",
             swizzle=int(swizzle or 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distgemm.schedulers import Pattern
+
 __all__ = ["MODELS", "Layer", "Model", "get_model"]
 
 
@@ -12,37 +14,37 @@ class Layer(NamedTuple):
     """A linear layer, as global extents.
 
     name: "qkv", "out", "fc1" (gate and up in one) or "fc2"
-    op:   the family of schedules that runs it with sequence parallelism: "ag+gemm" or "gemm+rs"
+    pattern:   the pattern of schedules that runs it with sequence parallelism: "ag+gemm" or "gemm+rs"
     n, k: outputs and inputs
     """
 
     name: str
-    op: str
+    pattern: Pattern
     n: int
     k: int
 
     def local(self, m: int, world_size: int) -> tuple[int, int, int]:
         """m, n, k that one rank multiplies."""
-        if self.op == "ag+gemm":
+        if self.pattern == "ag+gemm":
             return m, -(-self.n // world_size), self.k
         return m, self.n, -(-self.k // world_size)
 
     @property
-    def ops(self) -> tuple[str, ...]:
-        """The families that can run it: "gemm+ar" in place of "gemm+rs" where activations are not sharded."""
-        return (self.op,) if self.op == "ag+gemm" else (self.op, "gemm+ar")
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The patterns that can run it: "gemm+ar" in place of "gemm+rs" where activations are not sharded."""
+        return (self.pattern,) if self.pattern == "ag+gemm" else (self.pattern, "gemm+ar")
 
     def among(self, ranks: int, tp: int) -> tuple[int, int]:
         """n and k of a layer for so many ranks of which each has what it has of this one among ``tp`` ranks.
 
         Raises ValueError where tp ranks cannot share it evenly.
         """
-        shared = self.n if self.op == "ag+gemm" else self.k
+        shared = self.n if self.pattern == "ag+gemm" else self.k
         if tp < 1 or shared % tp:
-            what = "n" if self.op == "ag+gemm" else "k"
+            what = "n" if self.pattern == "ag+gemm" else "k"
             raise ValueError(f"{tp} ranks cannot share {what} = {shared} of {self.name} evenly")
         share = shared // tp * ranks
-        return (share, self.k) if self.op == "ag+gemm" else (self.n, share)
+        return (share, self.k) if self.pattern == "ag+gemm" else (self.n, share)
 
 
 @dataclass(frozen=True)

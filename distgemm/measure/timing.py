@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.schedulers import Pattern
 
 __all__ = [
     "Clock",
@@ -54,14 +55,14 @@ class WrongResultError(RuntimeError):
 class Operation:
     """One operation on all ranks: its problem, this rank's shards, and what D's shard is to be.
 
-    op: "ag+gemm" (A's rows are gathered), "gemm+rs" (sums are scattered) or "gemm+ar"
+    pattern: "ag+gemm" (A's rows are gathered), "gemm+rs" (sums are scattered) or "gemm+ar"
     a, b: this rank's shards
     local_a: what this rank multiplies with B in all: A gathered, or its shard
     reference: what D's shard is to be
     """
 
     problem: GemmProblem
-    op: str
+    pattern: Pattern
     group: dist.ProcessGroup
     device: torch.device
     a: torch.Tensor = field(init=False)
@@ -71,10 +72,10 @@ class Operation:
 
     def __post_init__(self) -> None:
         p, rank, size = self.problem, dist.get_rank(self.group), dist.get_world_size(self.group)
-        split = p.n if self.op == "ag+gemm" else p.k
+        split = p.n if self.pattern == "ag+gemm" else p.k
         if p.m % size or split % size:
             raise ValueError(
-                f"the benchmark takes m and {'n' if self.op == 'ag+gemm' else 'k'} that {size} ranks divide, got m, n, "
+                f"the benchmark takes m and {'n' if self.pattern == 'ag+gemm' else 'k'} that {size} ranks divide, got m, n, "
                 f"k = {p.m}, {p.n}, {p.k}"
             )
         dtype = TORCH_DTYPES[p.dtype]
@@ -84,7 +85,7 @@ class Operation:
             return torch.randn(rows, columns, generator=generator, device=self.device).to(dtype)
 
         m, n, k = p.m // size, p.n // size, p.k // size
-        if self.op == "ag+gemm":
+        if self.pattern == "ag+gemm":
             self.a, self.b = draw(rank, m, p.k), draw(1000 + rank, n, p.k)
             self.local_a = torch.cat([draw(peer, m, p.k) for peer in range(size)])
             self.reference = self.local_a @ self.b.T
@@ -93,7 +94,7 @@ class Operation:
             self.local_a = self.a
             partial = (self.a @ self.b.T).float()
             dist.all_reduce(partial, group=self.group)
-            rows = slice(rank * m, (rank + 1) * m) if self.op == "gemm+rs" else slice(None)
+            rows = slice(rank * m, (rank + 1) * m) if self.pattern == "gemm+rs" else slice(None)
             self.reference = partial[rows]
 
     def turn(self) -> None:
@@ -160,7 +161,7 @@ def torch_methods(operation: Operation) -> list[Method]:
     p, size = operation.problem, dist.get_world_size(group)
     dtype = a.dtype
     name = group.group_name
-    if operation.op == "ag+gemm":
+    if operation.pattern == "ag+gemm":
         gathered = torch.empty(p.m, p.k, dtype=dtype, device=a.device)
         d = torch.empty(p.m, b.shape[0], dtype=dtype, device=a.device)
 
@@ -180,7 +181,7 @@ def torch_methods(operation: Operation) -> list[Method]:
         ]
     partial = torch.empty(p.m, p.n, dtype=dtype, device=a.device)
     alone = Method("cuBLAS alone", lambda: (torch.mm(a, b.T, out=partial), None)[1])
-    if operation.op == "gemm+ar":
+    if operation.pattern == "gemm+ar":
         return [*_all_reduce_methods(operation, partial), alone]
     scattered = torch.empty(p.m // size, p.n, dtype=dtype, device=a.device)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.runtime.executable import WaitBy
 from distgemm.simulator.engine import FLAGS, Timeline, arrivals, merged, op_title
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ class Span(NamedTuple):
 # --- on the GPU -----------------------------------------------------------------------------------------
 
 
-def record(plan: Plan, provider: str, config: str | None, branches: int, waits: str = "memory") -> Recording:
+def record(
+    plan: Plan, provider: str, config: str | None, gemm_streams: int, wait_by: WaitBy = "memory_op"
+) -> Recording:
     """Run a plan on this rank's GPU, replay its graph, and note what the GPU does. All ranks call it.
 
     Shards are random; the arguments are those of :func:`distgemm.compile`. Raises what that raises.
@@ -98,11 +101,12 @@ def record(plan: Plan, provider: str, config: str | None, branches: int, waits: 
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from distgemm.runtime.checks import Execution, shard_dtype
+    from distgemm.runtime.checks import shard_dtype
     from distgemm.runtime.cuda import compile_plan
+    from distgemm.runtime.executable import ExecutionConfig
 
     device = torch.device("cuda", torch.cuda.current_device())
-    exe = compile_plan(plan, Execution(provider, config, branches, waits))
+    exe = compile_plan(plan, ExecutionConfig(provider, config, gemm_streams, wait_by=wait_by))
     generator = torch.Generator(device).manual_seed(exe.rank)
     a, b = (
         torch.randn(plan.shard_shape(name, exe.rank), generator=generator, device=device).to(shard_dtype(plan, name))
@@ -169,10 +173,10 @@ def replay_of(recording: Recording) -> tuple[list[Seen], float]:
     return slices[middle], (slices[middle + 1][0].start - slices[middle][0].start) / 1e3
 
 
-def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> list[Span]:
+def attribute(plan: Plan, rank: int, gemm_streams: int, events: Sequence[Seen]) -> list[Span]:
     """The events of one replay of a rank as ops of its plan, by start.
 
-    Copies to peers, or from them, come in the order in which they are issued. What is computed lies on ``branches``
+    Copies to peers, or from them, come in the order in which they are issued. What is computed lies on ``gemm_streams``
     streams and, in some plans, a stream of sums behind them, each of which keeps its order, as do copies from shards
     that peers pull; which event is of which stream is found by the kinds of the events, the dependencies of the ops,
     and the profiler's streams, which are not always those on which the graph was captured. Kernels that wait for words
@@ -183,20 +187,21 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
     Raises RuntimeError, with what was found, where the events are not those of the plan.
     """
     from distgemm.runtime.cuda.lowering import lower
-    from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM
+    from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM
+    from distgemm.runtime.executable import ExecutionConfig
 
     if plan.problem.l > 1:
         raise ValueError(f"a trace is of a single product, got {plan.problem.l} batches: their copies come in parts")
-    actions = lower(plan, rank, branches)
+    actions = lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams))
     issued = [(action.stream, op) for action in actions for op in action.ops]
     numbers = {op.id: number for number, (_, op) in enumerate(issued)}
     copied = [op for stream, op in issued if stream == COMM and isinstance(op, Copy)]
     sent, staged = ([op for op in copied if _crosses(op) == crosses] for crosses in (True, False))
     chains: list[list[Op]] = [
         [op for on, op in issued if on == stream and isinstance(op, (Gemm, Reduce, Copy))]
-        for stream in range(BRANCH, 1 + max(action.stream for action in actions))
+        for stream in range(GEMM_STREAM, 1 + max(action.stream for action in actions))
     ]
-    sums = len(chains) > branches
+    sums = len(chains) > gemm_streams
     if staged:
         chains.append([*staged])
     events = sorted((event for event in events if what(event.name)), key=lambda event: event.start)
@@ -209,7 +214,7 @@ def attribute(plan: Plan, rank: int, branches: int, events: Sequence[Seen]) -> l
         for op, event in zip(sent, copies, strict=True)
     ]
     for number, op, event, part in _deal(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
-        lane = f"gemm {number}" if isinstance(op, Gemm) else "sums" if sums and number == branches else "local"
+        lane = f"gemm {number}" if isinstance(op, Gemm) else "sums" if sums and number == gemm_streams else "local"
         found.append(Span(rank, lane, op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name, part))
     return sorted(found, key=lambda span: span.start)
 
@@ -401,14 +406,14 @@ class Trace:
     predicted: Timeline
 
     @classmethod
-    def of(cls, plan: Plan, branches: int, recordings: Sequence[Recording], predicted: Timeline) -> Trace:
+    def of(cls, plan: Plan, gemm_streams: int, recordings: Sequence[Recording], predicted: Timeline) -> Trace:
         """From what :func:`record` returned on each rank."""
         middle = [replay_of(recording) for recording in recordings]
         zero = min(events[0].start for events, _ in middle)
         spans = []
         for rank, (events, _) in enumerate(middle):
             later = (events[0].start - zero) / 1e3
-            spans += [_moved(span, later) for span in attribute(plan, rank, branches, events)]
+            spans += [_moved(span, later) for span in attribute(plan, rank, gemm_streams, events)]
         shifts, violation = align(plan, spans)
         spans = [_moved(span, shifts[span.rank]) for span in spans]
         first = min(span.start for span in spans)

@@ -12,7 +12,7 @@ from torch import nn
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.dispatch import resolve
-from distgemm.torch_ops.functional import Group, check_choice
+from distgemm.torch_ops.functional import Group, check_schedule
 
 __all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
 
@@ -49,7 +49,7 @@ class ParallelLinear(nn.Module):
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{type(self).__name__}: {name} is an integer >= 1, over all ranks; got {value!r}")
-        check_choice(schedule, chunks)
+        check_schedule(schedule, chunks)
         self.in_features, self.out_features = in_features, out_features
         self.group = group_name(group)
         found = resolve(self.group)

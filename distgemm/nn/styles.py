@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
-from distgemm.torch_ops.functional import autocast_dtype, check_choice
+from distgemm.torch_ops.functional import autocast_dtype, check_schedule
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SharedColwiseParallel"]
 
@@ -101,7 +101,7 @@ class ColwiseParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        check_choice(schedule, chunks)
+        check_schedule(schedule, chunks)
         self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
         self.use_local_output = use_local_output
 
@@ -134,7 +134,7 @@ class RowwiseParallel(ParallelStyle):
 
     def __init__(self, *, schedule: str = "auto", chunks: int | None = None) -> None:
         super().__init__()
-        check_choice(schedule, chunks)
+        check_schedule(schedule, chunks)
         self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -234,7 +234,7 @@ class SharedColwiseParallel(ParallelStyle):
         super().__init__()
         if not names:
             raise ValueError("SharedColwiseParallel takes the names of the Linears that share a gather, got none")
-        check_choice(schedule, chunks)
+        check_schedule(schedule, chunks)
         self.names = names
         self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 

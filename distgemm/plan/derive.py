@@ -56,7 +56,7 @@ WORKSPACES = ("full", "bounded")
 SYNCS = ("credit", "barrier")
 MECHANISMS = ("push", "pull", "store")
 
-RESULTS = 2
+SEND_SLOTS = 2
 """Results of a rank that may be on their way to another one at once: one is sent while the next is computed."""
 
 OPS: tuple[type[Op], ...] = (Barrier, Copy, Gemm, Reduce, Signal, Wait)
@@ -143,7 +143,7 @@ class _Event:
     round: int = -1
     position: int = -1  # among all events, in the order in which they become ops
     op: int = -1
-    told: dict[int, Flag] = field(default_factory=dict)  # by rank: what tells it that the event has ended
+    told: dict[int, Flag] = field(default_factory=dict)  # by rank: what done_flags it that the event has ended
     waits: dict[int, int] = field(default_factory=dict)  # by rank: its Wait for that
     credits: list[tuple[Flag, int]] = field(default_factory=list)  # what lets it write, and from which rank
     enters: bool = False  # waits for the replay's Barrier
@@ -503,12 +503,11 @@ class _Derivation:
         # A partial sum is added in the epilogue of the last GEMM if it is complete before, all the way up.
         for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
             before = [parts[rank] for rank in part.incoming]
-            at_the_end = getattr(route, "fold_last", None) if part.to is None else None
-            fold = route.fold if at_the_end is None else at_the_end
+            place = route.final_add if part.to is None else route.add
             last = (part.iterations or [-1])[-1]
             part.whole = not before or (
-                fold
-                and (len(before) == 1 or not route.fold)
+                place == "epilogue"
+                and (len(before) == 1 or route.add == "kernel")
                 and all(one.whole and -1 < (one.iterations or [-1])[-1] < last for one in before)
             )
 
@@ -659,11 +658,11 @@ class _Derivation:
 
     # --- where --------------------------------------------------------------------------------------------
 
-    def allocate(self, workspace: str, results: int) -> tuple[tuple[Slot, ...], ...]:
+    def allocate(self, workspace: str, send_slots: int) -> tuple[tuple[Slot, ...], ...]:
         """A slot for every place, in order of their lifetimes."""
-        return tuple(self._allocate(rank, workspace == "bounded", results) for rank in self.ranks)
+        return tuple(self._allocate(rank, workspace == "bounded", send_slots) for rank in self.ranks)
 
-    def _allocate(self, rank: int, bounded: bool, results: int) -> tuple[Slot, ...]:
+    def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
         group = prod(self.scheduler.chunks)
         tenants: list[list[_Place]] = []
         shared: list[_Place] = []  # the last tenants of slots that may have more
@@ -671,9 +670,9 @@ class _Derivation:
             place.slot = len(tenants)
             if bounded or not place.remote:
                 for index, last in enumerate(shared):
-                    # Room is made by whole rounds of chunks, or for as many results as may be on their way.
+                    # Room is made by whole rounds of chunks, or for as many send_slots as may be on their way.
                     remote = place.remote or last.remote
-                    free = (last.end // group + 1) * group if remote else last.end + results
+                    free = (last.end // group + 1) * group if remote else last.end + send_slots
                     # Tiles of one operand are alike in size: none takes up a slot that is larger than it needs.
                     if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
                         place.slot, place.last = last.slot, last
@@ -843,7 +842,7 @@ def make_plan(
     workspace: str = "full",
     sync: str = "credit",
     mechanism: str = "push",
-    results: int = RESULTS,
+    send_slots: int = SEND_SLOTS,
     **options: Any,
 ) -> Plan:
     """Plan a product under a schedule: what every rank multiplies, sends, waits for and adds.
@@ -856,8 +855,8 @@ def make_plan(
     mechanism: "push": whoever has a tile copies it into the slot of the rank that needs it; "pull": that rank copies
                it, from a slot of the one that has it, where shards are put first; "store": as "push", but GEMMs write
                partial sums for other ranks into their slots at once
-    results:   with "push", how many partial sums of a rank may lie in slots of their own to be sent: a GEMM whose sum
-               finds no room waits for a copy. One kernel for all GEMMs (``distgemm.compile(waits="gemm")``) cannot, and
+    send_slots:   with "push", how many partial sums of a rank may lie in slots of their own to be sent: a GEMM whose sum
+               finds no room waits for a copy. One kernel for all GEMMs (``distgemm.compile(execution="single_kernel")``) cannot, and
                takes as many as there are chunks
 
     Plans are cached: a second call with equal arguments returns the same object. Raises ValueError for
@@ -883,9 +882,9 @@ def make_plan(
     ):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-    if not isinstance(results, int) or results < 1:
-        raise ValueError(f"results is a number of partial sums, at least 1, got {results!r}")
-    return _make_plan(problem, scheduler, workspace, sync, mechanism, results)
+    if not isinstance(send_slots, int) or send_slots < 1:
+        raise ValueError(f"send_slots is a number of partial sums, at least 1, got {send_slots!r}")
+    return _make_plan(problem, scheduler, workspace, sync, mechanism, send_slots)
 
 
 @lru_cache(maxsize=128)
@@ -896,11 +895,11 @@ def _make_plan(
     workspace: str,
     sync: str,
     mechanism: str,
-    results: int,
+    send_slots: int,
 ) -> Plan:
     derivation = _Derivation(problem, scheduler, mechanism)
     derivation.run()
-    slots = derivation.allocate(workspace, results)
+    slots = derivation.allocate(workspace, send_slots)
     shards = {
         operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
     }

@@ -29,13 +29,13 @@ from distgemm.plan.ops import (
 from distgemm.plan.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["FlagKey", "Form", "check_form", "fail"]
+__all__ = ["FlagKey", "PlanIndex", "validate", "fail"]
 
 FlagKey = tuple[int, int]
 """(rank, number): what names a flag."""
 
 
-class Form(NamedTuple):
+class PlanIndex(NamedTuple):
     """What a look at all ops has found.
 
     ops:            of each rank, by their ids
@@ -54,11 +54,11 @@ def fail(op: Op, message: str) -> PlanError:
     return PlanError(f"{op.describe()}: {message}")
 
 
-def check_form(plan: Plan) -> Form:
+def validate(plan: Plan) -> PlanIndex:
     """Raise :class:`PlanError` where ops name what is not there, or contradict each other or the plan."""
     _check_slots(plan)
     _check_owners(plan)
-    form = Form([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
+    form = PlanIndex([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
     memory = _Memory(plan)
     for rank, ops in enumerate(plan.rank_ops):
         seen = form.ops[rank]

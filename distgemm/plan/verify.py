@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_size, link_of, overlaps
 from distgemm.plan.plan import Plan, PlanError, collector_paused
-from distgemm.plan.validate import FlagKey, Form, check_form, fail
+from distgemm.plan.validate import FlagKey, PlanIndex, fail, validate
 
 __all__ = ["verify"]
 
@@ -32,7 +32,7 @@ __all__ = ["verify"]
 def verify(plan: Plan) -> None:
     """Raise :class:`PlanError`, naming rank, iteration and op, where the plan can go wrong."""
     with collector_paused():
-        _Execution(plan, _Order(plan, check_form(plan))).run()
+        _Execution(plan, _Order(plan, validate(plan))).run()
 
 
 # --- happens-before -----------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class _Order:
     Nothing happens before an op that stands later in ``sequence``.
     """
 
-    def __init__(self, plan: Plan, form: Form) -> None:
+    def __init__(self, plan: Plan, form: PlanIndex) -> None:
         self.plan, self.form, self.ops = plan, form, form.ops
         self.sequence = self._issue()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distgemm.plan.plan import Plan, PlanError
 
 __all__ = [
-    "COPIES",
     "TORCH_DTYPES",
-    "WAITS",
-    "Execution",
     "Group",
     "agree",
     "check_bias",
@@ -41,41 +37,6 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-
-WAITS = ("memory", "kernel", "gemm")
-"""By what a plan on GPUs waits for other ranks; see :func:`distgemm.compile`."""
-COPIES = ("engine", "slices", "gemm", "both")
-"""How it copies shards and results to peers."""
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How GPUs execute a plan; :func:`distgemm.compile` says what each of these is. Raises ValueError for what does not
-    go together. Names of providers and configurations are looked up by those who take them."""
-
-    provider: str = "cutlass"
-    config: str | None = None
-    branches: int = 2
-    waits: str = "memory"
-    merge: bool = False
-    copies: str = "engine"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.branches, bool) or self.branches not in (1, 2):
-            raise ValueError(f"branches is 1 or 2, got {self.branches!r}")
-        if self.waits not in WAITS:
-            raise ValueError(f"waits is one of {', '.join(WAITS)}, got {self.waits!r}")
-        if not isinstance(self.merge, bool):
-            raise ValueError(f"merge is True or False, got {self.merge!r}")
-        if self.copies not in COPIES:
-            raise ValueError(f"copies is one of {', '.join(COPIES)}, got {self.copies!r}")
-        if self.copies != "engine" and (self.waits != "gemm" or self.merge):
-            raise ValueError(
-                f"copies={self.copies!r} goes with waits='gemm' and merge=False, got {self.waits!r} and {self.merge}"
-            )
-        if self.waits == "gemm" and self.provider != "cutlass":
-            raise ValueError(f"waits='gemm' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}")
-
 
 Group = dist.ProcessGroup | DeviceMesh | str
 """The ranks that take part: a process group, a mesh of one dimension (``mesh["tp"]``), or a group's name."""

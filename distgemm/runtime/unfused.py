@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,14 @@ from distgemm.runtime.checks import (
     resolve_group,
     shard_dtype,
 )
+from distgemm.schedulers import Pattern, check_pattern
 
-if TYPE_CHECKING:
-    from distgemm.tune.config import Choice
-
-__all__ = ["COLLECTIVES", "DEFAULTS", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
+__all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
 
 Tensor = torch.Tensor
 
-DEFAULTS = {
-    "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
-    "gemm+rs": "reduce_scatter_1d_pairwise_a",
-    "gemm+ar": "all_reduce_1d_pairwise_a",
-}
-"""For each op, the schedule whose shards the unfused program takes."""
-
-COLLECTIVES = ("nccl", "two-shot", "one-shot")
+Collective = Literal["nccl", "two-shot", "one-shot"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """What adds over ranks: torch.distributed, or for "gemm+ar" the kernels of torch's symmetric memory, in which each rank
 adds a part of the result and all read it, or each rank reads and adds everything."""
 
@@ -49,12 +41,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def unfused_status(problem: GemmProblem, op: str) -> Status:
+def unfused_status(problem: GemmProblem, pattern: Pattern) -> Status:
     """Whether torch's products compute it; falsy with the reason where they do not.
 
-    op: "ag+gemm", "gemm+rs" or "gemm+ar"
+    pattern: "ag+gemm", "gemm+rs" or "gemm+ar"
     """
-    dtype, product = problem.dtype, _product_dtype(problem, op)
+    dtype, product = problem.dtype, _product_dtype(problem, pattern)
     if dtype in ("float8_e4m3fn", "tfloat32"):
         return Status(f"the unfused program has no products of {dtype}")
     if product != dtype and not (dtype in HALVES and product == "float32"):
@@ -62,16 +54,16 @@ def unfused_status(problem: GemmProblem, op: str) -> Status:
     return Status()
 
 
-def collective_status(problem: GemmProblem, op: str, collective: str, world_size: int) -> Status:
+def collective_status(problem: GemmProblem, pattern: Pattern, collective: Collective, world_size: int) -> Status:
     """Whether one of ``COLLECTIVES`` adds on GPUs what the unfused program multiplies; falsy with the reason if not."""
     if collective == "nccl":
         return Status()
-    if op != "gemm+ar":
-        return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {op}")
+    if pattern != "gemm+ar":
+        return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {pattern}")
     sizes = (2, 4, 8)  # that torch has kernels for
     if world_size not in sizes:
         return Status(f"symmetric memory's {collective} all-reduce is of {sizes} ranks, here are {world_size}")
-    dtype = _product_dtype(problem, op)
+    dtype = _product_dtype(problem, pattern)
     size = problem.l * problem.m * problem.n * TORCH_DTYPES[dtype].itemsize
     if dtype not in ("bfloat16", "float32") or size % 16:
         return Status(
@@ -81,8 +73,8 @@ def collective_status(problem: GemmProblem, op: str, collective: str, world_size
     return Status()
 
 
-def _product_dtype(problem: GemmProblem, op: str) -> str:
-    return str(problem.out_dtype if op == "ag+gemm" else problem.partial_dtype)
+def _product_dtype(problem: GemmProblem, pattern: Pattern) -> str:
+    return str(problem.out_dtype if pattern == "ag+gemm" else problem.partial_dtype)
 
 
 _scratch: dict[tuple[str, torch.device], Tensor] = {}
@@ -133,9 +125,8 @@ class UnfusedExecutable:
     """The unfused program over torch.distributed (NCCL, or gloo on CPUs) and torch's products (cuBLAS).
 
     plan:   of the op's default schedule; says which shards go in and come out, and is not executed
-    op:     "ag+gemm", "gemm+rs" or "gemm+ar"
+    pattern:     "ag+gemm", "gemm+rs" or "gemm+ar"
     collective: one of ``COLLECTIVES``, what adds over ranks
-    choice: why this and no plan, where :func:`distgemm.compile` chose; else None
 
     Where a rank does not come, NCCL's watchdog ends a call of NCCL; kernels of symmetric memory wait until the process
     ends.
@@ -150,16 +141,13 @@ class UnfusedExecutable:
     def __init__(
         self,
         problem: GemmProblem,
-        op: str,
+        pattern: Pattern,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
-        collective: str = "nccl",
-        *,
-        choice: Choice | None = None,
+        collective: Collective = "nccl",
     ) -> None:
-        if op not in DEFAULTS:
-            raise ValueError(f"op is one of {', '.join(DEFAULTS)}, got {op!r}")
-        if not (status := unfused_status(problem, op)):
+        check_pattern(pattern)
+        if not (status := unfused_status(problem, pattern)):
             raise ValueError(status.reason)
         self.group = resolve_group(group)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -168,33 +156,34 @@ class UnfusedExecutable:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
-        if not (status := collective_status(problem, op, collective, self.world_size)):
+        if not (status := collective_status(problem, pattern, collective, self.world_size)):
             raise ValueError(status.reason)
         if collective != "nccl" and device.type != "cuda":
             raise ValueError(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
-        self.op, self.device, self.collective = op, device, collective
-        self.plan = make_plan(problem, DEFAULTS[op], self.world_size)
+        self.pattern, self.device, self.collective = pattern, device, collective
+        self.plan = make_plan(problem, pattern, self.world_size)
         self.provider = "cublas" if self.device.type == "cuda" else "torch"
-        self.choice = choice
-        moved = "A" if op == "ag+gemm" else "D"
+        moved = "A" if pattern == "ag+gemm" else "D"
         boxes = [self.plan.box(moved, rank)[1] for rank in range(self.world_size)]
         # Of a gather and a scatter, the rows of each rank; and the most of them: collectives want equal blocks.
         self._rows = [slice(start, stop) for start, stop in boxes]
         self._most = max(stop - start for start, stop in boxes)
         equal = all(stop - start == self._most for start, stop in boxes)
         self._ieee = self.device.type == "cuda" and problem.dtype == "float32"
-        self._blocked = op != "gemm+ar" and (problem.l > 1 or not equal)
+        self._blocked = pattern != "gemm+ar" and (problem.l > 1 or not equal)
         self._allocate()
 
     @torch.inference_mode(False)  # buffers outlive the mode that is on now
     def _allocate(self) -> None:
         p, size = self.plan.problem, self.world_size
-        moved = shard_dtype(self.plan, "A") if self.op == "ag+gemm" else TORCH_DTYPES[_product_dtype(p, self.op)]
-        columns = p.k if self.op == "ag+gemm" else p.n
+        moved = (
+            shard_dtype(self.plan, "A") if self.pattern == "ag+gemm" else TORCH_DTYPES[_product_dtype(p, self.pattern)]
+        )
+        columns = p.k if self.pattern == "ag+gemm" else p.n
         block = (p.l, self._most, columns)
         # All of A, or this rank's partial sum of all of D; what one rank sends or gets; blocks of all ranks.
         shapes: dict[str, tuple[int, ...]] = {"whole": (p.l, p.m, columns)}
-        if self.op != "gemm+ar":
+        if self.pattern != "gemm+ar":
             shapes["block"] = block
         if self._blocked:
             shapes["blocks"] = (size, *block)
@@ -260,7 +249,7 @@ class UnfusedExecutable:
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
         with torch.no_grad(), _ieee() if self._ieee else contextlib.nullcontext():
-            if self.op == "ag+gemm":
+            if self.pattern == "ag+gemm":
                 whole = self._gather(a, gathered)
                 _multiply(whole, b, whole_d, alpha, c, beta, bias)
             else:
@@ -273,8 +262,8 @@ class UnfusedExecutable:
         check_bias(self.rank, bias, d)
         if gathered is None:
             return
-        if self.op != "ag+gemm":
-            raise ValueError(f"{self.op} does not bring all of A to rank {self.rank}: there is no gathered")
+        if self.pattern != "ag+gemm":
+            raise ValueError(f"{self.pattern} does not bring all of A to rank {self.rank}: there is no gathered")
         check_gathered(self.plan, self.rank, gathered, given)
 
     def _gather(self, a: Tensor, gathered: Tensor | None) -> Tensor:
@@ -313,7 +302,7 @@ class UnfusedExecutable:
             name = self.collective.replace("-", "_")
             add = getattr(torch.ops.symm_mem, f"{name}_all_reduce_out")
             add(partial, "sum", self.group.group_name, summed)
-        elif self.op == "gemm+ar":
+        elif self.pattern == "gemm+ar":
             summed = d if direct else partial
             _multiply(a, b, summed, alpha)
             dist.all_reduce(summed, group=self.group)

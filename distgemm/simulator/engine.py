@@ -1,7 +1,7 @@
 """When each op of a plan would run: a discrete-event simulation of ``plan.ops`` on a :class:`Machine`.
 
 Nothing but the ops is looked at: no schedule, no name. Every rank has lanes that work off their ops in the order
-of the rank's list: GEMM branches, copy streams, the network, and one for local sums and copies.
+of the rank's list: GEMM gemm_streams, copy streams, the network, and one for local sums and copies.
 
 * A GEMM is a number of output tiles. They go to the SMs in the order in which the GEMMs start, each to the SM
   that is free first, so that a GEMM on a second branch fills the SMs that the last wave of the one before
@@ -258,14 +258,14 @@ def simulate(
     plan: Plan,
     machine: Machine | str,
     *,
-    branches: int | None = None,
+    gemm_streams: int | None = None,
     copy_streams: int = 1,
     gemm_efficiency_hook: Hook | None = None,
 ) -> Timeline:
     """Predict when each op of a plan runs on a machine.
 
     machine:      or its name, or the path of its .json file, as :meth:`Machine.load` takes them
-    branches:     GEMMs of a rank in flight, alternating over its list; None: what the machine says
+    gemm_streams:     GEMMs of a rank in flight, alternating over its list; None: what the machine says
     copy_streams: streams over which a rank deals its copies, by the other rank
     gemm_efficiency_hook: for each Gemm a factor on its rate, to try what another kernel would bring
 
@@ -278,11 +278,11 @@ def simulate(
         machine = Machine.load(machine)
     if not isinstance(machine, Machine):
         raise ValueError(f"machine is a Machine or the name of one, got {machine!r}")
-    branches = machine.branches if branches is None else branches
-    for name, value in (("branches", branches), ("copy_streams", copy_streams)):
+    gemm_streams = machine.gemm_streams if gemm_streams is None else gemm_streams
+    for name, value in (("gemm_streams", gemm_streams), ("copy_streams", copy_streams)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is an integer >= 1, got {value!r}")
-    work = _Work(plan, machine, branches, copy_streams, gemm_efficiency_hook)
+    work = _Work(plan, machine, gemm_streams, copy_streams, gemm_efficiency_hook)
     cold = _Simulation(work, 1)
     cold.run()
     steady = _Simulation(work, REPLAYS)
@@ -543,7 +543,7 @@ class _Flow:
 class _Work:
     """What is the same in every replay: lanes, dependents and costs."""
 
-    def __init__(self, plan: Plan, machine: Machine, branches: int, copy_streams: int, hook: Hook | None) -> None:
+    def __init__(self, plan: Plan, machine: Machine, gemm_streams: int, copy_streams: int, hook: Hook | None) -> None:
         self.plan, self.machine = plan, machine
         self.copy_streams = copy_streams
         self.ops = plan.rank_ops
@@ -559,7 +559,7 @@ class _Work:
         alone: dict[tuple[Any, ...], float] = {}
         for rank, ops in enumerate(self.ops):
             self._order(ops)
-            self._deal(ops, branches)
+            self._deal(ops, gemm_streams)
             flop = 0.0
             costs: list[Any] = []
             for op in ops:
@@ -589,13 +589,13 @@ class _Work:
         self.missing.append([len(op.deps) for op in ops])
         self.roots.append([at for at, op in enumerate(ops) if not op.deps])
 
-    def _deal(self, ops: Sequence[Op], branches: int) -> None:
+    def _deal(self, ops: Sequence[Op], gemm_streams: int) -> None:
         """The lane of each op."""
         found: list[str] = []
         computed = 0  # sums and local copies take their turn as well, as they do on the streams of the CUDA runtime
         for op in ops:
             if isinstance(op, Gemm):
-                found.append(f"gemm {computed % branches}")
+                found.append(f"gemm {computed % gemm_streams}")
                 computed += 1
             elif isinstance(op, Copy) and (_stages(op) or link_of(op) is not None):
                 if not self.machine.same_host(op.src.rank, op.dst.rank):

@@ -95,7 +95,7 @@ class Machine:
     barrier:         us of a barrier, from the last arrival
     replay:          us from the end of a replay to the beginning of the next: exit and launch
     entry:           us from there until copies may leave: each rank hears that the others have left their last replay
-    branches:        GEMMs of one rank in flight
+    gemm_streams:        GEMMs of one rank in flight
     collective:      a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives
     sources:         where the figures come from
 
@@ -125,12 +125,12 @@ class Machine:
     barrier: float
     replay: float
     entry: float
-    branches: int
+    gemm_streams: int
     collective: Link
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("sms", "copy_streams", "branches"):
+        for name in ("sms", "copy_streams", "gemm_streams"):
             _integer(name, getattr(self, name))
         if self.ranks_per_host is not None:
             _integer("ranks_per_host", self.ranks_per_host)

@@ -14,18 +14,20 @@ import torch.distributed as dist
 
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
+from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import Execution, process_group
+from distgemm.runtime.checks import process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.schedulers import get_schedule, list_schedules
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import Pattern, list_schedules
 from distgemm.simulator.engine import arrivals
-from distgemm.torch_ops.auto import choose_schedule, measured_executable
+from distgemm.torch_ops.auto import measured_executable, select_schedule
 
 if TYPE_CHECKING:
-    from distgemm.tune.config import Choice
+    from distgemm.tune.config import TunedConfig
 
-__all__ = ["CACHED", "Call", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
+__all__ = ["CACHED", "CallRecord", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
 
 Tensor = torch.Tensor
 
@@ -34,7 +36,7 @@ CACHED = 64
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """A product that ran on this rank.
 
     op:      who asked for it: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or "gather", which
@@ -43,8 +45,8 @@ class Call:
     options: of the schedule
     runtime: that executed it
     provider: of its GEMMs
-    choice:  what "auto" chose on a GPU, or the caller's unfused program, of which ``plan`` only says which shards it
-             took; else None. ``choice.text`` pins it: it may be given as the schedule
+    config:  what "auto" chose on a GPU, or the caller's unfused program, of which ``plan`` only says which shards it
+             took; else None. ``config.text`` pins it: it may be given as the schedule
     """
 
     op: str
@@ -52,12 +54,12 @@ class Call:
     options: tuple[tuple[str, Any], ...]
     runtime: str
     provider: str
-    choice: Choice | None = None
+    config: TunedConfig | None = None
 
     @property
     def unfused(self) -> bool:
         """Whether a collective and one product ran, and no plan."""
-        return self.choice is not None and self.choice.method == "unfused"
+        return self.config is not None and self.config.method == "unfused"
 
     @property
     def not_overlapped(self) -> str | None:
@@ -77,13 +79,13 @@ class Call:
         ran = "unfused" if self.unfused else self.plan.schedule
         options = "".join(f", {name}={value}" for name, value in self.options)
         runtime = f"{self.runtime}, GEMMs by {self.provider}"
-        if self.choice is not None:
-            branches = (
+        if self.config is not None:
+            gemm_streams = (
                 ""
                 if self.unfused
-                else f" on {self.choice.execution.branches} branch{'es' * (self.choice.execution.branches > 1)}"
+                else f" on {self.config.execution.gemm_streams} stream{'s' * (self.config.execution.gemm_streams > 1)}"
             )
-            runtime += f"{branches}, {self.choice.how} choice"
+            runtime += f"{gemm_streams}, {self.config.source} config"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
         return (
             f"{self.op}: {ran}{options} on {self.plan.world_size} ranks, "
@@ -109,11 +111,11 @@ def _in_lockstep(plan: Plan) -> bool:
 class _Last:
     """What ran, for whoever asks."""
 
-    call: Call | None = None
-    recorders: dict[int, list[Call]] = {}  # noqa: RUF012
+    call: CallRecord | None = None
+    recorders: dict[int, list[CallRecord]] = {}  # noqa: RUF012
 
 
-def last_call() -> Call:
+def last_call() -> CallRecord:
     """What the last product of this process ran as: ``print(distgemm.last_call())``.
 
     A backward pass makes calls too: :func:`record_calls` has all of them. Raises ValueError before the first one.
@@ -124,9 +126,9 @@ def last_call() -> Call:
 
 
 @contextlib.contextmanager
-def record_calls() -> Iterator[list[Call]]:
+def record_calls() -> Iterator[list[CallRecord]]:
     """The list of calls that are made inside, forward and backward, of all threads of this process."""
-    calls: list[Call] = []
+    calls: list[CallRecord] = []
     _Last.recorders[id(calls)] = calls
     try:
         yield calls
@@ -135,7 +137,7 @@ def record_calls() -> Iterator[list[Call]]:
 
 
 def executable(
-    plan: Plan, group: dist.ProcessGroup, device: torch.device, how: Execution | None = None
+    plan: Plan, group: dist.ProcessGroup, device: torch.device, how: ExecutionConfig | None = None
 ) -> tuple[Any, str, str]:
     """A plan made ready for tensors on a device, the runtime's name and that of its GEMMs' provider.
 
@@ -147,8 +149,10 @@ def executable(
 
         made = compile_plan(plan, how, group=group, device=device)
         return made, "CUDA runtime", made.provider
-    if how is not None and how != Execution():
-        raise ValueError(f"provider, config, branches, waits, merge and copies are for GPUs, got {how} for {device}")
+    if how is not None and how != ExecutionConfig():
+        raise ValueError(
+            f"provider, config, gemm_streams, waits, merge and copies are for GPUs, got {how} for {device}"
+        )
     return CollectiveExecutable(plan, group, device), f"collective runtime over {dist.get_backend(group)}", "torch"
 
 
@@ -162,7 +166,7 @@ class Product:
     runtime: str
     provider: str
     options: tuple[tuple[str, Any], ...]
-    choice: Choice | None = None
+    config: TunedConfig | None = None
 
     def __call__(
         self, op: str, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
@@ -175,7 +179,7 @@ class Product:
             # Added before the result is rounded, once: by the op that completes a tile.
             more |= {"c_shard": bias.expand(self.plan.shard_shape("D", self.rank)), "beta": 1.0}
         d: Tensor = self.run(_rows(a), _rows_or_columns(b), **more)
-        call = Call(op, self.plan, self.options, self.runtime, self.provider, self.choice)
+        call = CallRecord(op, self.plan, self.options, self.runtime, self.provider, self.config)
         _Last.call = call
         for calls in list(_Last.recorders.values()):
             calls.append(call)
@@ -208,9 +212,9 @@ _products: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, Product]]] = {}
 
 
 def product(
-    kind: str, problem: GemmProblem, group_name: str, device: torch.device, schedule: str, chunks: int | None
+    pattern: Pattern, problem: GemmProblem, group_name: str, device: torch.device, schedule: str, chunks: int | None
 ) -> Product:
-    """The executable for a product of a kind: "ag+gemm", "gemm+rs" or "gemm+ar".
+    """The executable for a product of a pattern: "ag+gemm", "gemm+rs" or "gemm+ar".
 
     Kept by what all ranks of the group have in common, in a list of its own for each group: so all ranks make, and
     drop, an executable in the same call. Making one is a collective call, and raises RuntimeError while the current
@@ -220,16 +224,16 @@ def product(
     kept_for, products = _products.get(group_name, (None, OrderedDict()))
     if kept_for is not group:  # another group took the name of one that is gone
         _products[group_name] = (group, products := OrderedDict())
-    key = (kind, problem, schedule, chunks, device)
+    key = (pattern, problem, schedule, chunks, device)
     found = products.get(key)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"the stream is being captured, and {kind} has no executable yet for m {problem.m}, n {problem.n}, "
+                f"the stream is being captured, and {pattern} has no executable yet for m {problem.m}, n {problem.n}, "
                 f"k {problem.k}, {problem.dtype}, schedule {schedule!r}: making one waits for the other ranks. Run the "
                 "same forward and backward pass once before torch.cuda.graph"
             )
-        found = products[key] = _make(kind, problem, group, device, schedule, chunks)
+        found = products[key] = _make(pattern, problem, group, device, schedule, chunks)
         while len(products) > CACHED:
             products.popitem(last=False)
     products.move_to_end(key)
@@ -237,50 +241,53 @@ def product(
 
 
 def _make(
-    kind: str,
+    pattern: Pattern,
     problem: GemmProblem,
     group: dist.ProcessGroup,
     device: torch.device,
     schedule: str,
     chunks: int | None,
 ) -> Product:
-    from distgemm.tune.config import Choice
+    from distgemm.tune import TunedConfig, config_of
 
     size, rank = group.size(), dist.get_rank(group)
     if schedule == "auto" and chunks is None and device.type == "cuda":
-        made = measured_executable(kind, problem, group, device)
-        assert made.choice is not None
-        runtime = _collective(made.choice, group) if made.choice.method == "unfused" else "CUDA runtime"
-        return Product(made.plan, rank, made, runtime, made.provider, made.choice.options, made.choice)
+        made = measured_executable(pattern, problem, group, device)
+        selected = config_of(made)
+        assert selected is not None
+        runtime = _collective(selected, group) if selected.method == "unfused" else "CUDA runtime"
+        return Product(made.plan, rank, made, runtime, made.provider, selected.options, selected)
     if schedule == "auto":
-        schedule, options = choose_schedule(kind, problem, size)
-        choice = Choice("plan", schedule, tuple(options.items()))
+        schedule, options = select_schedule(pattern, problem, size)
+        config = TunedConfig("plan", schedule, tuple(options.items()))
     else:
-        choice = Choice.parse(schedule)
-    if choice.method == "unfused":
-        return _unfused(kind, problem, group, device, choice, chunks)
-    options = dict(choice.options)
+        config = TunedConfig.parse(schedule)
+    if config.method == "unfused":
+        return _unfused(pattern, problem, group, device, config, chunks)
+    options = dict(config.options)
     if chunks is not None:
-        if schedule != choice.schedule and "chunks" in options:
+        if schedule != config.schedule and "chunks" in options:
             raise ValueError(f"schedule={schedule!r} says how many chunks there are, and chunks={chunks} does")
         options["chunks"] = chunks
     # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
     sync = "barrier" if device.type == "cuda" else "credit"
-    plan = make_plan(problem, choice.schedule, size, **({"sync": sync} | options))
-    if not _does(plan, kind):
-        fitting = [name for name in list_schedules() if _schedule_does(name, kind)]
-        raise ValueError(f"{plan.schedule} is no schedule for {kind}; schedule='auto', or one of {', '.join(fitting)}")
-    run, runtime, provider = executable(plan, group, device, choice.execution)
+    plan = make_plan(problem, config.schedule, size, **({"sync": sync} | options))
+    if not does_pattern(plan, pattern):
+        fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
+        raise ValueError(
+            f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
+        )
+    run, runtime, provider = executable(plan, group, device, config.execution)
     shown = tuple(sorted(options.items()))
     return Product(plan, rank, run, runtime, provider, shown)
 
 
 def _unfused(
-    kind: str,
+    pattern: Pattern,
     problem: GemmProblem,
     group: dist.ProcessGroup,
     device: torch.device,
-    choice: Choice,
+    config: TunedConfig,
     chunks: int | None,
 ) -> Product:
     """The unfused program, for who asks for it."""
@@ -288,48 +295,13 @@ def _unfused(
 
     if chunks is not None:
         raise ValueError(f"the unfused program has no chunks, got {chunks}")
-    made = UnfusedExecutable(problem, kind, group, device, choice.collective, choice=choice)
-    return Product(made.plan, made.rank, made, _collective(choice, group), made.provider, (), choice)
+    made = UnfusedExecutable(problem, pattern, group, device, config.collective)
+    return Product(made.plan, made.rank, made, _collective(config, group), made.provider, (), config)
 
 
-def _collective(choice: Choice, group: dist.ProcessGroup) -> str:
+def _collective(config: TunedConfig, group: dist.ProcessGroup) -> str:
     """By what the unfused program moves data."""
-    if choice.collective != "nccl":
-        return f"symmetric memory, {choice.collective}"
+    if config.collective != "nccl":
+        return f"symmetric memory, {config.collective}"
     backend = str(dist.get_backend(group))
     return "NCCL" if backend == "nccl" else backend
-
-
-def _does(plan: Plan, kind: str) -> bool:
-    """Whether a plan begins and ends with the shards of its kind, ranks in order."""
-    p, ranks = plan.problem, range(plan.world_size)
-    m, n, k = ((0, extent) for extent in (p.m, p.n, p.k))
-    held = {name: [plan.box(name, rank)[1:] for rank in ranks] for name in "ABD"}
-    rows = _in_order([box[0] for box in held["A" if kind == "ag+gemm" else "D"]], p.m)
-    if kind == "ag+gemm":
-        wanted = {"A": (None, k), "B": (None, k), "D": (m, None)}
-        split = _in_order([box[0] for box in held["B"]], p.n) and _in_order([box[1] for box in held["D"]], p.n)
-    else:
-        wanted = {"A": (m, None), "B": (n, None), "D": (None, n) if kind == "gemm+rs" else (m, n)}
-        split = _in_order([box[1] for box in held["A"]], p.k) and _in_order([box[1] for box in held["B"]], p.k)
-        rows = rows or kind == "gemm+ar"
-    whole = all(
-        edges is None or box[mode] == edges
-        for name, modes in wanted.items()
-        for box in held[name]
-        for mode, edges in enumerate(modes)
-    )
-    return rows and split and whole
-
-
-def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
-    edges = [0, *(stop for _, stop in ranges)]
-    return edges[-1] == extent and all(start == before for (start, _), before in zip(ranges, edges, strict=False))
-
-
-def _schedule_does(name: str, kind: str) -> bool:
-    try:
-        plan = make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2))
-    except ValueError:  # needs a mesh
-        return False
-    return _does(plan, kind)

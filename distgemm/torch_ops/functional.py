@@ -15,7 +15,7 @@ from distgemm.torch_ops import library as ops
 __all__ = [
     "Group",
     "autocast_dtype",
-    "check_choice",
+    "check_schedule",
     "all_gather_matmul",
     "group_name",
     "matmul_all_reduce",
@@ -46,14 +46,14 @@ def _check_tensors(op: str, tensors: dict[str, Tensor | None]) -> None:
             raise ValueError(f"{op}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
 
 
-def check_choice(schedule: str, chunks: int | None) -> None:
+def check_schedule(schedule: str, chunks: int | None) -> None:
     """What layers ask where they are made. Raises ValueError for a schedule that is not known, and wrong chunks."""
     if schedule != "auto":
-        from distgemm.tune.config import Choice
+        from distgemm.tune.config import TunedConfig
 
-        choice = Choice.parse(schedule)
-        if choice.method == "plan":
-            schedule_options(choice.schedule)
+        config = TunedConfig.parse(schedule)
+        if config.method == "plan":
+            schedule_options(config.schedule)
     _check_chunks(f"schedule {schedule!r}", chunks)
 
 
@@ -169,8 +169,8 @@ def all_gather_matmul(
               share one gather: the largest is multiplied while tokens arrive, the others afterwards
     bias:     (out_features of this rank,); for several b a sequence, with None for those without
     schedule: a name of ``distgemm.list_schedules()``; with options, as in "gemm+rs chunks=2 provider=cublas", whatever
-              :meth:`distgemm.tune.Choice.parse` reads; or "auto": on CUDA tensors what was measured (docs/tuning.md),
-              on CPU tensors, and with chunks, the rule of :func:`distgemm.torch_ops.choose_schedule`
+              :meth:`distgemm.tune.TunedConfig.parse` reads; or "auto": on CUDA tensors what was measured (docs/tuning.md),
+              on CPU tensors, and with chunks, the rule of :func:`distgemm.torch_ops.select_schedule`
     chunks:   of the schedule; None: what "auto" takes, or the schedule's default
     m_per_rank: tokens of each rank, zeros allowed; None: as many on each
     out_features: of b over all ranks, where they are not the same number on each: rank r then has the r-th part of

@@ -1,32 +1,35 @@
 """What ``schedule="auto"`` takes on GPUs: the fastest of a few schedules and the unfused program, measured once.
 
-Choices are kept in ``plans_<GPU>.json`` in the cache folder, over the file of that name that ships with the package.
-``docs/tuning.md`` says what they depend on, and what happens where there is none.
+Tuned configurations are kept in ``plans_<GPU>.json`` in the cache folder, over the file of that name that ships with
+the package. ``docs/tuning.md`` says what they depend on, and what happens where there is none.
 """
 
-from distgemm.tune.cache import bucket, choices_file, key_of, look_up, record
-from distgemm.tune.candidates import candidates, predicted
-from distgemm.tune.config import UNFUSED, Choice
-from distgemm.tune.ranks import make
+from distgemm.tune.cache import CACHE, bucket, key_of, look_up
+from distgemm.tune.candidates import Candidate, candidates, list_candidates, predicted, register_candidate
+from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.ranks import config_of, make
 from distgemm.tune.search import Tuned, finalists, measurable, tune
-from distgemm.tune.select import choose, executable, fitting
+from distgemm.tune.select import executable, fitting, select
 
 __all__ = [
+    "CACHE",
     "UNFUSED",
-    "Choice",
+    "Candidate",
     "Tuned",
+    "TunedConfig",
     "bucket",
     "candidates",
-    "choices_file",
-    "choose",
+    "config_of",
     "executable",
     "finalists",
     "fitting",
     "key_of",
+    "list_candidates",
     "look_up",
     "make",
     "measurable",
     "predicted",
-    "record",
+    "register_candidate",
+    "select",
     "tune",
 ]

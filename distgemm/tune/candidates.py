@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,205 +16,348 @@ from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.spec import Status
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm, Reduce, View, box_extents
+from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import Execution
-from distgemm.runtime.cuda.lowering import lower
-from distgemm.runtime.cuda.lowering.actions import on_one_stream
+from distgemm.runtime.cuda.lowering import lower, on_one_stream
+from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transport, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
+from distgemm.schedulers import DistributedTileScheduler, Pattern, check_pattern, get_schedule, schedule_options
+from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator.engine import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
-from distgemm.tune.config import UNFUSED, Choice
+from distgemm.tune.config import UNFUSED, TunedConfig
 
-__all__ = ["SCHEDULES", "by_one_kernel", "candidates", "check_op", "predicted", "providers", "specs_of"]
+__all__ = [
+    "Candidate",
+    "candidates",
+    "list_candidates",
+    "predicted",
+    "providers",
+    "register_candidate",
+    "single_kernel_status",
+    "specs_of",
+]
+
+logger = logging.getLogger("distgemm")
 
 MACHINE = "h200"
 """The machine on which candidates are predicted, whatever the GPU: it only says which are worth measuring."""
 
-WITHIN = {"kernels": 1.25, "one kernel": 1.4, "alone": 1.4}
-"""Plans predicted to take longer than the best one of their kind by more than this factor are not measured: with a
-kernel for each GEMM, with one beside copy engines, with one that does all. Of what chunks cost where GEMMs are one
-kernel the model knows too little."""
+Group = Literal["multi_kernel", "fused_with_copies", "fused_alone"]
 
-WORD = 2.0
-"""us until what a kernel has stored at a peer is there."""
+SLOWDOWN_LIMIT: dict[Group, float] = {"multi_kernel": 1.25, "fused_with_copies": 1.4, "fused_alone": 1.4}
+"""A plan that is predicted to take this factor longer than the best plan of its group is not measured. The groups: a
+kernel for each GEMM; the fused kernel beside copy engines; the fused kernel alone. The model knows too little of what
+chunks cost in a fused kernel."""
 
-GATHER = "all_gather_1d_tiling_cd_rotating_a"
-SUMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("pairwise_a", {"chunks": 1}),
-    ("pairwise_a", {"chunks": 1, "mechanism": "store"}),
-    ("pairwise_a", {"chunks": 2}),
-    ("tiling_a_rotating_c", {"chunks": 2}),
-    ("tiling_a_rotating_c", {"chunks": 2, "mechanism": "store"}),
-    ("tiling_a_rotating_c", {"chunks": 4}),
-)
-SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "ag+gemm": tuple((GATHER, {"chunks": chunks}) for chunks in (1, 2, 4)),
-    "gemm+rs": tuple((f"reduce_scatter_1d_{name}", options) for name, options in SUMS),
-    "gemm+ar": tuple((f"all_reduce_1d_{name}", options) for name, options in SUMS),
-}
-"""For each op, the schedules that are tried, with their options."""
-STORED = (
+FLAG_LATENCY_US = 2.0
+"""Until what a kernel has stored at a peer has arrived there."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule that ``schedule="auto"`` considers, with options.
+
+    Attributes:
+        schedule: name of a registered schedule.
+        options: of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs.
+        execution: "multi_kernel", with every provider, number of GEMM streams and way to wait that fits; or
+            "single_kernel", the fused kernel.
+        transport: of the fused kernel.
+        min_ranks: the fewest ranks with which it is considered.
+    """
+
+    schedule: str
+    options: tuple[tuple[str, Any], ...] = ()
+    execution: ExecutionMode = "multi_kernel"
+    transport: Transport = "copy_engine"
+    min_ranks: int = 1
+
+
+_candidates: dict[Pattern, list[Candidate]] = {}
+
+
+def register_candidate(
+    pattern: Pattern,
+    schedule: str,
+    *,
+    execution: ExecutionMode = "multi_kernel",
+    transport: Transport = "copy_engine",
+    min_ranks: int = 1,
+    **options: Any,
+) -> None:
+    """Let ``schedule="auto"`` consider a schedule, such as one of your own, for a pattern.
+
+    Args:
+        pattern: what the schedule does: "ag+gemm", "gemm+rs" or "gemm+ar".
+        schedule: name of a registered schedule.
+        execution: how the GEMMs are executed, as :class:`Candidate` says.
+        transport: of the fused kernel.
+        min_ranks: the fewest ranks with which it is considered.
+        **options: of the schedule and of :func:`distgemm.make_plan`.
+
+    Raises:
+        ValueError: for an unknown pattern or schedule, and for a candidate that is registered already.
+    """
+    schedule_options(schedule)  # refuses an unknown name
+    ExecutionConfig(execution=execution, transport=transport)
+    found = Candidate(schedule, tuple(sorted(options.items())), execution, transport, min_ranks)
+    known = _candidates.setdefault(check_pattern(pattern), [])
+    if found in known:
+        raise ValueError(f"{found} is a candidate for {pattern} already")
+    known.append(found)
+    for cache in (_predictions, _multi_kernel_predictions):
+        cache.cache_clear()
+
+
+def list_candidates(pattern: Pattern) -> tuple[Candidate, ...]:
+    """The candidates of a pattern, in the order in which they were registered."""
+    return tuple(_candidates[check_pattern(pattern)])
+
+
+def _register_defaults() -> None:
+    gather, stem = "all_gather_1d_tiling_cd_rotating_a", {"gemm+rs": "reduce_scatter_1d", "gemm+ar": "all_reduce_1d"}
+    for chunks in (1, 2, 4):
+        register_candidate("ag+gemm", gather, chunks=chunks)
+    for chunks in (1, 2, 4):
+        register_candidate("ag+gemm", gather, execution="single_kernel", chunks=chunks)
+    by_kernel: tuple[Transport, ...] = ("copy_engine_slices", "sm")
+    for transport, chunks in product(by_kernel, (1, 2)):
+        register_candidate("ag+gemm", gather, execution="single_kernel", transport=transport, chunks=chunks)
+
+    patterns: tuple[Pattern, ...] = ("gemm+rs", "gemm+ar")
+    for pattern in patterns:
+        chain, pairwise = f"{stem[pattern]}_tiling_a_rotating_c", f"{stem[pattern]}_pairwise_a"
+        register_candidate(pattern, pairwise, chunks=1)
+        register_candidate(pattern, pairwise, chunks=1, mechanism="store")
+        register_candidate(pattern, pairwise, chunks=2)
+        register_candidate(pattern, chain, chunks=2)
+        register_candidate(pattern, chain, chunks=2, mechanism="store")
+        register_candidate(pattern, chain, chunks=4)
+        # Chains by a fused kernel: its sums are copied from send slots, or stored at the peer.
+        if pattern == "gemm+rs":
+            for chunks in (2, 4):
+                register_candidate(pattern, chain, execution="single_kernel", chunks=chunks, send_slots=chunks)
+        for options in STORED_CHAINS:
+            register_candidate(pattern, chain, execution="single_kernel", mechanism="store", **options)
+        if pattern == "gemm+ar":
+            for options in SENT_CHAINS:
+                register_candidate(
+                    pattern, chain, execution="single_kernel", transport="sm", mechanism="store", **options
+                )
+        # Pairwise sums by a fused kernel that stores every partial sum at the rank that adds it. Between two ranks
+        # they are the same as a chain, unless chunks are columns.
+        sums = PAIRWISE_SUMS if pattern == "gemm+rs" else PAIRWISE_SUMS[1:2]
+        for options in sums:
+            min_ranks = 1 if "chunk_mode" in options else 3
+            register_candidate(
+                pattern, pairwise, execution="single_kernel", mechanism="store", min_ranks=min_ranks, **options
+            )
+        if pattern == "gemm+ar":
+            for options in SENT_PAIRWISE_SUMS:
+                min_ranks = 1 if "chunk_mode" in options else 3
+                register_candidate(
+                    pattern,
+                    pairwise,
+                    execution="single_kernel",
+                    transport="sm",
+                    mechanism="store",
+                    min_ranks=min_ranks,
+                    **options,
+                )
+
+
+STORED_CHAINS: tuple[dict[str, Any], ...] = (
     {"chunks": 2},
     {"chunks": 4},
-    {"chunks": 4, "lag": 2},
-    {"chunks": 8, "lag": 2},
-    {"chunks": 8, "lag": 4},
-    {"chunks": 16, "lag": 2},
+    {"chunks": 4, "stagger": 2},
+    {"chunks": 8, "stagger": 2},
+    {"chunks": 8, "stagger": 4},
+    {"chunks": 16, "stagger": 2},
 )
-"""Chains by one kernel that stores its sums."""
-DELIVERED = ({"chunks": 2}, {"chunks": 4}, {"chunks": 8, "lag": 2}, {"chunks": 16, "lag": 2})
-"""The same, where it delivers what is finished, too: a chunk leaves once it is complete."""
-SUMMED: tuple[dict[str, Any], ...] = (
-    {"chunks": 1, "last": "gemm"},
-    {"chunks": 2, "last": "gemm"},
-    {"chunks": 4, "last": "gemm"},
-    {"chunks": 4, "last": "gemm", "lag": 1},
-    {"chunks": 8, "last": "gemm", "lag": 2},
-    {"chunks": 16, "last": "gemm", "lag": 2},
-    {"chunks": 4, "last": "gemm", "lag": 2, "along": "n"},
+SENT_CHAINS: tuple[dict[str, Any], ...] = (
+    {"chunks": 2},
+    {"chunks": 4},
+    {"chunks": 8, "stagger": 2},
+    {"chunks": 16, "stagger": 2},
 )
-"""Pairwise sums by one kernel that stores all parts where they are added: no sum takes several hops, as in a chain of
-more than two ranks. Chunks of columns read B once, however few rows there are."""
-FINISHED: tuple[dict[str, Any], ...] = (
-    {"chunks": 8, "last": "gemm", "lag": 2},
-    *({"chunks": chunks, "last": "gemm", "lag": lag, "along": "n"} for chunks, lag in ((4, 2), (8, 1), (8, 2))),
+"""The same where the kernel also sends finished tiles: a chunk leaves once it is complete."""
+PAIRWISE_SUMS: tuple[dict[str, Any], ...] = tuple(
+    {"final_add": "epilogue", **options}
+    for options in (
+        {"chunks": 1},
+        {"chunks": 2},
+        {"chunks": 4},
+        {"chunks": 4, "stagger": 1},
+        {"chunks": 8, "stagger": 2},
+        {"chunks": 16, "stagger": 2},
+        {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
+    )
 )
-"""The same, where it delivers what is finished, too."""
-CHAIN, ALL_REDUCE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_a_rotating_c"
-PAIRWISE = {"gemm+rs": "reduce_scatter_1d_pairwise_a", "gemm+ar": "all_reduce_1d_pairwise_a"}
-BY_ONE_KERNEL: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
-    "ag+gemm": (
-        *((GATHER, {"chunks": chunks}, "engine") for chunks in (1, 2, 4)),
-        *((GATHER, {"chunks": chunks}, copies) for copies in ("slices", "gemm", "both") for chunks in (1, 2)),
+"""No sum takes several hops, as in a chain of more than two ranks. Chunks of columns read B once, however few rows
+there are."""
+SENT_PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
+    {"final_add": "epilogue", "chunks": 8, "stagger": 2},
+    *(
+        {"final_add": "epilogue", "chunks": chunks, "stagger": stagger, "chunk_mode": "n"}
+        for chunks, stagger in ((4, 2), (8, 1), (8, 2))
     ),
-    "gemm+rs": (
-        (CHAIN, {"chunks": 2, "results": 2}, "engine"),
-        (CHAIN, {"chunks": 4, "results": 4}, "engine"),
-        *((CHAIN, {"mechanism": "store", **how}, "engine") for how in STORED),
-        *((PAIRWISE["gemm+rs"], {"mechanism": "store", **how}, "engine") for how in SUMMED),
-    ),
-    "gemm+ar": (
-        *((ALL_REDUCE, {"mechanism": "store", **how}, "engine") for how in STORED),
-        *((ALL_REDUCE, {"mechanism": "store", **how}, "gemm") for how in DELIVERED),
-        (PAIRWISE["gemm+ar"], {"mechanism": "store", **SUMMED[1]}, "engine"),
-        *((PAIRWISE["gemm+ar"], {"mechanism": "store", **how}, "gemm") for how in FINISHED),
-    ),
-}
-"""The same for plans whose GEMMs are one kernel that waits by itself, with who copies."""
+)
+"""The same where the kernel also sends finished tiles."""
 
 
-def candidates(problem: GemmProblem, op: str, world_size: int) -> list[Choice]:
+def candidates(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
     """What is worth measuring: plans by their predicted time, then the unfused program where it computes this.
 
-    op: "ag+gemm", "gemm+rs" or "gemm+ar"
+    Plans that are predicted to take more than ``SLOWDOWN_LIMIT`` times as long as the best plan of their group are left
+    out. So are plans with GEMMs that their provider does not compute, and schedules that refuse the problem.
 
-    Plans that are predicted to take more than ``WITHIN`` times as long as the best one of their kind are left out; so
-    are those with GEMMs that their provider does not compute. Raises ValueError for another op.
+    Raises:
+        ValueError: for an unknown pattern, and for a registered candidate whose plan does something else.
     """
-    times = _predictions(problem, check_op(op), world_size)
-    plans = sorted((choice for choice in times if choice.method == "plan"), key=lambda choice: times[choice])
-    best: dict[str, float] = {}
-    for choice in plans:
-        best.setdefault(_kind(choice, op), times[choice])
-    kept = [choice for choice in plans if times[choice] <= WITHIN[_kind(choice, op)] * best[_kind(choice, op)]]
-    return kept + [choice for choice in times if choice.method == "unfused"]
+    times = _predictions(problem, check_pattern(pattern), world_size)
+    plans = sorted((config for config in times if config.method == "plan"), key=lambda config: times[config])
+    best: dict[Group, float] = {}
+    for config in plans:
+        best.setdefault(_group(config, pattern), times[config])
+    kept = [
+        config
+        for config in plans
+        if times[config] <= SLOWDOWN_LIMIT[_group(config, pattern)] * best[_group(config, pattern)]
+    ]
+    return kept + [config for config in times if config.method == "unfused"]
 
 
-def _kind(choice: Choice, op: str) -> str:
-    """Of WITHIN's."""
-    if not choice.by_one_kernel:
-        return "kernels"
-    stored = op == "gemm+rs" and choice.option("mechanism") == "store"
-    return "alone" if stored or choice.execution.copies == "gemm" else "one kernel"
+def _group(config: TunedConfig, pattern: Pattern) -> Group:
+    if not config.execution.single_kernel:
+        return "multi_kernel"
+    stored = pattern == "gemm+rs" and config.option("mechanism") == "store"
+    return "fused_alone" if stored or config.execution.transport == "sm" else "fused_with_copies"
 
 
-def predicted(problem: GemmProblem, op: str, world_size: int) -> Choice:
-    """The candidate that the cost model takes for the fastest, of those that wait outside of GEMMs: which are that fast
-    with any tensors. Of a plan and the unfused program that are as fast, the unfused one, of providers the first that
-    computes it. Raises ValueError where there is no candidate."""
-    times = _waiting_outside(problem, check_op(op), world_size)
+def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
+    """The candidate that the cost model predicts to be fastest, of those with a kernel for each GEMM.
+
+    Only these run with tensors of any strides. Where a plan and the unfused program are predicted to be as fast, it is
+    the unfused program; of several providers it is the first one that computes the plan.
+
+    Raises:
+        ValueError: if there is no candidate.
+    """
+    times = _multi_kernel_predictions(problem, check_pattern(pattern), world_size)
     if not times:
-        raise ValueError(f"nothing multiplies {problem} for {op} on {world_size} ranks")
-    best = min(times, key=lambda choice: (times[choice], choice.method != "unfused"))
-    return replace(best, how="predicted")
+        raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
+    best = min(times, key=lambda config: (times[config], config.method != "unfused"))
+    return replace(best, source="predicted")
 
 
 @lru_cache(maxsize=256)
-def _predictions(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
-    """us of everything that could be tried."""
-    times = _waiting_outside(problem, op, world_size)
-    return times if world_size == 1 else times | dict(_by_one_kernel(problem, op, world_size, Machine.load(MACHINE)))
+def _predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+    """us of every candidate."""
+    times = _multi_kernel_predictions(problem, pattern, world_size)
+    if world_size == 1:
+        return times
+    return times | dict(_single_kernel(problem, pattern, world_size, Machine.load(MACHINE)))
 
 
 @lru_cache(maxsize=256)
-def _waiting_outside(problem: GemmProblem, op: str, world_size: int) -> dict[Choice, float]:
-    """The same of what does not wait within GEMMs."""
+def _multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+    """us of the candidates with a kernel for each GEMM, and of the unfused program."""
     machine = Machine.load(MACHINE)
-    times = dict(_by_kernels(problem, op, world_size, machine))
-    if unfused_status(problem, op):
-        time = predict_unfused(problem, machine, op, world_size)
+    times = dict(_multi_kernel(problem, pattern, world_size, machine))
+    if unfused_status(problem, pattern):
+        time = predict_unfused(problem, machine, pattern, world_size)
         for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured
-            if collective_status(problem, op, collective, world_size):
+            if collective_status(problem, pattern, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
     return times
 
 
-def _by_kernels(problem: GemmProblem, op: str, world_size: int, machine: Machine) -> Iterator[tuple[Choice, float]]:
-    """Plans with a kernel for each GEMM."""
-    for schedule, options in SCHEDULES[op]:
-        plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
-        able = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
-        most = max(sum(isinstance(each, Gemm) for each in plan.ops(rank)) for rank in range(world_size))
-        for branches in (1, 2) if most > 1 and able else (1,):
-            time = simulate(plan, machine, branches=branches).time
-            actions = lower(plan, 0, branches)
-            ways = ("memory", "kernel") if world_size > 1 and on_one_stream(actions) else ("memory",)
-            merges = (False, True) if len(lower(plan, 0, branches, merge=True)) < len(actions) else (False,)
-            for provider, waits, merge in product(able, ways, merges):
-                execution = Execution(provider, branches=branches, waits=waits, merge=merge)
-                yield Choice("plan", schedule, tuple(options.items()), execution), time
-
-
-def _by_one_kernel(problem: GemmProblem, op: str, world_size: int, machine: Machine) -> Iterator[tuple[Choice, float]]:
-    """Plans whose GEMMs are one kernel that waits by itself."""
-    inside = _inside(machine)
-    for schedule, options, copies in BY_ONE_KERNEL[op]:
-        if world_size == 2 and schedule == PAIRWISE.get(op) and "along" not in options:
-            continue  # the same as a chain
-        plan = make_plan(problem, schedule, world_size, sync="barrier", **options)
-        if not (_computes("cutlass", plan) and by_one_kernel(plan, copies)):
+def _plans(
+    problem: GemmProblem, pattern: Pattern, world_size: int, execution: ExecutionMode
+) -> Iterator[tuple[Candidate, Plan]]:
+    for candidate in list_candidates(pattern):
+        if candidate.execution != execution or world_size < candidate.min_ranks:
             continue
-        actions = lower(plan, 0, 1, gated=True, copies=copies)
-        if copies == "both" and not any(action.opens for action in actions):
-            continue  # nothing is left for engines: the same as by the kernel alone
-        fewer = copies == "engine" and len(lower(plan, 0, 1, True, gated=True)) < len(actions)
-        for merge in (False, True) if fewer else (False,):
-            execution = Execution("cutlass", branches=1, waits="gemm", merge=merge, copies=copies)
-            choice = Choice("plan", schedule, tuple(options.items()), execution)
-            # Tiles of the next product fill the SMs that one leaves idle, as on two branches.
-            yield choice, simulate(plan, inside if _kind(choice, op) == "alone" else machine, branches=2).time
+        try:
+            scheduler, plan_options = _scheduler(candidate, world_size)
+        except BuilderError:
+            raise
+        except ValueError as error:  # such as a schedule for powers of two
+            logger.info("not a candidate on %d ranks: %s: %s", world_size, candidate.schedule, error)
+            continue
+        plan = make_plan(problem, scheduler, sync="barrier", **plan_options)
+        if not does_pattern(plan, pattern):
+            raise ValueError(f"candidate {candidate.schedule} does not start and end with the shards of {pattern}")
+        yield candidate, plan
 
 
-def _inside(machine: Machine) -> Machine:
-    """Where one kernel does all: nothing is launched, and words that it waits for are seen at once."""
-    link = machine.nvlink._replace(gap=0.0, latency=WORD)
+def _scheduler(candidate: Candidate, world_size: int) -> tuple[DistributedTileScheduler, dict[str, Any]]:
+    """The candidate's scheduler, and the options that are of the plan."""
+    known = schedule_options(candidate.schedule)
+    own = {name: value for name, value in candidate.options if name in known}
+    rest = {name: value for name, value in candidate.options if name not in known}
+    return get_schedule(candidate.schedule, world_size, **own), rest
+
+
+def _multi_kernel(
+    problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
+) -> Iterator[tuple[TunedConfig, float]]:
+    """Plans with a kernel for each GEMM."""
+    for candidate, plan in _plans(problem, pattern, world_size, "multi_kernel"):
+        able = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
+        most = max(sum(isinstance(op, Gemm) for op in plan.ops(rank)) for rank in range(world_size))
+        for gemm_streams in (1, 2) if most > 1 and able else (1,):
+            time = simulate(plan, machine, gemm_streams=gemm_streams).time
+            plain = ExecutionConfig(gemm_streams=gemm_streams)
+            actions = lower(plan, 0, plain)
+            waits: tuple[WaitBy, ...] = ("memory_op",)
+            if world_size > 1 and on_one_stream(actions):
+                waits = ("memory_op", "kernel")
+            fewer = len(lower(plan, 0, replace(plain, merge_copies=True))) < len(actions)
+            for provider, wait_by, merge_copies in product(able, waits, (False, True) if fewer else (False,)):
+                execution = replace(plain, provider=provider, wait_by=wait_by, merge_copies=merge_copies)
+                yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time
+
+
+def _single_kernel(
+    problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
+) -> Iterator[tuple[TunedConfig, float]]:
+    """Plans with the fused kernel."""
+    inside = _without_launches(machine)
+    for candidate, plan in _plans(problem, pattern, world_size, "single_kernel"):
+        if not (_computes("cutlass", plan) and single_kernel_status(plan, candidate.transport)):
+            continue
+        plain = ExecutionConfig(gemm_streams=1, execution="single_kernel", transport=candidate.transport)
+        executions = [plain]
+        if candidate.transport == "copy_engine":
+            merged = replace(plain, merge_copies=True)
+            if len(lower(plan, 0, merged)) < len(lower(plan, 0, plain)):
+                executions.append(merged)
+        for execution in executions:
+            config = TunedConfig("plan", candidate.schedule, candidate.options, execution)
+            # Tiles of the next GEMM fill the SMs that one leaves idle, as on two streams.
+            alone = _group(config, pattern) == "fused_alone"
+            yield config, simulate(plan, inside if alone else machine, gemm_streams=2).time
+
+
+def _without_launches(machine: Machine) -> Machine:
+    """The machine for a fused kernel alone: nothing is launched, and flags are seen at once."""
+    link = machine.nvlink._replace(gap=0.0, latency=FLAG_LATENCY_US)
     return replace(machine, gemm_launch=0.0, wait=0.0, copy_launch=0.0, signal_gap=0.0, nvlink=link)
 
 
-def by_one_kernel(plan: Plan, copies: str = "engine") -> Status:
-    """Whether each rank's GEMMs can be one kernel that waits by itself, with copies as ``distgemm.compile`` takes it;
-    falsy with the reason."""
+def single_kernel_status(plan: Plan, transport: Transport = "copy_engine") -> Status:
+    """Whether the GEMMs of each rank can be one kernel; falsy with the reason."""
+    execution = ExecutionConfig(execution="single_kernel", transport=transport)
     try:
         kernels = [
-            action
-            for rank in range(plan.world_size)
-            for action in lower(plan, rank, 1, gated=True, copies=copies)
-            if action.gates
+            action for rank in range(plan.world_size) for action in lower(plan, rank, execution) if action.kernel
         ]
     except PlanError as error:
         return Status(str(error))
-    if any(len(action.ops) > PRODUCTS or len(action.sends) > SENDS for action in kernels):
+    if any(len(action.ops) > PRODUCTS or (action.kernel and len(action.kernel.sends) > SENDS) for action in kernels):
         return Status(f"one kernel computes {PRODUCTS} products and sends {SENDS} chunks, at most")
     gemms = specs_of(plan)
     if plan.problem.l > 1 or plan.problem.dtype == "float32":
@@ -267,8 +411,4 @@ def specs_of(plan: Plan) -> list[GemmSpec]:
     return list(found)
 
 
-def check_op(op: str) -> str:
-    """The op. Raises ValueError for another one than there are."""
-    if op not in SCHEDULES:
-        raise ValueError(f"op is one of {', '.join(SCHEDULES)}, got {op!r}")
-    return op
+_register_defaults()

@@ -1,44 +1,48 @@
-"""How a product is done, as a value: what ``schedule="auto"`` chooses, records and pins."""
+"""A tuned configuration: what ``schedule="auto"`` selects, records and pins, as a value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
-from typing import Any
+from typing import Any, Literal
 
 from distgemm.gemm import GemmConfig, list_providers
-from distgemm.plan.derive import make_plan
+from distgemm.plan import GemmProblem, Plan, make_plan
 from distgemm.plan.options import parse_options
-from distgemm.plan.plan import Plan
-from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import Execution
-from distgemm.runtime.unfused import COLLECTIVES
+from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
+from distgemm.runtime.unfused import COLLECTIVES, Collective
 
-__all__ = ["UNFUSED", "Choice"]
+__all__ = ["UNFUSED", "Source", "TunedConfig"]
+
+Source = Literal["", "measured", "recorded", "predicted", "pinned"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a product is done.
+class TunedConfig:
+    """How a product is executed.
 
-    method:   "plan", or "unfused": a collective and one product
-    schedule, options: of the plan, options as (name, value) pairs, by name
-    execution: how GPUs execute it; config None: by shape, for each GEMM
-    collective: of the unfused program, as :class:`distgemm.runtime.unfused.UnfusedExecutable` takes it
-    how:      it came about: "measured" just now, "recorded" earlier, "predicted" by the cost model, "pinned" by the
-              caller, "" unknown. No part of what is compared
-    otherwise: of one kernel for all GEMMs, what is done where the rows are in no equal chunks; None: what is predicted
-              to be fastest. No part of what is compared
+    Attributes:
+        method: "plan", or "unfused": a collective and one GEMM.
+        schedule: of the plan; "" for the unfused program.
+        options: of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs, sorted by name.
+        execution: how GPUs execute the plan; with ``config=None`` the shape decides for each GEMM.
+        collective: of the unfused program, see :class:`distgemm.runtime.unfused.UnfusedExecutable`.
+        source: where it comes from: "measured" just now, "recorded" earlier, "predicted" by the cost model, "pinned"
+            by the caller, "" unknown. Not compared.
+        fallback: what is executed where the rows do not divide into equal chunks, which the fused kernel needs; None:
+            what the cost model predicts to be fastest. Not compared.
+
+    Raises:
+        ValueError: if values are unknown or do not go together.
     """
 
-    method: str = "plan"
+    method: Literal["plan", "unfused"] = "plan"
     schedule: str = ""
     options: tuple[tuple[str, Any], ...] = ()
-    execution: Execution = field(default_factory=Execution)
-    collective: str = "nccl"
-    how: str = field(default="", compare=False)
-    otherwise: Choice | None = field(default=None, compare=False, repr=False)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    collective: Collective = "nccl"
+    source: Source = field(default="", compare=False)
+    fallback: TunedConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(sorted(self.options)))
@@ -58,63 +62,73 @@ class Choice:
         """What :meth:`parse` reads. It may stand where ops and layers take a schedule's name."""
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused collective={self.collective}"
-        how = {name: value for name, value in asdict(self.execution).items() if value != getattr(Execution, name)}
-        pairs = [*self.options, *how.items()]
+        changed = {
+            name: value for name, value in asdict(self.execution).items() if value != getattr(ExecutionConfig, name)
+        }
+        pairs = [*self.options, *changed.items()]
         return " ".join([self.schedule, *(f"{name}={str(value).lower()}" for name, value in pairs)])
 
     @classmethod
-    def parse(cls, text: str, how: str = "pinned") -> Choice:
-        """A schedule's name, options of its plan and fields of ``execution`` that are not the usual ones, as in
-        "gemm+rs chunks=4 provider=cublas"; or "unfused", with another collective than NCCL's as
-        "unfused collective=two-shot". Raises ValueError for what is none of these; whether a schedule and its options
-        are known shows when a plan is made."""
+    def parse(cls, text: str, source: Source = "pinned") -> TunedConfig:
+        """The configuration that a text names.
+
+        The text has a schedule's name, options of the plan and fields of ``execution`` that differ from their defaults,
+        as in "gemm+rs chunks=4 provider=cublas". Or it is "unfused", with another collective than NCCL's as
+        "unfused collective=two-shot". Whether the schedule and its options are known shows when a plan is made.
+
+        Raises:
+            ValueError: if the text has another form.
+        """
         name, *words = text.split() or [""]
         if not name or "=" in name:
             raise ValueError(
-                f"a choice is a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas', got {text!r}"
+                "a configuration is a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas', "
+                f"got {text!r}"
             )
         options = parse_options(words)
         if name == "unfused":
             collective = options.pop("collective", "nccl")
             if options:
                 raise ValueError(f"the unfused program has a collective, and no {', '.join(options)}: got {text!r}")
-            return replace(UNFUSED, collective=collective, how=how)
-        execution = {each.name: options.pop(each.name) for each in dataclass_fields(Execution) if each.name in options}
-        return cls("plan", name, tuple(options.items()), Execution(**execution), how=how)
-
-    @property
-    def by_one_kernel(self) -> bool:
-        """Whether all GEMMs are one kernel, which waits by itself."""
-        return self.execution.waits == "gemm"
+            return replace(UNFUSED, collective=collective, source=source)
+        execution = {each: options.pop(each) for each in EXECUTION_FIELDS if each in options}
+        return cls("plan", name, tuple(options.items()), ExecutionConfig(**execution), source=source)
 
     def option(self, name: str) -> Any:
-        """The value of a schedule's option; None where it is not given."""
+        """The value of an option; None where it is not given."""
         return dict(self.options).get(name)
 
     def plan(self, problem: GemmProblem, world_size: int) -> Plan:
         """The plan of a problem, as the CUDA runtime takes it. Raises ValueError as :func:`distgemm.make_plan`."""
-        return make_plan(problem, self.schedule, world_size, sync="barrier", **dict(self.options))
+        options = dict(self.options)
+        size = None if "mesh" in options else world_size
+        return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
 
     def __str__(self) -> str:
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused, {self.collective}"
-        how, name = self.execution, " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
-        config = "" if how.config is None else f" {how.config}"
-        waits = "" if how.waits == "memory" else f", waits by {how.waits}"
-        merged = ", chunks merged" if how.merge else ""
-        branches = f"{how.branches} branch{'es' * (how.branches > 1)}"
-        copies = "" if how.copies == "engine" else f", copies by {how.copies}"
-        return f"{name}{merged}, GEMMs by {how.provider}{config}, {branches}{waits}{copies}"
+        e = self.execution
+        parts = [
+            " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)]),
+            f"GEMMs by {e.provider}{'' if e.config is None else f' {e.config}'}",
+            f"{e.gemm_streams} GEMM stream{'s' * (e.gemm_streams > 1)}",
+        ]
+        parts += ["fused kernel"] * e.single_kernel + ["waits by kernel"] * (e.wait_by == "kernel")
+        parts += ["merged copies"] * e.merge_copies + [f"transport {e.transport}"] * (e.transport != "copy_engine")
+        return ", ".join(parts)
 
     def arguments(self) -> dict[str, Any]:
-        """What :func:`distgemm.compile` takes, beside the problem, to make the same again. Raises ValueError for the
-        unfused program, which is :class:`distgemm.runtime.unfused.UnfusedExecutable`."""
+        """What :func:`distgemm.compile` takes, beside the problem, to make the same again.
+
+        Raises:
+            ValueError: for the unfused program, which is :class:`distgemm.runtime.unfused.UnfusedExecutable`.
+        """
         if self.method == "unfused":
             raise ValueError("the unfused program is no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
         return {"schedule": self.schedule, **asdict(self.execution), **dict(self.options)}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """The fields as JSON holds them."""
         if self.method == "unfused":
             return {"method": "unfused", "collective": self.collective}
         found = {
@@ -123,23 +137,27 @@ class Choice:
             "options": dict(self.options),
             **asdict(self.execution),
         }
-        return found if self.otherwise is None else found | {"otherwise": self.otherwise.to_dict()}
+        return found if self.fallback is None else found | {"fallback": self.fallback.to_dict()}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], how: str = "") -> Choice:
-        """What :meth:`to_dict` wrote; further fields are passed over. Raises ValueError, KeyError or TypeError."""
+    def from_dict(cls, fields: Mapping[str, Any], source: Source = "") -> TunedConfig:
+        """What :meth:`to_dict` wrote; further fields are ignored.
+
+        Raises:
+            ValueError, KeyError, TypeError: if a field is missing or wrong.
+        """
         if fields["method"] == "unfused":
-            return replace(UNFUSED, collective=fields.get("collective", "nccl"), how=how)
+            return replace(UNFUSED, collective=fields.get("collective", "nccl"), source=source)
         options = fields["options"]
         if not isinstance(options, dict) or not all(isinstance(value, (int, str)) for value in options.values()):
             raise ValueError(f"options are numbers and texts by name, got {options!r}")
-        execution = Execution(**{each.name: fields[each.name] for each in dataclass_fields(Execution)})
+        execution = ExecutionConfig(**{name: fields[name] for name in EXECUTION_FIELDS})
         config = execution.config
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
             raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
-        otherwise = cls.from_dict(fields["otherwise"], how) if "otherwise" in fields else None
+        fallback = cls.from_dict(fields["fallback"], source) if "fallback" in fields else None
         pairs = tuple(options.items())
-        return cls(fields["method"], fields["schedule"], pairs, execution, how=how, otherwise=otherwise)
+        return cls(fields["method"], fields["schedule"], pairs, execution, source=source, fallback=fallback)
 
 
-UNFUSED = Choice("unfused", execution=Execution("cublas", branches=1))
+UNFUSED = TunedConfig("unfused", execution=ExecutionConfig("cublas", gemm_streams=1))

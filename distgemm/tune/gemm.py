@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, _kernel, get_provider
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, forget_kernels, get_provider
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import build
-from distgemm.gemm.select import key_of, record
+from distgemm.gemm.select import CACHE, key_of
 from distgemm.gemm.spec import SHARES
 from distgemm.gemm.streams import new_stream
 from distgemm.gemm.tensors import check_device, spec_of
@@ -95,7 +95,7 @@ def candidates(provider: CutlassProvider, spec: GemmSpec, streams: int = 1) -> l
     if not configs:
         raise ValueError(f"provider cutlass: {provider.supports(spec).reason}")
     # The one without TMA is for what the others cannot do.
-    fast = [config for config in configs if config.schedule != "plain"]
+    fast = [config for config in configs if config.kernel_schedule != "plain"]
     shared = [replace(config, share=streams) for config in fast] if streams in SHARES[1:] else []
     return fast + shared or configs
 
@@ -147,6 +147,6 @@ def tune(tensors: GemmTensors, streams: int = 1, finalists: int = 3, write: bool
     result = Measured(config, again[config], {str(key): ms for key, ms in (found | again).items()}, cublas_ms)
     if write:
         chosen: dict[str, Any] = {"config": str(config), "ms": round(result.ms, 5)}
-        record(torch.cuda.get_device_name(), {key_of(spec, streams): chosen})
-        _kernel.cache_clear()  # so that this process takes the choice too
+        CACHE.record(torch.cuda.get_device_name(), {key_of(spec, streams): chosen})
+        forget_kernels()  # so that this process takes the choice too
     return result

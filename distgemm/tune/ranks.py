@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda import CudaExecutable, compile_plan
 from distgemm.runtime.unfused import UnfusedExecutable
+from distgemm.schedulers import Pattern
 from distgemm.tune.cache import key_of
-from distgemm.tune.config import Choice
+from distgemm.tune.config import TunedConfig
 
-__all__ = ["device_of", "from_all", "from_first", "make", "refuse_capture"]
+__all__ = ["config_of", "device_of", "from_all", "from_first", "make", "refuse_capture"]
 
 T = TypeVar("T")
 
@@ -27,12 +29,12 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 
-def refuse_capture(problem: GemmProblem, op: str, size: int, device: torch.device) -> None:
+def refuse_capture(problem: GemmProblem, pattern: Pattern, size: int, device: torch.device) -> None:
     """Raises RuntimeError while the current stream is captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"schedule='auto' has no executable for {key_of(problem, op, size)} yet, and none can be made while a "
-            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {op!r}, group) "
+            f"schedule='auto' has no executable for {key_of(problem, pattern, size)} yet, and none can be made while a "
+            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {pattern!r}, group) "
             "before that measures ahead"
         )
 
@@ -69,10 +71,27 @@ def from_all(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
 
 
 def make(
-    problem: GemmProblem, op: str, choice: Choice, group: dist.ProcessGroup, device: torch.device, **more: Any
+    problem: GemmProblem,
+    pattern: Pattern,
+    config: TunedConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    **more: Any,
 ) -> CudaExecutable | UnfusedExecutable:
-    """This rank's executable of a choice. A collective call."""
-    if choice.method == "unfused":
-        return UnfusedExecutable(problem, op, group, device, choice.collective, choice=choice)
-    plan = choice.plan(problem, group.size())
-    return compile_plan(plan, choice.execution, group=group, device=device, choice=choice, **more)
+    """This rank's executable of a configuration. A collective call. ``more`` is what ``compile_plan`` takes."""
+    made: CudaExecutable | UnfusedExecutable
+    if config.method == "unfused":
+        made = UnfusedExecutable(problem, pattern, group, device, config.collective)
+    else:
+        plan = config.plan(problem, group.size())
+        made = compile_plan(plan, config.execution, group=group, device=device, fallback=True, **more)
+    _configs[made] = config
+    return made
+
+
+def config_of(executable: object) -> TunedConfig | None:
+    """What ``schedule="auto"`` selected for an executable; None if the caller named the schedule."""
+    return _configs.get(executable)
+
+
+_configs: WeakKeyDictionary[object, TunedConfig] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.gemm import GemmSpec, MatrixSpec
-from distgemm.gemm.cache import Choices
+from distgemm.gemm.cache import Entries
 from distgemm.gemm.fused.gemms import storing_first, together
 from distgemm.gemm.spec import Status
 from distgemm.measure import timing as bench
@@ -21,26 +21,25 @@ from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
-from distgemm.tune import cache as records
-from distgemm.tune import candidates as predicting
+from distgemm.schedulers import Pattern
 from distgemm.tune import ranks
-from distgemm.tune.cache import key_of, look_up, record
-from distgemm.tune.candidates import candidates, specs_of
-from distgemm.tune.config import UNFUSED, Choice
+from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
+from distgemm.tune.candidates import candidates, providers, specs_of
+from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
 __all__ = ["Tuned", "finalists", "measurable", "measure", "tune"]
 
-CLEARLY = 0.02
+MIN_SPEEDUP = 0.02
 """Share of an unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
 FINALISTS = 4
 FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
 """So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
 throttle a GPU, and then the one that takes the least power wins."""
-WITHIN_KERNELS, KERNELS = 1.25, 6
+KERNEL_SLOWDOWN_LIMIT, KERNELS = 1.25, 6
 """Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations,
 where it takes at most this factor longer than the fastest."""
-WITHIN_WAY = 1.05
+TRANSPORT_SLOWDOWN_LIMIT = 1.05
 """The second of a way, too, with half as many, where it takes at most this factor longer than the first: with tiles
 chosen by shape the best of all may be behind."""
 
@@ -54,21 +53,21 @@ logger = logging.getLogger("distgemm")
 class Tuned:
     """What a measurement found.
 
-    choice:  the fastest
+    config:  the fastest
     times:   ms of all that were measured, by their text; of the slowest rank
     refused: candidates that could not be compiled or measured, with the reason
-    path:    the file that the choice was written to; None: to none
+    path:    the file that the config was written to; None: to none
     """
 
-    choice: Choice
+    config: TunedConfig
     times: dict[str, float]
     refused: dict[str, str]
     path: Path | None
 
     @property
     def ms(self) -> float:
-        """Of the choice."""
-        return self.times[str(self.choice)]
+        """Of the config."""
+        return self.times[str(self.config)]
 
     @property
     def unfused_ms(self) -> float | None:
@@ -87,7 +86,7 @@ def measurable(problem: GemmProblem) -> Status:
 
 def tune(
     problem: GemmProblem,
-    op: str,
+    pattern: Pattern,
     group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | int | None = None,
@@ -97,7 +96,7 @@ def tune(
 ) -> Tuned:
     """Measures the :func:`candidates` against each other, in graphs, and takes the fastest. A collective call.
 
-    write:    whether rank 0 records the choice
+    write:    whether rank 0 records the config
     kernels:  whether configurations of the plans' GEMMs that have no measured one are measured before
               (:func:`distgemm.tune.gemm.tune`), spread over the ranks, and recorded; compiles several kernels for each
               kind of GEMM
@@ -108,13 +107,13 @@ def tune(
     left, or where one computes something wrong (:class:`distgemm.measure.timing.WrongResultError`).
     """
     whole, at = resolve_group(group), device_of(device)
-    refuse_capture(problem, op, whole.size(), at)
-    return measure(problem, op, whole, at, write, kernels, progress)
+    refuse_capture(problem, pattern, whole.size(), at)
+    return measure(problem, pattern, whole, at, write, kernels, progress)
 
 
 def measure(
     problem: GemmProblem,
-    op: str,
+    pattern: Pattern,
     group: dist.ProcessGroup,
     device: torch.device,
     write: bool = True,
@@ -130,69 +129,69 @@ def measure(
         raise ValueError(status.reason)
     say = progress or (lambda text: None)
     size = group.size()
-    whole = _divisible(problem, op, size)
+    whole = _divisible(problem, pattern, size)
     if write:  # a file that is broken is found before anything is measured
-        from_first(group, device, lambda: look_up(problem, op, size, records.gpu_name(device)))
-    tried = from_first(group, device, lambda: candidates(whole, op, size))
+        from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
+    tried = from_first(group, device, lambda: candidates(whole, pattern, size))
     if kernels:
         _tune_gemms(whole, tried, group, device, say)
-    operation, failed = bench.attempt(group, device, lambda: bench.Operation(whole, op, group, device))
+    operation, failed = bench.attempt(group, device, lambda: bench.Operation(whole, pattern, group, device))
     if operation is None:
-        raise RuntimeError(f"{key_of(problem, op, size)} cannot be measured: {failed.error}")
+        raise RuntimeError(f"{key_of(problem, pattern, size)} cannot be measured: {failed.error}")
     trial = _Trial(operation, say)
     ran = trial.run(tried)
-    again = from_first(group, device, lambda: finalists(whole, op, size, ran, trial.times))
+    again = from_first(group, device, lambda: finalists(whole, pattern, size, ran, trial.times))
     if len(again) > 1:
         # What differs by less than clocks do in the first run is told apart by one more.
         ran = trial.run(again, **FINALS)
     times = trial.times
     fastest = _clearly_fastest(ran, times)
-    if fastest.by_one_kernel:
-        others = [choice for choice in tried if not choice.by_one_kernel and str(choice) in times]
-        others.sort(key=lambda choice: times[str(choice)])
+    if fastest.execution.single_kernel:
+        others = [config for config in tried if not config.execution.single_kernel and str(config) in times]
+        others.sort(key=lambda config: times[str(config)])
         if others:
-            fastest = replace(fastest, otherwise=replace(_clearly_fastest(others, times), how="measured"))
+            fastest = replace(fastest, fallback=replace(_clearly_fastest(others, times), source="measured"))
 
-    def settle() -> tuple[Choice, dict[str, float], Path | None]:
+    def settle() -> tuple[TunedConfig, dict[str, float], Path | None]:
         if not write:
             return fastest, times, None
         entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
         if str(UNFUSED) in times:
             entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
         try:
-            path = record(records.gpu_name(device), {key_of(problem, op, size): entry})
+            path = CACHE.record(gpu_name(device), {key_of(problem, pattern, size): entry})
         except OSError as error:
             if must_write:
                 raise
-            logger.warning("%s was measured, and cannot be recorded: %s", key_of(problem, op, size), error)
+            logger.warning("%s was measured, and cannot be recorded: %s", key_of(problem, pattern, size), error)
             path = None
         return fastest, times, path
 
-    choice, times, path = from_first(group, device, settle)
-    logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, op, size), choice, times[str(choice)], times)
-    return Tuned(replace(choice, how="measured"), times, trial.refused, path)
+    config, times, path = from_first(group, device, settle)
+    logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, pattern, size), config, times[str(config)], times)
+    return Tuned(replace(config, source="measured"), times, trial.refused, path)
 
 
-def _clearly_fastest(ran: Sequence[Choice], times: Mapping[str, float]) -> Choice:
+def _clearly_fastest(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:
     """The first of what ran, the fastest; or, where that is hardly faster, an unfused program: NCCL's, if that is as
     fast."""
-    unfused = [choice for choice in ran if choice.method == "unfused"]
+    unfused = [config for config in ran if config.method == "unfused"]
     for simpler in (UNFUSED, *unfused):
-        if simpler in unfused and times[str(ran[0])] > (1 - CLEARLY) * times[str(simpler)]:
+        if simpler in unfused and times[str(ran[0])] > (1 - MIN_SPEEDUP) * times[str(simpler)]:
             return simpler
     return ran[0]
 
 
 @dataclass
 class _Trial:
-    """What has been measured of one operation so far: ms by a choice's text, and why others have none."""
+    """What has been measured of one operation so far: ms by a config's text, and why others have none."""
 
     operation: bench.Operation
     say: Callable[[str], object]
     times: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def run(self, wanted: list[Choice], **how: Any) -> list[Choice]:
+    def run(self, wanted: list[TunedConfig], **how: Any) -> list[TunedConfig]:
         """Those of them that ran, the fastest first. ``how`` is what :func:`distgemm.measure.timing.sample` takes."""
         operation = self.operation
         made, failures = _executables(operation, wanted, self.say)
@@ -200,7 +199,7 @@ class _Trial:
         if not made:
             raise RuntimeError(f"no candidate for {self._key} can be compiled: {self.refused}")
         self.say(f"measuring {len(made)} candidates")
-        methods = [bench.executable_method(operation, str(choice), exe) for choice, exe in made.items()]
+        methods = [bench.executable_method(operation, str(config), exe) for config, exe in made.items()]
         try:
             samples = bench.sample(operation, methods, **how)
         finally:
@@ -214,56 +213,56 @@ class _Trial:
                 logger.warning("not measured: %s: %s", name, one.error)
             else:
                 self.times[name] = one.ms
-        ran = [choice for choice in made if str(choice) in samples and not samples[str(choice)].error]
+        ran = [config for config in made if str(config) in samples and not samples[str(config)].error]
         if not ran:
             raise RuntimeError(f"no candidate for {self._key} can be measured: {self.refused}")
-        return sorted(ran, key=lambda choice: self.times[str(choice)])
+        return sorted(ran, key=lambda config: self.times[str(config)])
 
     @property
     def _key(self) -> str:
-        return key_of(self.operation.problem, self.operation.op, self.operation.group.size())
+        return key_of(self.operation.problem, self.operation.pattern, self.operation.group.size())
 
 
 def finalists(
-    problem: GemmProblem, op: str, world_size: int, ran: Sequence[Choice], times: Mapping[str, float]
-) -> list[Choice]:
+    problem: GemmProblem, pattern: Pattern, world_size: int, ran: Sequence[TunedConfig], times: Mapping[str, float]
+) -> list[TunedConfig]:
     """The fastest, the unfused program, and the fastest plans by one kernel with other configurations of it, where that
-    may become the fastest of all. No other measurement tells which of them is best at waiting, or at sending."""
-    found = [*ran[:FINALISTS], *(choice for choice in ran if choice == UNFUSED)]
-    by_way: dict[tuple[Any, ...], list[Choice]] = {}
-    for choice in ran:
-        if choice.by_one_kernel and times[str(choice)] <= WITHIN_KERNELS * times[str(ran[0])]:
-            way = choice.schedule, choice.execution.copies, choice.option("mechanism")
-            by_way.setdefault(way, []).append(choice)
+    may become the fastest of all. No other measurement done_flags which of them is best at waiting, or at sending."""
+    found = [*ran[:FINALISTS], *(config for config in ran if config == UNFUSED)]
+    by_way: dict[tuple[Any, ...], list[TunedConfig]] = {}
+    for config in ran:
+        if config.execution.single_kernel and times[str(config)] <= KERNEL_SLOWDOWN_LIMIT * times[str(ran[0])]:
+            way = config.schedule, config.execution.transport, config.option("mechanism")
+            by_way.setdefault(way, []).append(config)
     for best, *others in by_way.values():
-        second = [one for one in others[:1] if times[str(one)] <= WITHIN_WAY * times[str(best)]]
+        second = [one for one in others[:1] if times[str(one)] <= TRANSPORT_SLOWDOWN_LIMIT * times[str(best)]]
         for one, most in zip([best, *second], (KERNELS, KERNELS // 2), strict=False):
-            found += [one, *_in_other_tiles(one.plan(problem, world_size), one, op)[:most]]
+            found += [one, *_in_other_tiles(one.plan(problem, world_size), one, pattern)[:most]]
     return list(dict.fromkeys(found))
 
 
-def _in_other_tiles(plan: Plan, choice: Choice, op: str) -> list[Choice]:
+def _in_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[TunedConfig]:
     """One with each configuration of its kernel, by what multiplies everything fastest, and what multiplies a chunk
     fastest: the rest once the last one has come."""
     from distgemm.gemm.select import order
 
     chunk = _chunk(plan)
-    configs = predicting.providers()["cutlass"].configs(chunk)
+    configs = providers()["cutlass"].configs(chunk)
     best = [order(chunk, configs, count=number) for number in (_count(plan), 1)]
-    found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.schedule != "plain"]
-    if choice.option("mechanism") == "store":
+    found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.kernel_schedule != "plain"]
+    if config.option("mechanism") == "store":
         found = storing_first(found)
-    if _delivers(choice, op):
-        found = [config for config in found if config.schedule == "pingpong"]
-    executions = (replace(choice.execution, config=str(config)) for config in dict.fromkeys(found))
-    return [replace(choice, execution=execution) for execution in executions]
+    if _delivers(config, pattern):
+        found = [config for config in found if config.kernel_schedule == "pingpong"]
+    executions = (replace(config.execution, config=str(config)) for config in dict.fromkeys(found))
+    return [replace(config, execution=execution) for execution in executions]
 
 
-def _delivers(choice: Choice, op: str) -> bool:
+def _delivers(config: TunedConfig, pattern: Pattern) -> bool:
     """Whether a kernel copies results. Beside its buffers the largest tiles (128x256, 256x128, 256x192) are left two
     stages, with which 128x256 took 1.5 times as long as with copies by engines; 128x192, with three, was slower than
     pingpong tiles, too."""
-    return op == "gemm+ar" and choice.execution.copies == "gemm"
+    return pattern == "gemm+ar" and config.execution.transport == "sm"
 
 
 def _whole(plan: Plan) -> GemmSpec:
@@ -281,7 +280,7 @@ def _chunk(plan: Plan) -> GemmSpec:
     return max(specs_of(plan), key=lambda spec: spec.partial is not None)
 
 
-def _divisible(problem: GemmProblem, op: str, size: int) -> GemmProblem:
+def _divisible(problem: GemmProblem, pattern: Pattern, size: int) -> GemmProblem:
     """With equal shards: what is split rounded up, and nothing else. Where rows of shards would be aligned for TMA they
     still are."""
 
@@ -290,39 +289,39 @@ def _divisible(problem: GemmProblem, op: str, size: int) -> GemmProblem:
         return -(-extent // unit) * unit
 
     m = -(-problem.m // size) * size
-    if op == "ag+gemm":
+    if pattern == "ag+gemm":
         return replace(problem, m=m, n=rounded(problem.n), m_per_rank=None)
     return replace(problem, m=m, k=rounded(problem.k), m_per_rank=None)
 
 
 def _executables(
-    operation: bench.Operation, tried: list[Choice], say: Callable[[str], object]
-) -> tuple[dict[Choice, Any], dict[str, str]]:
+    operation: bench.Operation, tried: list[TunedConfig], say: Callable[[str], object]
+) -> tuple[dict[TunedConfig, Any], dict[str, str]]:
     """Executables of the candidates, and why some have none: the same on all ranks."""
-    made: dict[Choice, Any] = {}
+    made: dict[TunedConfig, Any] = {}
     refused: dict[str, str] = {}
-    problem, op, group, device = operation.problem, operation.op, operation.group, operation.device
+    problem, pattern, group, device = operation.problem, operation.pattern, operation.group, operation.device
     # The largest workspace first: all the others fit in.
-    for choice in sorted(tried, key=lambda choice: _workspace_bytes(problem, choice, group.size()), reverse=True):
-        say(f"compiling {choice}")
+    for config in sorted(tried, key=lambda config: _workspace_bytes(problem, config, group.size()), reverse=True):
+        say(f"compiling {config}")
         try:
-            made[choice] = ranks.make(problem, op, choice, group, device)
+            made[config] = ranks.make(problem, pattern, config, group, device)
         except Exception as error:  # of whatever kind: the other ranks were told that this one cannot
-            refused[str(choice)] = str(error)
-            logger.warning("not measured: %s: %s", choice, error)
+            refused[str(config)] = str(error)
+            logger.warning("not measured: %s: %s", config, error)
     return made, refused
 
 
-def _workspace_bytes(problem: GemmProblem, choice: Choice, world_size: int) -> int:
-    if choice.method == "unfused":
+def _workspace_bytes(problem: GemmProblem, config: TunedConfig, world_size: int) -> int:
+    if config.method == "unfused":
         return 0
-    plan = choice.plan(problem, world_size)
+    plan = config.plan(problem, world_size)
     return max(map(plan.workspace_bytes, range(world_size)))
 
 
 def _tune_gemms(
     problem: GemmProblem,
-    tried: list[Choice],
+    tried: list[TunedConfig],
     group: dist.ProcessGroup,
     device: torch.device,
     say: Callable[[str], object],
@@ -330,25 +329,25 @@ def _tune_gemms(
     """Measures configurations for the CUTLASS GEMMs of these plans that have none, each on one rank, and records them
     where every rank finds them."""
     from distgemm import gemm
-    from distgemm.gemm import select as gemm_choices
+    from distgemm.gemm import select as gemm_select
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
     from distgemm.gemm.nvcc import build_together
     from distgemm.tune.gemm import candidates as configurations
     from distgemm.tune.gemm import tune as tune_gemm
 
     rank, size = dist.get_rank(group), group.size()
-    known = from_first(group, device, lambda: set(gemm_choices.measured(records.gpu_name(device))))
+    known = from_first(group, device, lambda: set(gemm_select.CACHE.read(gpu_name(device))))
     wanted: dict[str, tuple[GemmSpec, int]] = {}
-    for choice in tried:
-        how = choice.execution
-        if choice.method == "plan" and how.provider == "cutlass":
-            plan = choice.plan(problem, group.size())
-            for spec in [_whole(plan)] if choice.by_one_kernel else specs_of(plan):
-                key = gemm_choices.key_of(spec, how.branches)
+    for config in tried:
+        how = config.execution
+        if config.method == "plan" and how.provider == "cutlass":
+            plan = config.plan(problem, group.size())
+            for spec in [_whole(plan)] if config.execution.single_kernel else specs_of(plan):
+                key = gemm_select.key_of(spec, how.gemm_streams)
                 if key not in known:
-                    wanted.setdefault(key, (spec, how.branches))
+                    wanted.setdefault(key, (spec, how.gemm_streams))
 
-    def measured() -> Choices:
+    def measured() -> Entries:
         say(f"compiling kernels for {len(wanted)} kinds of GEMMs")
         provider = CutlassProvider()
         every = [
@@ -356,7 +355,7 @@ def _tune_gemms(
         ]
         sources = list(dict.fromkeys(kernel_source(spec, config, provider.arch) for spec, config in every))
         build_together(sources, rank, size)
-        found: Choices = {}
+        found: Entries = {}
         for key, (spec, streams) in list(wanted.items())[rank::size]:
             say(f"measuring GEMMs {key}")
             best = tune_gemm(_tensors(spec, device), streams=streams, write=False)
@@ -366,9 +365,9 @@ def _tune_gemms(
     if not wanted:
         return
     found = from_all(group, measured)
-    every = {key: choice for each in found for key, choice in each.items()}
-    from_all(group, lambda: gemm_choices.record(records.gpu_name(device), every))
-    gemm._kernel.cache_clear()  # so that this process takes the choices too
+    every = {key: config for each in found for key, config in each.items()}
+    from_all(group, lambda: gemm_select.CACHE.record(gpu_name(device), every))
+    gemm.forget_kernels()  # so that this process takes the configs too
 
 
 def _tensors(spec: GemmSpec, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
-from distgemm.schedulers import DistributedTileScheduler
+from distgemm.schedulers import AddPlace, DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
 __all__ = ["show_plan", "show_schedule"]
@@ -93,6 +93,15 @@ def _route_name(route: object) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", type(route).__name__).lower()
 
 
+ADDITIONS: dict[tuple[AddPlace, AddPlace], str] = {
+    ("epilogue", "epilogue"): "each rank adds what it receives",
+    ("epilogue", "kernel"): "each rank adds what it receives, the last one in a kernel of its own",
+    ("kernel", "epilogue"): "added in the epilogue of the reducer's last GEMM",
+    ("kernel", "kernel"): "one final sum",
+}
+"""What a rank does with partial sums, by ``add`` and ``final_add`` of a ReduceRoute."""
+
+
 def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     """The routes of what moves."""
     said = []
@@ -104,13 +113,7 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     result = "D stays"
     if reduced:
         reduce = scheduler.route.d
-        how = "each rank adds what it receives" if reduce.fold else "one final sum"
-        last = getattr(reduce, "fold_last", None)
-        if reduce.fold and last is False:
-            how += ", the last one in a final sum"
-        if last and not reduce.fold:
-            how = "added by the reducer's last product"
-        result = f"D {_route_name(reduce)} ({how})"
+        result = f"D {_route_name(reduce)} ({ADDITIONS[reduce.add, reduce.final_add]})"
     if any(len(ranks) > 1 for ranks in owners.values()):
         result += f", delivered {_route_name(scheduler.route.deliver)}"
     return f"routes: {'; '.join([*said, result])}"

@@ -23,7 +23,7 @@ from distgemm.api import compile as compile_plan
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
-from distgemm.runtime.cuda.lowering.actions import BRANCH, Action
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.schedulers import schedule_options
 
@@ -45,13 +45,13 @@ class Case:
     partial_dtype: str | None = None
     rows: tuple[int, ...] | None = None
     chunks: int = 1
-    lag: int = 0
+    stagger: int = 0
     workspace: str = "full"
     sync: str = "barrier"
     mechanism: str = "push"
     alpha: float = 1.0
     beta: float = 0.0
-    branches: int = 2
+    gemm_streams: int = 2
     config: str | None = CONFIG
     provider: str = "cutlass"
     waits: str = "memory"
@@ -66,7 +66,7 @@ class Case:
         )
         given: dict[str, Any] = {
             "chunks": self.chunks * (self.chunks > 1),
-            "lag": self.lag,
+            "stagger": self.stagger,
             "last": self.last,
             "along": self.along,
         }
@@ -78,7 +78,7 @@ class Case:
             workspace=self.workspace,
             sync=self.sync,
             mechanism=self.mechanism,
-            results=max(2, self.chunks * (self.mesh[0] if self.last else 1)) if self.waits == "gemm" else 2,
+            send_slots=max(2, self.chunks * (self.mesh[0] if self.last else 1)) if self.waits == "gemm" else 2,
             **options,
         )
 
@@ -129,7 +129,7 @@ class Data:
 def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    how = {name: getattr(case, name) for name in ("branches", "config", "provider", "waits", "merge", "copies")}
+    how = {name: getattr(case, name) for name in ("gemm_streams", "config", "provider", "waits", "merge", "copies")}
     exe = compile_plan(plan, **how, **more)
     return exe, Data(case, plan, exe.device)
 
@@ -338,7 +338,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
         # exit are one kernel. Where nothing is copied, the one that multiplies does all.
         by_kernel = exe.how.waits != "memory"
-        alone = {action.stream for action in exe.actions} == {BRANCH}
+        alone = {action.stream for action in exe.actions} == {GEMM_STREAM}
         passed_over = {Step.FINISH} if by_kernel else set()
         actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
         computed = [
@@ -347,7 +347,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
             if action.ops
             and (
                 isinstance(action.ops[0], (Gemm, Reduce))
-                or (by_kernel and isinstance(action.ops[0], Wait) and action.stream == BRANCH)
+                or (by_kernel and isinstance(action.ops[0], Wait) and action.stream == GEMM_STREAM)
             )
         ]
         others = [action for action in actions if action not in computed]
@@ -381,15 +381,15 @@ def _edges_of(actions: list[Action]) -> int:
     return edges + len(last)
 
 
-def crowded(cases: list[Case], branches: int = 16, calls: int = 12) -> list[str]:
-    """Calls in a graph of the caller's that has many branches beside them: more than the GPU has queues, so that the
+def crowded(cases: list[Case], gemm_streams: int = 16, calls: int = 12) -> list[str]:
+    """Calls in a graph of the caller's that has many gemm_streams beside them: more than the GPU has queues, so that the
     driver puts several on one."""
     failures = []
     for number, case in enumerate(cases):
         exe, data = compiled(case)
         wanted = data.draw(9000 + number)
-        sides = [torch.cuda.Stream() for _ in range(branches)]
-        scratch = torch.zeros(branches, 1 << 16, device=exe.device)
+        sides = [torch.cuda.Stream() for _ in range(gemm_streams)]
+        scratch = torch.zeros(gemm_streams, 1 << 16, device=exe.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             here = torch.cuda.current_stream()
@@ -519,9 +519,9 @@ def cases(ranks: int) -> list[Case]:
         {"dtype": "tfloat32", "m": 256, "n": 256, "k": 128},
         {"partial_dtype": "float32", "chunks": 2},
         {"sync": "credit", "chunks": 2, "workspace": "bounded"},
-        {"branches": 1, "waits": "kernel"},
+        {"gemm_streams": 1, "wait_by": "kernel"},
         {"mechanism": "pull", "chunks": 2},
-        {"chunks": 2, "merge": True},
+        {"chunks": 2, "merge_copies": True},
         {"mechanism": "store", "beta": 1.0},
         {"mechanism": "pull", "workspace": "bounded", "sync": "credit", "m": 389, "n": 328, "k": 456},
         {"l": 2, "m": 256, "n": 128, "k": 128},
@@ -552,7 +552,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"m": 392 * ranks, "n": 328 * ranks, "k": 232 * ranks, "alpha": 2.0, "config": "64x128x64_1x1_pingpong"},
     ]
     gathered: list[dict[str, Any]] = [
-        {"chunks": 4, "merge": True, "m": 1024, "k": 1024},
+        {"chunks": 4, "merge_copies": True, "m": 1024, "k": 1024},
         {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
     ]
     by_whom = ("slices", "gemm", "both")
@@ -564,23 +564,23 @@ def by_one_kernel(ranks: int) -> list[Case]:
     all_reduces = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c")
     stored = (*chains, all_reduces[0])
     ways = [(name, {"mechanism": "store"} | options) for name in stored for options in both]
-    ways += [(name, {"mechanism": "store", "copies": "gemm"} | options) for name in all_reduces for options in both]
+    ways += [(name, {"mechanism": "store", "transport": "sm"} | options) for name in all_reduces for options in both]
     ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
     ways += [(name, options) for name in stored for options in both]
     ways += [(name, options) for name in gathers for options in both + gathered]
     wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # in groups, as what follows is
     ways += [(gathers[0], wide | {"copies": by}) for by in ("engine", "gemm")]
-    summed: dict[str, Any] = {"mechanism": "store", "last": "gemm"}
+    summed: dict[str, Any] = {"mechanism": "store", "final_add": "epilogue"}
     ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*both, {"k": 2048 * ranks}]]
     ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
     ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "copies": by}) for by in COPIERS]
-    columns: dict[str, Any] = {"lag": 1, "along": "n", "beta": 1.0, "k": 1024 * ranks}
+    columns: dict[str, Any] = {"stagger": 1, "chunk_mode": "n", "beta": 1.0, "k": 1024 * ranks}
     for name, by in (("reduce_scatter", "engine"), ("all_reduce", "engine"), ("all_reduce", "gemm")):
         some = [{"chunks": 2}, {"chunks": 4, "config": CONFIG, "m": 392 * ranks, "n": 1312, "k": 2048 * ranks}]
         ways += [(f"{name}_1d_pairwise_a", summed | columns | {"copies": by} | options) for options in some]
-    ways += [("reduce_scatter_1d_pairwise_a", summed | both[2] | {"lag": 1, "along": "n"})]
-    ways += [("reduce_scatter_1d_pairwise_a", {"last": "gemm", "chunks": 2})]
-    return [Case(name, (ranks,), waits="gemm", **({"config": None} | options)) for name, options in ways]
+    ways += [("reduce_scatter_1d_pairwise_a", summed | both[2] | {"stagger": 1, "chunk_mode": "n"})]
+    ways += [("reduce_scatter_1d_pairwise_a", {"final_add": "epilogue", "chunks": 2})]
+    return [Case(name, (ranks,), execution="single_kernel", **({"config": None} | options)) for name, options in ways]
 
 
 def bounded_error(cases: list[Case]) -> list[str]:

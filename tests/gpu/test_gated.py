@@ -11,7 +11,7 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.flags import MemOp
-from distgemm.gemm.fused.gemms import COUNTERS, RESERVED, TURNS, Further, GatedGemms, GatedSend, bind_gated
+from distgemm.gemm.fused.gemms import COUNTERS, RESERVED, TURNS, Further, FusedGemms, FusedSend, bind_fused
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -57,9 +57,9 @@ def launched(launch: Callable[[], None], operand: torch.Tensor, words: torch.Ten
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512)])
-@pytest.mark.parametrize("abreast", [(), (2, 2), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("tile_interleave", [(), (2, 2), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("rate", [0.0, 300.0])
-def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[int, ...], rate: float) -> None:
+def test_sums_are_passed_on(config: str, m: int, n: int, k: int, tile_interleave: tuple[int, ...], rate: float) -> None:
     """Two results go into another memory, from where two later products take them in the other order; five times."""
     a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
     passed = torch.empty_like(d)
@@ -67,11 +67,11 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
     at = [words.data_ptr() + 4 * number for number in range(2)]
     products = [GemmTensors(a[i], b, passed[i], padded=True) for i in range(2)]
     products += [GemmTensors(a[2 + i], b, d[i], partial=passed[1 - i]) for i in range(2)]
-    launch = bind_gated(
-        GatedGemms(
+    launch = bind_fused(
+        FusedGemms(
             products,
             *("a", [0, 0, at[1], at[0]], [*at, 0, 0], [True, True, False, False], counts),
-            abreast=abreast,
+            tile_interleave=tile_interleave,
             rate=rate,
         ),
         GemmConfig.parse(config),
@@ -85,8 +85,10 @@ def test_sums_are_passed_on(config: str, m: int, n: int, k: int, abreast: tuple[
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 320, 256), (392, 328, 64), (256, 2048, 512)])
-@pytest.mark.parametrize("abreast", [(), (2, 1, 1, 1, 1)], ids=str)
-def test_products_of_parts_of_both_operands(config: str, m: int, n: int, k: int, abreast: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tile_interleave", [(), (2, 1, 1, 1, 1)], ids=str)
+def test_products_of_parts_of_both_operands(
+    config: str, m: int, n: int, k: int, tile_interleave: tuple[int, ...]
+) -> None:
     """Each part of B makes its columns of a result that goes away, and is added to by another part of A; five times."""
     a, b, d = drawn(2, m, k), drawn(3 * n, k), torch.empty(m, 3 * n, device="cuda").bfloat16()
     passed, bias, c = torch.empty(3, m, n, device="cuda").bfloat16(), drawn(3 * n), drawn(m, 3 * n)
@@ -98,11 +100,11 @@ def test_products_of_parts_of_both_operands(config: str, m: int, n: int, k: int,
         GemmTensors(a[1], b[part], d[:, part], c=c[:, part], bias=bias[part], partial=passed[i], beta=1.0)
         for i, part in enumerate(of)
     ]
-    gemms = GatedGemms(
+    gemms = FusedGemms(
         *(products, "a", [0] * 3 + at, at + [0] * 3, [True] * 3 + [False] * 3, counts),
-        abreast=abreast,
+        tile_interleave=tile_interleave,
     )
-    launch = bind_gated(gemms, GemmConfig.parse(config))
+    launch = bind_fused(gemms, GemmConfig.parse(config))
     for _ in range(5):
         launched(launch, a, words, d, passed)
         wanted = a.double().sum(0) @ b.double().T + bias.double() + c.double()
@@ -180,11 +182,11 @@ def add_several_sums(
         products.append(GemmTensors(a[count + number], b, d[number], partial=passed[first], **with_c, **how))
     further = [[]] * count + [[Further(passed[i], at[i]) for i in rest] for _, *rest in added]
     waits = [0] * count + [at[first] for first, *_ in added]
-    tells = [*at[:count], *(at[count : count + 2] if delivers else (0, 0))]
-    sends = [GatedSend(d[i], slots[i], at[count + 2 + i], waits=at[count + i]) for i in range(2)] if delivers else []
+    done_flags = [*at[:count], *(at[count : count + 2] if delivers else (0, 0))]
+    sends = [FusedSend(d[i], slots[i], at[count + 2 + i], waits=at[count + i]) for i in range(2)] if delivers else []
     away = [True] * count + [False] * 2
-    gemms = GatedGemms(products, "a", waits, tells, away, counts, sends, further=further)
-    launch = bind_gated(gemms, GemmConfig.parse(config))
+    gemms = FusedGemms(products, "a", waits, done_flags, away, counts, sends, further=further)
+    launch = bind_fused(gemms, GemmConfig.parse(config))
     for _ in range(5):
         launched(launch, a, words, d, slots, *passed)
         for number in range(2):
@@ -199,10 +201,10 @@ def add_several_sums(
 
 @pytest.mark.parametrize("config", DELIVERING)
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 640, 256), (392, 328, 64), (2048, 2048, 512), (8, 8, 64)])
-@pytest.mark.parametrize("abreast", [(), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("tile_interleave", [(), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("rate", [0.0, 300.0])
 def test_what_is_finished_is_delivered(
-    config: str, m: int, n: int, k: int, abreast: tuple[int, ...], rate: float
+    config: str, m: int, n: int, k: int, tile_interleave: tuple[int, ...], rate: float
 ) -> None:
     """Sums are passed on, finished ones sent into a third memory, and from there to a fourth; five times."""
     a, b, d = drawn(4, m, k), drawn(n, k), torch.empty(2, m, n, device="cuda").bfloat16()
@@ -215,14 +217,14 @@ def test_what_is_finished_is_delivered(
         GemmTensors(a[2], b, d[0], partial=passed[0]),
         GemmTensors(a[3], b, d[1], partial=passed[1]),
     ]
-    sends = [GatedSend(d[i], slots[i], at[4 + i], waits=at[2 + i]) for i in range(2)]
-    sends += [GatedSend(slots[i], came[i, :, :n], 0, waits=at[4 + i], away=False) for i in range(2)]
-    gemms = GatedGemms(
+    sends = [FusedSend(d[i], slots[i], at[4 + i], waits=at[2 + i]) for i in range(2)]
+    sends += [FusedSend(slots[i], came[i, :, :n], 0, waits=at[4 + i], away=False) for i in range(2)]
+    gemms = FusedGemms(
         *(products, "a", [0, 0, *at[:2]], at[:4], [True, True, False, False], counts, sends),
-        abreast=abreast,
+        tile_interleave=tile_interleave,
         rate=rate,
     )
-    launch = bind_gated(gemms, GemmConfig.parse(config))
+    launch = bind_fused(gemms, GemmConfig.parse(config))
     for _ in range(5):
         launched(launch, a, words, d, passed, slots, came)
         wanted = torch.stack([(a[i].double() + a[2 + i].double()) @ b.double().T for i in range(2)])
@@ -243,11 +245,11 @@ def test_what_waits_holds_nothing_else_up() -> None:
     come, done, last, first, second, third = (words.data_ptr() + 4 * number for number in range(6))
     products = [GemmTensors(a[0], b, passed, padded=True), GemmTensors(a[1], b, d, partial=passed)]
     sends = [
-        GatedSend(large, went, first),
-        GatedSend(d, slots[0], second, waits=last),
-        GatedSend(d, slots[1], third, waits=done),
+        FusedSend(large, went, first),
+        FusedSend(d, slots[0], second, waits=last),
+        FusedSend(d, slots[1], third, waits=done),
     ]
-    launch = bind_gated(GatedGemms(products, "a", [0, come], [come, done], [True, False], counts, sends), config)
+    launch = bind_fused(FusedGemms(products, "a", [0, come], [come, done], [True, False], counts, sends), config)
     said, side = torch.empty(6, dtype=torch.int32, pin_memory=True), torch.cuda.Stream()
     one = torch.ones(1, dtype=torch.int32, device="cuda")
     for _ in range(3):
@@ -272,9 +274,9 @@ def test_what_waits_holds_nothing_else_up() -> None:
     ("m", "n", "k", "along"),
     [(256, 384, 1536, 512), (392, 328, 1160, 640), (1000, 256, 512, 0), (2048, 1024, 4096, 1024)],
 )
-@pytest.mark.parametrize("abreast", [(), (1, 2)], ids=str)
+@pytest.mark.parametrize("tile_interleave", [(), (1, 2)], ids=str)
 def test_what_is_sent_is_multiplied_slice_by_slice(
-    config: str, m: int, n: int, k: int, along: int, abreast: tuple[int, ...]
+    config: str, m: int, n: int, k: int, along: int, tile_interleave: tuple[int, ...]
 ) -> None:
     """The first product's matrix is there, two others are sent by the kernel that waits for them, and multiplied one by
     one, or in turn; five times."""
@@ -284,9 +286,20 @@ def test_what_is_sent_is_multiplied_slice_by_slice(
     words, counts = torch.zeros(2 * slices, dtype=torch.int32, device="cuda"), counters()
     at = [words.data_ptr() + 4 * slices * number for number in range(2)]
     products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
-    sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
-    launch = bind_gated(
-        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, along, abreast=abreast, rate=300.0),
+    sends = [FusedSend(sources[i], slots[i], at[i]) for i in range(2)]
+    launch = bind_fused(
+        FusedGemms(
+            products,
+            "a",
+            [0, *at],
+            [0] * 3,
+            [False] * 3,
+            counts,
+            sends,
+            along,
+            tile_interleave=tile_interleave,
+            rate=300.0,
+        ),
         GemmConfig.parse(config),
     )
     for _ in range(5):
@@ -307,9 +320,9 @@ def test_slices_leave_in_the_order_in_which_products_take_them(n: int) -> None:
     said, side = torch.empty(2 * slices, dtype=torch.int32, pin_memory=True), torch.cuda.Stream()
     at = [words.data_ptr() + 4 * slices * number for number in range(2)]
     products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, *slots))]
-    sends = [GatedSend(sources[i], slots[i], at[i]) for i in range(2)]
-    launch = bind_gated(
-        GatedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, k // slices, rate=1.0),
+    sends = [FusedSend(sources[i], slots[i], at[i]) for i in range(2)]
+    launch = bind_fused(
+        FusedGemms(products, "a", [0, *at], [0] * 3, [False] * 3, counts, sends, k // slices, rate=1.0),
         GemmConfig.parse("128x128x64_2x1_pingpong"),
     )
     launched(launch, sources, words, d, slots)
@@ -340,8 +353,8 @@ def test_fp8_is_sent_too() -> None:
     here, d = drawn(m, k, dtype=eight), torch.empty(2 * m, n, device="cuda").bfloat16()
     words, counts = torch.zeros(2, dtype=torch.int32, device="cuda"), counters()
     products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here, slot))]
-    sends = [GatedSend(source, slot, words.data_ptr())]
-    bind_gated(GatedGemms(products, "a", [0, words.data_ptr()], [0, 0], [False, False], counts, sends, 1024))()
+    sends = [FusedSend(source, slot, words.data_ptr())]
+    bind_fused(FusedGemms(products, "a", [0, words.data_ptr()], [0, 0], [False, False], counts, sends, 1024))()
     torch.cuda.synchronize()
     assert torch.equal(d.double(), torch.cat([here.double(), source.double()]) @ b.double().T)
 
@@ -359,12 +372,12 @@ def test_what_goes_away_takes_its_turn(config: str, kind: str) -> None:
         counts = counters()
         if kind == "operands":
             products = [GemmTensors(x, b, d[i * size : (i + 1) * size]) for i, x in enumerate((here[0], away))]
-            sends = [GatedSend(here[1], away, come)]
-            gemms = GatedGemms(products, "a", [0, come], [0, 0], [False, False], counts, sends, rate=rate)
+            sends = [FusedSend(here[1], away, come)]
+            gemms = FusedGemms(products, "a", [0, come], [0, 0], [False, False], counts, sends, rate=rate)
         else:
             products = [GemmTensors(here[0], b, away, padded=True), GemmTensors(here[1], b, d[:size], partial=away)]
-            gemms = GatedGemms(products, "a", [0, come], [come, 0], [True, False], counts, rate=rate)
-        launch = bind_gated(gemms, GemmConfig.parse(config))
+            gemms = FusedGemms(products, "a", [0, come], [come, 0], [True, False], counts, rate=rate)
+        launch = bind_fused(gemms, GemmConfig.parse(config))
         launch()
         for _ in range(3):
             words.zero_()
@@ -392,15 +405,15 @@ def test_nothing_goes_away_before_the_entry(config: str, kind: str) -> None:
     exit_ = [[MemOp(True, left, 1)], [MemOp(False, ended, 8)], [MemOp(False, last, 9)]]
     if kind == "operands":
         products = [GemmTensors(x, b, d[i * m : (i + 1) * m]) for i, x in enumerate((here[0], away))]
-        gemms = GatedGemms(
-            *(products, "a", [0, come], [0, 0], [False, False], counts, [GatedSend(here[1], away, come)]),
+        gemms = FusedGemms(
+            *(products, "a", [0, come], [0, 0], [False, False], counts, [FusedSend(here[1], away, come)]),
             entry=entry,
             exit=exit_,
         )
     else:
         products = [GemmTensors(here[0], b, away, padded=True), GemmTensors(here[1], b, d[:m], partial=away)]
-        gemms = GatedGemms(products, "a", [0, come], [come, 0], [True, False], counts, entry=entry, exit=exit_)
-    launch, side = bind_gated(gemms, GemmConfig.parse(config)), torch.cuda.Stream()
+        gemms = FusedGemms(products, "a", [0, come], [come, 0], [True, False], counts, entry=entry, exit=exit_)
+    launch, side = bind_fused(gemms, GemmConfig.parse(config)), torch.cuda.Stream()
     seen = torch.empty(away.shape, dtype=away.dtype, pin_memory=True)
     said = torch.empty(6, dtype=torch.int32, pin_memory=True)
     one = torch.ones(1, dtype=torch.int32, device="cuda")

@@ -35,8 +35,8 @@ from distgemm.gemm.nvcc import build
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
-from distgemm.runtime.checks import Execution
 from distgemm.runtime.cuda.watchdog import watchdog
+from distgemm.runtime.executable import ExecutionConfig
 from distgemm.torch_ops import dispatch as calls
 from distgemm.torch_ops import library as ops
 from distgemm.tune import ranks as tuning
@@ -103,10 +103,10 @@ def quick(named: bool = True) -> Iterator[None]:
     """
     make, product = cuda.compile_plan, ops.product
 
-    def compile_quickly(plan: distgemm.Plan, how: Execution | None = None, **more: Any) -> Any:
+    def compile_quickly(plan: distgemm.Plan, how: ExecutionConfig | None = None, **more: Any) -> Any:
         cutlass = _aligned(plan.problem, plan.world_size)
         gemms: dict[str, Any] = {"provider": "cutlass", "config": CONFIG} if cutlass else {"provider": "cublas"}
-        execution = dataclasses.replace(how or Execution(), **({"config": None} | gemms))
+        execution = dataclasses.replace(how or ExecutionConfig(), **({"config": None} | gemms))
         return make(plan, execution, **(more | {"timeout": STUCK}))
 
     def by_name(kind: str, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *more: Any) -> Any:

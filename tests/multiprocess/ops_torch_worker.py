@@ -64,7 +64,7 @@ def cases(ranks: int) -> list[Case]:
     found += [Case("gather", None, (2 * ranks, ranks), bias=True, frozen=each) for each in ("a", "b", "bias")]
     found += [Case(op, None, (4,), k=2 * ranks, bias=True, frozen=f) for op in ("scatter", "reduce") for f in "ab"]
     found.append(Case("gather", unequal, (2 * ranks,), schedule="all_gather_1d_ring_a", chunks=2))
-    summed = "reduce_scatter_1d_pairwise_a chunks=2 last=gemm results=4"
+    summed = "reduce_scatter_1d_pairwise_a chunks=2 final_add=epilogue send_slots=4"
     found += [Case("scatter", rows, (4,), k=ranks, bias=True, schedule=schedule) for rows in (None, unequal)
               for schedule in (summed, "unfused")]  # fmt: skip
     found += [
@@ -527,7 +527,7 @@ def misuse() -> dict[str, str]:
         "chunks twice": lambda: ag(a, b, group=world, schedule="ag+gemm chunks=2", chunks=2),
         "of GPUs": lambda: ag(a, b, group=world, schedule="ag+gemm provider=cublas"),
         "chunks of nothing": lambda: ag(a, b, group=world, schedule="unfused", chunks=2),
-        "options of nothing": lambda: ag(a, b, group=world, schedule="unfused lag=2"),
+        "options of nothing": lambda: ag(a, b, group=world, schedule="unfused stagger=2"),
         "no name": lambda: ag(a, b, group=world, schedule="chunks=2"),
         "no option": lambda: ag(a, b, group=world, schedule="ag+gemm chunk=2"),
         "no schedule": lambda: ag(a, b, group=world, schedule="al_gather_1d_ring_a"),

@@ -29,10 +29,11 @@ from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import spec_of
 from distgemm.measure import timing as bench
 from distgemm.runtime import unfused
-from distgemm.runtime.checks import TORCH_DTYPES, Execution
+from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.torch_ops import dispatch as calls
-from distgemm.tune import UNFUSED, Choice
+from distgemm.tune import UNFUSED, TunedConfig
 from distgemm.tune import cache as records
 
 CPU = torch.device("cpu")
@@ -260,8 +261,8 @@ def message(call: Callable[[], Any]) -> str:
 # --- schedule="auto" ------------------------------------------------------------------------------------
 
 PROBLEM = GemmProblem(256, 128, 64)
-PLAN = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), Execution("cublas", branches=1))
-OTHER = dataclasses.replace(PLAN, execution=Execution("cublas"))
+PLAN = TunedConfig("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 2),), ExecutionConfig("cublas", gemm_streams=1))
+OTHER = dataclasses.replace(PLAN, execution=ExecutionConfig("cublas"))
 LARGE = GemmProblem(1024, 1024, 1024)
 TILES = GemmConfig.parse("64x128x64_1x1_pingpong")
 
@@ -275,7 +276,7 @@ def own_cache(folder: str, name: str) -> Path:
     return path
 
 
-def recorded(choice: Choice, problem: GemmProblem = PROBLEM, op: str = "gemm+rs") -> None:
+def recorded(choice: TunedConfig, problem: GemmProblem = PROBLEM, op: str = "gemm+rs") -> None:
     tune.record(GPU, {tune.key_of(problem, op, dist.get_world_size()): choice.to_dict()})
 
 
@@ -308,7 +309,7 @@ def agreement(folder: str) -> dict[str, Any]:
 class FakeExecutable:
     """Stands for a plan's executable: takes its shards, and gives zeros."""
 
-    def __init__(self, problem: GemmProblem, choice: Choice, released: list[Any]) -> None:
+    def __init__(self, problem: GemmProblem, choice: TunedConfig, released: list[Any]) -> None:
         self.rank, self.choice = dist.get_rank(), choice
         size = dist.get_world_size()
         self.plan = choice.plan(problem, size)
@@ -338,7 +339,7 @@ class Bench:
         self.kept: list[Any] = []
         self.real = tune.ranks.make
 
-    def make(self, problem: Any, op: str, choice: Choice, group: Any, device: Any, **more: Any) -> Any:
+    def make(self, problem: Any, op: str, choice: TunedConfig, group: Any, device: Any, **more: Any) -> Any:
         if self.refused in str(choice):
             rank = dist.get_rank()
             raise self.errors[rank % len(self.errors)](f"no kernel on rank {rank}")
@@ -490,11 +491,13 @@ def kernels(folder: str) -> dict[str, Any]:
     """Tuning that measures configurations of GEMMs before, with fakes."""
     rank, found = dist.get_rank(), {}
     of_gemms = importlib.import_module("distgemm.tune.gemm")
-    gather = Choice("plan", tune.predicting.GATHER, (("chunks", 2),), Execution("cutlass"))
-    one_kernel = dataclasses.replace(gather, execution=Execution("cutlass", branches=1, waits="gemm"))
+    gather = TunedConfig("plan", tune.candidates.GATHER, (("chunks", 2),), ExecutionConfig("cutlass"))
+    one_kernel = dataclasses.replace(
+        gather, execution=ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
+    )
     tried = [
         *(gather, one_kernel, dataclasses.replace(gather, options=(("chunks", 1),))),
-        *(dataclasses.replace(gather, execution=Execution("cublas")), UNFUSED),
+        *(dataclasses.replace(gather, execution=ExecutionConfig("cublas")), UNFUSED),
     ]
     asked: list[str] = []
     built: list[Any] = []
@@ -558,7 +561,7 @@ def compiled(folder: str) -> dict[str, Any]:
         lambda: distgemm.compile(problem, "ag+gemm", op="ag+gemm"),
         lambda: distgemm.compile(exe.plan, "auto", op="ag+gemm"),
         lambda: distgemm.compile(problem, "auto", op="ag+gemm", chunks=2),
-        lambda: distgemm.compile(problem, "auto", op="ag+gemm", branches=1),
+        lambda: distgemm.compile(problem, "auto", op="ag+gemm", gemm_streams=1),
         lambda: distgemm.compile(problem, "auto", op="ag"),
     ]
     found["wrong"] = [message(call) for call in wrong]

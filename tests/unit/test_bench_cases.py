@@ -55,13 +55,13 @@ def test_default_schedules_do_the_op(tried: dict[str, tuple[Candidate, ...]], op
 
 
 def test_schedules_go_where_they_fit() -> None:
-    given = [parse_schedule(text) for text in ("gemm+rs", "ag+gemm chunks=2", "gemm+ar branches=1 provider=cublas")]
+    given = [parse_schedule(text) for text in ("gemm+rs", "ag+gemm chunks=2", "gemm+ar gemm_streams=1 provider=cublas")]
     found = jobs(["llama-3-8b"], LAYERS, OPS, [128], 4, 8, given)
     tried = {case.op: [str(one) for one in tried] for case, tried in found}
     assert tried == {
         "ag+gemm": ["ag+gemm chunks=2"],
         "gemm+rs": ["gemm+rs"],
-        "gemm+ar": ["gemm+ar branches=1 provider=cublas"],
+        "gemm+ar": ["gemm+ar gemm_streams=1 provider=cublas"],
     }
 
 

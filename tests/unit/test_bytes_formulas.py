@@ -274,7 +274,8 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
     ranks, chunks = 3, 4
     problem = distgemm.GemmProblem(m=32 * ranks * chunks, n=64, k=16 * ranks)
     plan, two = (
-        distgemm.make_plan(problem, name, ranks, chunks=chunks, results=count, sync="barrier") for count in (results, 2)
+        distgemm.make_plan(problem, name, ranks, chunks=chunks, send_slots=count, sync="barrier")
+        for count in (results, 2)
     )
     arrive = (ranks - 1) * chunks
     if "rotating_c" in name:
@@ -284,31 +285,33 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
     assert plan.link_bytes() == two.link_bytes()
     plan.verify()
     with pytest.raises(ValueError, match="results is a number of partial sums, at least 1, got 0"):
-        distgemm.make_plan(problem, name, ranks, results=0)
+        distgemm.make_plan(problem, name, ranks, send_slots=0)
 
 
-@pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "lag" in schedule_options(name)])
+@pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)])
 def test_a_lag_takes_no_more(name: str) -> None:
     """The same bytes over the same links; the same workspace or a slot less."""
     for size, chunks, last, mechanism in itertools.product((1, 2, 3, 4), (1, 2, 4), OPTIONS["last"], ("push", "store")):
 
         def made(
-            *, last: str = last, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **lag: int
+            *, last: str = last, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **stagger: int
         ) -> distgemm.Plan:
-            grid = distgemm.get_schedule(name, size, chunks=chunks, last=last, **lag).grid
+            grid = distgemm.get_schedule(name, size, chunks=chunks, last=last, **stagger).grid
             return distgemm.make_plan(
-                problem_for(grid), name, size, chunks=chunks, last=last, mechanism=mechanism, **lag
+                problem_for(grid), name, size, chunks=chunks, last=last, mechanism=mechanism, **stagger
             )
 
         if "pairwise" in name and last == "sum":
-            with pytest.raises(ValueError, match="lag goes with last='gemm', where an owner adds chunk by chunk"):
-                made(lag=1)
+            with pytest.raises(
+                ValueError, match="stagger goes with final_add='epilogue', where an owner adds chunk by chunk"
+            ):
+                made(stagger=1)
             continue
         plain = made()
         slot = max((slot.bytes for slot in plain.slots[0]), default=0)
-        for lag in range(1, chunks + 1):
-            lagging = made(lag=lag)
+        for stagger in range(1, chunks + 1):
+            lagging = made(stagger=stagger)
             assert lagging.link_bytes() == plain.link_bytes()
             for rank in range(size):
                 saved = plain.workspace_bytes(rank) - lagging.workspace_bytes(rank)
-                assert 0 <= saved <= slot, (size, chunks, lag, last, mechanism, rank)
+                assert 0 <= saved <= slot, (size, chunks, stagger, last, mechanism, rank)

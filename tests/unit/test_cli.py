@@ -192,7 +192,7 @@ FC1 = distgemm.GemmProblem(8192, 57344, 8192)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem", "keywords", "machine", "branches"),
+    ("arguments", "problem", "keywords", "machine", "gemm_streams"),
     [
         ("gemm+rs --world-size 3", FC1, {"world_size": 3}, H200, None),
         ("gemm+rs --mesh 3 --sync barrier", FC1, {"world_size": 3, "sync": "barrier"}, H200, None),
@@ -214,7 +214,7 @@ FC1 = distgemm.GemmProblem(8192, 57344, 8192)
             None,
         ),
         (
-            "tensor_parallel_2d --mesh 2x4 --ranks-per-host 4 --branches 1",
+            "tensor_parallel_2d --mesh 2x4 --ranks-per-host 4 --gemm_streams 1",
             FC1,
             {"mesh": (2, 4)},
             replace(H200, ranks_per_host=4),
@@ -227,10 +227,10 @@ def test_simulate(
     problem: distgemm.GemmProblem,
     keywords: dict[str, Any],
     machine: Machine,
-    branches: int | None,
+    gemm_streams: int | None,
 ) -> None:
     plan = distgemm.make_plan(problem, arguments.split()[0], **keywords)
-    timeline = simulate(plan, machine, branches=branches)
+    timeline = simulate(plan, machine, gemm_streams=gemm_streams)
     assert json.loads(succeed("simulate", *arguments.split(), "--json")) == json.loads(json.dumps(timeline.to_dict()))
     about, *rest, note = succeed("simulate", *arguments.split()).splitlines()
     p = problem
@@ -635,7 +635,7 @@ def an_own_one(mesh, *, chunks: int = 1):
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder, the current one, from which schedules can be imported for one test."""
-    for names in ("_entries", "_other_names", "_families"):
+    for names in ("_entries", "_other_names", "_patterns"):
         monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -871,7 +871,7 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
         ("simulate gemm+rs --world-size 2 --machine no/such.json", "machine no/such.json: "),
         ("simulate gemm+rs --world-size 2 --ranks-per-host 0", "ranks_per_host is an integer >= 1, got 0"),
         ("simulate gemm+rs --world-size 2 --mechanism all", "mechanism is one of push, pull, store, got 'all'"),
-        ("simulate gemm+rs --world-size 2 --branches 0", "branches is an integer >= 1, got 0"),
+        ("simulate gemm+rs --world-size 2 --gemm_streams 0", "gemm_streams is an integer >= 1, got 0"),
         ("simulate gemm+rs --world-size 2 --m-per-rank 1,2,3", "has 3 entries for 2 ranks"),
         ("simulate all", "simulate all needs a world_size or a mesh"),
         ("simulate all --world-size 0", "world_size is an integer >= 1, got 0"),

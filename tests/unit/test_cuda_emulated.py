@@ -25,31 +25,32 @@ import distgemm
 from distgemm import api as compiling
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, words_of
-from distgemm.gemm.fused.gemms import GatedGemms, gated_source
+from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, flag_ops
+from distgemm.gemm.fused.gemms import FusedGemms, fused_source
 from distgemm.plan.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan.plan import PlanError
-from distgemm.runtime.checks import TORCH_DTYPES, Execution
+from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import binding, executable, memops, watchdog
 from distgemm.runtime.cuda import flag_kernel as words
 from distgemm.runtime.cuda.binding import Binder, Call, tiles_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, _key, copied_buffers
 from distgemm.runtime.cuda.lowering import lower, most_flags
 from distgemm.runtime.cuda.lowering import single_kernel as one_kernel
-from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, waits_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, _explain
 from distgemm.runtime.cuda.workspace import (
     BODY,
     ENTRY,
     STAGES,
     WORD,
+    FlagOps,
     Half,
     Step,
-    Words,
     Workspace,
     first_flag,
     stage_word,
 )
+from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_options
 
 Task = Any  # a MemOp, a Callable[[], None], or a Together
@@ -118,15 +119,15 @@ class Emulated:
         plan: distgemm.Plan,
         rank: int,
         workspace: FakeWorkspace,
-        branches: int,
+        gemm_streams: int,
         waits: str = "memory",
         merge: bool = False,
         copies: str = "engine",
         config: str | None = None,
         gives_way: bool = False,
     ) -> None:
-        provider = "cutlass" if waits == "gemm" else "one term" if branches == 1 else "any terms"
-        how = Execution(provider, config, branches, waits, merge, copies)
+        provider = "cutlass" if waits == "gemm" else "one term" if gemm_streams == 1 else "any terms"
+        how = ExecutionConfig(provider, config, gemm_streams, waits, merge, copies)
         self.binder = Binder(plan, rank, torch.device("cpu"), how, gives_way)
         self.actions = self.binder.actions
         exe = CudaExecutable.__new__(CudaExecutable)
@@ -171,7 +172,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     kernels = itertools.count(1)
 
-    def bind_gated(gemms: GatedGemms, config: Any) -> Callable[[int], None]:
+    def bind_fused(gemms: FusedGemms, config: Any) -> Callable[[int], None]:
         def words(first: int, columns: int) -> list[int]:
             slices = -(-columns // (gemms.slice or columns))
             return [first + WORD * number for number in range(slices if first else 0)]
@@ -183,7 +184,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         entire = gemms.entire or [False] * len(gemms.products)
         further = gemms.further or [()] * len(gemms.products)
         for t, word, told, away, whole, added in zip(
-            *(gemms.products, gemms.waits, gemms.tells, gemms.away, entire, further), strict=True
+            *(gemms.products, gemms.waits, gemms.done_flags, gemms.away, entire, further), strict=True
         ):
             every = words(word, t.a.shape[1])
             every = [*(every[:1] if whole else every), *(one.waits for one in added)]
@@ -192,7 +193,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             each.append([*(enters if away else []), product, *([memops.write(told)] if told else [])])
         products: list[Task] = []
         at = 0
-        for size in gemms.abreast or [1] * len(each):
+        for size in gemms.tile_interleave or [1] * len(each):
             # A single resident block waits for each of them before the first one has all of its tiles.
             products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
             at += size
@@ -227,15 +228,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             terms = [spec.partial, spec.c, spec.bias]
             return self.name != "one term" or sum(term is not None for term in terms) < 2
 
-    def bind_words(phases: Any, device: int) -> Any:
+    def bind_flag_ops(phases: Any, device: int) -> Any:
         return lambda stream: tasks.extend(op for phase in phases for op in phase)
 
-    monkeypatch.setattr(binding, "bind_words", bind_words)
+    monkeypatch.setattr(binding, "bind_flag_ops", bind_flag_ops)
     monkeypatch.setattr(binding, "get_provider", Provider)
     monkeypatch.setattr(binding, "mem_ops", lambda ops, stream: tasks.extend(ops))
     monkeypatch.setattr(binding, "copy_box", copy)
     monkeypatch.setattr(binding, "bind_gemm", bind)
-    monkeypatch.setattr(binding, "bind_gated", bind_gated)
+    monkeypatch.setattr(binding, "bind_fused", bind_fused)
     monkeypatch.setattr(binding, "bind_sum", bind_sum)
     return tasks
 
@@ -401,7 +402,7 @@ def test_merged_chunks_under_every_order(schedule: str, recorded: list[Task]) ->
         data.append(Data(plan, turn, alpha=2.0, beta=float(turn % 2), bias=turn % 3 == 0))
         half = order.randrange(2)
         for rank in range(ranks):
-            one = Emulated(plan, rank, machine.workspaces[rank], 1 + turn % 2, merge=True)
+            one = Emulated(plan, rank, machine.workspaces[rank], 1 + turn % 2, merge_copies=True)
             todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, half)))
     run(machine, todo, order, queues=False)
     for drawn in data:
@@ -436,11 +437,13 @@ def test_one_kernel_that_waits_under_every_order(
 ) -> None:
     order, ranks = random.Random(schedule), 4
     chunked = [{"chunks": chunks} for chunks in (1, 2, 4) if chunks == 1 or "chunks" in schedule_options(schedule)]
-    if "lag" in schedule_options(schedule):
-        chunked += [{"chunks": chunks, "lag": lag} for chunks, lag in ((2, 1), (4, 1), (4, 2), (4, 3))]
+    if "stagger" in schedule_options(schedule):
+        chunked += [{"chunks": chunks, "stagger": stagger} for chunks, stagger in ((2, 1), (4, 1), (4, 2), (4, 3))]
     if "along" in schedule_options(schedule):
-        chunked += [{"chunks": chunks, "lag": lag, "along": "n"} for chunks, lag in ((2, 0), (2, 1), (4, 2))]
-    summed = {"last": "gemm"} if "pairwise_a" in schedule else {}
+        chunked += [
+            {"chunks": chunks, "stagger": stagger, "chunk_mode": "n"} for chunks, stagger in ((2, 0), (2, 1), (4, 2))
+        ]
+    summed = {"final_add": "epilogue"} if "pairwise_a" in schedule else {}
     every = [
         distgemm.make_plan(
             distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -448,7 +451,7 @@ def test_one_kernel_that_waits_under_every_order(
             mesh=(2, 2) if "2d" in schedule else (4,),
             sync="barrier",
             mechanism=mechanism,
-            results=16 if "lag" in how or summed else 4,
+            send_slots=16 if "stagger" in how or summed else 4,
             **how,
             **summed,
         )
@@ -465,11 +468,11 @@ def test_one_kernel_that_waits_under_every_order(
             one = Emulated(
                 plan, rank, machine.workspaces[rank], 2, ("gemm", "gemm", "memory")[turn % 3], merge=turn % 2 == 1
             )
-            assert sum(action.gates != () for action in one.actions) == (turn % 3 < 2)
+            assert sum(action.wait_flags != () for action in one.actions) == (turn % 3 < 2)
             if turn % 3 < 2:  # a third stream might stand behind the kernel's
-                assert {action.stream for action in one.actions} <= {COMM, BRANCH}
+                assert {action.stream for action in one.actions} <= {COMM, GEMM_STREAM}
                 of = {action: number for number, action in enumerate(one.actions)}
-                (kernel,) = (number for action, number in of.items() if action.gates)
+                (kernel,) = (number for action, number in of.items() if action.wait_flags)
                 own = [
                     n for action, n in of.items() if any(isinstance(op, Wait) and op.peer == rank for op in action.ops)
                 ]
@@ -516,14 +519,14 @@ def run_where_some_are_refused(
     check: takes how many slices each send of a kernel has, how many copies the rank has, and by whom they are
     """
 
-    bind = binding.bind_gated
+    bind = binding.bind_fused
 
-    def refused(gemms: GatedGemms, config: Any) -> Any:
+    def refused(gemms: FusedGemms, config: Any) -> Any:
         if order.random() < 0.3:
             raise ValueError("unaligned")
         return bind(gemms, config)
 
-    monkeypatch.setattr(binding, "bind_gated", refused)
+    monkeypatch.setattr(binding, "bind_fused", refused)
     machine, ranks = machine_of(plans), plans[0].world_size
     todo: list[list[Any]] = [[] for _ in range(ranks)]
     data = []
@@ -553,9 +556,14 @@ def test_a_kernel_that_delivers_under_every_order(
     are done otherwise."""
     order = random.Random(f"{schedule} {ranks}")
     problem = distgemm.GemmProblem(12 * ranks, 12 * ranks, 16 * ranks, dtype="float32")
-    chunked: list[dict[str, Any]] = [{"chunks": 1}, {"chunks": 3}, {"chunks": 4, "lag": 1}, {"chunks": 4, "lag": 3}]
+    chunked: list[dict[str, Any]] = [
+        {"chunks": 1},
+        {"chunks": 3},
+        {"chunks": 4, "stagger": 1},
+        {"chunks": 4, "stagger": 3},
+    ]
     if schedule not in ALL_REDUCES:
-        chunked = [how | {"last": "gemm", "along": along} for how, along in zip(chunked, "mnmn", strict=True)]
+        chunked = [how | {"final_add": "epilogue", "along": along} for how, along in zip(chunked, "mnmn", strict=True)]
     every = [
         distgemm.make_plan(problem, schedule, ranks, sync=sync, mechanism="store", **how)
         for how, sync in zip(chunked, ("barrier", "barrier", "credit", "barrier"), strict=True)
@@ -573,15 +581,17 @@ def test_what_an_all_reduce_delivers() -> None:
     to D. Nothing else is put on streams."""
     problem = distgemm.GemmProblem(64, 64, 64)
     plan = distgemm.make_plan(problem, ALL_REDUCES[0], 4, sync="barrier", mechanism="store", chunks=2)
-    actions = lower(plan, 1, 1, gated=True, copies="gemm")
-    assert {action.stream for action in actions} == {BRANCH}
+    actions = lower(plan, 1, 1, gated=True, transport="sm")
+    assert {action.stream for action in actions} == {GEMM_STREAM}
     assert [action.step for action in actions] == [Step.ENTRY, Step.ENTERED, None, Step.FINISH]
     (kernel,) = (action for action in actions if action.ops)
     away = [sent for sent in kernel.sends if sent.copies[0].dst.rank != 1]
     here = [sent for sent in kernel.sends if sent not in away]
     assert [sent.copies[0].dst.rank for sent in away] == [0, 3, 2, 0, 3, 2]
     finished = {
-        op.out.box: told.flag for op, told in zip(kernel.ops, kernel.tells, strict=True) if told and op.out.rank == 1
+        op.out.box: told.flag
+        for op, told in zip(kernel.ops, kernel.done_flags, strict=True)
+        if told and op.out.rank == 1
     }
     for sent in away:
         (copy,), (signal,) = sent.copies, sent.signals
@@ -591,7 +601,7 @@ def test_what_an_all_reduce_delivers() -> None:
     for sent in here:
         assert sent.waits is not None and sent.waits.peer != 1 and not sent.signals
     assert {wait.flag for wait in waits_of(actions)} >= {sent.waits.flag for sent in kernel.sends if sent.waits}
-    beside = [op for action in lower(plan, 1, 1, copies="gemm") for op in action.ops if isinstance(op, Copy)]
+    beside = [op for action in lower(plan, 1, 1, transport="sm") for op in action.ops if isinstance(op, Copy)]
     assert [(op.src, op.dst) for op in beside] == [
         (copy.src, copy.dst)
         for sent in sorted(kernel.sends, key=lambda sent: sent.copies[0].id)
@@ -601,12 +611,12 @@ def test_what_an_all_reduce_delivers() -> None:
 
 @pytest.mark.parametrize("schedule", CHAINS)
 def test_room_that_is_used_again_is_waited_for(schedule: str, recorded: list[Task]) -> None:
-    """By a product which is not abreast of the one that the room is taken from."""
+    """By a product which is not tile_interleave of the one that the room is taken from."""
     problem = distgemm.GemmProblem(24, 24, 16, dtype="float32")
     for chunks in (2, 3, 4):
-        for lag in range(1, chunks):
+        for stagger in range(1, chunks):
             how: dict[str, Any] = {"sync": "barrier", "mechanism": "store", "workspace": "bounded"}
-            plan = distgemm.make_plan(problem, schedule, 2, chunks=chunks, lag=lag, **how)
+            plan = distgemm.make_plan(problem, schedule, 2, chunks=chunks, stagger=stagger, **how)
             run_by_one_kernel(plan, recorded, turns=4)
 
 
@@ -638,7 +648,9 @@ def test_a_rank_that_sends_nothing_waits_for_every_slice(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "how"), [(GATHERS[0], {}), (CHAINS[0], {}), *((CHAINS[0], {"lag": lag}) for lag in (1, 2, 3))], ids=str
+    ("schedule", "how"),
+    [(GATHERS[0], {}), (CHAINS[0], {}), *((CHAINS[0], {"stagger": stagger}) for stagger in (1, 2, 3))],
+    ids=str,
 )
 def test_ranks_whose_kernels_cannot_wait_work_with_others(
     schedule: str,
@@ -649,15 +661,15 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
 ) -> None:
     """Where that was chosen for them; where it was asked for, they raise."""
 
-    bind = binding.bind_gated
+    bind = binding.bind_fused
     refused: list[bool] = []
 
-    def refuse(gemms: GatedGemms, config: Any) -> Any:
+    def refuse(gemms: FusedGemms, config: Any) -> Any:
         if refused[-1]:
             raise ValueError("unaligned")
         return bind(gemms, config)
 
-    monkeypatch.setattr(binding, "bind_gated", refuse)
+    monkeypatch.setattr(binding, "bind_fused", refuse)
     mechanism = "store" if schedule.startswith("reduce") else "push"
     plan = distgemm.make_plan(
         distgemm.GemmProblem(32, 16, 64, dtype="float32"),
@@ -681,7 +693,7 @@ def test_ranks_whose_kernels_cannot_wait_work_with_others(
             )
             refused.append(one.binder.gives_way)
             todo[rank].append((one, one.tasks(call, recorded, turn % 2)))
-            assert any(action.gates for action in one.actions) != one.binder.gives_way
+            assert any(action.wait_flags for action in one.actions) != one.binder.gives_way
     run(machine, todo, random.Random(0), queues=False)
     for drawn in data:
         assert all(
@@ -712,7 +724,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     placed = []
     mechanism, *along = mechanism.split(" along ")
-    monkeypatch.setattr(binding, "gated_source", lambda gemms, config: placed.append(gemms) or gated_source(gemms))
+    monkeypatch.setattr(binding, "fused_source", lambda gemms, config: placed.append(gemms) or fused_source(gemms))
     plan = distgemm.make_plan(
         distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
         schedule,
@@ -720,7 +732,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
         sync="barrier",
         chunks=2,
         mechanism="store" if mechanism == "delivered" else mechanism,
-        **({"last": "gemm", "along": "".join(along) or "m"} if "pairwise" in schedule else {}),
+        **({"final_add": "epilogue", "chunk_mode": "".join(along) or "m"} if "pairwise" in schedule else {}),
     )
     copies = "gemm" if mechanism == "delivered" and ranks > 1 else "engine"
     for rank in range(ranks):
@@ -731,7 +743,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
             (kernel, words) = binder.sources(c=c, bias=bias)
             wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
             wanted = "DG_DELIVERIES" if copies == "gemm" else wanted
-            assert dict(kernel.macros)["DG_GATED"] == wanted and words.file == "flags.cu"
+            assert dict(kernel.macros)["DG_FUSED"] == wanted and words.file == "flags.cu"
     for gemms in placed:
         assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
 
@@ -749,7 +761,7 @@ def test_kernels_of_all_ranks_are_known_ahead(
 def test_products_abreast_do_not_wait_for_one_another(
     schedule: str, along: dict[str, str], ranks: int, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor for later ones, on any rank, whether for a sum or for room; without a lag they are alone, but for those of
+    """Nor for later ones, on any rank, whether for a sum or for room; without a stagger they are alone, but for those of
     few rows that wait for nothing."""
     if few:
         monkeypatch.setattr(one_kernel, "BALANCE", 1)
@@ -758,83 +770,90 @@ def test_products_abreast_do_not_wait_for_one_another(
 
     def kernels(chunks: int, **how: Any) -> list[Any]:
         problem = distgemm.GemmProblem(288, 288, 48)
-        how |= along | ({"last": "gemm"} if pairwise else {})
+        how |= along | ({"final_add": "epilogue"} if pairwise else {})
         plan = distgemm.make_plan(problem, schedule, ranks, chunks=chunks, sync="barrier", mechanism="store", **how)
-        every = [[action for action in lower(plan, rank, 1, gated=True) if action.gates] for rank in range(ranks)]
+        every = [[action for action in lower(plan, rank, 1, gated=True) if action.wait_flags] for rank in range(ranks)]
         assert all(len(found) == 1 for found in every)
         return [found[0] for found in every]
 
     def groups(kernel: Any) -> list[int]:
         """Of each product, the number of its group."""
-        sizes = kernel.abreast or (1,) * len(kernel.ops)
-        assert sum(sizes) == len(kernel.ops) == len(kernel.gates) == len(kernel.tells)
+        sizes = kernel.tile_interleave or (1,) * len(kernel.ops)
+        assert sum(sizes) == len(kernel.ops) == len(kernel.wait_flags) == len(kernel.done_flags)
         return [number for number, size in enumerate(sizes) for _ in range(size)]
 
     def check(found: list[Any]) -> None:
         told = {
             tell.flag: number
             for kernel in found
-            for number, tell in zip(groups(kernel), kernel.tells, strict=True)
+            for number, tell in zip(groups(kernel), kernel.done_flags, strict=True)
             if tell is not None
         }
         waits = 0
         for kernel in found:
-            for number, gate in zip(groups(kernel), kernel.gates, strict=True):
+            for number, gate in zip(groups(kernel), kernel.wait_flags, strict=True):
                 assert all(told[wait.flag] < number for wait in gate)
                 waits += len(gate)
         assert waits
 
     for chunks in (2, 3, 4, 8):
-        for lag in range(1, chunks + 1):
-            found = kernels(chunks, lag=lag)
+        for stagger in range(1, chunks + 1):
+            found = kernels(chunks, stagger=stagger)
             check(found)
             for kernel in found:
                 if together:  # chunk by chunk, for all peers, and the own one by itself
-                    by_chunk = lag < chunks or along.get("along") == "n"
+                    by_chunk = stagger < chunks or along.get("along") == "n"
                     sizes = [ranks - 1] * chunks if by_chunk else [(ranks - 1) * chunks]
-                    assert sorted(kernel.abreast, reverse=True) == [*sizes, *[1] * chunks]
+                    assert sorted(kernel.tile_interleave, reverse=True) == [*sizes, *[1] * chunks]
                     continue
-                most = 2 if pairwise else min(ranks, -(-chunks // lag))
-                assert max(kernel.abreast, default=1) == (most if lag < chunks else 1)
+                most = 2 if pairwise else min(ranks, -(-chunks // stagger))
+                assert max(kernel.tile_interleave, default=1) == (most if stagger < chunks else 1)
         if together:
             check(kernels(chunks))
             if schedule == PAIRWISE and (chunks, ranks) == (2, 3):  # one waits for room, and is alone
-                found = kernels(chunks, lag=1, workspace="bounded")
+                found = kernels(chunks, stagger=1, workspace="bounded")
                 check(found)
-                assert all(kernel.abreast == (2, 1, 1, 1, 1) for kernel in found)
+                assert all(kernel.tile_interleave == (2, 1, 1, 1, 1) for kernel in found)
         else:
-            assert not any(kernel.abreast for kernel in kernels(chunks))
+            assert not any(kernel.tile_interleave for kernel in kernels(chunks))
         if ranks == 2 and schedule in CHAINS:  # room that is used again within a replay
-            check(kernels(chunks, lag=chunks - 1, workspace="bounded"))
+            check(kernels(chunks, stagger=chunks - 1, workspace="bounded"))
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "columns", "depth", "how", "sizes"),
     [
         (GATHERS[0], 8, 7168, 16, {}, (1, 1, 2, 4)),
-        (GATHERS[0], 8, 7168, 512, {"copies": "gemm"}, (1, 3, 4)),
+        (GATHERS[0], 8, 7168, 512, {"transport": "sm"}, (1, 3, 4)),
         (GATHERS[0], 8, 13312, 16, {}, (1, 3, 4)),
-        (GATHERS[0], 8, 13312, 512, {"copies": "gemm"}, (1, 7)),
+        (GATHERS[0], 8, 13312, 512, {"transport": "sm"}, (1, 7)),
         (GATHERS[0], 6, 7168, 16, {"chunks": 2, "m": 1536}, (2, 3, 6, 1)),
         (GATHERS[0], 4, 7168, 16, {"chunks": 4}, (4, 7, 5)),
-        (GATHERS[0], 4, 7168, 16, {"chunks": 4, "merge": True}, (4, 4, 8)),  # what is copied together comes together
+        (
+            GATHERS[0],
+            4,
+            7168,
+            16,
+            {"chunks": 4, "merge_copies": True},
+            (4, 4, 8),
+        ),  # what is copied together comes together
         ("all_gather_1d_tiling_cd_rotating_b", 8, 7168, 16, {}, (1, 1, 2, 4)),
         (GATHERS[0], 16, 13312, 16, {}, (1, 3, 11, 1)),
         (GATHERS[0], 8, 3584, 16, {}, ()),  # shards come as slowly as the kernel that takes several has them done
-        (GATHERS[0], 8, 3584, 512, {"copies": "gemm"}, (1, 1, 2, 4)),
+        (GATHERS[0], 8, 3584, 512, {"transport": "sm"}, (1, 1, 2, 4)),
         (GATHERS[0], 8, 3584, 512, {"copies": "both"}, ()),
-        (GATHERS[0], 8, 1280, 512, {"copies": "gemm"}, ()),
+        (GATHERS[0], 8, 1280, 512, {"transport": "sm"}, ()),
         (GATHERS[0], 4, 13312, 16, {}, (1, 3)),
-        (GATHERS[0], 8, 13312, 512, {"copies": "gemm", "m": 4096}, (1, 4, 3)),  # 2048 rows at most
+        (GATHERS[0], 8, 13312, 512, {"transport": "sm", "m": 4096}, (1, 4, 3)),  # 2048 rows at most
         (GATHERS[0], 8, 13312, 16, {"m": 8192}, ()),  # 1024 rows each
         (PAIRWISE, 8, 16, 3584, {}, (7, 1)),
         (PAIRWISE, 8, 16, 1792, {}, ()),
         (PAIRWISE, 4, 16, 3584, {"chunks": 2}, (6, 1, 1)),
-        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "lag": 1}, (3, 1, 3, 1, 3, 1, 3, 1)),
-        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "lag": 2, "along": "n"}, (3, 3, 1, 3, 1, 3, 1, 1)),
-        (PAIRWISE, 4, 16, 3584, {"chunks": 2, "along": "n"}, ()),  # shard by shard, each by another part of B
-        (PAIRWISE, 16, 16, 3584, {"chunks": 2, "lag": 1, "along": "n"}, (15, 1, 15, 1)),
-        (PAIRWISE, 8, 16, 3584, {"chunks": 2, "lag": 1, "along": "n", "m": 4096}, (4, 3, 1, 4, 3, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "stagger": 1}, (3, 1, 3, 1, 3, 1, 3, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 4, "stagger": 2, "chunk_mode": "n"}, (3, 3, 1, 3, 1, 3, 1, 1)),
+        (PAIRWISE, 4, 16, 3584, {"chunks": 2, "chunk_mode": "n"}, ()),  # shard by shard, each by another part of B
+        (PAIRWISE, 16, 16, 3584, {"chunks": 2, "stagger": 1, "chunk_mode": "n"}, (15, 1, 15, 1)),
+        (PAIRWISE, 8, 16, 3584, {"chunks": 2, "stagger": 1, "chunk_mode": "n", "m": 4096}, (4, 3, 1, 4, 3, 1)),
         (PAIRWISE, 4, 16, 3584, {"partial_dtype": "float32"}, ()),
         (CHAINS[0], 8, 16, 3584, {}, ()),  # each is waited for
     ],
@@ -846,13 +865,13 @@ def test_products_of_few_rows_are_abreast(
     m, n = how.get("m", 2048), columns * (ranks if gathers else 1)
     m, n = (n, m) if schedule.endswith("_b") else (m, n)
     problem = distgemm.GemmProblem(m, n, depth * ranks, partial_dtype=how.get("partial_dtype"))
-    stored = {} if gathers else {"mechanism": "store"} | ({"last": "gemm"} if schedule == PAIRWISE else {})
+    stored = {} if gathers else {"mechanism": "store"} | ({"final_add": "epilogue"} if schedule == PAIRWISE else {})
     chunks = how.get("chunks", 1)
-    stored |= {name: how[name] for name in ("lag", "along") if name in how}
+    stored |= {name: how[name] for name in ("stagger", "along") if name in how}
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
     for rank in (0, ranks // 2, ranks - 1):
-        (kernel,) = (action for action in lower(plan, rank, 1, merge, gated=True, copies=copies) if action.gates)
-        assert kernel.abreast == sizes
+        (kernel,) = (action for action in lower(plan, rank, 1, merge, gated=True, copies=copies) if action.wait_flags)
+        assert kernel.tile_interleave == sizes
         assert [op.out for op in kernel.ops] == [op.out for op in plan.ops(rank) if isinstance(op, Gemm)]
 
 
@@ -868,7 +887,7 @@ def test_products_of_few_rows_are_abreast(
                 ("all_reduce_1d_pairwise_a", "engine"),
                 ("all_reduce_1d_pairwise_a", "gemm"),
             )
-            for how in ({}, {"lag": 1}, {"lag": 1, "along": "n"})
+            for how in ({}, {"stagger": 1}, {"stagger": 1, "chunk_mode": "n"})
         ),
     ],
     ids=str,
@@ -883,32 +902,32 @@ def test_products_abreast_compute_what_others_do(
 ) -> None:
     monkeypatch.setattr(one_kernel, "BALANCE", 1)
     pairwise = "pairwise" in schedule
-    stored = how | ({"mechanism": "store", "last": "gemm"} if pairwise else {})
+    stored = how | ({"mechanism": "store", "final_add": "epilogue"} if pairwise else {})
     chunks = 2 if pairwise and ranks > 2 else 4
     depth = 1152 if copies != "engine" else 32 * ranks
     problem = distgemm.GemmProblem(16 * ranks, 32 * ranks, depth, dtype="float32")
     plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks, **stored)
-    (kernel,) = (action for action in lower(plan, 0, 1, gated=True, copies=copies) if action.gates)
-    assert (max(kernel.abreast, default=1) > 1) == (not pairwise or ranks > 2 or "lag" in how)
+    (kernel,) = (action for action in lower(plan, 0, 1, gated=True, copies=copies) if action.wait_flags)
+    assert (max(kernel.tile_interleave, default=1) > 1) == (not pairwise or ranks > 2 or "stagger" in how)
     run_by_one_kernel(plan, recorded, turns=4, copies=copies)
 
 
 def test_a_kernel_is_told_what_is_abreast(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[GatedGemms] = []
-    monkeypatch.setattr(binding, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    told: list[FusedGemms] = []
+    monkeypatch.setattr(binding, "bind_fused", lambda gemms, config: told.append(gemms) or (lambda stream: None))
     problem = distgemm.GemmProblem(64, 16, 64, dtype="float32")
-    for how, wanted in (({}, ()), ({"lag": 2}, (1, 1, 2, 2, 1, 1))):
+    for how, wanted in (({}, ()), ({"stagger": 2}, (1, 1, 2, 2, 1, 1))):
         plan = distgemm.make_plan(problem, CHAINS[0], 2, chunks=4, sync="barrier", mechanism="store", **how)
         one = Emulated(plan, 1, machine_of([plan]).workspaces[1], 2, "gemm")
         one.tasks(Data(plan, 0, 1.0, 0.0, False).calls[1], recorded, 0)
-        assert told.pop().abreast == wanted
+        assert told.pop().tile_interleave == wanted
 
 
 @pytest.mark.parametrize(
     ("schedule", "copies", "how", "rate"),
     [
         (CHAINS[0], "engine", {"mechanism": "store"}, binding.STORE_RATE),
-        (CHAINS[0], "engine", {"results": 2}, 0.0),  # its sums stay here until copy engines take them
+        (CHAINS[0], "engine", {"send_slots": 2}, 0.0),  # its sums stay here until copy engines take them
         ("all_reduce_1d_tiling_a_rotating_c", "gemm", {"mechanism": "store"}, binding.STORE_RATE),
         (GATHERS[0], "engine", {}, 0.0),
         (GATHERS[0], "slices", {}, 0.0),
@@ -924,8 +943,8 @@ def test_what_kernels_write_at_peers_takes_turns(
     recorded: list[Task],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[GatedGemms] = []
-    monkeypatch.setattr(binding, "bind_gated", lambda gemms, config: told.append(gemms) or (lambda stream: None))
+    told: list[FusedGemms] = []
+    monkeypatch.setattr(binding, "bind_fused", lambda gemms, config: told.append(gemms) or (lambda stream: None))
     problem = distgemm.GemmProblem(64, 16, 1152, dtype="float32")
     plan = distgemm.make_plan(problem, schedule, 2, chunks=2, sync="barrier", **how)
     machine = machine_of([plan])
@@ -943,7 +962,9 @@ def test_what_kernels_write_at_peers_takes_turns(
 
 def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is launched, but where A is asked for, or the words do not fit into one kernel."""
-    monkeypatch.setattr(binding, "bind_words", lambda phases, device: lambda stream: recorded.append(memops.write(-1)))
+    monkeypatch.setattr(
+        binding, "bind_flag_ops", lambda phases, device: lambda stream: recorded.append(memops.write(-1))
+    )
 
     def launches(schedule: str, gathered: bool = False, copies: str = "engine", **how: Any) -> list[int]:
         problem = distgemm.GemmProblem(32, 16, 1152 * 2, dtype="float32")
@@ -955,10 +976,10 @@ def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monke
         return [len(tasks) for tasks in one.tasks(call, recorded, 0) if tasks]
 
     assert len(launches(CHAINS[0], mechanism="store")) == 1
-    assert len(launches(ALL_REDUCES[0], mechanism="store", copies="gemm")) == 1
+    assert len(launches(ALL_REDUCES[0], mechanism="store", transport="sm")) == 1
     assert len(launches(ALL_REDUCES[0], mechanism="store")) > 3
-    assert len(launches(GATHERS[0], copies="gemm")) == 1
-    assert len(launches(GATHERS[0], copies="gemm", gathered=True)) == 3
+    assert len(launches(GATHERS[0], transport="sm")) == 1
+    assert len(launches(GATHERS[0], transport="sm", gathered=True)) == 3
     assert len(launches(GATHERS[0])) > 3  # copies stand on another stream
     monkeypatch.setattr(binding, "fits", lambda phases: len(phases[0]) > 1)
     assert len(launches(CHAINS[0], mechanism="store")) == 3
@@ -974,11 +995,11 @@ def test_a_chain_by_one_kernel_takes_one_stream() -> None:
         mechanism="store",
     )
     actions = lower(plan, 1, 2, gated=True)
-    assert {action.stream for action in actions} == {BRANCH}
+    assert {action.stream for action in actions} == {GEMM_STREAM}
     assert [action.step for action in actions] == [Step.ENTRY, Step.ENTERED, None, Step.FINISH]
     (kernel,) = (action for action in actions if action.ops)
-    assert [len(waits) for waits in kernel.gates] == [0] * 2 + [1] * 6
-    assert [op is not None for op in kernel.tells] == [True] * 6 + [False] * 2
+    assert [len(waits) for waits in kernel.wait_flags] == [0] * 2 + [1] * 6
+    assert [op is not None for op in kernel.done_flags] == [True] * 6 + [False] * 2
 
 
 def test_what_is_signalled_last_and_the_entry_are_one_batch() -> None:
@@ -994,7 +1015,7 @@ def test_what_comes_last_comes_in_halves() -> None:
             distgemm.GemmProblem(8 * ranks * chunks, 16, 64), GATHERS[0], ranks, chunks=chunks, sync="barrier"
         )
         sent: dict[int, list[int]] = {}
-        for action in lower(plan, 1, 1, merge=True, gated=gated):
+        for action in lower(plan, 1, 1, merge_copies=True, gated=gated):
             for op in action.ops:
                 if isinstance(op, Copy):
                     sent.setdefault(op.dst.rank, []).append(op.src.box[1][1] - op.src.box[1][0])
@@ -1017,8 +1038,8 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         ("wait for one signal of a peer, or none", GATHERS[0], {"mechanism": "pull"}),
         ("a plan with more results has room", "reduce_scatter_1d_pairwise_a", {}),
         ("a plan with more results has room", "reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 4}),
-        ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"results": 3}),
-        ("without sums and copies beside it", "all_reduce_1d_pairwise_a", {"results": 3}),
+        ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"send_slots": 3}),
+        ("without sums and copies beside it", "all_reduce_1d_pairwise_a", {"send_slots": 3}),
         ("without sums and copies beside it", "reduce_scatter_1d_pairwise_a", {"mechanism": "store"}),
         ("sums that are passed on, and here are none", GATHERS[1], {"workspace": "bounded"}),
         *(
@@ -1029,11 +1050,11 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
         (
             "wait for one signal of a peer, or none",
             "all_gather_1d_bidirectional_split_a",
-            {"copies": "gemm", "ranks": 2},
+            {"transport": "sm", "ranks": 2},
         ),
-        ("are pushed to peers, and here are none", GATHERS[0], {"copies": "gemm", "mechanism": "pull"}),
-        ("are pushed to peers, and here are none", CHAINS[0], {"copies": "gemm", "mechanism": "store"}),
-        ("are none; of all-reduces, for those with mechanism='store'", ALL_REDUCES[0], {"copies": "gemm"}),
+        ("are pushed to peers, and here are none", GATHERS[0], {"transport": "sm", "mechanism": "pull"}),
+        ("are pushed to peers, and here are none", CHAINS[0], {"transport": "sm", "mechanism": "store"}),
+        ("are none; of all-reduces, for those with mechanism='store'", ALL_REDUCES[0], {"transport": "sm"}),
         *(
             ("are pushed to peers, and here are none$", ALL_REDUCES[0], {"copies": copies, "mechanism": "store"})
             for copies in ("slices", "both")
@@ -1050,8 +1071,8 @@ def test_what_one_kernel_cannot_do_is_refused() -> None:
 
 def test_what_is_waited_for_is_an_operand_or_a_sum() -> None:
     """Of a kernel that adds sums, waits are for these; operands may both differ there, and only there."""
-    how: dict[str, Any] = {"mechanism": "store", "last": "gemm", "sync": "barrier"}
-    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), PAIRWISE, 4, chunks=2, lag=1, along="n", **how)
+    how: dict[str, Any] = {"mechanism": "store", "final_add": "epilogue", "sync": "barrier"}
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), PAIRWISE, 4, chunks=2, stagger=1, chunk_mode="n", **how)
     lower(plan, 1, 1, gated=True)
     first = next(op for op in plan.ops(1) if isinstance(op, Gemm))
     from_slot = dataclasses.replace(first, a=first.a._replace(buffer="slot", slot=0))
@@ -1073,7 +1094,7 @@ def test_chains_may_differ_in_both_operands(schedule: str, mesh: tuple[int, ...]
     """Chunks of A's rows, and of B the columns of each rank."""
     problem = distgemm.GemmProblem(32 * mesh[1], 16 * mesh[1], 16 * mesh[1], dtype="float32")
     plan = distgemm.make_plan(problem, schedule, mesh=mesh, chunks=2, sync="barrier", mechanism="store")
-    (kernel,) = (action for action in lower(plan, 0, 1, gated=True) if action.gates)
+    (kernel,) = (action for action in lower(plan, 0, 1, gated=True) if action.wait_flags)
     gemms = [op for op in kernel.ops if isinstance(op, Gemm)]
     assert len({op.a for op in gemms}) == 2 and len({op.b for op in gemms}) == mesh[1]
     run_by_one_kernel(plan, recorded, turns=4, beta=1.0)
@@ -1089,7 +1110,9 @@ def test_sums_of_another_type_than_d_are_left_to_a_sum(recorded: list[Task]) -> 
         if fits:
             one.tasks(call, recorded, 0)
         else:
-            with pytest.raises(ValueError, match=r"got 3 of torch.float32 for D of torch.bfloat16; last='sum' adds"):
+            with pytest.raises(
+                ValueError, match=r"got 3 of torch.float32 for D of torch.bfloat16; final_add='kernel' adds"
+            ):
                 one.tasks(call, recorded, 0)
 
 
@@ -1104,15 +1127,15 @@ def test_a_kernel_that_sends_takes_one_stream_and_slices() -> None:
     ):
         problem = distgemm.GemmProblem(64, 64, k, dtype=dtype, out_dtype="bfloat16")
         plan = distgemm.make_plan(problem, GATHERS[0], 4, sync="barrier", chunks=2)
-        actions = lower(plan, 1, 1, gated=True, copies="gemm")
-        assert {action.stream for action in actions} == {BRANCH}
+        actions = lower(plan, 1, 1, gated=True, transport="sm")
+        assert {action.stream for action in actions} == {GEMM_STREAM}
         (kernel,) = (action for action in actions if action.ops)
         found = [[copy.src.box[2][1] - copy.src.box[2][0] for copy in sent.copies] for sent in kernel.sends]
         assert found == [widths] * 6
-        assert [len(waits) for waits in kernel.gates] == [0] * 2 + [len(widths)] * 6
-        beside = [op for action in lower(plan, 1, 1, copies="gemm") for op in action.ops if isinstance(op, Copy)]
+        assert [len(waits) for waits in kernel.wait_flags] == [0] * 2 + [len(widths)] * 6
+        beside = [op for action in lower(plan, 1, 1, transport="sm") for op in action.ops if isinstance(op, Copy)]
         assert beside == [copy for sent in kernel.sends for copy in sent.copies]
-        flags = [wait.flag for waits in kernel.gates for wait in waits]
+        flags = [wait.flag for waits in kernel.wait_flags for wait in waits]
         assert len(set(flags)) == len(flags)
 
 
@@ -1125,7 +1148,7 @@ def test_slices_by_engines_are_few(k: int, dtype: str, widths: list[int]) -> Non
     """Four at most, of 1 KiB at least."""
     problem = distgemm.GemmProblem(64, 64, k, dtype=dtype, out_dtype="bfloat16")
     plan = distgemm.make_plan(problem, GATHERS[0], 4, sync="barrier")
-    ops = [op for action in lower(plan, 1, 1, gated=True, copies="slices") for op in action.ops]
+    ops = [op for action in lower(plan, 1, 1, gated=True, transport="copy_engine_slices") for op in action.ops]
     found = [op.src.box[2][1] - op.src.box[2][0] for op in ops if isinstance(op, Copy)]
     assert sorted(found) == sorted([*widths, k, k])
 
@@ -1135,9 +1158,9 @@ def test_slices_by_engines_are_few(k: int, dtype: str, widths: list[int]) -> Non
 def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> None:
     """Each with its signal behind it; all else as a whole, with one. Or the kernel sends it, and engines all else."""
     plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 4096), schedule, 4, sync="barrier", chunks=chunks)
-    every = [lower(plan, rank, 1, gated=True, copies="slices") for rank in range(4)]
-    (gates,) = ([waits for waits in action.gates if waits] for action in every[1] if action.gates)
-    assert [len(waits) for waits in gates] == [1] * (3 * chunks - 1) + [4]
+    every = [lower(plan, rank, 1, gated=True, transport="copy_engine_slices") for rank in range(4)]
+    (wait_flags,) = ([waits for waits in action.wait_flags if waits] for action in every[1] if action.wait_flags)
+    assert [len(waits) for waits in wait_flags] == [1] * (3 * chunks - 1) + [4]
     sent = [[op for action in actions for op in action.ops if isinstance(op, Copy)] for actions in every]
     for copies in sent:
         widths = [copy.src.box[2][1] - copy.src.box[2][0] for copy in copies]
@@ -1153,18 +1176,20 @@ def test_engines_send_what_comes_last_in_slices(schedule: str, chunks: int) -> N
             (one,) = copy.ops
             assert {signal.deps for signal in signals.ops} == {(one.id,)}
             assert len(signals.ops) == 1
-    waited = {wait.flag for waits in gates for wait in waits}
+    waited = {wait.flag for waits in wait_flags for wait in waits}
     told = [op.flag for actions in every for action in actions for op in action.ops if isinstance(op, Signal)]
     assert waited == {flag for flag in told if flag.rank == 1} and len(set(told)) == len(told)
     for actions, rank in zip(every, range(4), strict=True):
         shared = lower(plan, rank, 1, gated=True, copies="both")
-        (kernel,) = (action for action in shared if action.gates)
+        (kernel,) = (action for action in shared if action.wait_flags)
         moved = [op for action in shared for op in action.ops if isinstance(op, Copy)]
         (last_sent,) = kernel.sends
         assert {*moved, *last_sent.copies} == {op for action in actions for op in action.ops if isinstance(op, Copy)}
         told = next(op for action in shared for op in action.ops if isinstance(op, Signal) and op.flag.rank == rank)
         assert kernel.opens is not None and kernel.opens.flag == told.flag and told.deps == (moved[-1].id,)
-        assert len(moved) == 3 * chunks - 1 and kernel.gates == next(action.gates for action in actions if action.gates)
+        assert len(moved) == 3 * chunks - 1 and kernel.wait_flags == next(
+            action.wait_flags for action in actions if action.wait_flags
+        )
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "m"), [(3, 1, 2), (4, 1, 3), (4, 2, 5), (4, 4, 9), (5, 4, 16), (8, 1, 2)])
@@ -1179,7 +1204,7 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
         sync="barrier",
         chunks=chunks,
         mechanism=mechanism,
-        results=2 * chunks,
+        send_slots=2 * chunks,
     )
     run_by_one_kernel(plan, recorded, turns=4, beta=1.0, copies=copies)
 
@@ -1199,10 +1224,10 @@ def test_all_reduces_by_one_kernel_of_ranks_without_rows(
 def test_workspaces_have_a_word_for_each_flag(schedule: str, gated: bool, copies: str) -> None:
     problem = distgemm.GemmProblem(64, 64, 65536)  # as many slices as there are at most
     how = {"mechanism": "store"} if schedule in ALL_REDUCES and copies == "gemm" else {}
-    plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, results=2, **how)
+    plan = distgemm.make_plan(problem, schedule, 4, sync="barrier", chunks=2, send_slots=2, **how)
     for rank in range(4):
         actions = lower(plan, rank, 1, gated=gated, copies=copies)
-        told = [op for action in actions for op in (*action.ops, *action.tells) if isinstance(op, Signal)]
+        told = [op for action in actions for op in (*action.ops, *action.done_flags) if isinstance(op, Signal)]
         told += [signal for action in actions for sent in action.sends for signal in sent.signals]
         numbers = [op.flag.number for op in (*told, *waits_of(actions))]
         assert len(set(numbers)) > 2 and max(numbers) < most_flags(plan, gated, copies)
@@ -1241,8 +1266,8 @@ def test_all_but_the_last_shard_is_merged() -> None:
     assert [op.a.buffer for op in gemms] == ["A"] + ["slot"] * 12  # there are gaps between slots
 
 
-@pytest.mark.parametrize("branches", [1, 2])
-def test_two_partial_sums_meet_a_gemm(branches: int, recorded: list[Task]) -> None:
+@pytest.mark.parametrize("gemm_streams", [1, 2])
+def test_two_partial_sums_meet_a_gemm(gemm_streams: int, recorded: list[Task]) -> None:
     """With one term and with several in an epilogue (see Emulated)."""
     problem = distgemm.GemmProblem(m=24, n=16, k=16, dtype="float32")
     plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=(2, 2, 2), sync="barrier")
@@ -1251,9 +1276,9 @@ def test_two_partial_sums_meet_a_gemm(branches: int, recorded: list[Task]) -> No
     todo: list[list[Any]] = [[] for _ in range(8)]
     data = [Data(plan, turn, 2.0, float(turn % 2), turn == 2) for turn in range(3)]
     for rank in range(8):
-        one = Emulated(plan, rank, machine.workspaces[rank], branches)
+        one = Emulated(plan, rank, machine.workspaces[rank], gemm_streams)
         todo[rank] = [(one, one.tasks(drawn.calls[rank], recorded, turn % 2)) for turn, drawn in enumerate(data)]
-    run(machine, todo, random.Random(branches), queues=False)
+    run(machine, todo, random.Random(gemm_streams), queues=False)
     for drawn in data:
         assert all(torch.equal(drawn.calls[rank].out.double(), drawn.wanted[rank]) for rank in range(8))
 
@@ -1322,16 +1347,16 @@ class PretendedGraph:
 @pytest.mark.parametrize(
     "how",
     [
-        Execution("any terms"),
-        Execution("any terms", merge=True),
-        Execution("one term", branches=1, waits="kernel"),
-        Execution("cutlass", waits="gemm"),
+        ExecutionConfig("any terms"),
+        ExecutionConfig("any terms", merge_copies=True),
+        ExecutionConfig("one term", gemm_streams=1, wait_by="kernel"),
+        ExecutionConfig("cutlass", execution="single_kernel"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("schedule", ["ag+gemm", "gemm+rs"])
 def test_calls_of_an_executable(
-    schedule: str, how: Execution, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+    schedule: str, how: ExecutionConfig, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank, with pretended streams and graphs: eager, then recorded for each half, then replayed."""
     plan = distgemm.make_plan(distgemm.GemmProblem(24, 16, 8, dtype="float32"), schedule, 1, chunks=3, sync="barrier")
@@ -1407,12 +1432,12 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
     three = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), "all_gather_1d_ring_a", 3)
     for how, said in (
         ({"plan": three}, "the plan is for 3 ranks, the group has 2"),
-        ({"branches": 3}, "branches is 1 or 2, got 3"),
+        ({"gemm_streams": 3}, "gemm_streams is 1 or 2, got 3"),
         ({"waits": "events"}, "waits is one of memory, kernel, gemm, got .events."),
-        ({"merge": 1}, "merge is True or False, got 1"),
+        ({"merge_copies": 1}, "merge is True or False, got 1"),
         ({"copies": "sm"}, "copies is one of engine, slices, gemm, both, got 'sm'"),
-        ({"copies": "gemm"}, "goes with waits='gemm' and merge=False, got 'memory' and False"),
-        ({"copies": "gemm", "waits": "gemm", "merge": True}, "got 'gemm' and True"),
+        ({"transport": "sm"}, "goes with execution='single_kernel' and merge_copies=False, got 'memory' and False"),
+        ({"transport": "sm", "execution": "single_kernel", "merge_copies": True}, "got 'gemm' and True"),
         ({"timeout": 0}, "timeout > 0"),
         ({"schedule": "auto", "op": "ag+gemm"}, "op and tune are for a problem"),
         ({"schedule": "all_gather_1d_ring_a"}, "a plan has its schedule and options already"),
@@ -1432,7 +1457,7 @@ def test_what_compile_refuses_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPat
 def test_only_gemms_wait_by_a_kernel(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that pass on what came wait on memory, or a kernel would wait beside GEMMs."""
     by_kernel = []
-    monkeypatch.setattr(binding, "bind_words", lambda phases, device: by_kernel.append(phases))
+    monkeypatch.setattr(binding, "bind_flag_ops", lambda phases, device: by_kernel.append(phases))
     plan = plans("all_gather_1d_ring_a", 4)[0]
     exe = Emulated(plan, 1, Machine(4, plan.workspace_bytes(1)).workspaces[1], 1, "kernel").exe
     exe.binder.bind(Data(plan, 0, 1.0, 0.0, False).calls[1], 0)
@@ -1493,13 +1518,16 @@ def test_copies_leave_on_one_stream() -> None:
 def test_gemms_do_not_stand_behind_sums() -> None:
     """Sums have a stream of their own where GEMMs of a later chunk follow, and none where they come last."""
     problem = distgemm.GemmProblem(m=64, n=16, k=16)
-    for chunks, streams in ((1, {COMM, BRANCH, BRANCH + 1}), (2, {COMM, BRANCH, BRANCH + 1, BRANCH + 2})):
+    for chunks, streams in (
+        (1, {COMM, GEMM_STREAM, GEMM_STREAM + 1}),
+        (2, {COMM, GEMM_STREAM, GEMM_STREAM + 1, GEMM_STREAM + 2}),
+    ):
         plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", 4, chunks=chunks, sync="barrier")
         actions = lower(plan, 1, 2)
         assert {action.stream for action in actions} == streams
         waited = {action.stream for action in actions if action.ops and isinstance(action.ops[0], Wait)}
         multiplied = {action.stream for action in actions if action.ops and isinstance(action.ops[0], Gemm)}
-        assert multiplied == {BRANCH, BRANCH + 1} and (chunks == 1 or not waited & multiplied)
+        assert multiplied == {GEMM_STREAM, GEMM_STREAM + 1} and (chunks == 1 or not waited & multiplied)
 
 
 def test_a_barrier_in_the_middle_is_refused() -> None:
@@ -1569,7 +1597,7 @@ def test_what_waits_for_room_is_not_delivered_by_a_kernel() -> None:
     how = {"mechanism": "store", "workspace": "bounded", "chunks": 2}
     plan = distgemm.make_plan(problem, "all_reduce_1d_tiling_a_rotating_c", 4, sync="barrier", **how)
     with pytest.raises(PlanError, match=r"delivers what waits for one signal.*workspace='full'"):
-        lower(plan, 0, 1, gated=True, copies="gemm")
+        lower(plan, 0, 1, gated=True, transport="sm")
 
 
 def test_all_reduce_copies_from_and_to_d() -> None:
@@ -1605,7 +1633,7 @@ def test_one_kernel_for_all_tells_of_each_product_once() -> None:
     told = next(op for op in plan.ops(1) if isinstance(op, Signal))  # of the first product
     copy = next(op for op in plan.ops(1) if isinstance(op, Copy))
     more = [dataclasses.replace(op, deps=(*op.deps, *told.deps)) if op is copy else op for op in plan.ops(1)]
-    with pytest.raises(PlanError, match="of which a peer is told, and one kernel for all tells once"):
+    with pytest.raises(PlanError, match="of which a peer is told, and one kernel for all done_flags once"):
         lower(plan.replace_ops(1, more), 1, 1, gated=True)
 
 
@@ -1636,7 +1664,7 @@ def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: s
         flags[op.flag.number] = value
     for op in waits[3:]:
         flags[op.flag.number] = 1
-    read = Words(1, stage, words.get("left", [1] * 4), words.get("entered", [1] * 4), flags)
+    read = FlagOps(1, stage, words.get("left", [1] * 4), words.get("entered", [1] * 4), flags)
     assert re.search(said, _explain(exe, read, 2.0)), _explain(exe, read, 2.0)
     assert "all_reduce_1d_tiling_a_rotating_c on rank 0 of 4 has not ended within 2 s" in _explain(exe, read, 2.0)
     assert "cannot be read" in _explain(exe, None, 2.0)
@@ -1644,9 +1672,9 @@ def test_what_the_watchdog_says(stage: int, words: dict[str, list[int]], said: s
 
 def test_the_watchdog_knows_slices() -> None:
     plan = distgemm.make_plan(distgemm.GemmProblem(16, 16, 4096), GATHERS[0], 2, sync="barrier", chunks=2)
-    exe = Emulated(plan, 0, machine_of([plan]).workspaces[0], 1, "gemm", copies="gemm").exe
+    exe = Emulated(plan, 0, machine_of([plan]).workspaces[0], 1, "gemm", transport="sm").exe
     for missing in range(8):
-        said = _explain(exe, Words(1, BODY, [1] * 2, [1] * 2, [int(number != missing) for number in range(8)]), 2.0)
+        said = _explain(exe, FlagOps(1, BODY, [1] * 2, [1] * 2, [int(number != missing) for number in range(8)]), 2.0)
         assert re.search(rf"waits for rank 1 at .*arrival flag {missing}@0, from rank 1$", said), said
 
 
@@ -1750,7 +1778,7 @@ def test_words_of_a_kernel_are_split_into_launches() -> None:
     assert all(len(phases) <= words.PHASES and sum(map(len, phases)) <= words.OPERATIONS for phases in launches)
     assert [op for phases in launches for phase in phases for op in phase] == ops + ops[:2] + ops[:1] * words.PHASES
     (phases,) = words.split([[memops.wait_for(8)], [*memops.clear([16]), memops.write(24, 7)]])
-    encoded = words_of(phases)
+    encoded = flag_ops(phases)
     assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
     found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
     assert found == [(8, 1, WAIT), (16, 0, WRITE_DOUBLE), (24, 7, WRITE)]

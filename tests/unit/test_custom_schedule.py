@@ -76,7 +76,7 @@ ROUTES = {
     "direct and pairwise": Route(d=distgemm.schedulers.Pairwise()),
     "ring and chain": Route(b=distgemm.schedulers.Ring()),
     "both ways and chain without fold": Route(
-        b=distgemm.schedulers.BidirectionalSplit(), d=distgemm.schedulers.Chain(fold=False)
+        b=distgemm.schedulers.BidirectionalSplit(), d=distgemm.schedulers.Chain(add="kernel", final_add="kernel")
     ),
     "tree and halving": Route(b=Tree(), d=Halving()),
 }
@@ -87,11 +87,11 @@ def test_a_chain_without_fold_folds_nowhere():
     problem = distgemm.GemmProblem(60, 60, 60)
     for size in (2, 3):
         for route, folds in (
-            (distgemm.schedulers.Chain(fold=False), False),
+            (distgemm.schedulers.Chain(add="kernel", final_add="kernel"), False),
             (distgemm.schedulers.Chain(), True),
-            (distgemm.schedulers.Chain(fold_last=False), size > 2),
+            (distgemm.schedulers.Chain(final_add="kernel"), size > 2),
             (distgemm.schedulers.Pairwise(), False),
-            (distgemm.schedulers.Pairwise(fold_last=True), True),
+            (distgemm.schedulers.Pairwise(final_add="epilogue"), True),
         ):
             schedule = distgemm.get_schedule("reduce_scatter_1d_tiling_a_rotating_c", size)
             plan = distgemm.make_plan(problem, dataclasses.replace(schedule, route=Route(d=route)))

@@ -57,8 +57,8 @@ def ship(choices: dict[str, dict[str, Any]]) -> None:
 def test_the_estimate_is_the_formula(shape: tuple[int, int, int], name: str, waves: int) -> None:
     config = GemmConfig.parse(name)
     m, n, _ = config.tile
-    rate = RATES[config.schedule, m, n]
-    each = (shape[2] + OVERHEADS[config.schedule]) * m * n / rate
+    rate = RATES[config.kernel_schedule, m, n]
+    each = (shape[2] + OVERHEADS[config.kernel_schedule]) * m * n / rate
     assert estimate(spec(*shape), config) == pytest.approx(waves * each)
 
 
@@ -96,7 +96,7 @@ def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
         assert times == sorted(times)
         assert [estimate(product, config) for config in order(product, configs[::-1])] == times
         assert choose.choose(HOPPER, product) == configs[0]
-        assert configs[0].schedule != "plain"
+        assert configs[0].kernel_schedule != "plain"
 
 
 # --- measured choices -----------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def test_a_choice_that_does_not_fit_these_strides_is_passed_over() -> None:
     record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
     odd = replace(SHAPE, a=replace(SHAPE.a, stride=8193))
     assert key_of(odd) == key_of(SHAPE)
-    assert choose.choose(HOPPER, odd).schedule == "plain"
-    assert choose.choose(CutlassProvider("80"), SHAPE).schedule == "plain"
+    assert choose.choose(HOPPER, odd).kernel_schedule == "plain"
+    assert choose.choose(CutlassProvider("80"), SHAPE).kernel_schedule == "plain"
 
 
 def test_a_later_choice_replaces_and_is_seen_at_once() -> None:

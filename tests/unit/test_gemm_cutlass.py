@@ -53,18 +53,18 @@ def test_aligned_products_take_tma(dtype: str, majors: str) -> None:
     if dtype == "float8_e4m3fn" and majors != "rr":
         assert not found
         return
-    schedules = {one.schedule for one in found}
+    schedules = {one.kernel_schedule for one in found}
     if dtype == "float32" or (dtype, majors) == ("tfloat32", "rc"):
         assert schedules == {"plain"}
         return
     assert schedules == {"cooperative", "pingpong", "plain"}
     tiles = [tile for tile, _, _ in TMA_TILES if dtype != "tfloat32" or tile[1] % 32 == 0]
     assert len(found) == len(tiles) + 1
-    assert found[0].schedule != "plain"
+    assert found[0].kernel_schedule != "plain"
     for one in found:
-        wide = 64 if one.schedule == "plain" else 128
+        wide = 64 if one.kernel_schedule == "plain" else 128
         assert one.tile[2] * DTYPE_BYTES[dtype] == wide
-        assert one.epilogue == ("direct" if one.schedule == "plain" else "tma")
+        assert one.epilogue == ("direct" if one.kernel_schedule == "plain" else "tma")
         assert HOPPER.supports(spec(dtype, majors=majors), one)
 
 
@@ -78,16 +78,16 @@ def test_misaligned_operands_take_the_plain_kernel(dtype: str, what: str) -> Non
     aligned = spec(dtype)
     for change in ({"alignment": 8}, {"stride": 130 if dtype != "tfloat32" else 129}):
         odd = replace(aligned, **{what: replace(getattr(aligned, what), **change)})
-        assert {one.schedule for one in HOPPER.configs(odd)} == {"plain"}
+        assert {one.kernel_schedule for one in HOPPER.configs(odd)} == {"plain"}
         assert HOPPER.supports(odd)
 
 
 def test_one_matrix_for_all_batches_is_read_without_tma() -> None:
     batches = GemmSpec(*(replace(x, batches=3, batch_stride=-1) for x in (spec().a, spec().b, D)))
-    assert HOPPER.configs(batches)[0].schedule != "plain"
+    assert HOPPER.configs(batches)[0].kernel_schedule != "plain"
     for name in ("a", "b"):
         same = replace(batches, **{name: replace(getattr(batches, name), batch_stride=0)})
-        assert {one.schedule for one in HOPPER.configs(same)} == {"plain"}
+        assert {one.kernel_schedule for one in HOPPER.configs(same)} == {"plain"}
     added = replace(batches, partial=replace(batches.d, batch_stride=0))
     assert HOPPER.configs(added)[0].epilogue == "direct"
 

@@ -15,7 +15,7 @@ import torch
 import distgemm
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
-from distgemm.gemm.flags import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, MemOp, Words
+from distgemm.gemm.flags import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, FlagOps, MemOp
 from distgemm.gemm.fused import gemms as gated
 from distgemm.gemm.fused.gemms import (
     COUNTERS,
@@ -23,15 +23,15 @@ from distgemm.gemm.fused.gemms import (
     RESERVED,
     SENDS,
     Further,
-    GatedGemms,
-    GatedSend,
+    FusedGemms,
+    FusedSend,
     _Arguments,
     _Batches,
     _Further,
     _place,
     _Product,
     _Send,
-    gated_source,
+    fused_source,
     sent_in_turn,
 )
 from distgemm.gemm.nvcc import KernelSource
@@ -44,38 +44,38 @@ def bfloat16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def operands(order: Sequence[int] = (2, 0, 1), **how: Any) -> GatedGemms:
+def operands(order: Sequence[int] = (2, 0, 1), **how: Any) -> FusedGemms:
     """The first of three chunks is there, the others come into another memory; D's in another order."""
     here, there, b, d, c = bfloat16(M, K), bfloat16(2, M, K), bfloat16(N, K), bfloat16(3 * M, N), bfloat16(3 * M, N)
     products = [
         GemmTensors(a, b, d[at * M : (at + 1) * M], c=c[at * M : (at + 1) * M], beta=1.0)
         for a, at in zip((here, there[1], there[0]), order, strict=True)
     ]
-    given = {"moving": "a", "waits": [0, 8, 16], "tells": [0] * 3, "away": [False] * 3} | how
-    return GatedGemms(products, **given)
+    given = {"moving": "a", "waits": [0, 8, 16], "done_flags": [0] * 3, "away": [False] * 3} | how
+    return FusedGemms(products, **given)
 
 
-def sums(**how: Any) -> GatedGemms:
+def sums(**how: Any) -> FusedGemms:
     """Two results for a peer, two that add what comes from there, with a bias and C."""
     a, b, d, bias = bfloat16(4, M, K), bfloat16(N, K), bfloat16(2, M, N + 8)[..., :N], bfloat16(N)
     away, partial, c = bfloat16(2, M, N), bfloat16(2, M, N), bfloat16(2, M, N)
     products = [GemmTensors(a[i], b, away[i], padded=True) for i in range(2)]
     products += [GemmTensors(a[2 + i], b, d[i], c=c[i], partial=partial[1 - i], bias=bias, beta=2.0) for i in range(2)]
-    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 8, 16], "tells": [24, 32, 0, 0]}
+    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 8, 16], "done_flags": [24, 32, 0, 0]}
     given |= {"away": [True, True, False, False], "counters": torch.zeros(PRODUCTS, dtype=torch.int32)}
-    return GatedGemms(products, **(given | how))
+    return FusedGemms(products, **(given | how))
 
 
-def several(**how: Any) -> GatedGemms:
+def several(**how: Any) -> FusedGemms:
     """Two results for each of two peers, two that add what comes from both, in another order."""
     a, b, d = bfloat16(6, M, K), bfloat16(N, K), bfloat16(2, M, N)
     peers, slots = [bfloat16(3, M, N), bfloat16(3, M, N)], bfloat16(4, M, N)
     products = [GemmTensors(a[i], b, peers[i // 2][i % 2], padded=True) for i in range(4)]
     products += [GemmTensors(a[4 + i], b, d[i], partial=slots[2 + i]) for i in range(2)]
-    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 0, 0, 40, 48], "tells": [8, 16, 24, 32, 0, 0]}
+    given: dict[str, Any] = {"moving": "a", "waits": [0, 0, 0, 0, 40, 48], "done_flags": [8, 16, 24, 32, 0, 0]}
     given |= {"further": [[], [], [], [], [Further(slots[1], 56)], [Further(slots[0], 64)]]}
     given |= {"away": [True] * 4 + [False] * 2, "counters": torch.zeros(PRODUCTS, dtype=torch.int32)}
-    return GatedGemms(products, **(given | how))
+    return FusedGemms(products, **(given | how))
 
 
 def address(memories: tuple[Matrix, Matrix], number: int) -> int:
@@ -95,7 +95,7 @@ def test_every_product_finds_its_matrices(make: Any) -> None:
         assert address((base.a, arguments.operand_elsewhere), told.operand) == product.a.data_ptr()
         assert address((base.d, arguments.d_elsewhere), told.result) == product.d.data_ptr()
         assert (told.result < 0) == gemms.away[number]
-        assert told.result_word == gemms.tells[number]
+        assert told.result_word == gemms.done_flags[number]
         waits = (gemms.waits[number], 0) if make is operands else (0, gemms.waits[number])
         assert (told.operand_word, told.source_word) == waits
         if product.partial is not None:
@@ -123,13 +123,13 @@ def test_columns_of_d_move_with_b() -> None:
     parts = [slice(0, N), slice(N, 2 * N)]
     products = [GemmTensors(a, b[part], d[:, part], bias=bias[part]) for part in parts]
     arguments = _Arguments()
-    _place(arguments, GatedGemms(products, "b", [0, 8], [0, 0], [False, False]))
+    _place(arguments, FusedGemms(products, "b", [0, 8], [0, 0], [False, False]))
     base = arguments.base
     assert (arguments.moving, base.d.stride, base.d.batch_stride, base.bias_stride) == (1, 2 * N, N, N)
     assert address((base.b, arguments.operand_elsewhere), arguments.products[1].operand) == b[N:].data_ptr()
 
 
-def chunks_of_columns(parts: Sequence[int] = (0, 2, 1)) -> GatedGemms:
+def chunks_of_columns(parts: Sequence[int] = (0, 2, 1)) -> FusedGemms:
     """Two results for a peer of each part of B, and two that add what comes from there, with C and their part of a
     bias."""
     a, b, d = bfloat16(2, M, K), bfloat16(3 * N, K), bfloat16(M, 3 * N)
@@ -143,7 +143,7 @@ def chunks_of_columns(parts: Sequence[int] = (0, 2, 1)) -> GatedGemms:
     count = len(parts)
     words = [0] * count, [8 * number for number in range(1, count + 1)]
     counts = torch.zeros(PRODUCTS, dtype=torch.int32)
-    return GatedGemms(products, "a", words[0] + words[1], words[1] + words[0], [True] * count + [False] * count, counts)
+    return FusedGemms(products, "a", words[0] + words[1], words[1] + words[0], [True] * count + [False] * count, counts)
 
 
 def test_products_with_sums_may_differ_in_both_operands() -> None:
@@ -164,7 +164,7 @@ def test_products_with_sums_may_differ_in_both_operands() -> None:
 def test_the_operand_that_does_not_move_has_few_places() -> None:
     far = bfloat16((PRODUCTS + 1) * N, K)
 
-    def by_parts(gemms: GatedGemms, *parts: int) -> GatedGemms:
+    def by_parts(gemms: FusedGemms, *parts: int) -> FusedGemms:
         pairs = zip(gemms.products, parts, strict=True)
         return replace(gemms, products=[replace(one, b=far[at * N : (at + 1) * N]) for one, at in pairs])
 
@@ -215,13 +215,13 @@ def test_slots_in_which_several_store_are_found_wherever_they_lie(ranks: int, ch
 
 def test_arguments_lie_as_in_c() -> None:
     """struct Product: an Operand, a uint64, an int32 and two int16, a Result, two uint64 and two int32, and four int16;
-    Further: a uint64 and an int32; Send: six uint64, four int32, two int16; Words: int32 for the phases and their ends,
-    operations of 16 bytes; GatedArguments: Arguments, two Matrix, eight int32, a pointer, a uint32, two Words,
+    Further: a uint64 and an int32; Send: six uint64, four int32, two int16; FlagOps: int32 for the phases and their ends,
+    operations of 16 bytes; FusedArguments: Arguments, two Matrix, eight int32, a pointer, a uint32, two FlagOps,
     products, an int32, further sources, a uint64, two int32, sends."""
     sizes = [ctypes.sizeof(struct) for struct in (_Product, _Further, _Send)]
     assert sizes == [16 + 24 + 8, 8 + 8, 6 * 8 + 4 * 4 + 8]
-    assert ctypes.sizeof(Words) == 40 + OPERATIONS * 16
-    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(Words) + PRODUCTS * 48 + 8 + PRODUCTS * 16 + 16 + SENDS * 72
+    assert ctypes.sizeof(FlagOps) == 40 + OPERATIONS * 16
+    numbers = 2 * 24 + 8 * 4 + 8 + 8 + 2 * ctypes.sizeof(FlagOps) + PRODUCTS * 48 + 8 + PRODUCTS * 16 + 16 + SENDS * 72
     assert ctypes.sizeof(_Arguments) == ctypes.sizeof(Arguments) + numbers
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("fused", "flags"))
@@ -231,8 +231,8 @@ def test_arguments_lie_as_in_c() -> None:
         ("Product", [("operand",), ("result",), *_Product._fields_[8:]]),
         ("Further", _Further._fields_),
         ("Send", _Send._fields_),
-        ("GatedArguments", _Arguments._fields_),
-        ("Words", Words._fields_),
+        ("FusedArguments", _Arguments._fields_),
+        ("FlagOps", FlagOps._fields_),
     ):
         found = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
         assert found
@@ -244,17 +244,17 @@ def test_arguments_lie_as_in_c() -> None:
 
 
 def test_tiles_of_products_abreast_are_computed_in_turn() -> None:
-    for abreast, wanted in (
+    for tile_interleave, wanted in (
         ((), [(0, 1), (1, 1), (2, 1), (3, 1)]),
         ((1, 2, 1), [(0, 1), (1, 2), (1, 2), (3, 1)]),
         ((4,), [(0, 4)] * 4),
     ):
         arguments = _Arguments()
-        _place(arguments, sums(abreast=abreast))
-        assert [(one.first, one.abreast) for one in arguments.products[:4]] == wanted
+        _place(arguments, sums(tile_interleave=tile_interleave))
+        assert [(one.first, one.tile_interleave) for one in arguments.products[:4]] == wanted
     arguments = _Arguments()
-    _place(arguments, operands(abreast=(1, 2)))
-    assert [(one.first, one.abreast) for one in arguments.products[:3]] == [(0, 1), (1, 2), (1, 2)]
+    _place(arguments, operands(tile_interleave=(1, 2)))
+    assert [(one.first, one.tile_interleave) for one in arguments.products[:3]] == [(0, 1), (1, 2), (1, 2)]
 
 
 def test_a_kernel_is_told_how_to_enter_and_leave() -> None:
@@ -280,7 +280,7 @@ def test_a_kernel_is_told_how_to_enter_and_leave() -> None:
 
 def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
     source, target = bfloat16(M, 2 * K)[:, :K], bfloat16(M, K)
-    sends = [GatedSend(source, target, 8), GatedSend(target, source, 24)]
+    sends = [FusedSend(source, target, 8), FusedSend(target, source, 24)]
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
     arguments = _Arguments()
     _place(arguments, operands((0, 2, 1), sends=sends, slice=24, counters=counters, rate=320.0, opens=40))
@@ -291,14 +291,14 @@ def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
     assert (first.source_pitch, first.target_pitch) == (second.target_pitch, second.source_pitch) == (4 * K, 2 * K)
     assert (first.rows, first.row_bytes, first.slice_bytes) == (M, 2 * K, 48)
     assert (first.counter, second.counter) == (0, 2)
-    assert (first.first, first.abreast, second.first, second.abreast) == (0, 1, 1, 1)
+    assert (first.first, first.tile_interleave, second.first, second.tile_interleave) == (0, 1, 1, 1)
     assert [product.sliced for product in arguments.products[:3]] == [1, 1, 1]
     _place(arguments, operands((0, 2, 1), sends=sends, counters=counters, entire=[False, True, False]))
     assert [product.sliced for product in arguments.products[:3]] == [1, 0, 1]
     assert (arguments.pace, arguments.opens) == (0, 0)
     assert (arguments.slice, arguments.sends[0].slice_bytes, arguments.sends[1].counter) == (K, 2 * K, 1)
     _place(arguments, operands((0, 2, 1), sends=sends, counters=counters), [2])
-    assert [(one.first, one.abreast) for one in arguments.sends[:2]] == [(0, 2), (0, 2)]
+    assert [(one.first, one.tile_interleave) for one in arguments.sends[:2]] == [(0, 2), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -319,10 +319,10 @@ def test_what_is_sent_is_told_row_by_row_and_slice_by_slice() -> None:
 def test_slices_for_products_that_run_at_once_leave_in_turn(blocks: int, config: str, wanted: list[int]) -> None:
     a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
     products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
-    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
-    gemms = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends)
+    sends = [FusedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = FusedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends)
     assert sent_in_turn(gemms, GemmConfig.parse(config), blocks) == wanted
-    one = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
+    one = FusedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends[2:])
     assert sent_in_turn(one, GemmConfig.parse(config), blocks) == [1]
     assert sent_in_turn(operands(), GemmConfig.parse(config), blocks) == []
 
@@ -331,9 +331,9 @@ def test_a_kernel_is_told_in_which_turns_slices_leave() -> None:
     """By the SMs of its GPU; what sums send leaves one by one."""
     a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
     products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
-    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
+    sends = [FusedSend(a, slots[i], 8 * i) for i in range(3)]
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    gathered = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, counters, sends)
+    gathered = FusedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, counters, sends)
     for blocks, gemms, wanted in (
         (132, gathered, [(0, 3)] * 3),
         (96, gathered, [(0, 2), (0, 2), (2, 1)]),
@@ -344,27 +344,30 @@ def test_a_kernel_is_told_in_which_turns_slices_leave() -> None:
             encoded=lambda *given, blocks=blocks: Arguments(sm_count=blocks),
             launch=lambda products, arguments: arguments,
         )
-        arguments: Any = gated._GatedKernel.bind_gated(kernel, gemms)
-        found = [(one.first, one.abreast) for one in arguments.sends[: len(gemms.sends)]]
+        arguments: Any = gated._FusedKernel.bind_fused(kernel, gemms)
+        found = [(one.first, one.tile_interleave) for one in arguments.sends[: len(gemms.sends)]]
         assert (found, arguments.base.l) == (wanted, len(gemms.products))
 
 
 @pytest.mark.parametrize(
-    ("abreast", "wanted"), [((), [1, 1, 1]), ((1, 1, 2), [1, 2]), ((1, 3), [3]), ((2, 2), [1, 2]), ((3, 1), [2, 1])]
+    ("tile_interleave", "wanted"),
+    [((), [1, 1, 1]), ((1, 1, 2), [1, 2]), ((1, 3), [3]), ((2, 2), [1, 2]), ((3, 1), [2, 1])],
 )
-def test_slices_for_products_that_are_abreast_leave_in_turn(abreast: tuple[int, ...], wanted: list[int]) -> None:
+def test_slices_for_products_that_are_abreast_leave_in_turn(
+    tile_interleave: tuple[int, ...], wanted: list[int]
+) -> None:
     """Where one product fills the GPU."""
     a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(4, 256, 1024), bfloat16(3, 256, K)
     products = [GemmTensors(x, b, d[i]) for i, x in enumerate((a, *slots))]
-    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
-    gemms = GatedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends, abreast=abreast)
+    sends = [FusedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = FusedGemms(products, "a", [0, 0, 8, 16], [0] * 4, [False] * 4, sends=sends, tile_interleave=tile_interleave)
     assert sent_in_turn(gemms, GemmConfig.parse("64x128x64_1x1_pingpong"), 32) == wanted
 
 
 def test_more_is_sent_than_comes_where_peers_have_no_rows() -> None:
     a, b, d, slots = bfloat16(256, K), bfloat16(1024, K), bfloat16(256, 1024), bfloat16(3, 256, K)
-    sends = [GatedSend(a, slots[i], 8 * i) for i in range(3)]
-    gemms = GatedGemms([GemmTensors(a, b, d)], "a", [0], [0], [False], sends=sends)
+    sends = [FusedSend(a, slots[i], 8 * i) for i in range(3)]
+    gemms = FusedGemms([GemmTensors(a, b, d)], "a", [0], [0], [False], sends=sends)
     for blocks, wanted in ((132, [3]), (64, [2, 1]), (32, [1, 1, 1])):
         assert sent_in_turn(gemms, GemmConfig.parse("64x128x64_1x1_pingpong"), blocks) == wanted
 
@@ -375,10 +378,10 @@ def test_a_kernel_as_large_as_all_is_asked_for() -> None:
     assert (whole.d.rows, whole.c and whole.c.rows) == (3 * M, 3 * M)
 
 
-def deliveries() -> GatedGemms:
+def deliveries() -> FusedGemms:
     """Sums of which one is sent on, and what another rank has finished is taken from where it comes."""
     d, slots = bfloat16(2, M, N), bfloat16(2, M, N)
-    sends = [GatedSend(slots[1], d[1], 0, waits=24, away=False), GatedSend(d[0], slots[0], 8, waits=16)]
+    sends = [FusedSend(slots[1], d[1], 0, waits=24, away=False), FusedSend(d[0], slots[0], 8, waits=16)]
     return sums(sends=sends, rate=360.0)
 
 
@@ -386,7 +389,7 @@ def test_what_is_finished_is_sent_on() -> None:
     arguments, gemms = _Arguments(), deliveries()
     _place(arguments, gemms)
     assert (arguments.sent, arguments.taken, arguments.opens, arguments.pace) == (1, 1, 0, 2844)
-    found = [(one.word, one.awaited, one.abreast, one.counter) for one in arguments.sends[:2]]
+    found = [(one.word, one.awaited, one.tile_interleave, one.counter) for one in arguments.sends[:2]]
     assert found == [(8, 16, 1, 0), (0, 24, 1, 1)]
     assert [one.slice_bytes for one in arguments.sends[:2]] == [2 * N, 2 * N]
 
@@ -396,22 +399,22 @@ def test_what_is_finished_is_sent_on() -> None:
 )
 def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    source = gated_source(make(), GemmConfig.parse("128x128x64_2x1_pingpong"))
+    source = fused_source(make(), GemmConfig.parse("128x128x64_2x1_pingpong"))
     macros = dict(source.macros)
-    assert (macros["DG_GATED"], macros["DG_AUX"] != "void") == (kind, make is not operands)
+    assert (macros["DG_FUSED"], macros["DG_AUX"] != "void") == (kind, make is not operands)
     assert "waiting for" in source.name
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda: GatedGemms([], "a", [], [], []), "1 to 128 products, got 0"),
+        (lambda: FusedGemms([], "a", [], [], []), "1 to 128 products, got 0"),
         (lambda: operands(moving="b"), "products of one kernel share A"),
-        (lambda: operands((0, 2, 1), tells=[8, 0, 0]), "nobody is told of them"),
+        (lambda: operands((0, 2, 1), done_flags=[8, 0, 0]), "nobody is told of them"),
         (lambda: operands((0, 2, 1), away=[True, False, False]), "1 lie away"),
         (lambda: sums(counters=None), "take counters"),
         (
-            lambda: operands((0, 2, 1), sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)]),
+            lambda: operands((0, 2, 1), sends=[FusedSend(bfloat16(M, K), bfloat16(M, K), 8)]),
             "sends or an entry take counters",
         ),
         (lambda: operands((0, 2, 1), entry=[[]], exit=[[]]), "sends or an entry take counters"),
@@ -422,7 +425,7 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
             "at most 192 operations in 8 phases, got 200 in 1",
         ),
         (
-            lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8, away=False)]),
+            lambda: operands(sends=[FusedSend(bfloat16(M, K), bfloat16(M, K), 8, away=False)]),
             "sends to other GPUs, and copies nothing here",
         ),
         (lambda: sums(slice=64), "are operands, not partial sums; got slices of 64"),
@@ -446,13 +449,13 @@ def test_the_source_says_what_is_waited_for(make: Any, kind: str, monkeypatch: p
         ),
         (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 0)]]), "has a word that says so, got 0"),
         (lambda: several(further=[[]] * 5 + [[Further(bfloat16(M, N), 8)] * 129]), "at most 128 further sums, got 129"),
-        (lambda: sums(abreast=(1, 2)), r"got \[1, 2\] of 4 products"),
-        (lambda: sums(abreast=(5, -1)), r"got \[5, -1\] of 4 products"),
-        (lambda: operands(abreast=(2,)), r"got \[2\] of 3 products"),
-        (lambda: sums(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 1911 slices"),
-        (lambda: operands(sends=[GatedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2040 slices"),
+        (lambda: sums(tile_interleave=(1, 2)), r"got \[1, 2\] of 4 products"),
+        (lambda: sums(tile_interleave=(5, -1)), r"got \[5, -1\] of 4 products"),
+        (lambda: operands(tile_interleave=(2,)), r"got \[2\] of 3 products"),
+        (lambda: sums(sends=[FusedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 1911 slices"),
+        (lambda: operands(sends=[FusedSend(bfloat16(M, K), bfloat16(M, K), 8)] * 129), "128 chunks in 2040 slices"),
         (
-            lambda: operands(sends=[GatedSend(bfloat16(M, k), bfloat16(M, k), 8) for k in (K, 2 * K)]),
+            lambda: operands(sends=[FusedSend(bfloat16(M, k), bfloat16(M, k), 8) for k in (K, 2 * K)]),
             r"rows of one length, got \[32, 64\]",
         ),
     ],
@@ -474,13 +477,13 @@ def test_what_no_warp_sends_is_refused(
     rows: torch.Tensor, along: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    send = GatedSend(rows, bfloat16(*rows.shape), 8)
+    send = FusedSend(rows, bfloat16(*rows.shape), 8)
     gemms = operands((0, 2, 1), sends=[send], slice=along, counters=torch.zeros(COUNTERS, dtype=torch.int32))
     if said is None:
-        gated_source(gemms)
+        fused_source(gemms)
     else:
         with pytest.raises(ValueError, match=said):
-            gated_source(gemms)
+            fused_source(gemms)
     arguments = _Arguments()
     _place(arguments, gemms)
     assert (arguments.sends[0].source_pitch == 0) == (rows.shape[0] == 1)
@@ -494,19 +497,19 @@ def test_what_is_sent_lies_at_multiples_of_16_bytes_on_both_sides(
     which: str, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
-    send = replace(GatedSend(bfloat16(M, K), bfloat16(M, K), 8), **{which: rows})
+    send = replace(FusedSend(bfloat16(M, K), bfloat16(M, K), 8), **{which: rows})
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
     with pytest.raises(ValueError, match="what is sent has addresses, strides and rows in multiples of 16 bytes"):
-        gated_source(operands(sends=[send], counters=counters))
+        fused_source(operands(sends=[send], counters=counters))
 
 
 def test_one_slice_of_all_of_k_has_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     config = GemmConfig.parse("64x128x64_1x1_pingpong")
     assert K % config.tile[2]
-    gated_source(operands(slice=K), config)
+    fused_source(operands(slice=K), config)
     with pytest.raises(ValueError, match=f"slices of {K - 8} elements are no multiple"):
-        gated_source(operands(slice=K - 8), config)
+        fused_source(operands(slice=K - 8), config)
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -526,7 +529,7 @@ def test_one_operand_at_an_odd_address_is_one_too_many(name: str, number: int, m
     products = [*gemms.products]
     products[number] = replace(products[number], **{name: unaligned(getattr(products[number], name))})
     with pytest.raises(ValueError, match="strides of A and B in multiples of 16 bytes"):
-        gated_source(replace(gemms, products=products))
+        fused_source(replace(gemms, products=products))
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "d"), (1, "d"), (2, "d"), (3, "partial")])
@@ -539,17 +542,17 @@ def test_what_sums_are_made_of_is_loaded_and_stored_by_tma(
     products = [*gemms.products]
     products[number] = replace(products[number], **{name: unaligned(getattr(products[number], name))})
     with pytest.raises(ValueError, match="rows of D, C and the partial sum in multiples of 16 bytes"):
-        gated_source(replace(gemms, products=products))
-    gated_source(
+        fused_source(replace(gemms, products=products))
+    fused_source(
         replace(gemms, products=[*gemms.products[:3], replace(gemms.products[3], c=unaligned(bfloat16(M, N)))])
     )
-    gated_source(operands(), direct)
+    fused_source(operands(), direct)
     with pytest.raises(ValueError, match=r"pingpong_direct.* what no warp loads through TMA, none can wait for"):
-        gated_source(gemms, direct)
+        fused_source(gemms, direct)
 
 
 def test_scales_of_sums_are_the_same_for_all_rows() -> None:
-    def scaled(gemms: GatedGemms, length: int) -> GatedGemms:
+    def scaled(gemms: FusedGemms, length: int) -> FusedGemms:
         return replace(gemms, products=[replace(one, scale_a=torch.ones(length)) for one in gemms.products])
 
     for gemms in (operands(), sums()):
@@ -582,7 +585,7 @@ def test_sums_have_as_many_places_as_there_are_products(last: int, refused: bool
     products = [GemmTensors(a[0], b, bfloat16(M, N))]
     products += [GemmTensors(a[i], b, d[at], partial=slots[i]) for i, at in ((1, 0), (2, 1), (3, last))]
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    gemms = GatedGemms(products, "a", [0, 8, 8, 8], [8, 0, 0, 0], [True, False, False, False], counters)
+    gemms = FusedGemms(products, "a", [0, 8, 8, 8], [8, 0, 0, 0], [True, False, False, False], counters)
     arguments = _Arguments()
     if refused:
         with pytest.raises(ValueError, match=f"equal distances, 4 products have {last + 1} places"):
@@ -596,7 +599,7 @@ def test_d_at_unequal_distances_is_refused() -> None:
     a, b, d = bfloat16(3, M, K), bfloat16(N, K), bfloat16(5, M, N)
     products = [GemmTensors(a[i], b, d[at]) for i, at in enumerate((0, 1, 4))]
     with pytest.raises(ValueError, match="3 of them have 5 places"):
-        _place(_Arguments(), GatedGemms(products, "a", [0] * 3, [0] * 3, [False] * 3))
+        _place(_Arguments(), FusedGemms(products, "a", [0] * 3, [0] * 3, [False] * 3))
 
 
 def test_what_takes_turns_is_stored_while_another_group_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,9 +609,9 @@ def test_what_takes_turns_is_stored_while_another_group_multiplies(monkeypatch: 
     a, b, d = bfloat16(4, m, k), bfloat16(n, k), bfloat16(4, m, n)
     products = [GemmTensors(a[i], b, d[i], partial=d[i - 1] if i else None, padded=True) for i in range(4)]
     for rate, wanted in ((0.0, "cooperative"), (360.0, "pingpong")):
-        gemms = GatedGemms(products, "a", [0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False], rate=rate)
-        assert wanted in gated_source(gemms).name
-        assert "cooperative" in gated_source(gemms, GemmConfig.parse("128x256x64_2x1_cooperative")).name
+        gemms = FusedGemms(products, "a", [0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False], rate=rate)
+        assert wanted in fused_source(gemms).name
+        assert "cooperative" in fused_source(gemms, GemmConfig.parse("128x256x64_2x1_cooperative")).name
 
 
 @pytest.mark.parametrize("rows", [64, 128, 256, 384])
@@ -623,7 +626,7 @@ def test_tiles_lie_within_products_of_few_rows(rows: int, monkeypatch: pytest.Mo
     for chosen in (None, large):
         if chosen is not None:
             monkeypatch.setattr(gated, "choose", lambda provider, spec: large)
-        macros = dict(gated_source(GatedGemms(products, "a", *given)).macros)
+        macros = dict(fused_source(FusedGemms(products, "a", *given)).macros)
         assert rows % (int(macros["DG_TILE_M"]) * int(macros["DG_CLUSTER_M"])) == 0
 
 
@@ -631,15 +634,15 @@ def test_products_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     b, d = bfloat16(N, K), bfloat16(2, M, N)
     products = [GemmTensors(bfloat16(M, K), b, d[0]), GemmTensors(bfloat16(K, M).t(), b, d[1])]
-    gemms = GatedGemms(products, "a", [0, 8], [0, 0], [False, False])
+    gemms = FusedGemms(products, "a", [0, 8], [0, 0], [False, False])
     with pytest.raises(ValueError, match="products of one kind"):
-        gated_source(gemms)
+        fused_source(gemms)
     odd = bfloat16(2, M, K + 1)[..., :K]
-    gemms = GatedGemms([GemmTensors(odd[i], b, d[i]) for i in range(2)], "a", [0, 8], [0, 0], [False, False])
+    gemms = FusedGemms([GemmTensors(odd[i], b, d[i]) for i in range(2)], "a", [0, 8], [0, 0], [False, False])
     with pytest.raises(ValueError, match="any configuration, products by one kernel that waits: TMA wants"):
-        gated_source(gemms)
+        fused_source(gemms)
     with pytest.raises(ValueError, match=r"128x128x32_1x1_plain.*take a configuration with TMA"):
-        gated_source(operands(), GemmConfig.parse("128x128x32_1x1_plain"))
+        fused_source(operands(), GemmConfig.parse("128x128x32_1x1_plain"))
 
 
 @pytest.mark.parametrize(
@@ -657,6 +660,6 @@ def test_what_no_kernel_multiplies_is_refused(
     d, partial = torch.zeros(2, *shape[:-1], K, dtype=dtype), torch.zeros(*shape[:-1], K, dtype=dtype)
     b = torch.zeros(*shape[:-2], K, K, dtype=dtype)
     for second in (GemmTensors(a[1], b, d[1]), GemmTensors(a[1], b, d[1], partial=partial)):
-        gemms = GatedGemms([GemmTensors(a[0], b, d[0]), second], "a", [0, 8], [0, 0], [False, False])
+        gemms = FusedGemms([GemmTensors(a[0], b, d[0]), second], "a", [0, 8], [0, 0], [False, False])
         with pytest.raises(ValueError, match=said):
-            gated_source(gemms)
+            fused_source(gemms)

@@ -76,7 +76,7 @@ def test_tensor_cores_multiply(compiled: dict[str, tuple[str, str]], name: str, 
 def test_kernels_of_several_products_wait_and_tell(compiled: dict[str, tuple[str, str]], name: str) -> None:
     _, ptx = compiled[name]
     kind = KERNELS[name][1]
-    # Words of this GPU and of others; tickets from block to block of a cluster; copies that are no tensors.
+    # FlagOps of this GPU and of others; tickets from block to block of a cluster; copies that are no tensors.
     for instruction, kinds in (
         ("ld.acquire.sys.global.u32", ("operands", "results", "deliveries")),
         ("fence.acq_rel.sys", ("operands", "results", "deliveries")),

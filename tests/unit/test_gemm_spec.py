@@ -38,12 +38,12 @@ def test_a_configuration_is_what_its_name_says() -> None:
     ("name", "config"),
     [
         ("128x256x64_1x2_cooperative", GemmConfig((128, 256, 64), (1, 2))),
-        ("64x128x64_1x1_pingpong_direct", GemmConfig((64, 128, 64), schedule="pingpong", epilogue="direct")),
+        ("64x128x64_1x1_pingpong_direct", GemmConfig((64, 128, 64), kernel_schedule="pingpong", epilogue="direct")),
         (
             "128x128x64_2x1_pingpong_direct_raster_m_swizzle_4",
             GemmConfig((128, 128, 64), (2, 1), "pingpong", "direct", "m", 4),
         ),
-        ("128x128x32_1x1_plain", GemmConfig((128, 128, 32), schedule="plain", epilogue="direct")),
+        ("128x128x32_1x1_plain", GemmConfig((128, 128, 32), kernel_schedule="plain", epilogue="direct")),
         ("256x128x64_2x1_cooperative_swizzle_8", GemmConfig((256, 128, 64), (2, 1), swizzle=8)),
         (
             "128x128x64_1x1_pingpong_raster_n_share_2",

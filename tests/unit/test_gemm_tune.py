@@ -23,7 +23,7 @@ def test_kernels_without_tma_are_tried_where_no_other_fits() -> None:
     aligned = GemmTensors(strided(24, 16, 16), strided(32, 16, 16), strided(24, 32, 32))
     assert len(candidates(HOPPER, spec_of(aligned))) == len(TMA_TILES)
     odd = GemmTensors(strided(24, 16, 17), strided(32, 16, 16), strided(24, 32, 32))
-    assert [one.schedule for one in candidates(HOPPER, spec_of(odd))] == ["plain"]
+    assert [one.kernel_schedule for one in candidates(HOPPER, spec_of(odd))] == ["plain"]
     for_streams = candidates(HOPPER, spec_of(aligned), streams=2)
     alone = set(candidates(HOPPER, spec_of(aligned)))
     assert set(for_streams) == alone | {replace(config, share=2) for config in alone}

@@ -83,7 +83,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
 def test_an_owners_own_product_waits_for_nothing_where_a_sum_follows(name: str):
     for workspace, partial in (("full", None), ("bounded", "float32")):
         problem = distgemm.GemmProblem(m=16, n=16, k=16, partial_dtype=partial)
-        plan = distgemm.make_plan(problem, name, 4, chunks=2, last="sum", workspace=workspace)
+        plan = distgemm.make_plan(problem, name, 4, chunks=2, final_add="kernel", workspace=workspace)
         plan.verify()
         for rank in range(4):
             ops = plan.ops(rank)

@@ -18,7 +18,7 @@ from distgemm.schedulers import (
     DistributedTileScheduler,
     Partition,
     TileCoord,
-    list_families,
+    list_patterns,
     register_schedule,
     registry,
     schedule_aliases,
@@ -122,7 +122,7 @@ def test_work_tiles_equal_the_table(name: str, chunks: int):
                 assert tile == expected_tile(name, size, chunks, iteration, rank), (size, rank, iteration)
 
 
-LAGGING = [name for name in distgemm.list_schedules() if "lag" in schedule_options(name)]
+LAGGING = [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)]
 CHAINS = [name for name in LAGGING if "rotating_c" in name]
 
 
@@ -131,12 +131,14 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
     """Behind all that it sends, or each chunk some chunks behind what the others add to it."""
 
     def order(size: int, rank: int, **how: int) -> list[tuple[int, int]]:
-        schedule = distgemm.get_schedule(name, size, last="gemm", **how)
+        schedule = distgemm.get_schedule(name, size, final_add="epilogue", **how)
         chunks = how.get("chunks", 1)
         tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
         assert len({*tiles}) == size * chunks and all(tile[1:] == (0, rank, 0) for tile in tiles)
         found = [((tile.m // chunks - rank - 1) % size, tile.m % chunks) for tile in tiles]  # shard in time, chunk
-        schedule = distgemm.get_schedule(name, size, last="gemm", along="n", **how)  # the same, by columns of shards
+        schedule = distgemm.get_schedule(
+            name, size, final_add="epilogue", chunk_mode="n", **how
+        )  # the same, by columns of shards
         tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
         assert [((tile.m - rank - 1) % size, tile.n) for tile in tiles] == found
         assert {tile[2:] for tile in tiles} == {(rank, 0)}
@@ -145,18 +147,18 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
     for rank in range(3):
         assert order(3, rank) == [(0, 0), (1, 0), (2, 0)]
         assert order(3, rank, chunks=2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-        assert order(3, rank, chunks=3, lag=1) == [
+        assert order(3, rank, chunks=3, stagger=1) == [
             *((0, 0), (1, 0)),
             *((2, 0), (0, 1), (1, 1)),  # of the owner's own, and the first of another's, in turn
             *((2, 1), (0, 2), (1, 2)),
             (2, 2),
         ]
-    at = {pair: turn for turn, pair in enumerate(order(4, 1, chunks=5, lag=3))}
+    at = {pair: turn for turn, pair in enumerate(order(4, 1, chunks=5, stagger=3))}
     assert all(at[3, chunk] == at[0, chunk + 3] - 1 for chunk in range(2))
-    with pytest.raises(ValueError, match="lag is at most as many as there are chunks, 2, got 3"):
-        distgemm.get_schedule(name, 4, chunks=2, lag=3, last="gemm")
-    with pytest.raises(ValueError, match="lag goes with last='gemm'"):
-        distgemm.get_schedule(name, 4, chunks=2, lag=1)
+    with pytest.raises(ValueError, match="stagger is at most as many as there are chunks, 2, got 3"):
+        distgemm.get_schedule(name, 4, chunks=2, stagger=3, final_add="epilogue")
+    with pytest.raises(ValueError, match="stagger goes with final_add='epilogue'"):
+        distgemm.get_schedule(name, 4, chunks=2, stagger=1)
     with pytest.raises(ValueError, match="last is gemm or sum, got 'none'"):
         distgemm.get_schedule(name, 4, last="none")
 
@@ -181,7 +183,7 @@ def test_chunks_of_pairwise_sums_are_rows_or_columns(name: str):
         )
         assert all(by_rows.workspace_bytes(rank) == by_columns.workspace_bytes(rank) for rank in range(size))
     with pytest.raises(ValueError, match="chunks are along m, rows of a shard, or along n, its columns; got 'k'"):
-        distgemm.get_schedule(name, 4, along="k")
+        distgemm.get_schedule(name, 4, chunk_mode="k")
 
 
 @pytest.mark.parametrize("along", ["m", "n"])
@@ -190,7 +192,7 @@ def test_pairwise_sums_have_one_place_where_they_are_added(size: int, along: str
     """A single GEMM adds to each tile of D what all others send, in the order in which it comes; no Reduce."""
     problem = distgemm.GemmProblem(24, 24, 24)
     for mechanism in ("push", "store"):
-        how = {"last": "gemm", "along": along, "mechanism": mechanism}
+        how = {"final_add": "epilogue", "along": along, "mechanism": mechanism}
         plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", size, chunks=2, sync="barrier", **how)
         for rank, ops in enumerate(plan.rank_ops):
             assert not any(isinstance(op, Reduce) for op in ops)
@@ -203,30 +205,30 @@ def test_pairwise_sums_have_one_place_where_they_are_added(size: int, along: str
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_shards_lag_behind_one_another(name: str):
-    """Every shard's chunks stay in order, each shard's ``lag`` turns behind the one before."""
+    """Every shard's chunks stay in order, each shard's ``stagger`` turns behind the one before."""
     assert len(CHAINS) == 4
     mode = "m" if "tiling_a" in name else "n"
 
-    def order(chunks: int, **lag: int) -> list[tuple[int, int]]:
+    def order(chunks: int, **stagger: int) -> list[tuple[int, int]]:
         plain = distgemm.get_schedule(name, 3, chunks=chunks)
         tiles = [plain.work_tile(iteration, 1) for iteration in range(3 * chunks)]
-        schedule = distgemm.get_schedule(name, 3, chunks=chunks, **lag)
+        schedule = distgemm.get_schedule(name, 3, chunks=chunks, **stagger)
         at = [tiles.index(schedule.work_tile(iteration, 1)) for iteration in range(3 * chunks)]
         assert {getattr(tile, mode) for tile in tiles} == set(range(3 * chunks))
         return [divmod(iteration, chunks) for iteration in at]  # which shard in time, and which chunk
 
     by_shards = [(shard, chunk) for shard in range(3) for chunk in range(4)]
-    assert order(4, lag=4) == order(4) == by_shards
-    assert order(2, lag=1) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
-    at = {pair: turn for turn, pair in enumerate(order(4, lag=2))}
+    assert order(4, stagger=4) == order(4) == by_shards
+    assert order(2, stagger=1) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+    at = {pair: turn for turn, pair in enumerate(order(4, stagger=2))}
     assert [at[0, chunk] for chunk in range(4)] == [0, 1, 3, 5]
     assert all(at[shard, chunk] < at[shard + 1, chunk] < at[shard, chunk + 3] for shard in (0, 1) for chunk in (0,))
-    with pytest.raises(ValueError, match="lag is at most as many as there are chunks, 2, got 3"):
-        distgemm.get_schedule(name, 4, chunks=2, lag=3)
-    assert distgemm.get_schedule(name, 4, chunks=2, lag=0) is distgemm.get_schedule(name, 4, chunks=2)
+    with pytest.raises(ValueError, match="stagger is at most as many as there are chunks, 2, got 3"):
+        distgemm.get_schedule(name, 4, chunks=2, stagger=3)
+    assert distgemm.get_schedule(name, 4, chunks=2, stagger=0) is distgemm.get_schedule(name, 4, chunks=2)
     for given in (-1, False, "1", 1.0):
-        with pytest.raises(ValueError, match="lag is an integer >= 1, got "):
-            distgemm.get_schedule(name, 4, chunks=2, lag=given)
+        with pytest.raises(ValueError, match="stagger is an integer >= 1, got "):
+            distgemm.get_schedule(name, 4, chunks=2, stagger=given)
 
 
 @pytest.mark.parametrize("name", LAGGING)
@@ -237,11 +239,11 @@ def test_plans_whose_shards_lag_are_proved(name: str):
         if "pairwise" in name and last == "sum":
             continue  # refused
         for size, chunks in ((2, 2), (3, 2), (4, 3)):
-            for lag in range(1, chunks + 1):
+            for stagger in range(1, chunks + 1):
                 how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "last": last}
                 problem = distgemm.GemmProblem(26, 25, 19)
-                for along in ({"along": "m"}, {"along": "n"}) if "pairwise" in name else ({},):
-                    verify(distgemm.make_plan(problem, name, size, chunks=chunks, lag=lag, **how, **along))
+                for along in ({"chunk_mode": "m"}, {"chunk_mode": "n"}) if "pairwise" in name else ({},):
+                    verify(distgemm.make_plan(problem, name, size, chunks=chunks, stagger=stagger, **how, **along))
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -425,10 +427,10 @@ def test_cxx_names_are_aliases(alias: str, name: str):
 
 
 def test_families_resolve_to_a_schedule_of_their_kind():
-    families = list_families()
-    assert distgemm.get_schedule("ag+gemm", 4).name == families["ag+gemm"]
-    assert distgemm.get_schedule("gemm+rs", 4, chunks=2).name == families["gemm+rs"]
-    assert families["ag+gemm"].startswith("all_gather") and families["gemm+rs"].startswith("reduce_scatter")
+    patterns = list_patterns()
+    assert distgemm.get_schedule("ag+gemm", 4).name == patterns["ag+gemm"]
+    assert distgemm.get_schedule("gemm+rs", 4, chunks=2).name == patterns["gemm+rs"]
+    assert patterns["ag+gemm"].startswith("all_gather") and patterns["gemm+rs"].startswith("reduce_scatter")
 
 
 def test_numpy_integers_and_lists_are_as_good_as_integers_and_tuples():
@@ -501,7 +503,7 @@ def build(mesh: tuple[int, ...], *, chunks: int = 1) -> DistributedTileScheduler
     [
         {"name": "all_gather_1d_ring_a"},
         {"name": "new", "aliases": ("AllGather1D_TilingCD_RotatingA",)},
-        {"name": "new", "default_of": "ag+gemm"},
+        {"name": "new", "default_for_pattern": "ag+gemm"},
         {"name": "ag+gemm"},
     ],
 )
@@ -513,7 +515,7 @@ def test_double_registration_is_an_error(arguments: dict):
 
 
 def test_the_decorator_may_be_bare(monkeypatch: pytest.MonkeyPatch):
-    for names in ("_entries", "_other_names", "_families"):
+    for names in ("_entries", "_other_names", "_patterns"):
         monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
 
     @register_schedule

@@ -121,7 +121,7 @@ def test_last_sum() -> None:
         ),
         ("all_reduce_1d_tiling_a_rotating_c", "in a final sum), delivered direct"),
     ):
-        assert said in show_schedule(get_schedule(name, world_size=4, last="sum"))
+        assert said in show_schedule(get_schedule(name, world_size=4, final_add="kernel"))
         assert "final sum" not in show_schedule(get_schedule(name, world_size=4))
     for last, said in (("gemm", "D pairwise (added by the reducer's last product)"), ("sum", "(one final sum)")):
         assert said in show_schedule(get_schedule("reduce_scatter_1d_pairwise_a", world_size=4, last=last))

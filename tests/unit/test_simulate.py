@@ -208,8 +208,8 @@ def test_conservation(name: str, size: int) -> None:
         pytest.skip("pairs need a power of two")
     for workspace, sync, chunks in (("full", "credit", 1), ("bounded", "credit", 2), ("full", "barrier", 2)):
         plan = make_plan(GemmProblem(1000, 700, 500), name, size, chunks=chunks, workspace=workspace, sync=sync)
-        for branches in (1, 2, 3):
-            check(simulate(plan, H200, branches=branches))
+        for gemm_streams in (1, 2, 3):
+            check(simulate(plan, H200, gemm_streams=gemm_streams))
         check(simulate(plan, changed(ranks_per_host=2), copy_streams=2))
 
 
@@ -371,32 +371,34 @@ def test_faster_is_not_slower(name: str) -> None:
 
 
 def test_second_branch_fills_the_tail() -> None:
-    """8 GEMMs of 1.5 waves: one stream pays 16 waves, two branches 12 to 13."""
+    """8 GEMMs of 1.5 waves: one stream pays 16 waves, two gemm_streams 12 to 13."""
     machine = ideal(peak=132.0)
     plan = make_plan(GemmProblem(8 * 128, 198 * 128, 1000), GATHER, 1, chunks=8)
     wave = 2 * 128 * 128 * 1000 / 1e6
-    assert simulate(plan, machine, branches=1).time == pytest.approx(16 * wave)
-    assert simulate(plan, machine, branches=2).time <= 13 * wave + 1e-6
-    assert simulate(plan, machine, branches=2).time >= 12 * wave - 1e-6
+    assert simulate(plan, machine, gemm_streams=1).time == pytest.approx(16 * wave)
+    assert simulate(plan, machine, gemm_streams=2).time <= 13 * wave + 1e-6
+    assert simulate(plan, machine, gemm_streams=2).time >= 12 * wave - 1e-6
 
 
-@pytest.mark.parametrize("branches", [1, 2])
-def test_sums_take_their_turn_among_branches(branches: int) -> None:
+@pytest.mark.parametrize("gemm_streams", [1, 2])
+def test_sums_take_their_turn_among_branches(gemm_streams: int) -> None:
     """As they do on the streams of the CUDA runtime: the GEMM behind a sum is on the branch after it."""
     plan = make_plan(PROBLEM, PAIRWISE, 4, chunks=2)
-    lane = {(event.op.rank, event.op.id): event.lane for event in simulate(plan, H200, branches=branches).events}
+    lane = {
+        (event.op.rank, event.op.id): event.lane for event in simulate(plan, H200, gemm_streams=gemm_streams).events
+    }
     for rank in range(4):
         computed = [op for op in plan.ops(rank) if isinstance(op, (Gemm, Reduce))]
         assert [type(op) for op in computed[4:6]] == [Reduce, Gemm]
         for turn, op in enumerate(computed):
-            assert lane[rank, op.id] == (f"gemm {turn % branches}" if isinstance(op, Gemm) else "local")
+            assert lane[rank, op.id] == (f"gemm {turn % gemm_streams}" if isinstance(op, Gemm) else "local")
 
 
 def test_partial_sums_are_read() -> None:
     """Where memory alone takes time: A, B and D once each, and the sum that is added."""
     plan = make_plan(PROBLEM, RING, 4)
     m, n, k = 2048, 10240, 2048
-    for event in simulate(plan, ideal(memory=1000.0), branches=1).events:
+    for event in simulate(plan, ideal(memory=1000.0), gemm_streams=1).events:
         if isinstance(event.op, Gemm):
             moved = 2 * ((m + n) * k + (1 + len(event.op.sources)) * m * n)
             assert event.end - event.start == pytest.approx(moved / 1e6)
@@ -446,7 +448,11 @@ def test_every_mechanism(name: str, mechanism: str) -> None:
     for workspace, sync, chunks in (("full", "credit", 1), ("bounded", "credit", 2), ("full", "barrier", 2)):
         how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
         plan = make_plan(GemmProblem(1000, 700, 500), name, 4, chunks=chunks, **how)
-        for machine, options in ((H200, {"branches": 1}), (H200, {}), (changed(ranks_per_host=2), {"copy_streams": 2})):
+        for machine, options in (
+            (H200, {"gemm_streams": 1}),
+            (H200, {}),
+            (changed(ranks_per_host=2), {"copy_streams": 2}),
+        ):
             timeline = simulate(plan, machine, **options)
             check(timeline)
             assert sum(timeline.critical.values()) == pytest.approx(timeline.time)
@@ -620,7 +626,7 @@ def test_what_arrives_is_used() -> None:
         signalled = {id(made) for made, _ in pairs}
         for ops in plan.rank_ops:
             for op in ops:
-                # Whoever pulls waits for what it takes, whoever pushes or stores tells of it.
+                # Whoever pulls waits for what it takes, whoever pushes or stores done_flags of it.
                 link = link_of(op)
                 if link is not None and op.rank == link[1]:
                     assert any(user is op for _, user in pairs)
@@ -684,8 +690,8 @@ def test_double_signal_is_named() -> None:
 
 def test_arguments() -> None:
     plan = make_plan(PROBLEM, GATHER, 2)
-    with pytest.raises(ValueError, match="branches is an integer >= 1, got 0"):
-        simulate(plan, H200, branches=0)
+    with pytest.raises(ValueError, match="gemm_streams is an integer >= 1, got 0"):
+        simulate(plan, H200, gemm_streams=0)
     with pytest.raises(ValueError, match="copy_streams is an integer >= 1, got True"):
         simulate(plan, H200, copy_streams=True)
     with pytest.raises(ValueError, match="kind is one of"):

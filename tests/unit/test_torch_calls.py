@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.runtime.checks import Execution
+from distgemm.runtime.executable import ExecutionConfig
 from distgemm.torch_ops import dispatch as calls
 from distgemm.torch_ops import functional as functions
 from distgemm.torch_ops import library as ops
 from distgemm.tune import ranks
-from distgemm.tune.config import Choice
+from distgemm.tune.config import TunedConfig
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -147,17 +147,21 @@ def test_what_serves_no_gradient_of_b_is_not_kept(
 @pytest.mark.parametrize(
     ("schedule", "options", "how"),
     [
-        ("all_gather_1d_tiling_cd_rotating_a", {}, Execution()),
-        ("ag+gemm chunks=4 provider=cublas branches=1", {"chunks": 4}, Execution("cublas", branches=1)),
-        ("ag+gemm chunks=2 waits=gemm copies=gemm", {"chunks": 2}, Execution(waits="gemm", copies="gemm")),
+        ("all_gather_1d_tiling_cd_rotating_a", {}, ExecutionConfig()),
+        ("ag+gemm chunks=4 provider=cublas gemm_streams=1", {"chunks": 4}, ExecutionConfig("cublas", gemm_streams=1)),
+        (
+            "ag+gemm chunks=2 execution=single_kernel transport=sm",
+            {"chunks": 2},
+            ExecutionConfig(execution="single_kernel", transport="sm"),
+        ),
     ],
 )
 def test_what_is_named_is_compiled_for_gpus(
-    schedule: str, options: dict[str, int], how: Execution, monkeypatch: pytest.MonkeyPatch
+    schedule: str, options: dict[str, int], how: ExecutionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[tuple[Any, ...]] = []
 
-    def compile_plan(plan: distgemm.Plan, how: Execution, *, group: Any, device: torch.device) -> Any:
+    def compile_plan(plan: distgemm.Plan, how: ExecutionConfig, *, group: Any, device: torch.device) -> Any:
         compiled.append((plan, how, group, device))
         return SimpleNamespace(provider=how.provider)
 
@@ -176,16 +180,16 @@ def test_a_choice_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> Non
     """By the tuner, and for "auto": with the choice itself, so that calls may wait on memory where they have to."""
     compiled: list[tuple[Any, ...]] = []
 
-    def compile_plan(plan: distgemm.Plan, how: Execution, **more: Any) -> str:
+    def compile_plan(plan: distgemm.Plan, how: ExecutionConfig, **more: Any) -> str:
         compiled.append((plan, how, more))
         return "made"
 
     monkeypatch.setattr(ranks, "compile_plan", compile_plan)
-    choice = Choice.parse("gemm+rs chunks=2 lag=1 mechanism=store waits=gemm branches=1")
+    choice = TunedConfig.parse("gemm+rs chunks=2 stagger=1 mechanism=store execution=single_kernel gemm_streams=1")
     group: Any = SimpleNamespace(size=lambda: 4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
     made: Any = ranks.make(problem, "gemm+rs", choice, group, gpu, timeout=5.0)
     ((plan, how, more),) = compiled
-    assert made == "made" and how == Execution(branches=1, waits="gemm")
-    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, lag=1, mechanism="store")
+    assert made == "made" and how == ExecutionConfig(gemm_streams=1, execution="single_kernel")
+    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, stagger=1, mechanism="store")
     assert more == {"group": group, "device": gpu, "choice": choice, "timeout": 5.0}

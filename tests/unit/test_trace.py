@@ -38,9 +38,9 @@ def planned(name: str = GATHER, size: int = 4, chunks: int = 1, **options: str) 
     return make_plan(GemmProblem(8192, 1280 * size, 8192), name, size, chunks=chunks, sync="barrier", **options)
 
 
-def events_of(timeline: Timeline, rank: int, offset: float = 0.0, branches: int = 2) -> list[Seen]:
+def events_of(timeline: Timeline, rank: int, offset: float = 0.0, gemm_streams: int = 2) -> list[Seen]:
     """The simulator's events of a rank, as a profiler would have seen them; clock ahead by so many us."""
-    streams = {op.id: action.stream for action in lower(timeline.plan, rank, branches) for op in action.ops}
+    streams = {op.id: action.stream for action in lower(timeline.plan, rank, gemm_streams) for op in action.ops}
     found = []
     for event in timeline.events:
         if event.rank == rank and event.lane != FLAGS:
@@ -53,7 +53,7 @@ def events_of(timeline: Timeline, rank: int, offset: float = 0.0, branches: int 
 
 
 def recorded(
-    timeline: Timeline, offsets: dict[int, float] | None = None, replays: int = 3, branches: int = 2
+    timeline: Timeline, offsets: dict[int, float] | None = None, replays: int = 3, gemm_streams: int = 2
 ) -> list[Recording]:
     """What the ranks would have recorded."""
     found = []
@@ -61,7 +61,7 @@ def recorded(
         events = [
             event
             for replay in range(replays)
-            for event in events_of(timeline, rank, replay * PERIOD + (offsets or {}).get(rank, 0.0), branches)
+            for event in events_of(timeline, rank, replay * PERIOD + (offsets or {}).get(rank, 0.0), gemm_streams)
         ]
         found.append(Recording(events, replays, timeline.time))
     return found
@@ -94,36 +94,36 @@ def test_events_become_their_ops(name: str, size: int, chunks: int) -> None:
         assert {span.op.id: round(span.start * 1e3) for span in spans} == pytest.approx(expected, abs=2)
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("gemm_streams", [1, 2])
 @pytest.mark.parametrize(
     ("name", "chunks", "options", "lane"),
     [
         (PAIRWISE, 1, {}, "local"),
         (PAIRWISE, 2, {}, "sums"),
         (ALL_REDUCE, 2, {}, "sums"),
-        (RING, 2, {"last": "sum"}, "sums"),
-        ("all_reduce_1d_tiling_a_rotating_c", 2, {"last": "sum"}, "sums"),
+        (RING, 2, {"final_add": "kernel"}, "sums"),
+        ("all_reduce_1d_tiling_a_rotating_c", 2, {"final_add": "kernel"}, "sums"),
     ],
 )
-def test_lane_of_sums(name: str, chunks: int, options: dict[str, str], lane: str, branches: int) -> None:
+def test_lane_of_sums(name: str, chunks: int, options: dict[str, str], lane: str, gemm_streams: int) -> None:
     """Sums and copies within the rank have a lane of their own where they have a stream of their own."""
-    timeline = simulate(planned(name, 4, chunks, **options), H200, branches=branches)
-    events = events_of(timeline, 0, branches=branches)
-    spans = attribute(timeline.plan, 0, branches, events)
+    timeline = simulate(planned(name, 4, chunks, **options), H200, gemm_streams=gemm_streams)
+    events = events_of(timeline, 0, gemm_streams=gemm_streams)
+    spans = attribute(timeline.plan, 0, gemm_streams, events)
     expected = expected_starts(timeline, 0, events)
     assert {span.op.id: round(span.start * 1e3) for span in spans} == pytest.approx(expected, abs=2)
     sums = [span for span in spans if isinstance(span.op, Reduce) or (isinstance(span.op, Copy) and _local(span.op))]
     assert sums and {span.lane for span in sums} == {lane}
-    assert {span.lane for span in spans if span not in sums} == {"copy", *(f"gemm {at}" for at in range(branches))}
+    assert {span.lane for span in spans if span not in sums} == {"copy", *(f"gemm {at}" for at in range(gemm_streams))}
 
 
 DURATIONS = {"Gemm": 60.0, "Copy": 45.0, "Reduce": 13.0}
 
 
-def scheduled(plan: Plan, branches: int) -> list[dict[int, Seen]]:
+def scheduled(plan: Plan, gemm_streams: int) -> list[dict[int, Seen]]:
     """What the GPU of each rank did, by op: streams first in, first out, in the order of the plan's lists."""
     streams = [
-        {op.id: action.stream for action in lower(plan, rank, branches) for op in action.ops}
+        {op.id: action.stream for action in lower(plan, rank, gemm_streams) for op in action.ops}
         for rank in range(plan.world_size)
     ]
     ended: dict[tuple[int, int], float] = {}
@@ -149,23 +149,25 @@ def scheduled(plan: Plan, branches: int) -> list[dict[int, Seen]]:
     return found
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("gemm_streams", [1, 2])
 @pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
 @pytest.mark.parametrize(("name", "size", "chunks"), CASES)
 def test_events_of_every_mechanism_become_their_ops(
-    name: str, size: int, chunks: int, mechanism: str, branches: int
+    name: str, size: int, chunks: int, mechanism: str, gemm_streams: int
 ) -> None:
     """Copies from shards, for others to pull, have the lane of local copies, and come before what the rank pulls."""
     plan = planned(name, size, chunks, mechanism=mechanism)
-    for rank, seen in enumerate(scheduled(plan, branches)):
+    for rank, seen in enumerate(scheduled(plan, gemm_streams)):
         events = sorted(seen.values(), key=lambda event: event.start)
-        spans = attribute(plan, rank, branches, events)
+        spans = attribute(plan, rank, gemm_streams, events)
         zero = events[0].start
         assert {span.op.id: span.start for span in spans} == pytest.approx(
             {op: (event.start - zero) / 1e3 for op, event in seen.items()}
         )
         copies = [(span, span.op) for span in spans if isinstance(span.op, Copy)]
-        assert {span.lane for span in spans if isinstance(span.op, Gemm)} == {f"gemm {at}" for at in range(branches)}
+        assert {span.lane for span in spans if isinstance(span.op, Gemm)} == {
+            f"gemm {at}" for at in range(gemm_streams)
+        }
         crossing = [(span, op) for span, op in copies if link_of(op)]
         assert {span.lane for span, _ in crossing} <= {"copy"}
         pulled = {span.op.id for span, op in crossing if link_of(op) == (op.src.rank, rank)}
@@ -214,8 +216,8 @@ def _local(op: Copy) -> bool:
 @pytest.mark.parametrize("name", [GATHER, RING, PAIRWISE])
 def test_waits_by_a_kernel_are_passed_over(name: str) -> None:
     """A kernel that waits before each GEMM, one at the end, and one that counts replays, all on the GEMMs' stream."""
-    timeline = simulate(planned(name), H200, branches=1)
-    exact = recorded(timeline, branches=1)[0]
+    timeline = simulate(planned(name), H200, gemm_streams=1)
+    exact = recorded(timeline, gemm_streams=1)[0]
     waits = [
         Seen(WORDS, event.stream, event.start - 2000, event.start - 500)
         for event in exact.events
@@ -226,7 +228,7 @@ def test_waits_by_a_kernel_are_passed_over(name: str) -> None:
     leaves = Seen(WORDS, 21, end + 500, end + 2000)
     events, period = replay_of(exact._replace(events=[counts, *waits, *exact.events, leaves]))
     assert (events, period) == replay_of(exact)
-    again = events_of(timeline, 0, branches=1)
+    again = events_of(timeline, 0, gemm_streams=1)
     alone = attribute(timeline.plan, 0, 1, again)
     assert attribute(timeline.plan, 0, 1, [counts, *waits[: len(waits) // 3], *again, leaves]) == alone
     assert {span.op.kind for span in alone} <= {"Gemm", "Copy", "Reduce"}

@@ -57,7 +57,7 @@ def test_trace_runs_the_plan(launched: list[tuple[Any, ...]], tmp_path: Path) ->
 
 
 def test_waits_by_a_kernel(launched: list[tuple[Any, ...]]) -> None:
-    found = RUN.invoke(app, [*SMALL, "--branches", "1", "--waits", "kernel"])
+    found = RUN.invoke(app, [*SMALL, "--gemm_streams", "1", "--waits", "kernel"])
     assert found.exit_code == 0, found.output
     assert launched[0][3:] == ("cutlass", None, 1, "kernel", "nccl")
 
@@ -81,7 +81,7 @@ def test_mechanism(launched: list[tuple[Any, ...]]) -> None:
         (["--machine", "h2000"], "machine 'h2000' is none of"),
         (["--mechanism", "carry"], "mechanism is one of push, pull, store, got 'carry'"),
         (["--waits", "gpu"], "--waits is memory or kernel, got 'gpu'"),
-        (["--waits", "kernel"], "--waits kernel takes --branches 1, got 2"),
+        (["--waits", "kernel"], "--waits kernel takes --gemm_streams 1, got 2"),
     ],
 )
 def test_mistakes_start_nothing(launched: list[tuple[Any, ...]], arguments: list[str], message: str) -> None:

@@ -20,10 +20,21 @@ from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.select import order
 from distgemm.measure.models import MODELS
-from distgemm.runtime.checks import Execution
 from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.executable import ExecutionConfig
 from distgemm.simulator.machine import Machine
-from distgemm.tune import UNFUSED, Choice, Tuned, bucket, candidates, choices_file, key_of, look_up, predicted, record
+from distgemm.tune import (
+    UNFUSED,
+    Tuned,
+    TunedConfig,
+    bucket,
+    candidates,
+    choices_file,
+    key_of,
+    look_up,
+    predicted,
+    record,
+)
 from distgemm.tune import cache as records
 from distgemm.tune import candidates as predicting
 from distgemm.tune import search as measuring
@@ -33,10 +44,10 @@ from distgemm.tune.ranks import device_of
 SHIPPED = records.SHIPPED
 GPU = "NVIDIA Test"
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
-PLAN = Choice("plan", GATHER, (("chunks", 2),), Execution("cublas", branches=2))
-TILES = Execution("cutlass", "64x128x64_1x1_pingpong", branches=1)
-OTHER = Choice("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), TILES)
-MERGED = Choice("plan", GATHER, (("chunks", 2),), Execution(waits="kernel", merge=True))
+PLAN = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cublas", gemm_streams=2))
+TILES = ExecutionConfig("cutlass", "64x128x64_1x1_pingpong", gemm_streams=1)
+OTHER = TunedConfig("plan", "reduce_scatter_1d_pairwise_a", (("chunks", 1),), TILES)
+MERGED = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig(wait_by="kernel", merge_copies=True))
 TWO_SHOT = dataclasses.replace(UNFUSED, collective="two-shot")
 PROBLEM = GemmProblem(2048, 8192, 4096)
 
@@ -55,32 +66,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_choices_as_text() -> None:
-    assert str(PLAN) == "all_gather_1d_tiling_cd_rotating_a chunks=2, GEMMs by cublas, 2 branches"
+    assert str(PLAN) == "all_gather_1d_tiling_cd_rotating_a chunks=2, GEMMs by cublas, 2 gemm_streams"
     assert str(OTHER) == "reduce_scatter_1d_pairwise_a chunks=1, GEMMs by cutlass 64x128x64_1x1_pingpong, 1 branch"
     assert str(UNFUSED) == "unfused" and str(TWO_SHOT) == "unfused, two-shot"
 
 
 @pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED, TWO_SHOT], ids=str)
-def test_choices_come_back_from_json(choice: Choice) -> None:
+def test_choices_come_back_from_json(choice: TunedConfig) -> None:
     fields = json.loads(json.dumps(choice.to_dict()))
-    found = Choice.from_dict(fields | {"ms": 1.5}, "recorded")
+    found = TunedConfig.from_dict(fields | {"ms": 1.5}, "recorded")
     assert found == choice
     assert found.how == "recorded" and choice.how == ""
 
 
 def test_a_choice_is_the_same_in_whatever_order_its_options_come() -> None:
     """A file has them by name, candidates as they are written."""
-    pairs = (("mechanism", "store"), ("lag", 2), ("chunks", 4))
+    pairs = (("mechanism", "store"), ("stagger", 2), ("chunks", 4))
     one, other = (dataclasses.replace(PLAN, options=options) for options in (pairs, pairs[::-1]))
-    assert one == other == Choice.from_dict(one.to_dict()) and str(one) == str(other) and hash(one) == hash(other)
+    assert one == other == TunedConfig.from_dict(one.to_dict()) and str(one) == str(other) and hash(one) == hash(other)
 
 
 def test_a_choice_pins_what_compile_takes() -> None:
     arguments = PLAN.arguments()
     assert arguments == {
-        "schedule": PLAN.schedule, "chunks": 2, "provider": "cublas", "branches": 2, "config": None, "waits": "memory",
-        "merge": False,
-        "copies": "engine",
+        "schedule": PLAN.schedule, "chunks": 2, "provider": "cublas", "gemm_streams": 2, "config": None, "wait_by": "memory_op",
+        "merge_copies": False,
+        "transport": "copy_engine",
     }  # fmt: skip
     with pytest.raises(ValueError, match="no plan"):
         UNFUSED.arguments()
@@ -92,8 +103,8 @@ def test_a_choice_pins_what_compile_takes() -> None:
         {"method": "fused"},
         {"method": "plan", "schedule": ""},
         {"method": "unfused", "schedule": "x"},
-        {"execution": Execution("mkl")},
-        {"execution": Execution(config="fast")},
+        {"execution": ExecutionConfig("mkl")},
+        {"execution": ExecutionConfig(config="fast")},
         {"collective": "two-shot"},  # of a plan
         {"method": "unfused", "schedule": "", "collective": "ring"},
     ],
@@ -106,23 +117,26 @@ def test_choices_that_make_no_sense(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"branches": 3}, "branches is 1 or 2, got 3"),
-        ({"branches": True}, "branches is 1 or 2, got True"),
+        ({"gemm_streams": 3}, "gemm_streams is 1 or 2, got 3"),
+        ({"gemm_streams": True}, "gemm_streams is 1 or 2, got True"),
         ({"waits": "events"}, "waits is one of memory, kernel, gemm"),
-        ({"merge": 1}, "merge is True or False"),
+        ({"merge_copies": 1}, "merge is True or False"),
         ({"copies": "sm"}, "copies is one of engine, slices, gemm, both"),
-        ({"copies": "gemm"}, "goes with waits='gemm'"),
-        ({"copies": "both", "waits": "gemm", "merge": True}, "goes with waits='gemm' and merge=False"),
-        ({"waits": "gemm", "provider": "cublas"}, "takes provider 'cutlass'"),
+        ({"transport": "sm"}, "goes with execution='single_kernel'"),
+        (
+            {"copies": "both", "execution": "single_kernel", "merge_copies": True},
+            "goes with execution='single_kernel' and merge_copies=False",
+        ),
+        ({"execution": "single_kernel", "provider": "cublas"}, "takes provider 'cutlass'"),
     ],
 )
 def test_executions_that_make_no_sense(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Execution(**wrong)
+        ExecutionConfig(**wrong)
 
 
 def test_choices_of_older_files_are_by_nccl() -> None:
-    assert Choice.from_dict({"method": "unfused", "ms": 1.0}) == UNFUSED
+    assert TunedConfig.from_dict({"method": "unfused", "ms": 1.0}) == UNFUSED
 
 
 def test_a_collective_that_cannot_add_these_extents_gives_way_to_nccl() -> None:
@@ -216,7 +230,7 @@ def test_ones_own_choice_stands_before_the_shipped_one(cache: Path) -> None:
         json.dumps({"choices": {"one": PLAN.to_dict() | {"config": 5}}}),
         json.dumps({"choices": {"one": PLAN.to_dict() | {"schedule": None}}}),
         json.dumps({"choices": {"one": PLAN.to_dict() | {"options": [2]}}}),
-        json.dumps({"choices": {"one": PLAN.to_dict() | {"branches": "2"}}}),
+        json.dumps({"choices": {"one": PLAN.to_dict() | {"gemm_streams": "2"}}}),
     ],
 )
 def test_a_broken_file_is_named(text: str) -> None:
@@ -231,15 +245,17 @@ def test_a_broken_file_is_named(text: str) -> None:
 
 
 def test_what_is_done_otherwise_comes_back_from_json() -> None:
-    by_one = dataclasses.replace(OTHER, execution=Execution(waits="gemm"), otherwise=MERGED)
-    found = Choice.from_dict(json.loads(json.dumps(by_one.to_dict())), "recorded")
+    by_one = dataclasses.replace(OTHER, execution=ExecutionConfig(execution="single_kernel"), otherwise=MERGED)
+    found = TunedConfig.from_dict(json.loads(json.dumps(by_one.to_dict())), "recorded")
     assert found == by_one and found.otherwise == MERGED and found.otherwise.how == "recorded"
     assert "otherwise" not in OTHER.to_dict()
 
 
 def test_where_rows_are_in_no_equal_chunks_something_else_is_done() -> None:
     """What was measured for that, else what is predicted; never the same chunks with other waits, which may be slow."""
-    by_one = Choice("plan", GATHER, (("chunks", 4),), Execution(branches=1, waits="gemm", copies="gemm"))
+    by_one = TunedConfig(
+        "plan", GATHER, (("chunks", 4),), ExecutionConfig(gemm_streams=1, execution="single_kernel", transport="sm")
+    )
     fits, odd = (GemmProblem(m, 8192, 4096) for m in (2048, 2042))
     assert tune.fitting(by_one, fits, "ag+gemm", 4) == by_one
     expected = predicted(odd, "ag+gemm", 4)
@@ -263,14 +279,14 @@ def test_an_unfused_program_is_taken_where_a_plan_is_hardly_faster() -> None:
 
 
 @pytest.mark.parametrize("choice", [PLAN, OTHER, MERGED, UNFUSED, TWO_SHOT], ids=str)
-def test_choices_come_back_from_text(choice: Choice) -> None:
-    found = Choice.parse(choice.text)
+def test_choices_come_back_from_text(choice: TunedConfig) -> None:
+    found = TunedConfig.parse(choice.text)
     assert found == choice and found.how == "pinned"
 
 
 def test_the_text_of_a_choice_is_short() -> None:
-    assert OTHER.text == "reduce_scatter_1d_pairwise_a chunks=1 config=64x128x64_1x1_pingpong branches=1"
-    assert MERGED.text == f"{GATHER} chunks=2 waits=kernel merge=true"
+    assert OTHER.text == "reduce_scatter_1d_pairwise_a chunks=1 config=64x128x64_1x1_pingpong gemm_streams=1"
+    assert MERGED.text == f"{GATHER} chunks=2 wait_by=kernel merge_copies=true"
     assert (UNFUSED.text, TWO_SHOT.text) == ("unfused", "unfused collective=two-shot")
 
 
@@ -279,9 +295,9 @@ def test_shipped_files_hold_choices() -> None:
         written = json.loads(path.read_text())
         assert path.name == file_name("plans", written["device"])
         for entry in written["choices"].values():
-            choice = Choice.from_dict(entry)
+            choice = TunedConfig.from_dict(entry)
             assert choice.method == "unfused" or choice.schedule in list_schedules()
-            assert Choice.parse(choice.text) == choice
+            assert TunedConfig.parse(choice.text) == choice
 
 
 # --- candidates -----------------------------------------------------------------------------------------
@@ -291,7 +307,7 @@ LAYERS = [
 ]
 
 
-def kind_of(choice: Choice, problem: GemmProblem, ranks: int) -> str:
+def kind_of(choice: TunedConfig, problem: GemmProblem, ranks: int) -> str:
     """By what is put on streams."""
     if not choice.by_one_kernel:
         return "kernels"
@@ -304,7 +320,7 @@ def kind_of(choice: Choice, problem: GemmProblem, ranks: int) -> str:
 def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks: int) -> None:
     for op, problem in [*LAYERS, *(("gemm+ar", problem) for op, problem in LAYERS if op == "gemm+rs")]:
         found = candidates(problem, op, ranks)
-        times = predicting._predictions(problem, op, ranks)
+        times = candidates._predictions(problem, op, ranks)
         plans = {choice: time for choice, time in times.items() if choice.method == "plan"}
         unfused = [choice for choice in found if choice.method == "unfused"]
         assert unfused[0] == UNFUSED and found[-len(unfused) :] == unfused
@@ -322,7 +338,7 @@ def test_the_best_by_the_model_and_the_unfused_program_are_always_measured(ranks
         assert {choice.schedule for choice in found[: -len(unfused)]} <= {name for name, _ in SCHEDULES[op]}
 
 
-def in_usual_tiles(choice: Choice) -> Choice:
+def in_usual_tiles(choice: TunedConfig) -> TunedConfig:
     return dataclasses.replace(choice, execution=dataclasses.replace(choice.execution, config=None))
 
 
@@ -359,7 +375,13 @@ def test_what_one_kernel_does_costs_no_launches() -> None:
     """Of 32 and 64 short products, whose results are delivered to seven peers each, too: the fastest where measured."""
     for n, k, chunks in ((4096, 14336, 4), (8192, 28672, 8)):
         tried = [dict(each.options) for each in candidates(GemmProblem(2048, n, k), "gemm+ar", 8)]
-        assert {"chunks": chunks, "lag": 2, "along": "n", "last": "gemm", "mechanism": "store"} in tried
+        assert {
+            "chunks": chunks,
+            "stagger": 2,
+            "chunk_mode": "n",
+            "final_add": "epilogue",
+            "mechanism": "store",
+        } in tried
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
@@ -379,9 +401,9 @@ def test_what_is_measured_has_equal_shards_as_aligned_as_those_of_the_product(op
 
 def test_words_of_kernels_come_as_fast_on_every_link() -> None:
     """Copies' latency is none of theirs."""
-    machine = Machine.load(predicting.MACHINE)
+    machine = Machine.load(candidates.MACHINE)
     slow = dataclasses.replace(machine, nvlink=machine.nvlink._replace(latency=100.0, gap=9.0), gemm_launch=50.0)
-    assert predicting._inside(slow) == predicting._inside(machine) != machine
+    assert candidates._inside(slow) == candidates._inside(machine) != machine
 
 
 def test_what_is_too_much_for_one_kernel_is_not_tried() -> None:
@@ -412,12 +434,12 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
     pushed = [each for each in kernels if each not in (*stored, *summed)]
     assert len(stored) > 1 and len(pushed) > 1 and len(summed) > 1
 
-    def found(ran: list[Choice], slow: list[Choice], later: float = 1.1) -> list[Choice]:
+    def found(ran: list[TunedConfig], slow: list[TunedConfig], later: float = 1.1) -> list[TunedConfig]:
         times = {str(each): later if each in (*stored[1:], *pushed[1:], *summed[1:]) else 1.0 for each in ran}
         times |= {str(each): 2.0 for each in slow}
         return tune.finalists(problem, "gemm+rs", 4, ran, times)
 
-    def tiles_of(finalists: list[Choice], one: Choice) -> list[str | None]:
+    def tiles_of(finalists: list[TunedConfig], one: TunedConfig) -> list[str | None]:
         return [each.execution.config for each in finalists if in_usual_tiles(each) == one]
 
     ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
@@ -444,10 +466,12 @@ def test_the_best_kernel_of_each_kind_is_tried_in_other_tiles(monkeypatch: pytes
 
 def test_tiles_for_all_products_and_for_the_last_one_are_tried_in_turn() -> None:
     problem = GemmProblem(8192, 5120, 4096)
-    choice = Choice("plan", GATHER, (("chunks", 2),), Execution("cutlass", branches=1, waits="gemm"))
+    choice = TunedConfig(
+        "plan", GATHER, (("chunks", 2),), ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
+    )
     plan = choice.plan(problem, 4)
     chunk = specs_of(plan)[0]
-    configs = [one for one in predicting.providers()["cutlass"].configs(chunk) if one.schedule != "plain"]
+    configs = [one for one in candidates.providers()["cutlass"].configs(chunk) if one.schedule != "plain"]
     of_all, of_one = (order(chunk, configs, count=count) for count in (8, 1))
     assert not set(of_all[:2]) & set(of_one[:2])
     found = [each.execution.config for each in measuring._in_other_tiles(plan, choice, "ag+gemm")]
@@ -486,9 +510,9 @@ def test_slow_plans_are_left_out() -> None:
 
 
 def test_branches_matter_where_a_rank_has_several_gemms() -> None:
-    assert {choice.execution.branches for choice in candidates(PROBLEM, "ag+gemm", 1)} == {1, 2}  # in chunks
+    assert {choice.execution.gemm_streams for choice in candidates(PROBLEM, "ag+gemm", 1)} == {1, 2}  # in chunks
     one = [choice for choice in candidates(PROBLEM, "ag+gemm", 1) if choice.options == (("chunks", 1),)]
-    assert one and {choice.execution.branches for choice in one} == {1}
+    assert one and {choice.execution.gemm_streams for choice in one} == {1}
 
 
 @pytest.mark.parametrize(
@@ -579,7 +603,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     assert run.exit_code == 0, run.output
     ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
     assert launched == [(4, ops, True, True, None, "nccl")]
-    assert run.output.count("chunks=2, GEMMs by cublas, 2 branches") == 4
+    assert run.output.count("chunks=2, GEMMs by cublas, 2 gemm_streams") == 4
     assert "0.5000" in run.output and "1.500" in run.output
     assert "not measured: some plan: no kernel" in run.output
     assert str(cache / "plans_NVIDIA_Test.json") in run.output

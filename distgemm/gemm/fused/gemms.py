@@ -30,10 +30,10 @@ from distgemm.gemm.cutlass import (
     Matrix,
     kernel_source,
 )
-from distgemm.gemm.flags import MemOp, Words, words_of
+from distgemm.gemm.flags import FlagOps, MemOp, flag_ops
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.select import choose, order, tiles_at_once, tiles_of
+from distgemm.gemm.select import order, select_config, tiles_at_once, tiles_of
 from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 from distgemm.gemm.tensors import spec_of
 from distgemm.plan.problem import DTYPE_BYTES
@@ -43,10 +43,10 @@ __all__ = [
     "PRODUCTS",
     "SENDS",
     "Further",
-    "GatedGemms",
-    "GatedSend",
-    "bind_gated",
-    "gated_source",
+    "FusedGemms",
+    "FusedSend",
+    "bind_fused",
+    "fused_source",
     "storing_first",
     "together",
 ]
@@ -66,7 +66,7 @@ MATRICES = ("a", "b", "d", "c", "partial")
 
 
 @dataclass(frozen=True)
-class GatedSend:
+class FusedSend:
     """Rows that a kernel copies, here or to another GPU's memory, while it multiplies.
 
     source, target: matrices of the same shape and type, with contiguous rows
@@ -113,7 +113,7 @@ class Further:
 
 
 @dataclass(frozen=True)
-class GatedGemms:
+class FusedGemms:
     """Products that one kernel computes, in this order.
 
     products: of the same shapes, strides, types and numbers; D is another in each. Either all have the same terms, C
@@ -123,7 +123,7 @@ class GatedGemms:
     waits:    of each product, the address of an int32 that is 1 once its partial sum has come, or its moving operand
               where there are no partial sums; 0: it is there. Operands that are waited for lie in one memory, those
               that are there in another
-    abreast:  of how many products in a row tiles are computed in turn, for all products: so that those which go away
+    tile_interleave:  of how many products in a row tiles are computed in turn, for all products: so that those which go away
               and those which stay take turns, and the link is always busy; or so that what they are multiplied by is
               read once for several. None of them waits for another one of these. Empty: each is computed alone
     sends:    what else the kernel does: by warps that no product needs, and in order, what goes away and what does not
@@ -135,7 +135,7 @@ class GatedGemms:
               the one before. A multiple of a tile's depth; 0: all of k
     opens:    the address of an int32 that is 1 once something may be sent; 0: at once, or behind the entry
     entire:   of each product, whether its operand comes as a whole nevertheless, with one word. Empty: none does
-    tells:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
+    done_flags:    of each product, the address of an int32 that is set to 1 once its D is stored; 0: nobody waits for it
     away:     of each product, whether its D lies in another memory than those of the others, or in several, with rows
               at another distance perhaps. All with C or a bias are not away
     further:  of each product what else is added, in this order, and before its partial sum; those with something have
@@ -156,14 +156,14 @@ class GatedGemms:
     products: Sequence[GemmTensors]
     moving: str
     waits: Sequence[int]
-    tells: Sequence[int]
+    done_flags: Sequence[int]
     away: Sequence[bool]
     counters: torch.Tensor | None = None
-    sends: Sequence[GatedSend] = ()
+    sends: Sequence[FusedSend] = ()
     slice: int = 0
     opens: int = 0
     entire: Sequence[bool] = ()
-    abreast: Sequence[int] = ()
+    tile_interleave: Sequence[int] = ()
     rate: float = 0.0
     entry: Sequence[Sequence[MemOp]] = ()
     exit: Sequence[Sequence[MemOp]] = ()
@@ -183,9 +183,9 @@ class GatedGemms:
                 each.raise_misplaced(one, away)
         if sum(map(len, self.further)) > PRODUCTS:
             raise ValueError(f"one kernel adds at most {PRODUCTS} further sums, got {sum(map(len, self.further))}")
-        if self.abreast and (sum(self.abreast) != len(self.products) or min(self.abreast) < 1):
+        if self.tile_interleave and (sum(self.tile_interleave) != len(self.products) or min(self.tile_interleave) < 1):
             raise ValueError(
-                f"products abreast are all of a kernel's, got {[*self.abreast]} of {len(self.products)} products"
+                f"products tile_interleave are all of a kernel's, got {[*self.tile_interleave]} of {len(self.products)} products"
             )
         if bool(self.entry) != bool(self.exit):
             raise ValueError("a kernel that enters a replay also leaves it")
@@ -270,7 +270,7 @@ def together(spec: GemmSpec, count: int, moving: str) -> GemmSpec:
     return replace(spec, **larger)
 
 
-def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelSource:
+def fused_source(gemms: FusedGemms, config: GemmConfig | None = None) -> KernelSource:
     """What the kernel is compiled from; config None: by shape, that of a product as large as all of them unless its
     tiles would reach beyond each of these; where results take turns the first pingpong one.
 
@@ -280,25 +280,25 @@ def gated_source(gemms: GatedGemms, config: GemmConfig | None = None) -> KernelS
     return _source(provider, gemms, _configuration(provider, gemms, config))
 
 
-def bind_gated(gemms: GatedGemms, config: GemmConfig | None = None) -> CutlassLaunch:
-    """The kernel, compiled if need be, with its arguments encoded. Raises ValueError as :func:`gated_source` does, and
-    where tensors do not lie as :class:`GatedGemms` says."""
+def bind_fused(gemms: FusedGemms, config: GemmConfig | None = None) -> CutlassLaunch:
+    """The kernel, compiled if need be, with its arguments encoded. Raises ValueError as :func:`fused_source` does, and
+    where tensors do not lie as :class:`FusedGemms` says."""
     provider = CutlassProvider()
     taken = _configuration(provider, gemms, config)
-    return _kernel(_source(provider, gemms, taken), taken, provider).bind_gated(gemms)
+    return _kernel(_source(provider, gemms, taken), taken, provider).bind_fused(gemms)
 
 
 def storing_first(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Configurations of a kernel that stores at peers, pingpong ones first: what is stored takes its turn on the link
     while the other warp group multiplies."""
-    return sorted(configs, key=lambda one: one.schedule != "pingpong")
+    return sorted(configs, key=lambda one: one.kernel_schedule != "pingpong")
 
 
-def _source(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> KernelSource:
+def _source(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig) -> KernelSource:
     return kernel_source(gemms.spec, config, provider.arch, gemms.kind)
 
 
-def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig | None) -> GemmConfig:
+def _configuration(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig | None) -> GemmConfig:
     if not (status := provider.supports(gemms.spec)):
         raise ValueError(f"provider cutlass, products by one kernel that waits: {status.reason}")
     tried = [config] if config is not None else _by_shape(provider, gemms)
@@ -313,21 +313,21 @@ def _configuration(provider: CutlassProvider, gemms: GatedGemms, config: GemmCon
     )
 
 
-def _by_shape(provider: CutlassProvider, gemms: GatedGemms) -> list[GemmConfig]:
+def _by_shape(provider: CutlassProvider, gemms: FusedGemms) -> list[GemmConfig]:
     """The one chosen for a product as large as all of them first, unless its tiles would reach beyond each of these."""
     whole, count = gemms.whole, len(gemms.products)
     found = order(gemms.spec, provider.configs(whole), count=count)
-    chosen = choose(provider, whole)
+    chosen = select_config(provider, whole)
     fits = count * tiles_of(gemms.spec, chosen) <= tiles_of(whole, chosen)
     return [chosen, *found] if fits else found
 
 
-def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) -> Status:
+def _supports(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig) -> Status:
     if not gemms.spec.operands_aligned:
         return Status("TMA wants addresses and strides of A and B in multiples of 16 bytes, and not 0")
     if gemms.adds and not gemms.spec.results_aligned:
         return Status("TMA wants addresses, strides and rows of D, C and the partial sum in multiples of 16 bytes")
-    if config.schedule == "plain" or (gemms.adds and config.epilogue != "tma"):
+    if config.kernel_schedule == "plain" or (gemms.adds and config.epilogue != "tma"):
         return Status("what no warp loads through TMA, none can wait for: take a configuration with TMA")
     if gemms.slice % config.tile[2] and gemms.slice < gemms.spec.k:
         return Status(f"slices of {gemms.slice} elements are no multiple of the depth of tiles, {config.tile[2]}")
@@ -336,7 +336,7 @@ def _supports(provider: CutlassProvider, gemms: GatedGemms, config: GemmConfig) 
     return provider.supports(gemms.spec, config)
 
 
-def _can_be_sent(send: GatedSend) -> bool:
+def _can_be_sent(send: FusedSend) -> bool:
     """Whether TMA moves it."""
     sizes = [send.source.shape[1] * send.source.element_size(), send.source.data_ptr(), send.target.data_ptr()]
     return not any(size % 16 for size in (*sizes, _pitch(send.source), _pitch(send.target)))
@@ -355,7 +355,7 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_int16) for name in ("other", "sliced")),
         *((name, ctypes.c_uint64) for name in ("source_word", "result_word")),
         *((name, ctypes.c_int32) for name in ("source", "result")),
-        *((name, ctypes.c_int16) for name in ("first", "abreast", "further", "sources")),
+        *((name, ctypes.c_int16) for name in ("first", "tile_interleave", "further", "sources")),
     )
 
 
@@ -372,12 +372,12 @@ class _Send(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("source", "target", "word", "awaited")),
         *((name, ctypes.c_int64) for name in ("source_pitch", "target_pitch")),
         *((name, ctypes.c_uint32) for name in ("rows", "row_bytes", "slice_bytes", "counter")),
-        *((name, ctypes.c_int16) for name in ("first", "abreast")),
+        *((name, ctypes.c_int16) for name in ("first", "tile_interleave")),
     )
 
 
 class _Arguments(ctypes.Structure):
-    """The struct GatedArguments of fused.cuh."""
+    """The struct FusedArguments of fused.cuh."""
 
     _fields_ = (
         ("base", Arguments),
@@ -398,8 +398,8 @@ class _Arguments(ctypes.Structure):
         ),
         ("counters", ctypes.c_void_p),
         ("pace", ctypes.c_uint32),
-        ("entry", Words),
-        ("exit", Words),
+        ("entry", FlagOps),
+        ("exit", FlagOps),
         ("products", _Product * PRODUCTS),
         ("adds", ctypes.c_int32),
         ("further", _Further * PRODUCTS),
@@ -409,12 +409,12 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class _GatedKernel(CutlassKernel):
+class _FusedKernel(CutlassKernel):
     """The compiled kernel."""
 
     arguments = _Arguments
 
-    def bind_gated(self, gemms: GatedGemms) -> CutlassLaunch:
+    def bind_fused(self, gemms: FusedGemms) -> CutlassLaunch:
         """Encodes the arguments."""
         spec = gemms.spec
         if not (spec.m and spec.n):
@@ -425,14 +425,14 @@ class _GatedKernel(CutlassKernel):
         return self.launch(gemms.products, arguments)
 
 
-def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int]:
+def sent_in_turn(gemms: FusedGemms, config: GemmConfig, blocks: int) -> list[int]:
     """Of how many sends in a row slices leave in turn, with so many thread blocks per GPU: of those whose products run
-    at the same time, those abreast as early as the first of them. So all tiles of one wave have something to multiply
+    at the same time, those tile_interleave as early as the first of them. So all tiles of one wave have something to multiply
     from the first slices on, where otherwise those of the last product would wait until all others had come.
     """
     tiles, at_once = tiles_of(gemms.spec, config), tiles_at_once(config, blocks)
     count = len(gemms.products)
-    begins = [first for first, _ in _grouped(gemms.abreast, count)]
+    begins = [first for first, _ in _grouped(gemms.tile_interleave, count)]
     first = max(0, count - len(gemms.sends))  # where peers have no rows, more is sent than comes
     numbers = [begins[number] if number < count else number for number in range(first, first + len(gemms.sends))]
     # A product that begins at the end of a wave belongs to the next one, as most of its tiles do.
@@ -440,8 +440,8 @@ def sent_in_turn(gemms: GatedGemms, config: GemmConfig, blocks: int) -> list[int
     return [len(list(group)) for _, group in groupby(waves)]
 
 
-def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) -> None:
-    """Where the products' matrices lie. Raises ValueError where that is not as :class:`GatedGemms` says.
+def _place(arguments: _Arguments, gemms: FusedGemms, turns: Sequence[int] = ()) -> None:
+    """Where the products' matrices lie. Raises ValueError where that is not as :class:`FusedGemms` says.
 
     turns: of how many sends in a row slices leave in turn; empty: each goes alone
     """
@@ -464,7 +464,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     away = next((spec_of(one).d for one, far in zip(gemms.products, gemms.away, strict=True) if far), spec.d)
     base.d, arguments.d_elsewhere = results.here.matrix(spec.d), results.elsewhere.matrix(away)
     arguments.results_here, arguments.results_elsewhere = results.here.count, results.elsewhere.count
-    if not sums and (any(gemms.away) or any(gemms.tells) or results.here.count != count):
+    if not sums and (any(gemms.away) or any(gemms.done_flags) or results.here.count != count):
         raise ValueError(
             f"without partial sums, D's lie at equal distances in one memory and nobody is told of them; {count} of "
             f"them have {results.here.count} places, {sum(gemms.away)} lie away"
@@ -480,7 +480,7 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
     elif sums or gemms.sends or gemms.entry:
         raise ValueError("products with partial sums, sends or an entry take counters")
     arguments.pace = round(1024e3 / gemms.rate) if gemms.rate else 0
-    arguments.entry, arguments.exit = words_of(gemms.entry), words_of(gemms.exit)
+    arguments.entry, arguments.exit = flag_ops(gemms.entry), flag_ops(gemms.exit)
     _place_sends(arguments, gemms, turns)
     further = [*gemms.further] or [()] * count
     every = [*chain.from_iterable(further)]
@@ -492,15 +492,15 @@ def _place(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int] = ()) 
         for number, one in enumerate(every):
             arguments.further[number] = _Further(one.waits, sources.index(one.matrix.data_ptr()))
     first_further = [0, *accumulate(map(len, further))]
-    abreast = _grouped(gemms.abreast, count)
+    tile_interleave = _grouped(gemms.tile_interleave, count)
     for number, at in enumerate(gemms.addresses("partial")):
         source = 0 if sources is None else sources.count if at is None else sources.index(at)
         sliced = int(not (gemms.entire and gemms.entire[number]))
         operand_word, source_word = (0, gemms.waits[number]) if sums else (gemms.waits[number], 0)
         arguments.products[number] = _Product(
             *(operand_word, operands.numbers[number], others.numbers[number], sliced),
-            *(source_word, gemms.tells[number], source, results.numbers[number]),
-            *abreast[number],
+            *(source_word, gemms.done_flags[number], source, results.numbers[number]),
+            *tile_interleave[number],
             *(first_further[number], len(further[number])),
         )
 
@@ -511,9 +511,9 @@ def _grouped(groups: Sequence[int], count: int) -> list[tuple[int, int]]:
     return [(sum(sizes[:i]), size) for i, size in enumerate(sizes) for _ in range(size)]
 
 
-def _place_sends(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int]) -> None:
+def _place_sends(arguments: _Arguments, gemms: FusedGemms, turns: Sequence[int]) -> None:
     """What is sent, in which slices and in which order."""
-    abreast = _grouped(turns, len(gemms.sends))
+    tile_interleave = _grouped(turns, len(gemms.sends))
     arguments.slice, arguments.opens = gemms.slice or gemms.spec.k, gemms.opens
     sends = sorted(gemms.sends, key=lambda send: not send.away)
     arguments.sent = sum(send.away for send in sends)
@@ -526,12 +526,12 @@ def _place_sends(arguments: _Arguments, gemms: GatedGemms, turns: Sequence[int])
             *(send.source.data_ptr(), send.target.data_ptr(), send.word, send.waits),
             *(_pitch(send.source), _pitch(send.target)),
             *(rows, columns * size, along * size, counter),
-            *abreast[number],
+            *tile_interleave[number],
         )
         counter += -(-columns // along)
 
 
-def _place_terms(arguments: _Arguments, gemms: GatedGemms, results: Sequence[int]) -> None:
+def _place_terms(arguments: _Arguments, gemms: FusedGemms, results: Sequence[int]) -> None:
     """C, bias and scales of the products whose D is here: they lie as D does, or are the same for all."""
     base = arguments.base
     here = [number for number, result in enumerate(results) if result >= 0]
@@ -601,5 +601,5 @@ class _Places:
 
 
 @functools.cache
-def _kernel(source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> _GatedKernel:
-    return _GatedKernel(source, config, provider)
+def _kernel(source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> _FusedKernel:
+    return _FusedKernel(source, config, provider)

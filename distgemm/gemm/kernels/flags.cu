@@ -1,14 +1,14 @@
-// Words that ranks signal through, by a kernel of one warp.
+// FlagOps that ranks signal through, by a kernel of one warp.
 
 #include "flags.cuh"
 
 namespace distgemm {
 
-__global__ void words(__grid_constant__ Words const args) { perform(args, 0, args.phases); }
+__global__ void words(__grid_constant__ FlagOps const args) { perform(args, 0, args.phases); }
 
 extern "C" {
 
-int distgemm_arguments_size() { return sizeof(Words); }
+int distgemm_arguments_size() { return sizeof(FlagOps); }
 
 // Loads the kernel on the current device. Returns a cudaError_t.
 int distgemm_load() {
@@ -17,7 +17,7 @@ int distgemm_load() {
 }
 
 // Returns a cudaError_t.
-int distgemm_launch(Words const* args, cudaStream_t stream) {
+int distgemm_launch(FlagOps const* args, cudaStream_t stream) {
   words<<<1, 32, 0, stream>>>(*args);
   return cudaGetLastError();
 }

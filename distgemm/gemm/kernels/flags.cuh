@@ -1,4 +1,4 @@
-// Words that ranks signal through, by one warp: waits until words have values, and writes of words, in phases. What is
+// FlagOps that ranks signal through, by one warp: waits until words have values, and writes of words, in phases. What is
 // written in one phase is seen by everybody who has seen a write of the last one.
 
 #pragma once
@@ -18,7 +18,7 @@ struct Operation {
   uint32_t kind;
 };
 
-struct Words {
+struct FlagOps {
   int32_t phases;
   int32_t ends[kPhases];  // of each phase, the number of operations up to its end
   Operation operations[kOperations];
@@ -48,7 +48,7 @@ __device__ inline void write_word(Operation const& operation, bool released) {
 }
 
 // Phases up to `end`, by all threads of a warp.
-__device__ inline void perform(Words const& words, int phase, int end) {
+__device__ inline void perform(FlagOps const& words, int phase, int end) {
   int begin = phase ? words.ends[phase - 1] : 0;
   for (; phase < end; ++phase) {
     for (int i = begin + threadIdx.x % 32; i < words.ends[phase]; i += 32) {

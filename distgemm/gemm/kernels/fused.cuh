@@ -1,7 +1,7 @@
 // Several products by one kernel, for kernel.cu. To CUTLASS they are the mode L, of which tiles are taken in turn.
 //
 // Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
-// products add, and others are told of results (DG_RESULTS), or finished ones are sent on, too (DG_DELIVERIES). Words in
+// products add, and others are told of results (DG_RESULTS), or finished ones are sent on, too (DG_DELIVERIES). FlagOps in
 // memory say what has come. The kernel also does, if told so, what ranks say to each other before and behind a replay.
 
 #pragma once
@@ -23,7 +23,7 @@ constexpr int kProducts = 128;
 constexpr int kSends = 128;
 constexpr int kTickets = 32;
 constexpr int kCounters = 2048;
-constexpr int kCopyingWarps = DG_GATED == DG_DELIVERIES ? 2 : DG_SENDS ? 1 : 0;  // of those that CUTLASS leaves idle
+constexpr int kCopyingWarps = DG_FUSED == DG_DELIVERIES ? 2 : DG_SENDS ? 1 : 0;  // of those that CUTLASS leaves idle
 
 // One of several products, in parts, by who reads them. A word is an address: 0 where nobody waits, else it becomes 1. Of
 // what lies in two memories, ~batch is one of the other memory.
@@ -43,7 +43,7 @@ struct Product {
   Operand operand;
   Result result;
   int16_t first;  // tiles of so many products from this one on are computed in turn
-  int16_t abreast;
+  int16_t tile_interleave;
   int16_t further;  // so many further sources from this one on
   int16_t sources;
 };
@@ -54,7 +54,7 @@ struct Further {
 };
 
 // Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
-// there, its word becomes 1: the words of the slices follow one another. Of sends abreast, which differ in rows at most,
+// there, its word becomes 1: the words of the slices follow one another. Of sends tile_interleave, which differ in rows at most,
 // the first slices leave first, then the second ones.
 struct Send {
   uint64_t source, target;
@@ -64,11 +64,11 @@ struct Send {
   uint32_t rows, row_bytes, slice_bytes;
   uint32_t counter;  // the number of its first slice's
   int16_t first;     // slices of so many sends from this one on leave in turn
-  int16_t abreast;
+  int16_t tile_interleave;
 };
 
 // Several products; `base` describes one of them, with the number of products as `l`.
-struct GatedArguments {
+struct FusedArguments {
   Arguments base;
   Matrix operand_elsewhere, d_elsewhere;
   int32_t moving;  // 0 if A moves, 1 if B does; the other one is one of so many others
@@ -78,7 +78,7 @@ struct GatedArguments {
                        // then tickets of pieces, and of each slice sent; the last are a Passage's and, never zero
                        // again, a Pace's
   uint32_t pace;       // of what goes to other GPUs, picoseconds for each KiB
-  Words entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
+  FlagOps entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
   Product products[kProducts];
   int32_t adds;  // whether there are further sources
   Further further[kProducts];
@@ -171,7 +171,7 @@ struct Passage {
   static constexpr int kBegun = kCounters - 3, kEnded = kCounters - 2, kOpen = kCounters - 1;
   static constexpr int kCopying = kCopyingWarps > 1 ? kCopyingWarps : 1;  // warps of a block that take part besides
 
-  Words entry, exit;  // without phases: nothing to be done. Peers can be written behind the first phase of the entry
+  FlagOps entry, exit;  // without phases: nothing to be done. Peers can be written behind the first phase of the entry
   uint32_t* counters;
 
   // The word that is 1 once peers can be written; 0 where they can be from the beginning.
@@ -230,7 +230,7 @@ class Numbers {
   uint64_t low_ = 0, high_ = 0;
 };
 
-// Tiles of products that are abreast in turn, others product by product. So those that are multiplied by the same part of
+// Tiles of products that are tile_interleave in turn, others product by product. So those that are multiplied by the same part of
 // the operand that they share do so at the same time, and it is read once.
 struct InTurn {};
 
@@ -241,7 +241,7 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
  public:
   using WorkTileInfo = typename Base::WorkTileInfo;
   struct Turns {
-    int16_t first[kProducts], abreast[kProducts];
+    int16_t first[kProducts], tile_interleave[kProducts];
   };
   struct Arguments : Base::Arguments {
     Turns turns;
@@ -287,9 +287,9 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
   CUTLASS_DEVICE WorkTileInfo tile_(uint32_t number) const {
     if (number < scheduler_params.blocks_per_problem_ / kBlocks) {
       uint32_t const product = number / params_.clusters;
-      uint32_t const first = params_.turns.first[product], abreast = params_.turns.abreast[product];
+      uint32_t const first = params_.turns.first[product], tile_interleave = params_.turns.tile_interleave[product];
       uint32_t const within = number - first * params_.clusters;
-      number = (first + within % abreast) * params_.clusters + within / abreast;
+      number = (first + within % tile_interleave) * params_.clusters + within / tile_interleave;
     }
     auto const [m, n, l] = block_id_in_cluster();
     uint32_t const block = scheduler_params.raster_order_ == RasterOrder::AlongN
@@ -434,12 +434,12 @@ class Sender {
     Pace pace;                   // of the former
     uint64_t opens;              // the word that says that others' memory can be written; 0: it can
     uint32_t* counters;          // pieces taken of each queue; then of each slice of each send, pieces stored
-    uint32_t first[kSends];      // of each send, the first piece of it and those abreast
-    uint32_t per_slice[kSends];  // pieces; where those abreast have fewer rows, their last ones are empty
+    uint32_t first[kSends];      // of each send, the first piece of it and those tile_interleave
+    uint32_t per_slice[kSends];  // pieces; where those tile_interleave have fewer rows, their last ones are empty
     Send sends[kSends];
   };
 
-  static Params params(GatedArguments const& args) {
+  static Params params(FusedArguments const& args) {
     Params found{};
     found.counters = args.counters + kCountersAt;
     found.pace = Pace::of(args.counters, args.pace);
@@ -449,10 +449,10 @@ class Sender {
       for (int i = queue.begin; i < queue.end; ++i) {
         Send const& send = found.sends[i] = args.sends[i];
         uint32_t most = 0;
-        for (int j = send.first; j < send.first + send.abreast; ++j) most = cute::max(most, pieces_(args.sends[j]));
+        for (int j = send.first; j < send.first + send.tile_interleave; ++j) most = cute::max(most, pieces_(args.sends[j]));
         found.first[i] = i == send.first ? queue.pieces : found.first[send.first];
         found.per_slice[i] = most;
-        if (i == send.first) queue.pieces += slices_(send) * most * send.abreast;
+        if (i == send.first) queue.pieces += slices_(send) * most * send.tile_interleave;
       }
     }
     return found;
@@ -541,9 +541,9 @@ class Sender {
     int i = queue_.begin;
     while (i + 1 < queue_.end && number >= params_.first[i + 1]) ++i;
     Send const& last = params_.sends[i];
-    uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], abreast = last.abreast;
+    uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], tile_interleave = last.tile_interleave;
     return {
-        int32_t(last.first + within / pieces % abreast), within / (pieces * abreast),
+        int32_t(last.first + within / pieces % tile_interleave), within / (pieces * tile_interleave),
         within % pieces * kParts * at_once_(last)};
   }
 

@@ -79,7 +79,7 @@ struct FurtherSources {
     Further further[kProducts];
   };
 
-  static Params params(GatedArguments const& args) {
+  static Params params(FusedArguments const& args) {
     Params found{};
     found.any = args.adds != 0;
     found.alpha = args.base.alpha;

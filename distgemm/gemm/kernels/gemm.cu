@@ -5,7 +5,7 @@
 //
 // A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
 //
-// With DG_GATED it computes several such products of one shape, one after the other without a pause, or some tile by tile
+// With DG_FUSED it computes several such products of one shape, one after the other without a pause, or some tile by tile
 // in turn. They are the mode L of CUTLASS; a table says where each of them reads and writes: fused.cuh, and fused_reduce.cuh
 // for sums that are passed on.
 
@@ -41,11 +41,11 @@
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
 DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
-and DG_GATED are needed"
+and DG_FUSED are needed"
 #endif
 
-#define DG_PASSES (DG_GATED == DG_RESULTS || DG_GATED == DG_DELIVERIES)
-#define DG_SENDS (DG_GATED == DG_OPERANDS || DG_GATED == DG_DELIVERIES)
+#define DG_PASSES (DG_FUSED == DG_RESULTS || DG_FUSED == DG_DELIVERIES)
+#define DG_SENDS (DG_FUSED == DG_OPERANDS || DG_FUSED == DG_DELIVERIES)
 
 namespace distgemm {
 
@@ -67,7 +67,7 @@ constexpr bool row_scale_a = DG_ROW_SCALE_A;
 constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
-constexpr bool gated = DG_GATED != DG_ALONE;
+constexpr bool gated = DG_FUSED != DG_ALONE;
 constexpr bool passes_results = DG_PASSES;
 static_assert(direct || !plain, "without TMA, results are stored directly");
 static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
@@ -103,7 +103,7 @@ struct Arguments {
 
 }  // namespace distgemm
 
-#if DG_GATED != DG_ALONE
+#if DG_FUSED != DG_ALONE
 #include "fused.cuh"
 #endif
 #if DG_PASSES
@@ -465,7 +465,7 @@ template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::Persi
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<
     Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
 
-#if DG_GATED == DG_OPERANDS
+#if DG_FUSED == DG_OPERANDS
 using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>, InTurn>>;
 #elif DG_PASSES
 using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
@@ -489,7 +489,7 @@ void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
   }
 }
 
-#if DG_GATED != DG_ALONE
+#if DG_FUSED != DG_ALONE
 
 // Descriptors of both operands, for so many batches of each.
 typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
@@ -499,16 +499,16 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
   return of_a;
 }
 
-#if DG_GATED == DG_OPERANDS
+#if DG_FUSED == DG_OPERANDS
 
-void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
   static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result.batch;
 }
 
 #else
 
-void set_results(typename Kernel::Arguments& arguments, GatedArguments const& args) {
+void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
   using Collective = typename Epilogue::Collective;
   auto const of = [&](Arguments const& from, int results) {
     auto const params = [&](int batches) {
@@ -540,7 +540,7 @@ void set_results(typename Kernel::Arguments& arguments, GatedArguments const& ar
 #endif
 
 typename Kernel::Arguments encode(void const* given) {
-  auto const& args = *static_cast<GatedArguments const*>(given);
+  auto const& args = *static_cast<FusedArguments const*>(given);
   auto const batches_of = [&](Arguments const& from, int count) {
     return args.moving == 0 ? descriptors(from, count, args.others) : descriptors(from, args.others, count);
   };
@@ -556,7 +556,7 @@ typename Kernel::Arguments encode(void const* given) {
   for (int i = 0; i < kProducts; ++i) {
     arguments.mainloop.operands[i] = args.products[i].operand;
     arguments.scheduler.turns.first[i] = args.products[i].first;
-    arguments.scheduler.turns.abreast[i] = args.products[i].abreast;
+    arguments.scheduler.turns.tile_interleave[i] = args.products[i].tile_interleave;
   }
   arguments.passage = {args.entry, args.exit, args.counters};
   if constexpr (DG_SENDS) {
@@ -587,8 +587,8 @@ typename Kernel::Arguments encode(void const* given) {
 
 extern "C" {
 
-#if DG_GATED != DG_ALONE
-int distgemm_arguments_size() { return sizeof(GatedArguments); }
+#if DG_FUSED != DG_ALONE
+int distgemm_arguments_size() { return sizeof(FusedArguments); }
 #else
 int distgemm_arguments_size() { return sizeof(Arguments); }
 #endif
@@ -611,12 +611,12 @@ int distgemm_load() {
 }
 
 // Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. The arguments are
-// GatedArguments where the kernel is.
+// FusedArguments where the kernel is.
 void distgemm_encode(void const* args, void* out) {
   auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
 #if DG_PASSES
   // Also tiles outside of D, by which the scheduler rounds up.
-  params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<GatedArguments const*>(args)->base.l;
+  params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<FusedArguments const*>(args)->base.l;
 #else
   static_cast<void>(params);
 #endif

@@ -32,7 +32,7 @@ from distgemm.plan.ops import (
 )
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.plan.validate import check_form
+from distgemm.plan.validate import validate
 from distgemm.runtime.checks import TORCH_DTYPES, agree, check_gathered, check_shards, resolve_group
 
 __all__ = ["CollectiveExecutable", "run_collective"]
@@ -464,7 +464,7 @@ class _Compiler:
 
     def __init__(self, plan: Plan, rank: int, memory: _Memory, group: dist.ProcessGroup, barrier: Step) -> None:
         self.plan, self.rank, self.memory, self.group, self.barrier = plan, rank, memory, group, barrier
-        form = check_form(plan)
+        form = validate(plan)
         self.ops, self.signals = form.ops, form.signals
         self.steps: list[Step] = []
         self.finished: set[int] = set()

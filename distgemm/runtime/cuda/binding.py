@@ -13,20 +13,21 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.flags import MemOp, fits
-from distgemm.gemm.fused.gemms import Further, GatedGemms, GatedSend, bind_gated, gated_source
+from distgemm.gemm.fused.gemms import Further, FusedGemms, FusedSend, bind_fused, fused_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.runtime.checks import TORCH_DTYPES, Execution, shard_dtype
-from distgemm.runtime.cuda.flag_kernel import bind_words, word_source
+from distgemm.runtime.checks import TORCH_DTYPES, shard_dtype
+from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import lower
-from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM, Action, waits_of
+from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, waits_of
 from distgemm.runtime.cuda.lowering.single_kernel import moving
 from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.workspace import Step, Workspace
+from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["Binder", "Binding", "Bound", "Call", "tiles_of_a"]
 
@@ -84,7 +85,7 @@ class Binder:
 
     actions:    what it puts on streams
     tiles_of_a: as :func:`tiles_of_a` finds them
-    gives_way:  whether calls whose tensors one kernel for all GEMMs cannot read wait on memory instead; to the other
+    fallback:   whether calls whose tensors one kernel for all GEMMs cannot read wait on memory instead; to the other
                 ranks both are the same
 
     Raises what :func:`distgemm.runtime.cuda.lowering.lower.lower` raises.
@@ -93,12 +94,14 @@ class Binder:
     binding: type[Binding]
     """Of what a call becomes; another one in programs that stand for a rank of many."""
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, how: Execution, gives_way: bool = False) -> None:
-        self.plan, self.rank, self.device, self.how, self.gives_way = plan, rank, device, how, gives_way
-        self.config = None if how.config is None else GemmConfig.parse(how.config)
+    def __init__(
+        self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
+    ) -> None:
+        self.plan, self.rank, self.device, self.execution, self.fallback = plan, rank, device, execution, fallback
+        self.config = None if execution.config is None else GemmConfig.parse(execution.config)
         self.tiles_of_a = tiles_of_a(plan, rank)
         self.counters: Tensor | None = None
-        self.actions: Sequence[Action] = lower(plan, rank, how.branches, how.merge, how.waits == "gemm", how.copies)
+        self.actions: Sequence[Action] = lower(plan, rank, execution)
 
     def attach(self, workspace: Workspace, number: int, counters: Tensor | None) -> None:
         """Where calls find slots and words.
@@ -123,13 +126,13 @@ class Binder:
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         found = self.binding(self, Call(shards, 1.0, float(c), row, None, None), 0)
         ops = [op for action in self.actions for op in action.ops]
-        if self.how.waits == "gemm":
-            kernels = [action for action in self.actions if action.gates]
-            return [*(found.gated_source(action) for action in kernels), word_source()]
+        if self.execution.single_kernel:
+            kernels = [action for action in self.actions if action.kernel]
+            return [*(found.fused_source(action) for action in kernels), flag_source()]
         gemms = [found.gemm_tensors(op) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
-        provider = get_provider(self.how.provider)
-        sources = provider.sources(list(specs), self.config, self.how.branches)
+        provider = get_provider(self.execution.provider)
+        sources = provider.sources(list(specs), self.config, self.execution.gemm_streams)
         for tensors, rest in gemms:
             if rest is not None:
                 summed = [matrix_spec("a source", source) for source in (tensors.d, *rest.sums)]
@@ -138,8 +141,8 @@ class Binder:
             if isinstance(op, Reduce):
                 summed = [matrix_spec("a source", found.tensor(view)) for view in op.sources]
                 sources.append(sum_source_of(summed, matrix_spec("D", found.tensor(op.out))))
-        if self.how.waits == "kernel":
-            sources.append(word_source())
+        if self.execution.wait_by == "kernel":
+            sources.append(flag_source())
         return list(dict.fromkeys(sources))
 
 
@@ -149,19 +152,20 @@ class Binding:
     def __init__(self, binder: Binder, call: Call, half: int) -> None:
         self.binder, self.call, self.half = binder, call, half
         self.plan, self.rank = binder.plan, binder.rank
-        self.actions, self.waits, self.config = binder.actions, binder.how.waits, binder.config
+        self.actions, self.config, execution = binder.actions, binder.config, binder.execution
+        self.fused = execution.single_kernel
+        self.wait_by_kernel = self.fused or execution.wait_by == "kernel"
         self.passage: _Passage | None = None
 
     def bound(self) -> Bound:
         """All of it. Where one kernel cannot read or write these tensors, waits are on memory, if they may be."""
-        if self.waits == "gemm" and self.binder.gives_way:
+        if self.fused and self.binder.fallback:
             try:
                 return self._bound()
             except ValueError as error:
                 LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
-            how = self.binder.how
-            self.actions = lower(self.plan, self.rank, how.branches, copies=how.copies)
-            self.waits, self.config = "memory", None
+            self.actions = lower(self.plan, self.rank, self.binder.execution, separate_gemms=True)
+            self.fused, self.wait_by_kernel, self.config = False, False, None
         return self._bound()
 
     def _bound(self) -> Bound:
@@ -171,7 +175,7 @@ class Binding:
     def _alone(self) -> _Passage | None:
         """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""
         actions = self.actions
-        alone = any(action.gates for action in actions) and all(action.stream == BRANCH for action in actions)
+        alone = any(action.kernel for action in actions) and all(action.stream == GEMM_STREAM for action in actions)
         if not alone or "gathered" in self.call.shards:
             return None
         found = _Passage(self._entry_phases(), self._exit_phases())
@@ -181,8 +185,8 @@ class Binding:
         """Where nothing is on another stream, what comes before everything."""
         steps = self.binder.steps[self.half]
         entered = steps[Step.ENTERED]  # peers are told once left is reset
-        resets, tells = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
-        return [steps[Step.ENTRY], resets, tells]
+        resets, done_flags = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
+        return [steps[Step.ENTRY], resets, done_flags]
 
     def _exit_phases(self) -> Phases:
         """What is done by a kernel behind all else."""
@@ -191,18 +195,20 @@ class Binding:
         return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
 
     def _action(self, action: Action) -> Callable[[int], None]:
-        if action.step is Step.FINISH and self.waits != "memory":
+        if action.step is Step.FINISH and self.wait_by_kernel:
             return lambda stream: None  # a part of the exit
         steps = self.binder.steps[self.half]
-        if action.step is not None and action.stream == BRANCH:  # kernels alone: the first is all that comes before
+        if (
+            action.step is not None and action.stream == GEMM_STREAM
+        ):  # kernels alone: the first is all that comes before
             if action.step is Step.ENTERED or self.passage is not None:
                 return lambda stream: None
-            return bind_words(self._entry_phases(), self._index)
+            return bind_flag_ops(self._entry_phases(), self._index)
         step = [] if action.step is None else steps[action.step]
         if not action.ops:
             return lambda stream: mem_ops(step, stream)
         first = action.ops[0]
-        if action.gates:
+        if action.kernel is not None:
             launches = self._gemms(action)
         elif isinstance(first, Gemm):
             launches = self._gemm(first)
@@ -213,8 +219,8 @@ class Binding:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if self.waits != "memory" and isinstance(first, Wait) and action.stream != COMM:
-                return bind_words([ops], self._index)
+            if self.wait_by_kernel and isinstance(first, Wait) and action.stream != COMM:
+                return bind_flag_ops([ops], self._index)
             return lambda stream: mem_ops([*ops, *step], stream)
 
         def launch(stream: int) -> None:
@@ -225,12 +231,12 @@ class Binding:
 
     def _exit(self) -> Callable[[int], None]:
         """What is done behind all else."""
-        if self.waits == "memory":
+        if not self.wait_by_kernel:
             exit_step = self.binder.steps[self.half][Step.EXIT]
             return lambda stream: mem_ops(exit_step, stream)
         if self.passage is not None:
             return lambda stream: None  # a part of the kernel
-        return bind_words(self._exit_phases(), self._index)
+        return bind_flag_ops(self._exit_phases(), self._index)
 
     @property
     def _index(self) -> int:
@@ -259,52 +265,55 @@ class Binding:
         """All GEMMs of the rank by one kernel."""
         copies = [self._to_gathered(op) for op in action.ops if isinstance(op, Gemm)]
         gemms = self._products(action, lambda op: self.memop(op).address)
-        return [bind_gated(gemms, self.config), *chain.from_iterable(copies)]
+        return [bind_fused(gemms, self.config), *chain.from_iterable(copies)]
 
     def _whole(self, slices: Sequence[View]) -> Tensor:
         """Neighbouring columns of a matrix as one."""
         batch, rows, (start, _) = slices[0].box
         return _matrix(self.tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1])))))
 
-    def gated_source(self, action: Action) -> KernelSource:
+    def fused_source(self, action: Action) -> KernelSource:
         """The kernel of all GEMMs."""
-        return gated_source(self._products(action, lambda op: 1), self.config)
+        return fused_source(self._products(action, lambda op: 1), self.config)
 
-    def _products(self, action: Action, word: Callable[[Wait | Signal], int]) -> GatedGemms:
+    def _products(self, action: Action, word: Callable[[Wait | Signal], int]) -> FusedGemms:
         """The GEMMs of a kernel and what it sends, with the addresses of words."""
+        kernel = action.kernel
+        assert kernel is not None
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
         products, further = [], []
-        for op, waits in zip(gemms, action.gates, strict=True):
+        for op, waits in zip(gemms, kernel.wait_flags, strict=True):
             tensors, rest = self.gemm_tensors(replace(op, sources=op.sources[:1]))
             pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
             further.append([Further(_matrix(self.tensor(view)), word(wait)) for view, wait in pairs])
             if rest is not None:
-                raise ValueError(f"waits='gemm' takes GEMMs that do all by themselves, and none adds C to {op}")
+                raise ValueError(
+                    f"execution='single_kernel' takes GEMMs that do all by themselves, and none adds C to {op}"
+                )
             products.append(tensors)
         sends = [
-            GatedSend(
-                self._whole([copy.src for copy in sent.copies]),
-                self._whole([copy.dst for copy in sent.copies]),
-                word(sent.signals[0]) if sent.signals else 0,
-                waits=word(sent.waits) if sent.waits else 0,
-                away=link_of(sent.copies[0]) is not None,
+            FusedSend(
+                self._whole([copy.src for copy in send.copies]),
+                self._whole([copy.dst for copy in send.copies]),
+                word(send.signals[0]) if send.signals else 0,
+                waits=word(send.wait) if send.wait else 0,
+                away=link_of(send.copies[0]) is not None,
             )
-            for sent in action.sends
+            for send in kernel.sends
         ]
         stored = any(op.out.rank != self.rank for op in gemms)
-        return GatedGemms(
+        return FusedGemms(
             products,
             moving=moving(gemms),
-            waits=[word(ops[0]) if ops else 0 for ops in action.gates],
-            tells=[0 if op is None else word(op) for op in action.tells],
+            waits=[word(ops[0]) if ops else 0 for ops in kernel.wait_flags],
+            done_flags=[0 if op is None else word(op) for op in kernel.done_flags],
             away=[op.out.buffer == "slot" for op in gemms],
             counters=self.binder.counters,
             sends=sends,
-            opens=word(action.opens) if action.opens else 0,
             rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
-            slice=action.slice,
-            entire=[action.slice > 0 and len(ops) == 1 for ops in action.gates],
-            abreast=action.abreast,
+            slice=kernel.slice_k,
+            entire=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
+            tile_interleave=kernel.tile_interleave,
             entry=self.passage.entry if self.passage else (),
             exit=self.passage.exit if self.passage else (),
             further=further if any(further) else (),
@@ -312,8 +321,10 @@ class Binding:
 
     def _gemm(self, op: Gemm) -> list[Launch]:
         tensors, rest = self.gemm_tensors(op)
-        how = self.binder.how
-        launches: list[Launch] = [bind_gemm(tensors, provider=how.provider, config=self.config, streams=how.branches)]
+        execution = self.binder.execution
+        launches: list[Launch] = [
+            bind_gemm(tensors, provider=execution.provider, config=self.config, streams=execution.gemm_streams)
+        ]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=self.call.beta, bias=rest.bias))
         return [*launches, *self._to_gathered(op)]
@@ -342,7 +353,7 @@ class Binding:
             if others and others[0].dtype != d.dtype:
                 raise ValueError(
                     f"an epilogue adds two sums, and what is left is added to D: of one type, got {len(sources)} of "
-                    f"{others[0].dtype} for D of {d.dtype}; last='sum' adds sums of any type"
+                    f"{others[0].dtype} for D of {d.dtype}; final_add='kernel' adds sums of any type"
                 )
             rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
             c_term, c_factor = further[0], 1.0
@@ -361,7 +372,7 @@ class Binding:
             dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
             padded=op.out.buffer == "slot",
         )
-        provider = get_provider(self.binder.how.provider)
+        provider = get_provider(self.binder.execution.provider)
         if not provider.supports(spec_of(tensors)):
             bare = replace(tensors, c=None, beta=0.0, bias=None)
             if provider.supports(spec_of(bare)):

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from distgemm.gemm.nvcc import build_together
 from distgemm.plan.ops import Copy
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
-    Execution,
     agree,
     check_bias,
     check_gathered,
@@ -30,12 +29,10 @@ from distgemm.runtime.checks import (
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, Call
 from distgemm.runtime.cuda.lowering import most_flags
-from distgemm.runtime.cuda.lowering.actions import BRANCH, Action, on_one_stream
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import Workspace, workspace_for
-
-if TYPE_CHECKING:
-    from distgemm.tune.config import Choice
+from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["CudaExecutable", "Replay", "compile_plan"]
 
@@ -51,52 +48,49 @@ class CudaExecutable:
     """This rank's part of a plan; made by :func:`distgemm.compile`.
 
     plan, group, device: what it executes, and where
-    how:     it executes it: a :class:`distgemm.runtime.checks.Execution`
+    execution: how GPUs execute the plan
     workspace: the memory that it shares with the group's other executables
     graphs:  how many graphs it has recorded for eager calls, replays not counted
-    choice:  what ``schedule="auto"`` chose; None where the caller did
     timeout, on_timeout: as :func:`distgemm.compile` takes them
     """
-
-    binders = Binder
 
     def __init__(
         self,
         plan: Plan,
         group: dist.ProcessGroup,
         device: torch.device,
-        how: Execution,
+        execution: ExecutionConfig,
         *,
         timeout: float = 300.0,
         on_timeout: str = "raise",
-        choice: Choice | None = None,
+        fallback: bool = False,
     ) -> None:
         self.timeout, self.on_timeout = timeout, on_timeout
-        self.plan, self.group, self.device, self.how, self.choice = plan, group, device, how, choice
+        self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank = dist.get_rank(group)
         self.graphs = 0
         problem: Exception | None = None
         try:
-            self.binder = self.binders(plan, self.rank, device, how, gives_way=choice is not None)
-            if how.waits == "kernel" and not on_one_stream(self.actions):
+            self.binder = Binder(plan, self.rank, device, execution, fallback)
+            if execution.wait_by == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
-                    f"waits='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
-                    f"branches={how.branches} does not: beside other kernels, one that waits may keep an SM from what "
-                    "it waits for. waits='memory' does"
+                    f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
+                    f"gemm_streams={execution.gemm_streams} does not: beside other kernels, one that waits may keep an SM from what "
+                    "it waits for. wait_by='memory_op' does"
                 )
             # What calls without C and bias need; the rest when it comes.
             build_together(self.binder.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        agree(plan, f"{how}, timeout {timeout} s, {on_timeout}", group, device, problem)
-        flags = most_flags(plan, how.waits == "gemm", how.copies)
+        agree(plan, f"{execution}, timeout {timeout} s, {on_timeout}", group, device, problem)
+        flags = most_flags(plan, execution)
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
         counters = None
-        if how.waits == "gemm":
+        if execution.single_kernel:
             counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
         self.binder.attach(self.workspace, self.number, counters)
@@ -113,7 +107,7 @@ class CudaExecutable:
     @property
     def provider(self) -> str:
         """Of its GEMMs."""
-        return self.how.provider
+        return self.execution.provider
 
     @property
     def workspace_bytes(self) -> int:
@@ -279,10 +273,10 @@ class CudaExecutable:
     def _put_here(self, bound: Bound, counted: bool) -> None:
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
-        used = sorted({BRANCH, *(action.stream for action in bound.actions)})
-        streams = {number: main if number == BRANCH else side[number - (number > BRANCH)] for number in used}
+        used = sorted({GEMM_STREAM, *(action.stream for action in bound.actions)})
+        streams = {number: main if number == GEMM_STREAM else side[number - (number > GEMM_STREAM)] for number in used}
         for number, stream in streams.items():
-            if number != BRANCH:
+            if number != GEMM_STREAM:
                 stream.wait_stream(main)
         if counted:
             with torch.cuda.stream(streams[used[-1]]):
@@ -296,7 +290,7 @@ class CudaExecutable:
             if action.awaited:
                 events[number] = stream.record_event()
         for number, stream in streams.items():
-            if number != BRANCH:
+            if number != GEMM_STREAM:
                 main.wait_stream(stream)
         bound.leave(main.cuda_stream)
 
@@ -339,23 +333,24 @@ class Replay:
 
 def compile_plan(
     plan: Plan,
-    how: Execution | None = None,
+    execution: ExecutionConfig | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
     timeout: float = 300.0,
     on_timeout: str = "raise",
-    choice: Choice | None = None,
+    fallback: bool = False,
 ) -> CudaExecutable:
     """This rank's executable for a plan: :func:`distgemm.compile`, for those who have a plan.
 
-    choice: what ``schedule="auto"`` chose, if it did
+    fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a warning;
+        otherwise they raise ValueError
     """
     whole = resolve_group(group)
-    how = Execution() if how is None else how
+    execution = ExecutionConfig() if execution is None else execution
     if on_timeout not in ("raise", "abort") or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
-    get_provider(how.provider)
+    get_provider(execution.provider)
     if plan.world_size != dist.get_world_size(whole):
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
     at = torch.device("cuda" if device is None else device)
@@ -367,7 +362,7 @@ def compile_plan(
         raise RuntimeError("the stream is being captured: compile waits for the other ranks, and comes before that")
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RuntimeError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose branches wait for other "
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose gemm_streams wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
-    return CudaExecutable(plan, whole, at, how, timeout=timeout, on_timeout=on_timeout, choice=choice)
+    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, fallback=fallback)

@@ -10,20 +10,20 @@ import ctypes
 from collections.abc import Sequence
 
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.flags import OPERATIONS, PHASES, MemOp, Words, words_of
+from distgemm.gemm.flags import OPERATIONS, PHASES, FlagOps, MemOp, flag_ops
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 
-__all__ = ["bind_words", "word_source"]
+__all__ = ["bind_flag_ops", "flag_source"]
 
 
-def word_source() -> KernelSource:
+def flag_source() -> KernelSource:
     """What the kernel is compiled from."""
     return KernelSource("words", (), CutlassProvider().arch, "flags.cu", ("flags.cuh",))
 
 
 def _open(device: int) -> Library:
-    found = open_library(word_source(), Words)
+    found = open_library(flag_source(), FlagOps)
     found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     found.load_on(device)
     return found
@@ -43,18 +43,18 @@ def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
     return launches
 
 
-class WordLaunch:
+class FlagLaunch:
     """The kernel with its operations; called with a stream."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
         self._library = _open(device)
-        self._arguments = [words_of(part) for part in split(phases)]
+        self._arguments = [flag_ops(part) for part in split(phases)]
 
     def __call__(self, stream: int) -> None:
         for arguments in self._arguments:
             self._library.check(self._library.functions.distgemm_launch(ctypes.addressof(arguments), stream), "launch")
 
 
-def bind_words(phases: Sequence[Sequence[MemOp]], device: int) -> WordLaunch:
+def bind_flag_ops(phases: Sequence[Sequence[MemOp]], device: int) -> FlagLaunch:
     """The operations of each phase at once, the phases one after the other."""
-    return WordLaunch(phases, device)
+    return FlagLaunch(phases, device)

@@ -31,7 +31,7 @@ from cuda.bindings import runtime
 from distgemm.gemm.streams import new_stream
 from distgemm.runtime.cuda.lowering.actions import waits_of
 from distgemm.runtime.cuda.memops import raise_on
-from distgemm.runtime.cuda.workspace import ENTRY, Words, Workspace
+from distgemm.runtime.cuda.workspace import ENTRY, FlagOps, Workspace
 
 if TYPE_CHECKING:
     from distgemm.runtime.cuda.executable import CudaExecutable
@@ -90,7 +90,7 @@ class _Watched:
             stream = self.streams[handle] = torch.cuda.current_stream(executable.device)
         end.record(stream)
         self.pending.append(_Pending(executable, end, out, threading.get_ident()))
-        executable.raise_if_dead()  # it may have died meanwhile: then nobody else tells this call
+        executable.raise_if_dead()  # it may have died meanwhile: then nobody else done_flags this call
 
     def reclaim(self) -> None:
         """Calls that have ended need not be watched any more; their events serve again."""
@@ -251,7 +251,7 @@ class Watchdog:
         watched.under_way = None
 
 
-def _explain(executable: CudaExecutable, words: Words | None, seconds: float) -> str:
+def _explain(executable: CudaExecutable, words: FlagOps | None, seconds: float) -> str:
     plan, rank = executable.plan, executable.rank
     head = f"{plan.schedule} on rank {rank} of {plan.world_size} has not ended within {seconds:g} s"
     if words is None:

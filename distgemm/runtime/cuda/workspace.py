@@ -62,7 +62,7 @@ class Step(enum.Enum):
     EXIT = "exit"
 
 
-class Words(NamedTuple):
+class FlagOps(NamedTuple):
     """A rank's words: which executable is at which stage, and the words by peer and by number of the flag."""
 
     executable: int
@@ -117,12 +117,12 @@ class Half:
 
 
 def stage_word(world_size: int) -> int:
-    """Words before the stage: left and entered of all ranks."""
+    """FlagOps before the stage: left and entered of all ranks."""
     return 2 * _even(world_size)
 
 
 def first_flag(world_size: int) -> int:
-    """Words before the flags. What is cleared two words at once lies apart from all else."""
+    """FlagOps before the flags. What is cleared two words at once lies apart from all else."""
     return stage_word(world_size) + 2
 
 
@@ -224,14 +224,14 @@ class Workspace:
         if not any(executable is kept for kept in self._kept):
             self._kept.append(executable)
 
-    def read(self, words: torch.Tensor) -> Words:
+    def read(self, words: torch.Tensor) -> FlagOps:
         """What a copy of the words says of the half that a replay is on; of the first if there is none."""
         size, at = self.world_size, stage_word(self.world_size)
         halves: list[list[int]] = words.view(2, -1).tolist()
         values = max(halves, key=lambda values: values[at] > 0)
         executable, stage = divmod(values[at], STAGES)
         entered = _even(size)
-        return Words(executable, stage, values[:size], values[entered : entered + size], values[first_flag(size) :])
+        return FlagOps(executable, stage, values[:size], values[entered : entered + size], values[first_flag(size) :])
 
     def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
         """Bytes of a rank's slots, as a tensor on this device."""

@@ -6,62 +6,63 @@ from collections.abc import Sequence
 
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan, PlanError
-from distgemm.runtime.cuda.lowering.actions import BRANCH, COMM, Action
+from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
 from distgemm.runtime.cuda.lowering.merge_copies import merged
-from distgemm.runtime.cuda.lowering.single_kernel import flags_of, one_kernel
-from distgemm.runtime.cuda.lowering.slices import SLICES, in_slices, slice_of, sliced
+from distgemm.runtime.cuda.lowering.single_kernel import flags_of, single_kernel
+from distgemm.runtime.cuda.lowering.slices import in_slices, most_slices, slice_of, sliced
 from distgemm.runtime.cuda.workspace import Step
+from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["lower", "most_flags"]
 
 
-def lower(
-    plan: Plan, rank: int, branches: int, merge: bool = False, gated: bool = False, copies: str = "engine"
-) -> list[Action]:
+def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: bool = False) -> list[Action]:
     """The actions of a rank, in an order in which they can be issued.
 
-    merge: chunks that lie behind one another in memory are multiplied as one, and copied as one, but for those that a
-           rank multiplies last: few chunks in between, small ones where they are waited for. With ``gated`` they are
-           copied so only, and of those that come last half at once, half of the rest, and so on
-    gated: all GEMMs are one kernel that waits for each chunk by itself, and tells of each result by itself
-    copies: of shards to peers, as ``distgemm.compile`` takes it. Where there are slices along k, each has a flag of its
-           own; with ``gated`` the kernel sends them if "gemm" or "both". With "gemm" also those of an all-reduce's
-           results, to peers and from slots to D, as a whole
-
     Streams are first in, first out, and actions are issued in the plan's order, in which no op waits for a later
-    one: whatever streams the hardware serialises, the ranks come to an end. There is one exception: a kernel whose sums
-    copies pass on waits for copies of peers, and copies for it, so that those streams are to run at once.
+    one: whatever streams the hardware serialises, the ranks come to an end. There is one exception. A fused kernel
+    whose sums copy engines pass on waits for copies of peers, and these copies wait for the kernel: the stream of
+    copies and the stream of the kernel must run at once.
 
-    Credits that pass from one replay to the next, and Barriers at the start, are what the entry into a replay
-    waits for (see :mod:`distgemm.runtime.cuda.workspace`); such Waits and Signals vanish. What peers have taken from
-    a rank's slots they have before it leaves the replay: their ENTERED, for which it waits, is behind their copies,
-    but for what a kernel sends, which no peer takes from there.
+    Credits that pass from one replay to the next, and Barriers at the start, are part of the entry into a replay
+    (see :mod:`distgemm.runtime.cuda.workspace`): their Waits and Signals are left out. A rank leaves a replay only
+    after its peers have read its slots: the rank waits for ENTERED of each peer, which stands behind the peer's copies.
+    What a fused kernel sends needs no such wait: no peer reads it from this rank's slots.
 
-    Raises PlanError for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
-    depend on what vanishes, and GEMMs that cannot be one kernel.
+    Args:
+        plan: of all ranks.
+        rank: whose actions.
+        config: how GPUs execute the plan, the same on all ranks.
+        separate_gemms: launch a kernel for each GEMM although ``config`` says "single_kernel". The other ranks see no
+            difference: flags and slices are those of ``config``.
+
+    Raises:
+        PlanError: for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
+            depend on what is left out, and GEMMs that cannot be one kernel.
     """
     _check(plan, rank)
     ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
     entered = {op.id for op in ops if _is_entry(op)}
     ops = [op for op in ops if not _is_entry(op)]
-    if merge:
-        ops = merged(plan, rank, ops, entered, gated)
-    along = slices = 0
-    if in_slices(plan, copies):
-        along = slice_of(plan, copies)
-        ops, slices = sliced(plan, ops, along, copies != "gemm")
+    fused = config.single_kernel and not separate_gemms
+    if config.merge_copies and not separate_gemms:
+        ops = merged(plan, rank, ops, entered, fused)
+    slice_k = slices = 0
+    if in_slices(plan, config.transport):
+        slice_k = slice_of(plan, config.transport)
+        ops, slices = sliced(plan, ops, slice_k, last=config.transport == "copy_engine_slices")
     kernel = None
-    if gated:
-        ops, kernel = one_kernel(plan, ops, entered, slices, copies, merge)
-    if kernel is not None:
-        kernel.slice = along
-    streams = _streams(ops, 1 if gated else branches)
+    if fused:
+        ops, kernel = single_kernel(plan, ops, entered, slices, config)
+    if kernel is not None and kernel.kernel is not None:
+        kernel.kernel.slice_k = slice_k
+    streams = _streams(ops, 1 if fused else config.gemm_streams)
     actions = [Action(COMM, (), step=Step.ENTRY)]
     of: dict[int, int] = dict.fromkeys(entered, 0)
     waits = []
     for run in _runs(ops, streams):
-        told_here = any(isinstance(op, Wait) and op.peer == rank for op in run)
-        if kernel is not None and kernel not in actions and (told_here or streams[run[0].id] == BRANCH):
+        local_wait = any(isinstance(op, Wait) and op.peer == rank for op in run)
+        if kernel is not None and kernel not in actions and (local_wait or streams[run[0].id] == GEMM_STREAM):
             waits.append(len(actions))
             actions.append(kernel)  # before what waits for it, or stands behind it on its stream
         needed = {of[dep] for op in run for dep in op.deps}
@@ -80,7 +81,7 @@ def lower(
                 continue
         actions.append(Action(stream, run, tuple(sorted(needed))))
     # Where nothing is copied, one stream will do.
-    stream = BRANCH if kernel is not None and not ops else COMM
+    stream = GEMM_STREAM if kernel is not None and not ops else COMM
     actions[0].stream = stream
     last = max((number for number, action in enumerate(actions) if action.stream == stream), default=0)
     if isinstance(next(iter(actions[last].ops), None), Signal):
@@ -119,19 +120,19 @@ def _check(plan: Plan, rank: int) -> None:
             waited.add(op.flag)
 
 
-def _streams(ops: Sequence[Op], branches: int) -> dict[int, int]:
-    """The stream of each op. Sums, and copies within a rank, have one of their own behind the branches where GEMMs
+def _streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
+    """The stream of each op. Sums, and copies within a rank, have one of their own behind the gemm_streams where GEMMs
     follow that need no sum: those are not to stand behind what a sum waits for."""
     found: dict[int, int] = {}
     computed = 0
-    sums = BRANCH + branches if _sums_in_between(ops) else None
+    sums = GEMM_STREAM + gemm_streams if _sums_in_between(ops) else None
     for op in ops:
         if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
             found[op.id] = COMM  # to or from a peer, or for peers to take
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums
         elif isinstance(op, (Gemm, Reduce, Copy)):
-            found[op.id] = BRANCH + computed % branches
+            found[op.id] = GEMM_STREAM + computed % gemm_streams
             computed += 1
     waits = {op.id for op in ops if isinstance(op, Wait)}
     for op in ops:
@@ -187,10 +188,12 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
     return [tuple(run) for run in runs]
 
 
-def most_flags(plan: Plan, gated: bool, copies: str) -> int:
-    """How many flags the actions of each rank have at most, as :func:`lower` makes them."""
-    flags = flags_of(plan) * (SLICES[copies] if in_slices(plan, copies) else 1)
-    if gated:  # one for each result, of which copies are told
+def most_flags(plan: Plan, config: ExecutionConfig) -> int:
+    """The most flags that the actions of any rank have, as :func:`lower` makes them."""
+    flags = flags_of(plan)
+    if in_slices(plan, config.transport):
+        flags *= most_slices(config.transport)
+    if config.single_kernel:  # one for each result that copies on streams wait for
         flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
     return flags
 

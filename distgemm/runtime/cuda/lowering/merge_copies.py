@@ -13,9 +13,9 @@ from distgemm.plan.problem import DTYPE_BYTES
 __all__ = ["halved", "merged", "of_shards"]
 
 
-def merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int], gated: bool) -> list[Op]:
+def merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int], fused: bool) -> list[Op]:
     """Ops in which neighbouring chunks are one op, with the id of the first of them."""
-    gemms, copies = [] if gated else _neighbours(plan, rank), _sent_together(plan, rank, entered, gated)
+    gemms, copies = [] if fused else _neighbours(plan, rank), _sent_together(plan, rank, entered, fused)
     together: list[Sequence[Op]] = [*gemms, *copies]
     first = {op.id: group[0].id for group in together for op in group}
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
@@ -76,12 +76,12 @@ def of_shards(plan: Plan, rank: int) -> list[list[Gemm]]:
     return groups
 
 
-def _sent_together(plan: Plan, rank: int, entered: Container[int], gated: bool) -> list[list[Copy]]:
+def _sent_together(plan: Plan, rank: int, entered: Container[int], fused: bool) -> list[list[Copy]]:
     """Copies to a peer, behind one another on both sides, of what the peer multiplies as one; where its GEMMs are one
     kernel, in halves of halves at the end."""
     together: dict[tuple[int, int], int] = {}
     for peer in range(plan.world_size):
-        for group in halved(of_shards(plan, peer)) if gated else _neighbours(plan, peer):
+        for group in halved(of_shards(plan, peer)) if fused else _neighbours(plan, peer):
             together |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
     groups: list[list[Copy]] = []
     for op in plan.ops(rank):

@@ -1,4 +1,4 @@
-"""All GEMMs of a rank as one kernel: what each of them waits for and tells, and what the kernel copies."""
+"""All GEMMs of a rank as one kernel: what each of them waits for and done_flags, and what the kernel copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.runtime.cuda.lowering.actions import BRANCH, Action, Sent
+from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, Send, SingleKernel
 from distgemm.runtime.cuda.lowering.merge_copies import halved, of_shards
-from distgemm.runtime.cuda.lowering.slices import goes_into, is_sent, multiplied_last
+from distgemm.runtime.cuda.lowering.slices import is_sent
+from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["flags_of", "moving", "one_kernel"]
+__all__ = ["flags_of", "moving", "single_kernel"]
 
-FEW_ROWS, ROWS_ABREAST = 512, 2048
+FEW_ROWS, INTERLEAVED_ROWS = 512, 2048
 """Products of so few rows, computed one by one, read what they are multiplied by at a large part of memory's rate: they
 have so few flops for each byte. So tiles of several are computed in turn, of so many rows at most."""
 BALANCE = 1800
@@ -26,66 +27,66 @@ BALANCE = 1800
 is computed while another one's result leaves, if that is of A's type: 700 TFLOP/s of bf16 beside 390 GB/s."""
 
 
-def one_kernel(
-    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, copies: str, merge: bool
+def single_kernel(
+    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, config: ExecutionConfig
 ) -> tuple[list[Op], Action | None]:
-    """All ops but GEMMs, what only they wait for, and what only they tell; the GEMMs as one action.
+    """The ops that remain beside the fused kernel, and the fused kernel as one action; None without GEMMs.
 
-    slices: of which each chunk is, 0 where they are whole
-    copies: with "gemm" they are a part of the action, with "both" those of what peers multiply last
-    merge:  whether neighbouring chunks are copied together
+    The kernel takes all GEMMs, the Waits that only they need, the Signals that stand behind one of them, and with
+    transport "sm" the copies.
 
-    Raises PlanError for GEMMs that cannot be one kernel.
+    Args:
+        plan: of all ranks.
+        ops: of one rank, without what the entry into a replay does.
+        entered: ids of the ops that the entry does.
+        slices: number of slices of a chunk; 0: chunks are whole.
+        config: how GPUs execute the plan.
+
+    Raises:
+        PlanError: for GEMMs that cannot be one kernel.
     """
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
-    gates = _gates(ops, gemms, entered, slices)
-    groups = _abreast(plan, gemms, _come(plan, gemms, gates, merge), bool(slices) and copies == "gemm")
+    by_sm = config.transport == "sm"
+    wait_flags = _wait_flags(ops, gemms, entered, slices)
+    groups = _interleaved(
+        plan, gemms, _arrived(plan, gemms, wait_flags, config.merge_copies), sliced=bool(slices) and by_sm
+    )
     sums = _adds(plan, gemms)
     multiplied = {op.id for op in gemms}
-    tells = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1 and op.deps[0] in multiplied}
-    told = {op.id for op in tells.values()}
-    others = [op for op in ops if op.id not in multiplied and op.id not in told]
+    done_flags = {
+        op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1 and op.deps[0] in multiplied
+    }
+    signalled = {op.id for op in done_flags.values()}
+    others = [op for op in ops if op.id not in multiplied and op.id not in signalled]
     _check_others(others, multiplied)
-    sent: tuple[Sent, ...] = ()
-    if slices and copies in ("gemm", "both"):
-        last = set(multiplied_last(plan)) if copies == "both" else None
-        sent, others = _sends(others, entered, slices, last)
-    opens = None
-    if sent and copies == "both":
-        others, opens = _behind_engines(others, Flag(gemms[0].rank, flags_of(plan) * slices, 0, False))
-    others = _told_here(plan, others, gemms, tells)
-    if not slices and copies == "gemm":
-        sent, others = _deliveries(others, entered)
-    if tells and not sums:
+    sends: tuple[Send, ...] = ()
+    if slices and by_sm:
+        sends, others = _sends(others, entered, slices)
+    others = _with_local_flags(plan, others, gemms, done_flags)
+    if not slices and by_sm:
+        sends, others = _final_copies(others, entered)
+    if done_flags and not sums:
         raise PlanError(
-            f"{plan.schedule}: one kernel for all GEMMs tells of sums that are passed on, and here are none"
+            f"{plan.schedule}: one kernel for all GEMMs sets flags for sums that are passed on, and this plan has none"
         )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
-    # At peers, once they have left their last replay: behind engines' copies they have.
-    writes = (bool(sent) and opens is None) or any(link_of(op) for op in gemms)
-    kernel = Action(
-        BRANCH,
-        tuple(gemms),
-        (0,) if writes else (),
-        gates=gates,
-        tells=tuple(tells.get(op.id) for op in gemms),
-        sends=sent,
-        opens=opens,
-        abreast=tuple(map(len, groups)) if len(groups) < len(gemms) else (),
-    )
-    return kept, kernel
+    # The kernel writes peers' memory only after they have left their last replay.
+    writes_peers = bool(sends) or any(link_of(op) for op in gemms)
+    interleave = tuple(map(len, groups)) if len(groups) < len(gemms) else ()
+    kernel = SingleKernel(wait_flags, tuple(done_flags.get(op.id) for op in gemms), sends, tile_interleave=interleave)
+    return kept, Action(GEMM_STREAM, tuple(gemms), (0,) if writes_peers else (), kernel=kernel)
 
 
-def _gates(
+def _wait_flags(
     ops: Sequence[Op], gemms: Sequence[Gemm], entered: Container[int], slices: int
 ) -> tuple[tuple[Wait, ...], ...]:
     """What each GEMM waits for. Raises PlanError where the kernel cannot, and for GEMMs of different extents."""
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     passed_on = {op.id for op in ops if isinstance(op, Copy) and op.src.buffer == "slot" and link_of(op)}
-    gates: list[tuple[Wait, ...]] = []
+    wait_flags: list[tuple[Wait, ...]] = []
     first = gemms[0]
     for op in gemms:
         found = tuple(waits[dep] for dep in op.deps if dep in waits)
@@ -107,8 +108,8 @@ def _gates(
             )
         if slices and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
             raise PlanError(f"{op}: a kernel that waits for slices takes GEMMs of whole chunks, and this is of a part")
-        gates.append(found)
-    return tuple(gates)
+        wait_flags.append(found)
+    return tuple(wait_flags)
 
 
 def _adds(plan: Plan, gemms: Sequence[Gemm]) -> bool:
@@ -136,30 +137,32 @@ def moving(gemms: Sequence[Gemm]) -> str:
     return "b" if len({op.a for op in gemms}) == 1 < len({op.b for op in gemms}) else "a"
 
 
-def _abreast(plan: Plan, gemms: Sequence[Gemm], come: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
+def _interleaved(plan: Plan, gemms: Sequence[Gemm], arrived: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
     """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of few rows; or those of a
-    chain, or of pairwise sums, that its ``lag`` puts in one place, of which some store at a peer and some do not, so
+    chain, or of pairwise sums, that its ``stagger`` puts in one place, of which some store at a peer and some do not, so
     that the link has something to carry until the end.
 
-    come:   of the GEMMs that wait for an operand or a sum, by id, how many have it once this one has
+    arrived: of the GEMMs that wait for an operand or a sum, by id, how many have it once this one has
     sliced: whether all operands that are waited for come in slices, those of several at once
     """
     place = _places(plan) if plan.mechanism == "store" else None
     if place is not None and len({place[op.rank, op.id] for op in gemms}) == len(gemms):
         place = None  # the own shard comes behind all others
     if _of_few_rows(plan, gemms):
-        return _read_once(plan, gemms, come, sliced, place)
+        return _read_once(plan, gemms, arrived, sliced, place)
     if place is not None:
         return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
     return [[op] for op in gemms]
 
 
-def _come(plan: Plan, gemms: Sequence[Gemm], gates: Sequence[Sequence[Wait]], merge: bool) -> dict[int, int]:
+def _arrived(
+    plan: Plan, gemms: Sequence[Gemm], wait_flags: Sequence[Sequence[Wait]], merge_copies: bool
+) -> dict[int, int]:
     """Of the GEMMs that wait, by id, how many have what they wait for once this one has: what is copied together comes
     together."""
-    waiting = {op.id for op, waits in zip(gemms, gates, strict=True) if waits}
+    waiting = {op.id for op, waits in zip(gemms, wait_flags, strict=True) if waits}
     found: dict[int, int] = {}
-    for group in halved(of_shards(plan, gemms[0].rank)) if merge else [[op] for op in gemms]:
+    for group in halved(of_shards(plan, gemms[0].rank)) if merge_copies else [[op] for op in gemms]:
         together = [op.id for op in group if op.id in waiting]
         found |= dict.fromkeys(together, len(found) + len(together))
     return found
@@ -183,7 +186,7 @@ def _shape(gemms: Sequence[Gemm]) -> tuple[int, int, int]:
 def _read_once(
     plan: Plan,
     gemms: Sequence[Gemm],
-    come: Mapping[int, int],
+    arrived: Mapping[int, int],
     sliced: bool,
     place: Mapping[tuple[int, int], int] | None,
 ) -> list[list[Gemm]]:
@@ -192,14 +195,14 @@ def _read_once(
     Of pairwise sums they are those that wait for none, where chunks follow one another those of one chunk.
     """
     rows, columns, _ = _shape(gemms)
-    most = ROWS_ABREAST // rows
+    most = INTERLEAVED_ROWS // rows
     groups: list[list[Gemm]] = []
     if any(op.sources for op in gemms):
         fixed = "a" if moving(gemms) == "b" else "b"
 
         def together(op: Gemm) -> tuple[Any, ...]:
             chunk = 0 if place is None else place[op.rank, op.id] // (plan.world_size - 1)
-            return (op.id,) if op.id in come else (chunk, getattr(op, fixed))
+            return (op.id,) if op.id in arrived else (chunk, getattr(op, fixed))
 
         for _, run in groupby(gemms, key=together):
             group = list(run)
@@ -208,7 +211,7 @@ def _read_once(
     transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
     for number, op in enumerate(gemms):
         group = groups[-1] if groups else []
-        if group and transfer * come.get(op.id, 0) <= number - len(group) and len(group) < most:
+        if group and transfer * arrived.get(op.id, 0) <= number - len(group) and len(group) < most:
             group.append(op)
         else:
             groups.append([op])
@@ -217,7 +220,7 @@ def _read_once(
 
 @lru_cache(maxsize=8)
 def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
-    """The place of each GEMM, by rank and id, in a chain whose shards lag behind one another, and in pairwise sums that
+    """The place of each GEMM, by rank and id, in a chain whose shards stagger behind one another, and in pairwise sums that
     GEMMs add, where the own one does; None for other plans.
 
     No GEMM waits for one in its own place, or in a later one, on any rank, neither for its sum nor for room, and each
@@ -236,48 +239,46 @@ def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
         for key, op in every.items()
     }
     place: dict[tuple[int, int], int] = {}
-    begun, lag = Counter[int](), Counter[int]()
+    begun, stagger = Counter[int](), Counter[int]()
     for key, op in sorted(every.items(), key=lambda item: item[1].round):
         sums = [before for before in needs[key] if link_of(every[before]) is not None]
         if sums:
-            lag.setdefault(op.rank, begun[op.rank])
-            place[key] = place[sums[0]] + lag[op.rank]
+            stagger.setdefault(op.rank, begun[op.rank])
+            place[key] = place[sums[0]] + stagger[op.rank]
         else:
             place[key] = begun[op.rank]
             begun[op.rank] += 1
-    alike = len(set(begun.values())) == len(set(lag.values())) == 1 and len(begun) == len(lag) == plan.world_size
+    alike = (
+        len(set(begun.values())) == len(set(stagger.values())) == 1 and len(begun) == len(stagger) == plan.world_size
+    )
     orders = [[place[rank, op.id] for op in ops if (rank, op.id) in every] for rank, ops in enumerate(plan.rank_ops)]
     in_order = all(order == sorted(order) for order in orders)
     earlier = all(place[before] < place[key] for key, waited_for in needs.items() for before in waited_for)
-    return place if alike and min(lag.values()) > 0 and in_order and earlier else None
+    return place if alike and min(stagger.values()) > 0 and in_order and earlier else None
 
 
-def _sends(
-    ops: Sequence[Op], entered: Container[int], slices: int, only: Container[tuple[int, int]] | None
-) -> tuple[tuple[Sent, ...], list[Op]]:
-    """Copies of shards with the signals behind them, those of a chunk together; and all other ops. only: to which rank
-    and slot; None: to all."""
+def _sends(ops: Sequence[Op], entered: Container[int], slices: int) -> tuple[tuple[Send, ...], list[Op]]:
+    """Copies of shards with the signals behind them, those of a chunk together; and all other ops."""
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
     taken = set()
     for op in ops:
         if not is_sent(op) or op.id not in signals or not all(dep in entered for dep in op.deps):
             continue
-        if goes_into(only, op):
-            signal = signals[op.id]
-            chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
-            taken |= {op.id, signal.id}
-    found = [Sent(tuple(copy for copy, _ in pairs), tuple(signal for _, signal in pairs)) for pairs in chunks.values()]
+        signal = signals[op.id]
+        chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
+        taken |= {op.id, signal.id}
+    found = [Send(tuple(copy for copy, _ in pairs), tuple(signal for _, signal in pairs)) for pairs in chunks.values()]
     return tuple(found), [op for op in ops if op.id not in taken]
 
 
-def _deliveries(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Sent, ...], list[Op]]:
+def _final_copies(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Send, ...], list[Op]]:
     """Copies of finished results to peers, each with what it waits for and the signal behind it, and copies from slots
     of what peers have finished; and all other ops.
     """
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
-    sent: list[Sent] = []
+    sent: list[Send] = []
     taken = set()
     for op in ops:
         if isinstance(op, Copy):
@@ -289,27 +290,15 @@ def _deliveries(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Sent,
                 )
             wait = waits[needed[0]]
             behind = (signals[op.id],) if op.id in signals else ()
-            sent.append(Sent((op,), behind, wait))
+            sent.append(Send((op,), behind, wait))
             taken |= {op.id, wait.id, *(signal.id for signal in behind)}
     return tuple(sent), [op for op in ops if op.id not in taken]
 
 
-def _behind_engines(others: Sequence[Op], flag: Flag) -> tuple[list[Op], Wait | None]:
-    """Ops in which this rank is told, too, when its last copy to a peer has ended; and the Wait for it, None where
-    there is none. Until then a kernel that sends would take bandwidth from the copy engines, and more from its GEMMs.
-    """
-    copies = [op for op in others if is_sent(op)]
-    if not copies:
-        return list(others), None
-    last = copies[-1]
-    at = 1 + max(number for number, op in enumerate(others) if op.id == last.id or last.id in op.deps)
-    where = (last.rank, last.round, last.iteration, last.operand, last.tile, last.slot)
-    told = Signal(-1, *where, (last.id,), flag)
-    return [*others[:at], told, *others[at:]], Wait(-2, *where, (), flag, last.rank)
-
-
-def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: dict[int, Signal]) -> list[Op]:
-    """Ops that wait for a word of this rank's own where they need a GEMM; ``tells`` gets who writes it."""
+def _with_local_flags(
+    plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], done_flags: dict[int, Signal]
+) -> list[Op]:
+    """Ops that wait for a word of this rank's own where they need a GEMM; ``done_flags`` gets who writes it."""
     first_id, first_flag = 1 + max(op.id for ops in plan.rank_ops for op in ops), flags_of(plan)
     number = {op.id: at for at, op in enumerate(gemms)}
     found: list[Op] = []
@@ -319,12 +308,14 @@ def _told_here(plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], tells: d
             if dep not in number or dep in waits:
                 continue
             gemm = gemms[number[dep]]
-            if dep in tells:
-                raise PlanError(f"{op}: it needs a GEMM of which a peer is told, and one kernel for all tells once")
+            if dep in done_flags:
+                raise PlanError(
+                    f"{op}: it needs a GEMM of which a peer is told, and one kernel for all done_flags once"
+                )
             flag = Flag(gemm.rank, first_flag + number[dep], 0, False)
             waits[dep] = first_id + number[dep]
             where = (gemm.rank, gemm.round, gemm.iteration, "D", gemm.tile, gemm.slot)
-            tells[dep] = Signal(-1 - number[dep], *where, (dep,), flag)
+            done_flags[dep] = Signal(-1 - number[dep], *where, (dep,), flag)
             found.append(Wait(waits[dep], *where, (), flag, gemm.rank))
         found.append(replace(op, deps=tuple(waits.get(dep, dep) for dep in op.deps)))
     return found

@@ -1,0 +1,125 @@
+"""What all runtimes share: how GPUs execute a plan, and what an executable is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+    from distgemm.plan import Plan
+
+__all__ = ["EXECUTION_FIELDS", "Executable", "ExecutionConfig", "ExecutionMode", "Transport", "WaitBy"]
+
+ExecutionMode = Literal["multi_kernel", "single_kernel"]
+WaitBy = Literal["memory_op", "kernel"]
+Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How GPUs execute a plan.
+
+    Attributes:
+        provider: provider of the GEMMs, a name of :func:`distgemm.gemm.list_providers`.
+        config: tile configuration of the provider for all GEMMs, by its name; None: chosen by shape.
+        gemm_streams: streams on which the GEMMs of a rank alternate, 1 or 2.
+        execution: "multi_kernel" launches a kernel for each GEMM. "single_kernel" computes all GEMMs of a rank in one
+            persistent kernel, the fused kernel, which waits for each chunk itself.
+        wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel" of one
+            warp, which needs ``gemm_streams=1``. "single_kernel" ignores it.
+        merge_copies: copy neighbouring chunks as one; with "multi_kernel" also multiply them as one.
+        transport: who copies shards and results to peers: a "copy_engine"; a copy engine that sends the shard that a
+            peer multiplies last in slices along k ("copy_engine_slices"); or spare warps of the fused kernel ("sm").
+            The last two need "single_kernel".
+
+    Raises:
+        ValueError: if values are unknown or do not go together. Names of providers and configurations are checked by
+            those who look them up.
+    """
+
+    provider: str = "cutlass"
+    config: str | None = None
+    gemm_streams: int = 2
+    execution: ExecutionMode = "multi_kernel"
+    wait_by: WaitBy = "memory_op"
+    merge_copies: bool = False
+    transport: Transport = "copy_engine"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gemm_streams, bool) or self.gemm_streams not in (1, 2):
+            raise ValueError(f"gemm_streams is 1 or 2, got {self.gemm_streams!r}")
+        for name, known in (("execution", ExecutionMode), ("wait_by", WaitBy), ("transport", Transport)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} is one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
+        if not isinstance(self.merge_copies, bool):
+            raise ValueError(f"merge_copies is True or False, got {self.merge_copies!r}")
+        if self.single_kernel and self.wait_by != "memory_op":
+            raise ValueError(
+                f"wait_by={self.wait_by!r} goes with execution='multi_kernel': a fused kernel waits itself"
+            )
+        if self.transport != "copy_engine" and (not self.single_kernel or self.merge_copies):
+            raise ValueError(
+                f"transport={self.transport!r} goes with execution='single_kernel' and merge_copies=False, "
+                f"got {self.execution!r} and {self.merge_copies}"
+            )
+        if self.single_kernel and self.provider != "cutlass":
+            raise ValueError(
+                f"execution='single_kernel' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
+            )
+
+    @property
+    def single_kernel(self) -> bool:
+        """Whether all GEMMs of a rank are one kernel."""
+        return self.execution == "single_kernel"
+
+
+EXECUTION_FIELDS = tuple(ExecutionConfig.__dataclass_fields__)
+"""Names of the fields of :class:`ExecutionConfig`, as options of :func:`distgemm.compile`."""
+
+
+class Executable(Protocol):
+    """One rank's part of an operation, ready to be called with shards.
+
+    All runtimes make executables of this form. All ranks of the group call them alike, in one order.
+
+    Attributes:
+        plan: what is executed; of the unfused program, a plan that has the same shards.
+        rank: this rank in the group.
+        provider: who computes the GEMMs, for reports.
+        transfers: who moves data between ranks, for reports.
+    """
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def provider(self) -> str: ...
+
+    @property
+    def transfers(self) -> str: ...
+
+    def __call__(
+        self,
+        a_shard: torch.Tensor,
+        b_shard: torch.Tensor,
+        c_shard: torch.Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        gathered: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias."""
+        ...
+
+    def release(self) -> None:
+        """Tell the runtime that this executable and its graphs are not used any more."""
+        ...
