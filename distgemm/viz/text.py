@@ -259,7 +259,8 @@ def _tiles(edges: tuple[int, ...]) -> str:
     return f"{len(lengths)} x {low}" if low == high else f"{len(lengths)} x {low}..{high}"
 
 
-def _bytes(size: int) -> str:
+def bytes_text(size: float) -> str:
+    """A number of bytes with its unit."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -285,7 +286,7 @@ def _slots(plan: Plan, limit: int) -> str:
     for rank, slots in enumerate(plan.slots[:limit]):
         kinds = Counter(f"{slot.elements} {slot.dtype}" for slot in slots)
         held = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        rows.append([f"rank {rank}", str(len(slots)), _bytes(plan.workspace_bytes(rank)), held])
+        rows.append([f"rank {rank}", str(len(slots)), bytes_text(plan.workspace_bytes(rank)), held])
     # The last column is text, which reads better left-aligned.
     width = max(len(row[-1]) for row in rows)
     lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
@@ -309,10 +310,10 @@ def _links(plan: Plan, limit: int) -> str:
     ranks = range(plan.world_size)
     rows = [["link bytes", *(f"to {rank}" for rank in ranks[:limit]), "sent"]]
     for src in ranks[:limit]:
-        cells = [_bytes(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
-        rows.append([f"from {src}", *cells, _bytes(sum(size for link, size in links.items() if link[0] == src))])
-    received = [_bytes(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
-    rows.append(["received", *received, _bytes(sum(links.values()))])
+        cells = [bytes_text(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
+        rows.append([f"from {src}", *cells, bytes_text(sum(size for link, size in links.items() if link[0] == src))])
+    received = [bytes_text(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
+    rows.append(["received", *received, bytes_text(sum(links.values()))])
     return "\n".join([*_table(rows), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
 
 
