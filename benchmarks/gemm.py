@@ -71,7 +71,8 @@ def main() -> None:
             "cutlass_chunks": lambda parts=parts: alternate(parts["cutlass"], streams[:1]),
             "cutlass_chunks_two_streams": lambda parts=parts: alternate(parts["pair"], streams),
         }
-        times = dict(zip(methods, time_launches(list(methods.values()), tensors.d.device, rounds=args.rounds), strict=True))
+        measured = time_launches(list(methods.values()), tensors.d.device, rounds=args.rounds)
+        times = dict(zip(methods, measured, strict=True))
         flop = 2 * m * n * k
         rows.append(
             {
