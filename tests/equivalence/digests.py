@@ -130,11 +130,16 @@ class Code(NamedTuple):
 @cache
 def new_code() -> Code:
     """The code after the refactoring."""
+    from distgemm.runtime.cuda.lowering import lower
     from distgemm.runtime.executable import ExecutionConfig
 
-    from distgemm.runtime.cuda.lowering import lower
+    def new_lower(plan: Plan, rank: int, how: Execution) -> list[Any]:
+        # A kernel for each GEMM beside peers that send slices is what a call falls back to.
+        separate = how.execution == "multi_kernel" and how.transport != "copy_engine"
+        given = how._asdict() | ({"execution": "single_kernel"} if separate else {})
+        return lower(plan, rank, ExecutionConfig(**given), separate_gemms=separate)
 
-    return Code(lambda plan, rank, how: lower(plan, rank, ExecutionConfig(**how._asdict())))
+    return Code(new_lower)
 
 
 @cache
