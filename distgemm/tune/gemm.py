@@ -13,7 +13,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, forget_kern
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.select import CACHE, key_of
-from distgemm.gemm.spec import SHARES
+from distgemm.gemm.spec import RASTERS, SHARES
 from distgemm.gemm.streams import new_stream
 from distgemm.gemm.tensors import check_device, spec_of
 
@@ -22,7 +22,7 @@ __all__ = ["Measured", "alternate", "candidates", "time_graphs", "tune"]
 BURST_MS = 4.0
 PAIRS = 3
 """GEMMs on each stream, where they alternate."""
-ORDERS = tuple((raster, swizzle) for raster in ("m", "n") for swizzle in (1, 2, 4, 8))
+ORDERS = tuple((raster, swizzle) for raster in RASTERS[1:] for swizzle in (1, 2, 4, 8))
 
 
 def time_graphs(launches: Sequence[Callable[[], object]], rounds: int = 5, burst_ms: float = BURST_MS) -> list[float]:
