@@ -111,7 +111,7 @@ def send_groups(gemms: FusedGemms, config: GemmConfig, blocks: int) -> list[int]
     together. If its slices did not alternate, the tiles of the group's last GEMM would wait for all other sends.
 
     Args:
-        gemms: this rank's GEMMs; the peers' are alike.
+        gemms: this rank's GEMMs. The peers compute the same number of the same shape.
         config: the kernel's configuration.
         blocks: thread blocks of a GPU.
     """

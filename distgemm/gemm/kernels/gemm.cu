@@ -146,7 +146,7 @@ using Scalar = Sm90ScalarBroadcast<float>;
 using Alpha = Sm90ScalarBroadcast<float, Stride<_0, _0, _0>, 3>;  // alpha and the scales of whole tensors
 using Product = Sm90EVT<Compute<cutlass::multiplies>, Alpha, Sm90AccFetch>;
 
-// One more operation on top of a tree, where the kernel has it.
+// One more operation on top of a tree, if the kernel has it.
 template <bool Present, class Inner, template <class> class Op, class... Operands>
 struct Wrapped {
   using Tree = Inner;
