@@ -22,7 +22,8 @@ from rich.table import Table
 
 from distgemm.gemm import GemmTensors, bind
 from distgemm.measure.models import MODELS
-from distgemm.tune.gemm import alternate, time_graphs, tune
+from distgemm.measure.timing import time_launches
+from distgemm.tune.gemm import alternate, tune
 
 
 def chunked(t: GemmTensors, chunks: int, **how: Any) -> list[Callable[..., None]]:
@@ -70,7 +71,8 @@ def main() -> None:
             "cutlass_chunks": lambda parts=parts: alternate(parts["cutlass"], streams[:1]),
             "cutlass_chunks_two_streams": lambda parts=parts: alternate(parts["pair"], streams),
         }
-        times = dict(zip(methods, time_graphs(list(methods.values()), rounds=args.rounds), strict=True))
+        measured = time_launches(list(methods.values()), tensors.d.device, rounds=args.rounds)
+        times = dict(zip(methods, measured, strict=True))
         flop = 2 * m * n * k
         rows.append(
             {

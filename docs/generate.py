@@ -28,7 +28,7 @@ from distgemm.schedulers import (
     schedule_mesh_rank,
     schedule_options,
 )
-from distgemm.simulator.engine import Timeline, predict_unfused, simulate
+from distgemm.simulator import Timeline, predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.viz.figures import draw_schedule, draw_timeline
 from distgemm.viz.text import show_schedule

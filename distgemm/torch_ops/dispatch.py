@@ -21,7 +21,7 @@ from distgemm.runtime.checks import process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import Pattern, list_schedules
-from distgemm.simulator.engine import arrivals
+from distgemm.simulator import arrivals
 from distgemm.torch_ops.auto import measured_executable, select_schedule
 
 if TYPE_CHECKING:

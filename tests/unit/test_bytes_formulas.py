@@ -32,7 +32,7 @@ SIDES = {
     "tensor_parallel_2d_nested": "HL",
 }
 GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
-OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "last": ("gemm", "sum")}
+OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "final_add": ("epilogue", "kernel")}
 SHAPES = {
     "aligned": (26, 40, 24),
     "padded": (26, 34, 37),  # rows of 68 and 74 bytes in bfloat16
@@ -291,17 +291,17 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
 @pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)])
 def test_a_lag_takes_no_more(name: str) -> None:
     """The same bytes over the same links; the same workspace or a slot less."""
-    for size, chunks, last, mechanism in itertools.product((1, 2, 3, 4), (1, 2, 4), OPTIONS["last"], ("push", "store")):
+    for size, chunks, final_add, mechanism in itertools.product((1, 2, 3, 4), (1, 2, 4), OPTIONS["final_add"], ("push", "store")):
 
         def made(
-            *, last: str = last, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **stagger: int
+            *, final_add: str = final_add, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **stagger: int
         ) -> distgemm.Plan:
-            grid = distgemm.get_schedule(name, size, chunks=chunks, last=last, **stagger).grid
+            grid = distgemm.get_schedule(name, size, chunks=chunks, final_add=final_add, **stagger).grid
             return distgemm.make_plan(
-                problem_for(grid), name, size, chunks=chunks, last=last, mechanism=mechanism, **stagger
+                problem_for(grid), name, size, chunks=chunks, final_add=final_add, mechanism=mechanism, **stagger
             )
 
-        if "pairwise" in name and last == "sum":
+        if "pairwise" in name and final_add == "kernel":
             with pytest.raises(
                 ValueError, match="stagger goes with final_add='epilogue', where an owner adds chunk by chunk"
             ):
@@ -314,4 +314,4 @@ def test_a_lag_takes_no_more(name: str) -> None:
             assert lagging.link_bytes() == plain.link_bytes()
             for rank in range(size):
                 saved = plain.workspace_bytes(rank) - lagging.workspace_bytes(rank)
-                assert 0 <= saved <= slot, (size, chunks, stagger, last, mechanism, rank)
+                assert 0 <= saved <= slot, (size, chunks, stagger, final_add, mechanism, rank)
