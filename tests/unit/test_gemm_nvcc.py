@@ -41,7 +41,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
             [*command(source, nvcc, folder / "kernel.so"), *keeping], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr, (folder / "kernel.ptx").read_text()
+        return done.stdout + done.stderr, (folder / source.path.with_suffix(".ptx").name).read_text()
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(KERNELS, pool.map(one, KERNELS), strict=True))
