@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 __all__ = [
+    "CacheError",
     "CompileError",
     "CompilerNotFoundError",
     "KernelSource",
@@ -37,6 +38,10 @@ __all__ = [
     "build_together",
     "cache_dir",
     "cached",
+    "check_writable",
+    "command",
+    "compiler_version",
+    "cutlass_include",
     "find_nvcc",
     "library",
     "missing",
