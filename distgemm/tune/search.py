@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from distgemm.gemm import GemmSpec, MatrixSpec
 from distgemm.gemm.cache import Entries
-from distgemm.gemm.fused.gemms import storing_first, together
+from distgemm.gemm.fused.gemms import combined_spec
+from distgemm.gemm.fused.kernel import pingpong_first
 from distgemm.gemm.spec import Status
 from distgemm.measure import timing as bench
 from distgemm.plan.ops import Gemm
@@ -251,7 +252,7 @@ def _in_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[T
     best = [order(chunk, configs, count=number) for number in (_count(plan), 1)]
     found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.kernel_schedule != "plain"]
     if config.option("mechanism") == "store":
-        found = storing_first(found)
+        found = pingpong_first(found)
     if _delivers(config, pattern):
         found = [config for config in found if config.kernel_schedule == "pingpong"]
     executions = (replace(config.execution, config=str(config)) for config in dict.fromkeys(found))
@@ -267,7 +268,7 @@ def _delivers(config: TunedConfig, pattern: Pattern) -> bool:
 
 def _whole(plan: Plan) -> GemmSpec:
     """A product as large as all of rank 0's, as if they differed in A."""
-    return together(_chunk(plan), _count(plan), "a")
+    return combined_spec(_chunk(plan), _count(plan), "a")
 
 
 def _count(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Kernel libraries on disk, with a compiler that only writes files: made once, whole, and found again."""
+"""Kernel libraries on disk, with a fake compiler: each is compiled once, complete, and found again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm import nvcc as compiler
-from distgemm.gemm.cutlass import kernel_source
+from distgemm.gemm.cutlass import KernelKind, kernel_source
 from distgemm.gemm.nvcc import (
     CompileError,
     CompilerNotFoundError,
@@ -57,7 +57,7 @@ class Nvcc:
     def set(self, does: str = WRITES, release: str = "13.0") -> None:
         self.path.write_text(NVCC.format(does=does, release=release, log=self.log))
         self.path.chmod(0o755)
-        compiler._compiler_version.cache_clear()
+        compiler.compiler_version.cache_clear()
 
     @property
     def calls(self) -> list[str]:
@@ -88,7 +88,7 @@ def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
     (call,) = nvcc.calls
     for word in ("-DDG_D=float", "-DDG_TILE_M=128", "-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", "-std=c++17"):
         assert word in call.split()
-    assert call.endswith("distgemm/gemm/kernel.cu")
+    assert call.endswith("distgemm/gemm/kernels/gemm.cu")
     manifest = json.loads(path.with_suffix(".json").read_text())
     assert manifest.pop("seconds") >= 0.2
     assert manifest == {
@@ -173,13 +173,13 @@ def test_another_source_is_another_library(nvcc: Nvcc, change: dict[str, object]
     assert len(nvcc.calls) == 2
 
 
-def test_all_that_it_is_made_from_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_depends_on_all_that_the_library_is_made_from(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [library(SOURCE)]
     nvcc.set(release="13.1")
     paths.append(library(SOURCE))
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-lineinfo")),
-        lambda patch: patch.setattr(compiler, "_text", lambda path: path.read_text() + "// changed"),
+        lambda patch: patch.setattr(compiler, "read_source", lambda path: path.read_text() + "// changed"),
         lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "9.9"),
     ]
     for change in changes:
@@ -191,13 +191,13 @@ def test_all_that_it_is_made_from_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest
     assert len(nvcc.calls) == 5
 
 
-def test_what_a_source_includes_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of kernels for several products, and of no others."""
+def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only fused kernels include headers."""
     matrix = MatrixSpec("bfloat16", 256, 256)
     tile = GemmConfig.parse("128x128x64_2x1_pingpong")
 
     def names() -> list[Path]:
-        kinds = ("alone", "operands", "results")
+        kinds: tuple[KernelKind, ...] = ("one_gemm", "gather", "reduce")
         spec = GemmSpec(matrix, matrix, matrix, partial=matrix)
         return [library(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
 
@@ -205,12 +205,12 @@ def test_what_a_source_includes_is_in_the_name(nvcc: Nvcc, monkeypatch: pytest.M
         return path.read_text() + "// changed" * (path.name == "fused.cuh")
 
     before = names()
-    monkeypatch.setattr(compiler, "_text", changed)
+    monkeypatch.setattr(compiler, "read_source", changed)
     assert [one == other for one, other in zip(before, names(), strict=True)] == [True, False, False]
     assert len(nvcc.calls) == 5
 
 
-# --- what is not whole ----------------------------------------------------------------------------------
+# --- damaged libraries -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", [MEBIBYTE // 2, 0, MEBIBYTE - 1])
@@ -244,7 +244,7 @@ def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
     assert len(nvcc.calls) == 2
 
 
-def test_what_was_killed_counts_for_nothing(nvcc: Nvcc, tmp_path: Path) -> None:
+def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None:
     nvcc.set(does='printf half >"$2"; exec sleep 30')
     go = tmp_path / "go"
     go.touch()
@@ -266,7 +266,7 @@ def test_what_was_killed_counts_for_nothing(nvcc: Nvcc, tmp_path: Path) -> None:
 # --- failures -------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_told_in_the_compilers_words(nvcc: Nvcc) -> None:
+def test_an_error_has_the_compilers_output(nvcc: Nvcc) -> None:
     says = 'echo "kernel.cu(3): warning: unused" >&2; echo "kernel.cu(7): error: no instance of tile" >&2'
     nvcc.set(does=f'{says}; printf half >"$2"; exit 3')
     with pytest.raises(CompileError) as raised:
@@ -382,7 +382,7 @@ def test_without_a_compiler_the_error_says_what_to_install(nowhere: Path) -> Non
             assert advice in text
 
 
-def test_without_a_compiler_what_was_compiled_elsewhere_serves(
+def test_without_a_compiler_libraries_from_elsewhere_are_used(
     nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
@@ -426,7 +426,7 @@ def test_a_chosen_file_that_is_no_compiler(
         library(SOURCE)
 
 
-def test_the_packaged_compiler_is_told_where_its_runtime_lies(tmp_path: Path) -> None:
+def test_the_packaged_compiler_gets_the_folder_of_its_runtime(tmp_path: Path) -> None:
     packaged, toolkit = (put(tmp_path / name / "bin" / "nvcc") for name in ("cu13", "toolkit"))
     for folder in (tmp_path / "cu13" / "lib", tmp_path / "toolkit" / "lib64"):
         folder.mkdir()

@@ -45,7 +45,7 @@ def test_ranks_share_a_layer(name: str, world_size: int) -> None:
         m, n, k = layer.local(512, world_size)
         assert m == 512
         assert (n, k) == (
-            (layer.n // world_size, layer.k) if layer.op == "ag+gemm" else (layer.n, layer.k // world_size)
+            (layer.n // world_size, layer.k) if layer.pattern == "ag+gemm" else (layer.n, layer.k // world_size)
         )
         assert n * k * world_size == layer.n * layer.k
 

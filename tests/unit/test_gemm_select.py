@@ -1,4 +1,4 @@
-"""Which configuration a shape gets: the heuristic, measured choices, and the files that keep them."""
+"""The configuration that a shape gets: the heuristic, measured configurations, and the files that keep them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm import select as choose
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.select import OVERHEADS, RATES, choices_file, estimate, key_of, measured, order, record
+from distgemm.gemm.select import CACHE, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
+from distgemm.gemm.tiles import TILES
 from distgemm.measure.models import MODELS
 
 HOPPER = CutlassProvider("90a")
@@ -29,16 +29,19 @@ def spec(m: int, n: int, k: int, dtype: str = "bfloat16") -> GemmSpec:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, no choices that ship with the package, and one device."""
+    """An empty cache, no shipped configurations, and one device."""
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(choose, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(choose, "_device", lambda: DEVICE)
+    monkeypatch.setattr(CACHE, "shipped", tmp_path / "shipped")
+    monkeypatch.setattr(select, "gpu_name", lambda: DEVICE)
     return tmp_path / "cache"
 
 
-def ship(choices: dict[str, dict[str, Any]]) -> None:
-    choose.SHIPPED.mkdir()
-    (choose.SHIPPED / "gemm_NVIDIA_H200.json").write_text(json.dumps({"device": DEVICE, "choices": choices}))
+def ship(entries: dict[str, dict[str, Any]]) -> Path:
+    """Write the file that ships with the package. Returns its path."""
+    CACHE.shipped.mkdir()
+    path = CACHE.shipped / "gemm_NVIDIA_H200.json"
+    path.write_text(json.dumps({"device": DEVICE, "configs": entries}))
+    return path
 
 
 # --- the heuristic --------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ def test_on_two_streams_waves_are_not_rounded_up() -> None:
     assert estimate(half, config, streams=2) == 1.5 * estimate(one, config)
 
 
-def test_clusters_occupy_whole_places() -> None:
+def test_clusters_occupy_their_sms_together() -> None:
     alone, pair = (GemmConfig((128, 256, 64), cluster) for cluster in ((1, 1), (2, 1)))
     tall = spec(3 * 128, 44 * 256, 64)  # 132 tiles, but 176 with four in each column
     assert estimate(tall, pair) == 2 * estimate(tall, alone)
@@ -95,68 +98,73 @@ def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
         times = [estimate(product, config) for config in configs]
         assert times == sorted(times)
         assert [estimate(product, config) for config in order(product, configs[::-1])] == times
-        assert choose.choose(HOPPER, product) == configs[0]
+        assert select_config(HOPPER, product) == configs[0]
         assert configs[0].kernel_schedule != "plain"
 
 
-# --- measured choices -----------------------------------------------------------------------------------
+def test_every_tile_has_one_rate() -> None:
+    assert len(RATES) == len(TILES) + 1
+    assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(spec(256, 256, 256))} == set(RATES)
+
+
+# --- measured configurations ----------------------------------------------------------------------------
 
 SHAPE = spec(8192, 7168, 8192)
 OTHER = "64x128x64_1x1_pingpong_raster_m_swizzle_4"
 
 
-def test_a_measured_choice_wins() -> None:
-    assert str(choose.choose(HOPPER, SHAPE)) != OTHER
-    record(DEVICE, {key_of(SHAPE): {"config": OTHER, "ms": 1.0}})
-    assert str(choose.choose(HOPPER, SHAPE)) == OTHER
-    assert str(choose.choose(HOPPER, spec(8192, 7168, 8200))) != OTHER
+def test_a_measured_configuration_wins() -> None:
+    assert str(select_config(HOPPER, SHAPE)) != OTHER
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER, "ms": 1.0}})
+    assert str(select_config(HOPPER, SHAPE)) == OTHER
+    assert str(select_config(HOPPER, spec(8192, 7168, 8200))) != OTHER
 
 
-def test_choices_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
-    monkeypatch.setattr(choose, "_device", lambda: "NVIDIA H100")
-    assert str(choose.choose(HOPPER, SHAPE)) != OTHER
+def test_measured_configurations_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    monkeypatch.setattr(select, "gpu_name", lambda: "NVIDIA H100")
+    assert str(select_config(HOPPER, SHAPE)) != OTHER
 
 
-def test_ones_own_choice_stands_before_the_shipped_one() -> None:
+def test_the_users_entry_replaces_the_shipped_one() -> None:
     shipped = "128x128x64_2x1_pingpong"
     ship({key_of(SHAPE): {"config": shipped}, "elsewhere": {"config": shipped}})
-    assert str(choose.choose(HOPPER, SHAPE)) == shipped
-    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
-    assert str(choose.choose(HOPPER, SHAPE)) == OTHER
-    assert measured(DEVICE)["elsewhere"] == {"config": shipped}
-    assert "elsewhere" not in choices_file(DEVICE).read_text()
+    assert str(select_config(HOPPER, SHAPE)) == shipped
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    assert str(select_config(HOPPER, SHAPE)) == OTHER
+    assert CACHE.read(DEVICE)["elsewhere"] == {"config": shipped}
+    assert "elsewhere" not in CACHE.path(DEVICE).read_text()
 
 
-def test_a_choice_that_does_not_fit_these_strides_is_passed_over() -> None:
-    record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+def test_a_measured_configuration_that_does_not_fit_these_strides_is_ignored() -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
     odd = replace(SHAPE, a=replace(SHAPE.a, stride=8193))
     assert key_of(odd) == key_of(SHAPE)
-    assert choose.choose(HOPPER, odd).kernel_schedule == "plain"
-    assert choose.choose(CutlassProvider("80"), SHAPE).kernel_schedule == "plain"
+    assert select_config(HOPPER, odd).kernel_schedule == "plain"
+    assert select_config(CutlassProvider("80"), SHAPE).kernel_schedule == "plain"
 
 
-def test_a_later_choice_replaces_and_is_seen_at_once() -> None:
+def test_a_later_entry_replaces_and_is_seen_at_once() -> None:
     for name in (OTHER, "128x256x64_1x2_cooperative_raster_n", OTHER):
-        record(DEVICE, {key_of(SHAPE): {"config": name}})
-        assert str(choose.choose(HOPPER, SHAPE)) == name
+        CACHE.record(DEVICE, {key_of(SHAPE): {"config": name}})
+        assert str(select_config(HOPPER, SHAPE)) == name
 
 
 def test_the_device_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert choose._device() == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+    assert gpu_name() == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
 
 
-def test_choices_for_gemms_on_two_streams_are_others() -> None:
-    record(DEVICE, {key_of(SHAPE, streams=2): {"config": OTHER}})
-    assert str(choose.choose(HOPPER, SHAPE, streams=2)) == OTHER
-    assert choose.choose(HOPPER, SHAPE) == HOPPER.configs(SHAPE)[0]
+def test_gemms_on_two_streams_have_their_own_entries() -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE, streams=2): {"config": OTHER}})
+    assert str(select_config(HOPPER, SHAPE, streams=2)) == OTHER
+    assert select_config(HOPPER, SHAPE) == HOPPER.configs(SHAPE)[0]
 
 
 # --- keys -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_choice_depends_on() -> None:
+def test_a_key_has_all_that_a_configuration_depends_on() -> None:
     d, f32 = SHAPE.d, replace(SHAPE.d, dtype="float32")
     columns = replace(SHAPE.a, row_major=False, stride=8192)
     specs = [
@@ -179,8 +187,8 @@ def test_what_a_choice_depends_on() -> None:
     assert len(set(keys)) == len(keys)
     assert keys[0] == "8192x7168x8192x1 bfloat16_rr bfloat16"
     assert key_of(SHAPE, streams=2) == f"{keys[0]} streams:2"
-    alike = replace(SHAPE, a=replace(SHAPE.a, stride=8200), scale_a="tensor", scale_b="tensor")
-    assert key_of(alike) == keys[0]
+    same = replace(SHAPE, a=replace(SHAPE.a, stride=8200), scale_a="tensor", scale_b="tensor")
+    assert key_of(same) == keys[0]
 
 
 # --- files ----------------------------------------------------------------------------------------------
@@ -189,9 +197,9 @@ GOOD = {"config": OTHER, "ms": 0.5}
 
 
 def test_the_file_names_the_device(cache: Path) -> None:
-    assert record(DEVICE, {"one": GOOD}) == choices_file(DEVICE) == cache / "gemm_NVIDIA_H200.json"
-    assert json.loads(choices_file(DEVICE).read_text()) == {"device": DEVICE, "choices": {"one": GOOD}}
-    assert choices_file("Quadro RTX 6000/8000").parent == cache
+    assert CACHE.record(DEVICE, {"one": GOOD}) == CACHE.path(DEVICE) == cache / "gemm_NVIDIA_H200.json"
+    assert json.loads(CACHE.path(DEVICE).read_text()) == {"device": DEVICE, "configs": {"one": GOOD}}
+    assert CACHE.path("Quadro RTX 6000/8000").parent == cache
     assert sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") == ["gemm_NVIDIA_H200.json"]
 
 
@@ -199,42 +207,43 @@ def test_the_file_names_the_device(cache: Path) -> None:
     "text",
     [
         "",
-        '{"choices": {"one": {"config": "128x',
+        '{"configs": {"one": {"config": "128x',
         "[]",
         "{}",
-        '{"choices": []}',
-        '{"choices": {"one": "fast"}}',
-        '{"choices": {"one": {"ms": 1.0}}}',
-        '{"choices": {"one": {"config": "fast"}}}',
-        '{"choices": {"one": {"config": 5}}}',
+        '{"configs": []}',
+        '{"configs": {"one": "fast"}}',
+        '{"configs": {"one": {"ms": 1.0}}}',
+        '{"configs": {"one": {"config": "fast"}}}',
+        '{"configs": {"one": {"config": 5}}}',
     ],
 )
 @pytest.mark.parametrize("where", ["own", "shipped"])
 def test_a_broken_file_is_named(text: str, where: str) -> None:
-    ship({})
-    path = choices_file(DEVICE) if where == "own" else choose.SHIPPED / "gemm_NVIDIA_H200.json"
+    shipped = ship({})
+    path = CACHE.path(DEVICE) if where == "own" else shipped
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    calls = [lambda: choose.choose(HOPPER, SHAPE)]
+    calls = [lambda: select_config(HOPPER, SHAPE)]
     if where == "own":
-        calls.append(lambda: record(DEVICE, {"two": GOOD}))
+        calls.append(lambda: CACHE.record(DEVICE, {"two": GOOD}))
     for call in calls:
-        with pytest.raises(ValueError, match=r"does not hold measured choices .*delete it, and measure") as raised:
+        with pytest.raises(ValueError, match=r"does not hold tuned configurations .*delete it, and measure") as raised:
             call()
         assert str(raised.value).startswith(f"{path} ")
+        assert str(raised.value).endswith(": distgemm tune-gemm")
     assert path.read_text() == text
 
 
 ADDING = """
 import sys, time
 from pathlib import Path
-from distgemm.gemm.select import record
+from distgemm.gemm.select import CACHE
 number, go = sys.argv[1], Path(sys.argv[2])
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.001)
 for count in range(20):
-    record("NVIDIA H200", {f"{number} {count}": {"config": "64x128x64_1x1_pingpong"}})
+    CACHE.record("NVIDIA H200", {f"{number} {count}": {"config": "64x128x64_1x1_pingpong"}})
 """
 
 
@@ -251,4 +260,4 @@ def test_eight_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> Non
     for process in processes:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    assert set(measured(DEVICE)) == {f"{number} {count}" for number in range(8) for count in range(20)}
+    assert set(CACHE.read(DEVICE)) == {f"{number} {count}" for number in range(8) for count in range(20)}
