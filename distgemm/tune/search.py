@@ -24,6 +24,7 @@ from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
+from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as tune_gemm
 from distgemm.tune import ranks
@@ -321,9 +322,9 @@ def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmPro
 
 def _executables(
     operation: Operation, tried: list[TunedConfig], report: Callable[[str], object]
-) -> tuple[dict[TunedConfig, Any], dict[str, str]]:
+) -> tuple[dict[TunedConfig, Executable], dict[str, str]]:
     """Executables of configurations, and the reasons of those without one. All ranks get the same configurations."""
-    made: dict[TunedConfig, Any] = {}
+    made: dict[TunedConfig, Executable] = {}
     refused: dict[str, str] = {}
     problem, pattern, group, device = operation.problem, operation.pattern, operation.group, operation.device
     # The largest workspace comes first, so that all others fit into it.
