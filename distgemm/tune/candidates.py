@@ -135,8 +135,7 @@ def register_candidate(
     if candidate in registered:
         raise ValueError(f"{candidate} is a candidate for {pattern} already")
     registered.append(candidate)
-    for cache in (_predictions, _multi_kernel_predictions):
-        cache.cache_clear()
+    forget_predictions()
 
 
 def list_candidates(pattern: Pattern) -> tuple[Candidate, ...]:
@@ -259,7 +258,7 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
     Raises:
         ValueError: for an unknown pattern, and for a registered candidate whose plan does something else.
     """
-    times = _predictions(problem, check_pattern(pattern), world_size)
+    times = predictions(problem, check_pattern(pattern), world_size)
     plans = sorted((config for config in times if config.method == "plan"), key=lambda config: times[config])
     best: dict[Group, float] = {}
     for config in plans:
@@ -294,24 +293,30 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
         ValueError: if no candidate computes the problem, for an unknown pattern, and for a registered candidate whose
             plan does something else.
     """
-    times = _multi_kernel_predictions(problem, check_pattern(pattern), world_size)
+    times = multi_kernel_predictions(problem, check_pattern(pattern), world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
     best = min(times, key=lambda config: (times[config], config.method != "unfused"))
     return replace(best, source="predicted")
 
 
+def forget_predictions() -> None:
+    """Predict anew, after candidates have been registered."""
+    predictions.cache_clear()
+    multi_kernel_predictions.cache_clear()
+
+
 @lru_cache(maxsize=256)
-def _predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
     """Predicted us of every configuration."""
-    times = _multi_kernel_predictions(problem, pattern, world_size)
+    times = multi_kernel_predictions(problem, pattern, world_size)
     if world_size == 1:
         return times
     return times | dict(_single_kernel(problem, pattern, world_size, Machine.load(MACHINE)))
 
 
 @lru_cache(maxsize=256)
-def _multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
     """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
     machine = Machine.load(MACHINE)
     times = dict(_multi_kernel(problem, pattern, world_size, machine))
