@@ -173,6 +173,15 @@ class UnfusedExecutable:
         self._blocked = pattern != "gemm+ar" and (problem.l > 1 or not equal)
         self._allocate()
 
+    @property
+    def transfers(self) -> str:
+        if self.collective != "nccl":
+            return f"symmetric memory, {self.collective}"
+        backend = str(dist.get_backend(self.group))
+        return "NCCL" if backend == "nccl" else backend
+
+    def release(self) -> None: ...
+
     @torch.inference_mode(False)  # buffers outlive the mode that is on now
     def _allocate(self) -> None:
         p, size = self.plan.problem, self.world_size

@@ -73,6 +73,16 @@ class CollectiveExecutable:
             problem = error
         agree(plan, "", self.group, self.device if self.device.type == usual.type else usual, problem)
 
+    @property
+    def provider(self) -> str:
+        return "torch"
+
+    @property
+    def transfers(self) -> str:
+        return f"collective runtime over {dist.get_backend(self.group)}"
+
+    def release(self) -> None: ...
+
     def _prepare(self, served: dict[str, str]) -> None:
         plan, device = self.plan, self.device
         if plan.mechanism != "push":
@@ -98,6 +108,9 @@ class CollectiveExecutable:
         *,
         alpha: float = 1.0,
         beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
         out: Tensor | None = None,
         gathered: Tensor | None = None,
     ) -> Tensor:
@@ -125,6 +138,8 @@ class CollectiveExecutable:
         rank does not multiply all of A, and for shards that require grad, outside of torch.no_grad(): there are no
         gradients here. A rank that raises leaves the others waiting for its messages.
         """
+        if bias is not None:
+            c_shard, beta = bias.expand(self.plan.shard_shape("D", self.rank)), 1.0
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         if gathered is not None:
             if not self._gathers:

@@ -110,6 +110,13 @@ class CudaExecutable:
         return self.execution.provider
 
     @property
+    def transfers(self) -> str:
+        return "CUDA runtime"
+
+    def release(self) -> None:
+        self.workspace.release(self)
+
+    @property
     def workspace_bytes(self) -> int:
         """What the plan needs of the workspace on this rank, as ``plan.workspace_bytes(rank)`` says."""
         return self.plan.workspace_bytes(self.rank)

@@ -1,4 +1,4 @@
-"""What schedule="auto" takes, which schedules an op takes, and that torch is imported only when it is needed."""
+"""The rule of schedule="auto", the schedules of each pattern, why calls do not overlap, and what layers accept."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 
 import distgemm
 from distgemm import GemmProblem
-from distgemm.torch_ops import CHAIN_TOKENS, choose_schedule
-from distgemm.torch_ops.dispatch import Call, _does, _schedule_does
-
-KINDS = ("ag+gemm", "gemm+rs", "gemm+ar")
+from distgemm.plan.patterns import does_pattern, schedule_does_pattern
+from distgemm.schedulers import PATTERNS, Pattern
+from distgemm.torch_ops import CHAIN_TOKENS, CallRecord, dispatch, select_schedule
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "name", "chunks"),
+    ("pattern", "tokens", "name", "chunks"),
     [
         ("ag+gemm", 1, "all_gather_1d_tiling_cd_rotating_a", 1),
         ("ag+gemm", 2 * CHAIN_TOKENS, "all_gather_1d_tiling_cd_rotating_a", 1),
@@ -30,11 +29,11 @@ KINDS = ("ag+gemm", "gemm+rs", "gemm+ar")
         ("gemm+ar", CHAIN_TOKENS, "all_reduce_1d_tiling_a_rotating_c", 2),
     ],
 )
-def test_auto(kind: str, tokens: int, name: str, chunks: int) -> None:
-    assert choose_schedule(kind, GemmProblem(tokens, 8, 8), 4) == (name, {"chunks": chunks})
+def test_auto_takes_a_chain_for_many_tokens(pattern: Pattern, tokens: int, name: str, chunks: int) -> None:
+    assert select_schedule(pattern, GemmProblem(tokens, 8, 8)) == (name, {"chunks": chunks})
 
 
-def test_the_chain_is_taken_from_as_many_tokens_on_as_the_docs_say() -> None:
+def test_the_docs_say_from_how_many_tokens_auto_takes_a_chain() -> None:
     assert CHAIN_TOKENS == 6144
     page = Path(__file__).parents[2] / "docs" / "pytorch.md"
     if not page.exists():
@@ -42,25 +41,30 @@ def test_the_chain_is_taken_from_as_many_tokens_on_as_the_docs_say() -> None:
     assert re.findall(r"below (\d+) tokens", page.read_text()) == [str(CHAIN_TOKENS)]
 
 
-def test_schedules_are_of_one_kind_at_most() -> None:
-    """Those with other shards at their ends are of none, however they are called."""
-    found = {name: [kind for kind in KINDS if _schedule_does(name, kind)] for name in distgemm.list_schedules()}
-    assert all(len(kinds) <= 1 for kinds in found.values())
-    assert [name for name, kinds in found.items() if kinds == ["gemm+rs"]] == [
+def test_a_schedule_does_one_pattern_at_most() -> None:
+    """A schedule with other shards at its ends does none, whatever its name is."""
+    found = {
+        name: [pattern for pattern in PATTERNS if schedule_does_pattern(name, pattern)]
+        for name in distgemm.list_schedules()
+    }
+    assert all(len(patterns) <= 1 for patterns in found.values())
+    assert [name for name, patterns in found.items() if patterns == ["gemm+rs"]] == [
         "reduce_scatter_1d_pairwise_a",
         "reduce_scatter_1d_tiling_a_rotating_c",
     ]
-    assert len([name for name, kinds in found.items() if kinds == ["ag+gemm"]]) == 5
-    assert len([name for name, kinds in found.items() if kinds == ["gemm+ar"]]) == 3
+    assert len([name for name, patterns in found.items() if patterns == ["ag+gemm"]]) == 5
+    assert len([name for name, patterns in found.items() if patterns == ["gemm+ar"]]) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("rows", [None, (3, 0, 4, 1)])
 @pytest.mark.parametrize("n", [5, 8])
-def test_uneven_shards_change_nothing_about_the_kind(kind: str, rows: tuple[int, ...] | None, n: int) -> None:
-    problem = GemmProblem(8, n, n, m_per_rank=None if kind == "gemm+ar" else rows)
-    name, options = choose_schedule(kind, problem, 4)
-    assert _does(distgemm.make_plan(problem, name, 4, **options), kind)
+def test_a_plan_with_uneven_shards_does_the_same_pattern(
+    pattern: Pattern, rows: tuple[int, ...] | None, n: int
+) -> None:
+    problem = GemmProblem(8, n, n, m_per_rank=None if pattern == "gemm+ar" else rows)
+    name, options = select_schedule(pattern, problem)
+    assert does_pattern(distgemm.make_plan(problem, name, 4, **options), pattern)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +87,15 @@ def test_uneven_shards_change_nothing_about_the_kind(kind: str, rows: tuple[int,
 def test_a_call_says_why_it_does_not_overlap(
     schedule: str, ranks: int, options: dict[str, Any], why: str | None
 ) -> None:
-    """Whatever the schedule is called, and whether its options were given or are the usual ones."""
+    """The plan decides, and not the schedule's name or which options were given."""
     plan = distgemm.make_plan(GemmProblem(8, 8, 8), schedule, ranks, **options)
-    call = Call("matmul_reduce_scatter", plan, tuple(options.items()), "runtime", "torch")
-    said = call.not_overlapped
-    assert said is None if why is None else said is not None and said.startswith(why)
+    call = CallRecord("matmul_reduce_scatter", plan, tuple(options.items()), "runtime", "torch")
+    reason = call.not_overlapped
+    assert reason is None if why is None else reason is not None and reason.startswith(why)
     assert ("not overlapped, because" in str(call)) == (why is not None)
 
 
-def test_torch_is_imported_when_it_is_used() -> None:
+def test_torch_is_imported_when_it_is_used_and_the_gpu_code_later() -> None:
     code = (
         "import sys, distgemm; assert 'torch' not in sys.modules; distgemm.nn.ColwiseParallel(); "
         "distgemm.matmul_all_reduce; print('torch' in sys.modules, 'distgemm.gemm' in sys.modules)"
@@ -103,12 +107,12 @@ def test_torch_is_imported_when_it_is_used() -> None:
 
 
 def test_before_the_first_call_there_is_no_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distgemm.torch_ops.dispatch._Last.call", None)
+    monkeypatch.setattr(dispatch.CALLS, "last", None)
     with pytest.raises(ValueError, match="nothing has run yet: call all_gather_matmul"):
         distgemm.last_call()
 
 
-def test_layers_that_are_tied_have_all_their_names() -> None:
+def test_a_layer_that_is_used_twice_has_both_names() -> None:
     linear = torch.nn.Linear(4, 3)
     model = torch.nn.ModuleDict({"one": linear, "other": linear})
     state = distgemm.nn.full_state_dict(model)
@@ -119,20 +123,20 @@ def test_layers_that_are_tied_have_all_their_names() -> None:
 @pytest.mark.parametrize(
     "schedule", ["gemm+rs chunks=4 provider=cublas", "unfused", "unfused collective=two-shot", "auto"]
 )
-def test_layers_take_what_pins_a_choice(schedule: str) -> None:
-    assert distgemm.nn.RowwiseParallel(schedule=schedule).how["schedule"] == schedule
+def test_layers_take_the_text_of_a_configuration(schedule: str) -> None:
+    assert distgemm.nn.RowwiseParallel(schedule=schedule).options["schedule"] == schedule
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "message"),
     [
         ("gemm+sr chunks=2", "gemm"),
-        ("chunks=2", "a choice is a schedule's name and options"),
-        ("gemm+rs waits=events", "waits is one of"),
+        ("chunks=2", "a configuration is a schedule's name and options"),
+        ("gemm+rs wait_by=events", "wait_by is one of"),
         ("gemm+rs provider=mkl", "provider is one of"),
         ("unfused stagger=2", "and no stagger"),
     ],
 )
-def test_layers_refuse_what_pins_no_choice(schedule: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_layers_refuse_the_text_of_no_configuration(schedule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         distgemm.nn.ColwiseParallel(schedule=schedule)
