@@ -88,7 +88,7 @@ def test_every_begin_of_a_block_has_its_end() -> None:
         marks = re.findall(r"<!-- (begin|end) generated", path.read_text())
         assert marks == ["begin", "end"] * (len(marks) // 2), path
         # On a code host nothing of a line that begins with a comment is Markdown.
-        assert not re.search(r"^<!-- begin generated: [^>]+ -->\S", path.read_text(), re.M), path
+        assert not re.search(r"^ *<!-- begin generated: [^>]+ -->\S", path.read_text(), re.M), path
 
 
 def test_every_schedule_has_a_page() -> None:
@@ -173,7 +173,7 @@ def test_your_own_schedule_is_known_to_the_commands(tables: ModuleType) -> None:
         tables.own_schedule.run_beside_own_program("-m", "distgemm", "--import", file, "show", "none")
 
 
-def test_your_own_schedule_with_chunks(generate: ModuleType):
+def test_your_own_schedule_with_chunks():
     whole, chunked = programs("own_schedule.md")
     imports = whole.split("\n\n\n")[0]
     program = (
