@@ -160,6 +160,12 @@ def formulas(kind: str) -> str:
     return rows_of(f"{head} | what moves | workspace of each rank | W", rows)
 
 
+@table
+def nested_all_reduce() -> str:
+    """What the final copies of a nested all-reduce add to the workspace."""
+    return str(FORMULAS["nested_all_reduce"])
+
+
 def _move(move: dict[str, str]) -> str:
     return f"{move['share']} by `{move['route']}` along {move['axis']}"
 
