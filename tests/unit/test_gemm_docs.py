@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distgemm.gemm import commands
+import distgemm.gemm
 from tests.unit.test_docs import DOCS, programs, run
 from tests.unit.test_gemm_commands import invoke
 from tests.unit.test_gemm_compiler import Nvcc, nvcc
@@ -63,7 +63,7 @@ def test_tunings(words: list[str]) -> None:
 
 
 def test_variables_are_those_of_the_code() -> None:
-    sources = Path(commands.__file__).parent.glob("*.py")
+    sources = Path(distgemm.gemm.__file__).parent.glob("*.py")
     used = {name for path in sources for name in re.findall(r'"((?:DISTGEMM|CUDA|XDG)_\w+)"', path.read_text())}
     assert used == set(re.findall(r"\b((?:DISTGEMM|CUDA|XDG)_\w+)\b", page()))
 
