@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from blocks import benchmark, predicted, schedules
 
 import distgemm
-from distgemm.benchmarking import report
-from distgemm.draw import draw_schedule, draw_timeline
+from distgemm.bench import report
 from distgemm.schedulers import schedule_mesh_rank
+from distgemm.viz.figures import draw_schedule, draw_timeline
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from blocks import ROOT, rows_of, table
-from distgemm.benchmarking import report
+from distgemm.bench import report
 
 PEERS = ("NCCL + cuBLAS", "torch", "quack")
 """How the names of peers begin. Of several, such as quack's tiles, the fastest in each row counts."""

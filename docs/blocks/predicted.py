@@ -6,8 +6,7 @@ from functools import cache
 
 import distgemm
 from blocks import rows_of, table
-from distgemm.machine import Machine
-from distgemm.simulate import Timeline, predict_unfused, simulate
+from distgemm.simulator import Machine, Timeline, predict_unfused, simulate
 
 RANKS = 8
 MACHINE = Machine.load("h200")

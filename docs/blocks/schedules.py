@@ -10,7 +10,7 @@ import distgemm
 from blocks import FORMULAS, rows_of, table
 from distgemm.schedulers import (
     all_reduce,
-    list_families,
+    list_patterns,
     mesh,
     nested,
     one_d,
@@ -19,7 +19,7 @@ from distgemm.schedulers import (
     schedule_mesh_rank,
     schedule_options,
 )
-from distgemm.show import show_schedule
+from distgemm.viz.text import show_schedule
 
 MESHES = {1: (4,), 2: (2, 2), 3: (2, 2, 2)}
 LARGE_MESHES = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}
@@ -55,7 +55,7 @@ def schedule_page(name: str) -> str:
     scheduler = distgemm.get_schedule(name, mesh=MESHES[axes])
     size = "world_size=8" if axes == 1 else f"mesh={LARGE_MESHES[axes]}"
     shape = f" as a mesh of {'x'.join(map(str, MESHES[axes]))}" if axes > 1 else ""
-    defaults = [pattern for pattern, default in list_families().items() if default == name]
+    defaults = [pattern for pattern, default in list_patterns().items() if default == name]
     facts = {
         "Also called": ", ".join(f"`{alias}`" for alias in schedule_aliases(name)),
         "Default of the pattern": ", ".join(f"`{pattern}`" for pattern in defaults),

@@ -12,7 +12,7 @@ import torch
 import distgemm.gemm
 from tests.unit.test_docs import DOCS, programs, run
 from tests.unit.test_gemm_commands import invoke
-from tests.unit.test_gemm_compiler import Nvcc, nvcc
+from tests.unit.test_gemm_kernel_cache import Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="a source archive has no docs/")
