@@ -79,15 +79,16 @@ class PlanError(Exception):
 class Plan:
     """The ops of every rank, and what they refer to. Made by :func:`distgemm.make_plan`.
 
-    problem:   the product
-    schedule:  the schedule's name
-    mesh:      arrangement of the ranks
-    workspace, sync, mechanism: as given to :func:`distgemm.make_plan`
-    iterations: local GEMMs of each rank
-    edges:     for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1]
-    shards:    the box of each rank, for "A", "B" and "D"
-    rank_ops:  the ops of each rank, in an order in which they can be issued one by one
-    slots:     the workspace of each rank
+    Attributes:
+        problem: the product.
+        schedule: the schedule's name.
+        mesh: arrangement of the ranks.
+        workspace, sync, mechanism: as given to :func:`distgemm.make_plan`.
+        iterations: local GEMMs of each rank.
+        edges: for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1].
+        shards: the box of each rank, for "A", "B" and "D".
+        rank_ops: the ops of each rank, in an order in which they can be issued one by one.
+        slots: the workspace of each rank.
     """
 
     problem: GemmProblem
