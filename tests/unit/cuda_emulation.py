@@ -1,0 +1,390 @@
+"""The CUDA runtime without a GPU: what it puts on streams, executed on CPU tensors.
+
+All ranks run in one process. Their actions run in a random order among those that streams, events and flags allow.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm.gemm import GemmSpec, GemmTensors
+from distgemm.gemm.flags import MemOp
+from distgemm.gemm.fused.gemms import FusedGemms
+from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.cuda import binding, memops
+from distgemm.runtime.cuda.binding import Binder, CallTensors, first_users_of_a
+from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
+from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.cuda.lowering.actions import Action, SingleKernel
+from distgemm.runtime.cuda.workspace import BUFFERS, FLAG_BYTES, Workspace, WorkspaceBuffer
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import schedule_options
+
+GATHERS = ["all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a", "all_gather_1d_bidirectional_full_a"]
+GATHER_B = "all_gather_1d_tiling_cd_rotating_b"
+CHAINS = ["reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"]
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+ALL_REDUCES = ["all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c"]
+PAIRWISE_ALL_REDUCE = "all_reduce_1d_pairwise_a"
+
+ONE_TERM, ANY_TERMS = "one term", "any terms"
+"""Providers of the emulation, by how many terms their epilogues add."""
+
+Task = Any  # a MemOp, a Callable[[], None], or a Concurrent
+
+
+class Concurrent:
+    """Lists of tasks that run at the same time."""
+
+    def __init__(self, parts: list[list[Any]]) -> None:
+        self.parts, self.order = [deque(part) for part in parts], random.Random(0)
+
+
+class Machine:
+    """All ranks: their memories and their flags."""
+
+    def __init__(self, ranks: int, slot_bytes: int) -> None:
+        self.slots = [
+            [torch.full((slot_bytes + 256,), 0xFF, dtype=torch.uint8) for _ in range(ranks)] for _ in range(BUFFERS)
+        ]
+        self.flags: dict[int, int] = {}  # by address
+        self.moved = False
+        self.workspaces = [FakeWorkspace(self, rank, ranks) for rank in range(ranks)]
+        for workspace in self.workspaces:
+            for buffer in workspace.buffers:
+                for peer in buffer.peers:
+                    self.flags[buffer.left(workspace.rank, peer)] = 1
+
+    def done(self, task: Task) -> bool:
+        """Do a task. False for a wait that goes on."""
+        if isinstance(task, Concurrent):
+            for part in task.order.sample(task.parts, len(task.parts)):
+                while part and self.done(part[0]):
+                    part.popleft()
+                    self.moved = True
+                    if task.order.random() < 0.3:
+                        break
+            return not any(task.parts)
+        if not isinstance(task, MemOp):
+            task()
+        elif task.wait:
+            return self.flags.get(task.address, 0) == task.value
+        else:
+            for address in range(task.address, task.address + FLAG_BYTES * (1 + task.double), FLAG_BYTES):
+                self.flags[address] = task.value
+        return True
+
+
+def machine_of(plans: list[distgemm.Plan]) -> Machine:
+    """Ranks with room for each of these plans."""
+    ranks = plans[0].world_size
+    return Machine(ranks, max(plan.workspace_bytes(rank) for plan in plans for rank in range(ranks)))
+
+
+class FakeWorkspace(Workspace):
+    """A workspace in the memory of a :class:`Machine`."""
+
+    def __init__(self, machine: Machine, rank: int, ranks: int) -> None:
+        self.machine, self.rank, self.world_size = machine, rank, ranks
+        self.buffers = tuple(
+            WorkspaceBuffer(rank, [(peer << 32) + (number << 24) for peer in range(ranks)]) for number in range(BUFFERS)
+        )
+        self.peers = self.buffers[0].peers
+        self.current_buffer = 0
+        self.dead, self.replaced, self.kept = None, False, []
+        self.executables: list[Any] = []
+
+    def slot(self, buffer: int, rank: int, offset: int, size: int) -> torch.Tensor:
+        return self.machine.slots[buffer][rank][offset : offset + size]
+
+
+class Emulated:
+    """A rank's part of a plan, and the tasks of each of its actions.
+
+    Args:
+        plan: of all ranks.
+        rank: this rank.
+        workspace: its workspace.
+        gemm_streams: with 1, the provider's epilogues add one term, else any number.
+        fallback: as :class:`Binder` takes it.
+        **execution: further fields of ExecutionConfig.
+    """
+
+    def __init__(
+        self,
+        plan: distgemm.Plan,
+        rank: int,
+        workspace: FakeWorkspace,
+        gemm_streams: int = 2,
+        *,
+        fallback: bool = False,
+        **execution: Any,
+    ) -> None:
+        fused = execution.get("execution") == "single_kernel"
+        provider = "cutlass" if fused else ONE_TERM if gemm_streams == 1 else ANY_TERMS
+        config = ExecutionConfig(provider, gemm_streams=gemm_streams, **execution)
+        self.binder = Binder(plan, rank, torch.device("cpu"), config, fallback)
+        self.actions = self.binder.actions
+        exe = CudaExecutable.__new__(CudaExecutable)
+        exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
+        exe.execution, exe.binder, exe._copied = config, self.binder, copied_buffers(plan, rank)
+        exe.number = workspace.register(exe)
+        self.binder.attach(workspace, exe.number, None)
+        self.exe = exe
+
+    @property
+    def fused(self) -> bool:
+        """Whether the actions have a fused kernel."""
+        return any(action.kernel for action in self.actions)
+
+    def tasks(self, call: CallTensors, recorded: list[Task], buffer: int) -> list[list[Task]]:
+        """The tasks of each action, and of the exit. From now on the actions are those of this call."""
+        bound, found = self.binder.bind(call, buffer), []
+        self.actions = bound.actions
+        for launch in (*bound.launches, bound.leave):
+            recorded.clear()
+            launch(0)
+            found.append(list(recorded))
+        return found
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """A list that gets the tasks of launches, in place of streams."""
+    tasks: list[Task] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        pairs = memops.rows_of(target, source)
+        tasks.append(lambda: [to.copy_(of) for to, of in pairs] and None)
+
+    def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+        def gemm() -> None:
+            found = t.alpha * t.a.double() @ t.b.double().mT
+            for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in addends)):
+                if added is not None:
+                    found = found + factor * added.double()
+            t.d.copy_(found)
+
+        return gemm
+
+    def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
+        return lambda stream: tasks.append(multiplied(t))
+
+    kernels = itertools.count(1)
+
+    def bind_fused(gemms: FusedGemms, config: Any) -> Callable[[int], None]:
+        def flags_of_slices(first: int, columns: int) -> list[int]:
+            slices = -(-columns // (gemms.slice_k or columns))
+            return [first + FLAG_BYTES * number for number in range(slices if first else 0)]
+
+        entered = memops.wait_for(-next(kernels))  # a flag within the kernel
+        enters: list[Task] = [entered] if gemms.entry else []
+        waits: list[list[Task]] = []
+        each: list[list[Task]] = []
+        whole_operands = gemms.whole_operands or [False] * len(gemms.products)
+        addends = gemms.addends or [()] * len(gemms.products)
+        for t, wait_flag, done_flag, remote, whole, added in zip(
+            *(gemms.products, gemms.wait_flags, gemms.done_flags, gemms.remote, whole_operands, addends), strict=True
+        ):
+            flags = flags_of_slices(wait_flag, t.a.shape[1])
+            flags = [*(flags[:1] if whole else flags), *(one.wait_flag for one in added)]
+            waits.append([memops.wait_for(one) for one in flags])
+            product = multiplied(t, [one.matrix for one in added])
+            each.append([*(enters if remote else []), product, *([memops.write(done_flag)] if done_flag else [])])
+        products: list[Task] = []
+        at = 0
+        for size in gemms.tile_interleave or [1] * len(each):
+            # A single resident block waits for each of a group before the first one has all of its tiles.
+            products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
+            at += size
+        sent: list[Task] = [*enters]
+        copied: list[Task] = []
+        for send in gemms.sends:
+            queue = sent if send.remote else copied
+            width = gemms.slice_k or send.source.shape[1]
+            queue += [memops.wait_for(send.wait_flag)] if send.wait_flag else []
+            for number, flag in enumerate(flags_of_slices(send.flag, send.source.shape[1]) or [0]):
+                columns = slice(number * width, (number + 1) * width)
+                queue += [functools.partial(send.target[:, columns].copy_, send.source[:, columns])]
+                queue += [memops.write(flag)] if flag else []
+        entry = [*chain.from_iterable(gemms.entry), *([memops.write(entered.address)] if gemms.entry else [])]
+        left = [memops.write(entered.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
+        parts = [part for part in (entry, products, sent, copied) if part]
+        return lambda stream: tasks.extend([Concurrent(parts), *left] if len(parts) > 1 else products)
+
+    def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
+        def add() -> None:
+            found = sum(source.double() for source in sources)
+            found = found + (0 if c is None else beta * c.double()) + (0 if bias is None else bias.double())
+            d.copy_(found)
+
+        return lambda stream: tasks.append(add)
+
+    class Provider:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def supports(self, spec: GemmSpec) -> bool:
+            terms = [spec.partial, spec.c, spec.bias]
+            return self.name != ONE_TERM or sum(term is not None for term in terms) < 2
+
+    def bind_flag_ops(phases: Any, device: int) -> Any:
+        return lambda stream: tasks.extend(op for phase in phases for op in phase)
+
+    monkeypatch.setattr(binding, "bind_flag_ops", bind_flag_ops)
+    monkeypatch.setattr(binding, "get_provider", Provider)
+    monkeypatch.setattr(binding, "mem_ops", lambda ops, stream: tasks.extend(ops))
+    monkeypatch.setattr(binding, "copy_box", copy)
+    monkeypatch.setattr(binding, "bind_gemm", bind)
+    monkeypatch.setattr(binding, "bind_fused", bind_fused)
+    monkeypatch.setattr(binding, "bind_sum", bind_sum)
+    return tasks
+
+
+def run(
+    machine: Machine, ranks: list[list[tuple[Emulated, list[list[Task]]]]], order: random.Random, queues: bool
+) -> None:
+    """Run the replays of each rank one after the other, and their actions as streams and events allow.
+
+    Args:
+        machine: all ranks.
+        ranks: by rank, the replays with the tasks of their actions.
+        order: which action runs next.
+        queues: whether each rank has one queue for all streams, so that actions run one by one as they were issued.
+    """
+    states: list[list[Any]] = [[0, set()] for _ in ranks]  # replay, actions done
+    speed = list(range(len(ranks)))
+    progress: list[dict[int, int]] = [{} for _ in ranks]
+
+    def candidates(rank: int) -> list[int]:
+        replay, done = states[rank]
+        if replay == len(ranks[rank]):
+            return []
+        emulated, _ = ranks[rank][replay]
+        actions = emulated.actions
+        if len(done) == len(actions):
+            return [len(actions)]
+        heads: dict[int, int] = {}
+        for number, action in enumerate(actions):
+            if number not in done:
+                heads.setdefault(0 if queues else action.stream, number)
+        return [number for number in heads.values() if all(before in done for before in actions[number].after)]
+
+    while any(states[rank][0] < len(ranks[rank]) for rank in range(len(ranks))):
+        runnable = [(rank, number) for rank in range(len(ranks)) for number in candidates(rank)]
+        order.shuffle(runnable)
+        if order.random() < 0.02:
+            order.shuffle(speed)
+        runnable.sort(key=lambda action: speed[action[0]])  # some ranks run ahead as far as they can
+        for rank, number in runnable:
+            emulated, tasks = ranks[rank][states[rank][0]]
+            at = progress[rank].get(number, 0)
+            moved = machine.moved = False
+            while at < len(tasks[number]) and machine.done(tasks[number][at]):
+                at, moved = at + 1, True
+            progress[rank][number] = at
+            if at == len(tasks[number]):
+                moved = True
+                if number == len(emulated.actions):
+                    states[rank][0] += 1
+                    states[rank][1] = set()
+                    progress[rank] = {}
+                else:
+                    states[rank][1].add(number)
+            if moved or machine.moved:
+                break
+        else:
+            pytest.fail(f"nothing moves: {[(rank, state[0], sorted(state[1])) for rank, state in enumerate(states)]}")
+
+
+class Data:
+    """Global arrays of small integers, and the shards of a call on each rank."""
+
+    def __init__(self, plan: distgemm.Plan, seed: int, alpha: float = 1.0, beta: float = 0.0, bias: bool = False):
+        p, generator = plan.problem, torch.Generator().manual_seed(seed)
+        self.schedule = plan.schedule
+        lead = (p.l,) if p.l > 1 else ()
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randint(-2, 3, shape, generator=generator).double()
+
+        whole = {"A": draw(*lead, p.m, p.k), "B": draw(*lead, p.n, p.k), "C": draw(*lead, p.m, p.n)}
+        row = draw(p.n) if bias else None
+        dtypes = {name: TORCH_DTYPES[str(p.dtype if name in "AB" else p.out_dtype)] for name in "ABCD"}
+        self.wanted, self.calls, self.whole = [], [], whole
+        product = alpha * whole["A"] @ whole["B"].mT + beta * whole["C"] + (0 if row is None else row)
+        for rank in range(plan.world_size):
+            shards = {name: x[plan.shard(name, rank)].to(dtypes[name]).contiguous() for name, x in whole.items()}
+            shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
+            part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
+            if first_users_of_a(plan, rank):
+                shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
+            self.wanted.append(product[plan.shard("D", rank)])
+            self.calls.append(CallTensors(shards, alpha, beta, part))
+
+    def check(self) -> None:
+        """Check D of all ranks, and all of A where it is gathered."""
+        for rank, (call, wanted) in enumerate(zip(self.calls, self.wanted, strict=True)):
+            assert torch.equal(call.out.double(), wanted), (self.schedule, rank)
+            gathered = call.shards.get("gathered")
+            assert gathered is None or torch.equal(gathered.double(), self.whole["A"].view(gathered.shape))
+
+
+def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:
+    """Plans of a schedule with all mechanisms, workspaces and ways to synchronise."""
+    sides = 3 if "3d" in schedule else 2 if "2d" in schedule else 1
+    mesh = {1: (ranks,), 2: (2, ranks // 2), 3: (2, 1, ranks // 2)}[sides]
+    chunked = {"chunks": 2} if "chunks" in schedule_options(schedule) else {}
+    shapes: list[dict[str, Any]] = [{"m": 22, "n": 21, "k": 19}, {"m": 13, "n": 16, "k": 12, "l": 2}]
+    found = []
+    for shape in shapes:
+        problem = distgemm.GemmProblem(**shape, dtype="float32")
+        for options in ({"sync": "barrier"}, {"workspace": "bounded"}, {"sync": "barrier", "workspace": "bounded"}):
+            # The others where they differ most: by the barrier alone, and by credits within the replay.
+            for mechanism in ("push", "pull", "store") if "sync" not in options or len(options) == 1 else ("push",):
+                found.append(
+                    distgemm.make_plan(problem, schedule, mesh=mesh, mechanism=mechanism, **options, **chunked)
+                )
+        if "final_add" in schedule_options(schedule):
+            other = "epilogue" if "pairwise" in schedule else "kernel"
+            found.append(distgemm.make_plan(problem, schedule, mesh=mesh, sync="barrier", final_add=other, **chunked))
+    return found
+
+
+def actions_of(
+    plan: distgemm.Plan,
+    rank: int,
+    gemm_streams: int = 1,
+    *,
+    fused: bool = False,
+    separate_gemms: bool = False,
+    **execution: Any,
+) -> list[Action]:
+    """The actions of a rank; ``fused``: with a fused kernel, unless ``separate_gemms``."""
+    if fused or separate_gemms:
+        execution["execution"] = "single_kernel"
+    return lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams, **execution), separate_gemms=separate_gemms)
+
+
+def kernel_of(actions: Sequence[Action]) -> tuple[Action, SingleKernel]:
+    """The action of the fused kernel, and what it does besides its GEMMs."""
+    ((action, kernel),) = ((action, action.kernel) for action in actions if action.kernel is not None)
+    return action, kernel
+
+
+def emulated(schedule: str, ranks: int = 2, **options: Any) -> CudaExecutable:
+    """The executable of rank 0 for a small problem."""
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(m=16, n=16, k=16, dtype="float32"), schedule, ranks, sync="barrier", **options
+    )
+    machine = Machine(ranks, plan.workspace_bytes(0))
+    return Emulated(plan, 0, machine.workspaces[0], 2).exe
