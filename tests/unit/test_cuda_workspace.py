@@ -1,4 +1,4 @@
-"""Which workspace a group's executables share; the memory itself is of GPUs."""
+"""The workspace without a GPU: flags and buffers, and which workspace a group's executables share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,65 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from distgemm.runtime.cuda import watchdog, workspace
-from distgemm.runtime.cuda.workspace import GROWTH, workspace_for
+import distgemm
+from distgemm.runtime import checks
+from distgemm.runtime.cuda import workspace
+from distgemm.runtime.cuda.workspace import (
+    FLAG_BYTES,
+    MAX_GROWTH_BYTES,
+    Stage,
+    allocate,
+    first_plan_flag,
+    stage_index,
+    stage_value,
+    workspace_for,
+)
+from tests.unit.cuda_emulation import GATHERS, Emulated, Machine
 
-REAL = workspace.Workspace
+# --- flags and buffers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_flags_are_read_as_they_are_written(number: int) -> None:
+    workspace = Machine(3, 256).workspaces[1]
+    flags = torch.zeros(2, first_plan_flag(3) + 4, dtype=torch.int32)
+    flags[number] = torch.arange(flags.shape[1])
+    buffer = workspace.buffers[number]
+    flags[number, stage_index(3)] = stage_value(5, Stage.BODY)
+    assert workspace.read(flags.flatten()) == (5, Stage.BODY, [0, 1, 2], [4, 5, 6], [10, 11, 12, 13])
+    addresses = [buffer.left(1, 2), buffer.entered(1, 2), buffer.plan_flag(1, 3)]
+    assert addresses == [buffer.bases[1] + FLAG_BYTES * index for index in (2, 6, 13)]
+    steps = [op for step in buffer.steps(5, []).values() for op in step]
+    stages = [op.value for op in steps if op.address == buffer.bases[1] + stage_index(3) * FLAG_BYTES]
+    assert stages == [stage_value(5, Stage.ENTRY), stage_value(5, Stage.BODY), 0]
+
+
+def test_replays_alternate_between_buffers() -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    flips = [(workspace.next_buffer, workspace.flip()) for _ in range(4)]
+    assert flips in ([(0, 0), (1, 1)] * 2, [(1, 1), (0, 0)] * 2)
+
+
+def test_a_replaced_workspace_is_unused_once_its_executables_are_gone() -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    plan = distgemm.make_plan(distgemm.GemmProblem(16, 16, 16, dtype="float32"), GATHERS[1], 2)
+    exe = Emulated(plan, 0, workspace, 1).exe
+    workspace.keep(exe)
+    del exe
+    assert not workspace.unused
+    workspace.replaced = True
+    assert not workspace.unused  # kept for a caller's graph
+    workspace.release(workspace.kept[0])
+    assert workspace.unused
+
+
+# --- the workspace of a group ---------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Memoryless:
-    """What is known of a workspace without its memory."""
+    """A workspace without memory."""
 
     group: Any
     device: torch.device
@@ -30,7 +78,7 @@ class Memoryless:
 
 
 @pytest.fixture(autouse=True)
-def none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_WORKSPACES", {})
     monkeypatch.setattr(workspace, "Workspace", Memoryless)
 
@@ -42,18 +90,18 @@ def _group(name: str = "tp") -> Any:
     return SimpleNamespace(group_name=name)
 
 
-def test_a_group_has_one_that_is_large_enough() -> None:
+def test_executables_of_a_group_share_a_workspace_that_is_large_enough() -> None:
     group = _group()
     first = workspace_for(group, GPU, 1024, 4)
     assert workspace_for(group, GPU, 1024, 4) is first and workspace_for(group, GPU, 100, 2) is first
     larger = workspace_for(group, GPU, 1025, 4)
     assert larger is not first and first.replaced and not larger.replaced
-    assert larger.slot_bytes == 1024 + min(1024, GROWTH), "shapes that grow slowly would take a new one each"
+    assert larger.slot_bytes == 1024 + min(1024, MAX_GROWTH_BYTES), "shapes that grow slowly would take a new one each"
     more_flags = workspace_for(group, GPU, 1024, larger.flags + 1)
     assert more_flags is not larger and more_flags.slot_bytes >= larger.slot_bytes
 
 
-def test_groups_and_gpus_have_their_own() -> None:
+def test_groups_and_gpus_have_workspaces_of_their_own() -> None:
     group = _group()
     found = [
         workspace_for(*key, 1024, 4) for key in ((group, GPU), (_group("dp"), GPU), (group, torch.device("cuda", 1)))
@@ -61,7 +109,7 @@ def test_groups_and_gpus_have_their_own() -> None:
     assert len(set(map(id, found))) == 3 and not any(each.replaced for each in found)
 
 
-def test_one_that_cannot_be_made_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_cannot_be_made_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group = _group()
     first: Any = workspace_for(group, GPU, 1024, 4)
 
@@ -79,57 +127,51 @@ class Exchange:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failed: list[int]) -> None:
         self.failed = failed
-        monkeypatch.setattr(workspace.dist, "all_gather", self.all_gather)
+        monkeypatch.setattr(checks.dist, "all_gather", self.all_gather)
         monkeypatch.setattr(workspace.symmetric_memory, "empty", self.empty)
-        self.made = REAL.__new__(REAL)
-        self.made.group, self.made.device = SimpleNamespace(size=lambda: 3), torch.device("cpu")
 
     def all_gather(self, every: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
-        assert bool(mine[0]) == (0 in self.failed)
-        every[0].copy_(mine)
-        for rank in (1, 2):
-            every[rank].copy_(torch.tensor([int(rank in self.failed), rank]))
+        assert bool(mine[-1]) == (0 in self.failed)
+        for rank, report in enumerate(every):
+            report.copy_(mine)
+            report[-1] = int(rank in self.failed)
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if 0 in self.failed:
             raise RuntimeError("this rank is out of memory")
         return torch.empty(size, dtype=dtype)
 
+    def allocate(self) -> tuple[torch.Tensor, int]:
+        group: Any = SimpleNamespace(size=lambda: 3)
+        return allocate(64, group, torch.device("cpu"))
+
 
 @pytest.mark.parametrize(
-    ("failed", "said"),
+    ("failed", "message"),
     [
         ([0], "this rank is out of memory"),
         ([0, 2], "this rank is out of memory"),
-        ([1, 2], r"ranks \[1, 2\] of the gro"),
+        ([1, 2], r"ranks \[1, 2\] of the group cannot allocate 64 bytes of symmetric memory; their errors say why"),
     ],
 )
-def test_all_ranks_raise_where_one_has_no_memory(failed: list[int], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of waiting for it in the rendezvous."""
-    with pytest.raises(RuntimeError, match=said):
-        Exchange(monkeypatch, failed).made._allocated(64)
+def test_all_ranks_raise_where_one_has_no_memory(
+    failed: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they would wait for it in the rendezvous."""
+    exchange = Exchange(monkeypatch, failed)
+    with pytest.raises(RuntimeError, match=message):
+        exchange.allocate()
 
 
-def test_workspaces_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_have_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = Exchange(monkeypatch, [])
-    numbers = {exchange.made._allocated(64)[1] for _ in range(4)}
-    assert len(numbers) == 4 and exchange.made._allocated(64)[0].numel() == 64
-
-
-def test_what_was_said_of_one_workspace_is_not_of_another() -> None:
-    """The store outlives groups, and groups take names that others had."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        first, again, other = (watchdog._store(SimpleNamespace(token=token)) for token in (3, 3, 4))
-        first.compare_set("dead", "", "rank 0 did not come")
-        assert (watchdog._told(again), watchdog._told(other)) == ("rank 0 did not come", None)
-    finally:
-        dist.destroy_process_group()
+    tokens = {exchange.allocate()[1] for _ in range(4)}
+    assert len(tokens) == 4 and exchange.allocate()[0].numel() == 64
 
 
 @pytest.mark.parametrize("end", ["dead", "closed", "the group is gone"])
-def test_nobody_gets_one_that_has_ended(end: str) -> None:
-    """A group may take the name of one that was destroyed, with other ranks: the peers' memory is another."""
+def test_a_workspace_that_has_ended_is_not_used_again(end: str) -> None:
+    """A group may take the name of a group that was destroyed, and have other ranks."""
     group: Any = _group()
     first: Any = workspace_for(group, GPU, 1024, 4)
     if end == "dead":

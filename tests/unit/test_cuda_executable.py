@@ -1,0 +1,455 @@
+"""Calls of a CUDA executable without a GPU: launches, kernels to compile, graphs, and what is refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm import api
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, flag_ops
+from distgemm.gemm.fused.gemms import FusedGemms
+from distgemm.gemm.fused.kernel import fused_source
+from distgemm.plan.ops import Wait
+from distgemm.runtime.collective import CollectiveExecutable
+from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
+from distgemm.runtime.cuda.executable import CudaExecutable, call_key, copied_buffers
+from distgemm.runtime.cuda.lowering.actions import COMM
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
+from distgemm.runtime.executable import Executable, ExecutionConfig
+from distgemm.runtime.unfused import UnfusedExecutable
+from tests.unit.cuda_emulation import (
+    ALL_REDUCES,
+    ANY_TERMS,
+    CHAINS,
+    GATHER_B,
+    GATHERS,
+    ONE_TERM,
+    PAIRWISE,
+    PAIRWISE_ALL_REDUCE,
+    Data,
+    Emulated,
+    Machine,
+    Task,
+    emulated,
+    machine_of,
+    plans,
+)
+
+FUSED = {"execution": "single_kernel"}
+
+
+# --- from actions to launches ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "mechanism", "transport", "mode"),
+    [
+        (GATHERS[0], "push", "copy_engine", "m"),
+        (GATHER_B, "push", "copy_engine", "m"),
+        (CHAINS[0], "push", "copy_engine", "m"),
+        (CHAINS[1], "store", "copy_engine", "m"),
+        (ALL_REDUCES[0], "store", "copy_engine", "m"),
+        (ALL_REDUCES[0], "store", "sm", "m"),
+        (PAIRWISE, "store", "copy_engine", "m"),
+        (PAIRWISE, "store", "copy_engine", "n"),
+        (PAIRWISE_ALL_REDUCE, "store", "sm", "n"),
+    ],
+)
+def test_sources_name_the_kernels_of_all_ranks(
+    schedule: str, mechanism: str, transport: str, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compile builds, before any tensor is known."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    found: list[FusedGemms] = []
+    monkeypatch.setattr(binding, "fused_source", lambda gemms, config: found.append(gemms) or fused_source(gemms))
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(64 * ranks, 64 * ranks, 64 * ranks),
+        schedule,
+        ranks,
+        sync="barrier",
+        chunks=2,
+        mechanism=mechanism,
+        **({"final_add": "epilogue", "chunk_mode": mode} if "pairwise" in schedule else {}),
+    )
+    if ranks == 1:
+        transport = "copy_engine"  # nothing is copied
+    for rank in range(ranks):
+        for c, bias in ((False, False), (True, False), (False, True), (True, True)):
+            workspace = Machine(ranks, plan.workspace_bytes(rank)).workspaces[rank]
+            binder = Emulated(plan, rank, workspace, transport=transport, **FUSED).binder
+            monkeypatch.setattr(binding, "get_provider", lambda name: CutlassProvider("90a"))
+            kernel, flags = binder.sources(c=c, bias=bias)
+            wanted = "DG_GATHER" if schedule.startswith("all_gather") or ranks == 1 else "DG_REDUCE"
+            wanted = "DG_REDUCE_SEND" if transport == "sm" else wanted
+            assert dict(kernel.macros)["DG_KIND"] == wanted and flags.file == "flags.cu"
+    for gemms in found:
+        assert not any(
+            remote and one.bias is not None for one, remote in zip(gemms.products, gemms.remote, strict=True)
+        )
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch, recorded: list[Task]) -> list[FusedGemms]:
+    """The arguments of fused kernels, which are not launched."""
+    found: list[FusedGemms] = []
+    monkeypatch.setattr(binding, "bind_fused", lambda gemms, config: found.append(gemms) or (lambda stream: None))
+    return found
+
+
+def test_the_fused_kernel_gets_the_groups_to_interleave(recorded: list[Task], fused: list[FusedGemms]) -> None:
+    problem = distgemm.GemmProblem(64, 16, 64, dtype="float32")
+    for options, wanted in (({}, ()), ({"stagger": 2}, (1, 1, 2, 2, 1, 1))):
+        plan = distgemm.make_plan(problem, CHAINS[0], 2, chunks=4, sync="barrier", mechanism="store", **options)
+        one = Emulated(plan, 1, machine_of([plan]).workspaces[1], **FUSED)
+        one.tasks(Data(plan, 0).calls[1], recorded, 0)
+        assert fused.pop().tile_interleave == wanted
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transport", "options", "rate"),
+    [
+        (CHAINS[0], "copy_engine", {"mechanism": "store"}, binding.STORE_RATE),
+        (CHAINS[0], "copy_engine", {"send_slots": 2}, 0.0),  # its sums stay here until copy engines copy them
+        (ALL_REDUCES[0], "sm", {"mechanism": "store"}, binding.STORE_RATE),
+        (GATHERS[0], "copy_engine", {}, 0.0),
+        (GATHERS[0], "copy_engine_slices", {}, 0.0),
+        (GATHERS[0], "sm", {}, binding.SEND_RATE),
+    ],
+)
+def test_what_kernels_write_at_peers_is_paced(
+    schedule: str,
+    transport: str,
+    options: dict[str, Any],
+    rate: float,
+    recorded: list[Task],
+    fused: list[FusedGemms],
+) -> None:
+    problem = distgemm.GemmProblem(64, 16, 1152, dtype="float32")
+    plan = distgemm.make_plan(problem, schedule, 2, chunks=2, sync="barrier", **options)
+    one = Emulated(plan, 1, machine_of([plan]).workspaces[1], transport=transport, **FUSED)
+    one.tasks(Data(plan, 0).calls[1], recorded, 0)
+    (gemms,) = fused
+    assert gemms.link_rate == rate
+    remote = [send.remote for send in gemms.sends]
+    assert remote == ([True, False] * 2 if schedule.startswith("all_reduce") else [True] * len(remote))
+    assert all(bool(send.flag) == send.remote for send in gemms.sends)
+    assert list(gemms.whole_operands) == [False, False, transport == "copy_engine_slices", False]
+
+
+def test_a_fused_kernel_that_is_alone_enters_and_leaves_the_replay(
+    recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else is launched only where A is gathered, or where the flags do not fit into one kernel."""
+    monkeypatch.setattr(
+        binding, "bind_flag_ops", lambda phases, device: lambda stream: recorded.append(memops.write(-1))
+    )
+
+    def launches(schedule: str, gathered: bool = False, transport: str = "copy_engine", **options: Any) -> int:
+        """How many actions launch something, and the exit."""
+        problem = distgemm.GemmProblem(32, 16, 1152 * 2, dtype="float32")
+        plan = distgemm.make_plan(problem, schedule, 2, sync="barrier", **options)
+        one = Emulated(plan, 0, machine_of([plan]).workspaces[0], transport=transport, **FUSED)
+        call = Data(plan, 0).calls[0]
+        if not gathered:
+            call.shards.pop("gathered", None)
+        return sum(bool(tasks) for tasks in one.tasks(call, recorded, 0))
+
+    assert launches(CHAINS[0], mechanism="store") == 1
+    assert launches(ALL_REDUCES[0], mechanism="store", transport="sm") == 1
+    assert launches(ALL_REDUCES[0], mechanism="store") > 3
+    assert launches(GATHERS[0], transport="sm") == 1
+    assert launches(GATHERS[0], transport="sm", gathered=True) == 3
+    assert launches(GATHERS[0]) > 3  # copies are on another stream
+    monkeypatch.setattr(binding, "fits", lambda phases: len(phases[0]) > 1)
+    assert launches(CHAINS[0], mechanism="store") == 3
+
+
+def test_kernels_wait_for_gemms_only(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory operations wait for copies that pass chunks on: a kernel would wait beside GEMMs."""
+    kernels = []
+    monkeypatch.setattr(binding, "bind_flag_ops", lambda phases, device: kernels.append(phases))
+    plan = plans(GATHERS[1], 4)[0]
+    exe = Emulated(plan, 1, machine_of([plan]).workspaces[1], 1, wait_by="kernel").exe
+    exe.binder.bind(Data(plan, 0).calls[1], 0)
+    waits = [action.stream for action in exe.actions if action.ops and isinstance(action.ops[0], Wait)]
+    assert COMM in waits
+    assert len(kernels) == 1 + sum(stream != COMM for stream in waits)  # the exit is one, too
+
+
+def test_flag_operations_are_split_into_launches() -> None:
+    most_ops, most_phases = flag_kernel.OPERATIONS, flag_kernel.PHASES
+    ops = [memops.write(8 * number) for number in range(2 * most_ops + 1)]
+    launches = flag_kernel.split_launches([ops, ops[:2], [], *[ops[:1]] * most_phases])
+    assert all(len(phases) <= most_phases and sum(map(len, phases)) <= most_ops for phases in launches)
+    assert [op for phases in launches for phase in phases for op in phase] == ops + ops[:2] + ops[:1] * most_phases
+    (phases,) = flag_kernel.split_launches([[memops.wait_for(8)], [*memops.clear([16]), memops.write(24, 7)]])
+    encoded = flag_ops(phases)
+    assert (encoded.phases, list(encoded.ends)[:2]) == (2, [1, 3])
+    found = [(op.address, op.value, op.kind) for op in encoded.operations[:3]]
+    assert found == [(8, 1, WAIT), (16, 0, WRITE_DOUBLE), (24, 7, WRITE)]
+
+
+def test_two_flags_are_cleared_at_once() -> None:
+    assert memops.clear([8, 12, 20, 24]) == [MemOp(False, at, 0, double=True) for at in (8, 16, 24)]
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_flips_no_buffer(monkeypatch: pytest.MonkeyPatch, recorded: list[Task]) -> None:
+    exe = emulated(GATHERS[1])
+    exe._recorded = OrderedDict()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    exe._watched = SimpleNamespace(issued=lambda *_: None)
+    exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
+    monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
+    put: list[int] = []
+    monkeypatch.setattr(exe, "_put", lambda bound, counted=False: put.append(exe.workspace.current_buffer))
+    a, b, out = torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(16, 8)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("no kernel")
+
+    bind = binding.bind_gemm
+    monkeypatch.setattr(binding, "bind_gemm", refuse)
+    with pytest.raises(ValueError, match="no kernel"):
+        exe(a, b, out=out)
+    with pytest.raises(ValueError, match="A's shard on rank 0 has shape"):
+        exe(a[1:], b)
+    monkeypatch.setattr(binding, "bind_gemm", bind)
+    before = exe.workspace.current_buffer
+    exe(a, b, out=out)  # eager: the call that raised does not count
+    assert put == [1 - before]
+
+
+class PretendedStream:
+    """A stream on which nothing waits: a launch is done when its call has ended."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, other: PretendedStream) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> object:
+        return object()
+
+    def synchronize(self) -> None: ...
+
+
+class PretendedGraph:
+    """A graph of the tasks that are launched while it is captured."""
+
+    def __init__(self, tasks: list[Task], keep_graph: bool) -> None:
+        assert keep_graph
+        self.tasks, self.captured = tasks, []
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self.before = len(self.tasks)
+
+    def capture_end(self) -> None:
+        self.captured = self.tasks[self.before :]
+        del self.tasks[self.before :]
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None:
+        self.tasks.extend(map(deepcopy, self.captured))  # Concurrent tasks are used up
+
+
+@pytest.mark.parametrize(
+    "execution",
+    [
+        ExecutionConfig(ANY_TERMS),
+        ExecutionConfig(ANY_TERMS, merge_copies=True),
+        ExecutionConfig(ONE_TERM, gemm_streams=1, wait_by="kernel"),
+        ExecutionConfig(execution="single_kernel"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["ag+gemm", "gemm+rs"])
+def test_calls_are_eager_then_recorded_then_replayed(
+    schedule: str, execution: ExecutionConfig, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, with pretended streams and graphs; there is a graph for each buffer."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(24, 16, 8, dtype="float32"), schedule, 1, chunks=3, sync="barrier")
+    machine = machine_of([plan])
+    workspace = machine.workspaces[0]
+    workspace.memory, workspace.streams = torch.empty(0), [PretendedStream()] * 3
+    workspace.capture_stream = PretendedStream()
+    watched: list[Any] = []
+    for name, value in {
+        "check_agreement": lambda *_: None,
+        "build_together": lambda sources, rank, size: None,
+        "workspace_for": lambda *_: workspace,
+        "watchdog": lambda: SimpleNamespace(
+            add=lambda _: SimpleNamespace(issued=lambda exe, out: watched.append((exe, out())))
+        ),
+    }.items():
+        monkeypatch.setattr(executable, name, value)
+    monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
+
+    def run_all() -> None:
+        assert recorded
+        for task in recorded:
+            assert any(machine.done(task) for _ in range(20)), task
+        recorded.clear()
+
+    group: Any = "a group"
+    exe = CudaExecutable(plan, group, torch.device("cpu"), execution, timeout=5.0)
+    assert (exe.provider, exe.transfers, exe.timeout) == (execution.provider, "CUDA runtime", 5.0)
+    assert exe.graphs == 0
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((24, 8), (16, 8)))
+    out = torch.empty(24, 16)
+    for number in range(5):
+        a.add_(number)
+        out.fill_(float("nan"))
+        assert exe(a, b, out=out) is out
+        run_all()
+        assert torch.equal(out, a @ b.T), number
+        assert exe.graphs == min(number, 2)
+    assert len(watched) == 5 and all(found == (exe, out) for found in watched)
+    replay = exe.capture(a, b)
+    assert not recorded
+    for number in range(3):
+        b.sub_(number)
+        found = replay()
+        run_all()
+        assert found is replay.out and torch.equal(found, a @ b.T)
+    workspace.keep(exe)
+    exe.release()
+    assert not workspace.kept
+    workspace.dead = "a rank did not come"
+    with pytest.raises(ReplayTimeoutError, match="a rank did not come"):
+        exe(a, b)
+
+
+def test_calls_that_differ_in_more_than_addresses_have_graphs_of_their_own() -> None:
+    a, scale = torch.zeros(4, 4), torch.zeros(4)
+    calls = [((a, None, part), 1.0) for part in (scale, scale[:1], scale[::2], scale.view(torch.int32), None)]
+    calls += [((a, None, scale), 2.0), ((a, scale, None), 1.0), ((a.t(), None, scale), 1.0), (("a", None, None), 1.0)]
+    assert len({call_key(tensors, alpha, 0.0) for tensors, alpha in calls}) == len(calls)
+    assert call_key((a, None, scale[:]), 1, 0) == call_key(*calls[0], 0.0)
+
+
+def test_all_runtimes_satisfy_the_protocol() -> None:
+    """mypy checks signatures; this checks that the members exist."""
+    members = [name for name in vars(Executable) if not name.startswith("_")]
+    assert members == ["plan", "rank", "provider", "transfers", "release"]
+    for runtime in (CudaExecutable, CollectiveExecutable, UnfusedExecutable):
+        properties = {"plan", "rank", "provider"}  # may be set in __init__
+        assert all(hasattr(runtime, name) for name in set(members) - properties)
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (api, executable):
+        monkeypatch.setattr(module, "resolve_group", lambda group: "two ranks")
+    monkeypatch.setattr(executable.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(executable, "CudaExecutable", lambda *_, **__: "made")
+    problem = distgemm.GemmProblem(m=16, n=16, k=16)
+    plan = distgemm.make_plan(problem, GATHERS[1], 2)
+
+    def compiled(**options: Any) -> Any:
+        return distgemm.compile(options.pop("plan", plan), device="cuda:0", **options)
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert compiled() == "made"
+    for options, message in (
+        ({"plan": distgemm.make_plan(problem, GATHERS[1], 3)}, "the plan is for 3 ranks, the group has 2"),
+        ({"gemm_streams": 3}, "gemm_streams is 1 or 2, got 3"),
+        ({"execution": "events"}, "execution is one of multi_kernel, single_kernel, got 'events'"),
+        ({"wait_by": "events"}, "wait_by is one of memory_op, kernel, got 'events'"),
+        ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
+        ({"merge_copies": 1}, "merge_copies is True or False, got 1"),
+        ({"transport": "nccl"}, "transport is one of copy_engine, copy_engine_slices, sm, got 'nccl'"),
+        (
+            {"transport": "sm"},
+            "goes with execution='single_kernel' and merge_copies=False, got 'multi_kernel' and False",
+        ),
+        ({"transport": "sm", "merge_copies": True, **FUSED}, "got 'single_kernel' and True"),
+        ({"provider": "cublas", **FUSED}, "execution='single_kernel' takes provider 'cutlass'"),
+        ({"timeout": 0}, "timeout > 0"),
+        ({"on_timeout": "ignore"}, "on_timeout 'raise' or 'abort', got 300.0 and 'ignore'"),
+        ({"schedule": "auto", "pattern": "ag+gemm"}, "pattern and tune are for a problem"),
+        ({"schedule": GATHERS[1]}, "a plan has its schedule and options already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compiled(**options)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(RuntimeError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* unset it, or set it to 8"):
+        compiled()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the stream is being captured"):
+        compiled()
+
+
+def test_shards_that_are_copied_have_contiguous_rows() -> None:
+    exe = emulated(GATHERS[0])
+    assert copied_buffers(exe.plan, 0) == {"A"}
+    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+    for refused in (torch.zeros(16, 8).T, torch.zeros(1, 16).expand(8, 16)):
+        with pytest.raises(ValueError, match=r"A's shard on rank 0 is copied by rows.*\.contiguous\(\)"):
+            exe._check(refused, b, None, 0.0, None)
+    exe._check(torch.zeros(8, 24)[:, :16], torch.zeros(16, 8).T, None, 0.0, None)
+    exe._check(a, b, None, 0.0, None)
+
+
+def test_all_reduces_copy_from_and_to_d() -> None:
+    assert copied_buffers(emulated(ALL_REDUCES[0]).plan, 0) == {"D"}
+
+
+def test_gathered_is_refused_where_a_is_not_gathered() -> None:
+    exe = emulated(CHAINS[0])
+    a, b = torch.zeros(16, 8), torch.zeros(16, 8)
+    with pytest.raises(ValueError, match="does not bring all of A"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
+
+
+def test_gathered_of_another_form_is_refused() -> None:
+    exe = emulated(GATHERS[1])
+    a, b = torch.zeros(8, 16), torch.zeros(8, 16)
+    with pytest.raises(ValueError, match=r"gathered on rank 0 is \(16, 16\)"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(8, 16))
+    with pytest.raises(ValueError, match="gathered on rank 0 is copied by rows"):
+        exe._check(a, b, None, 0.0, None, torch.zeros(16, 16).T)
+    assert "gathered" in exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
+    gathered = torch.zeros(16, 16)
+    with pytest.raises(ValueError, match="gathered shares memory with the shard of A"):
+        exe._check(gathered[:8], b, None, 0.0, None, gathered)
+    with pytest.raises(ValueError, match="gathered shares memory with out"):
+        exe._check(a, b, None, 0.0, gathered.view(-1)[:128].view(16, 8), gathered)
+
+
+def test_bias_and_scales_of_another_shape_are_refused() -> None:
+    """A bias of all ranks' columns would be cut, and its first columns added on every rank."""
+    exe = emulated(GATHERS[0])
+    given = exe._check(torch.zeros(8, 16), torch.zeros(8, 16), None, 0.0, None)
+    exe._check_terms(given, torch.zeros(8), torch.zeros(1), torch.zeros(16))
+    exe._check_terms(given, None, torch.zeros(16), None)
+    for bias in (torch.zeros(16), torch.zeros(1), torch.zeros(1, 8), torch.zeros(8, dtype=torch.float64), [0.0] * 8):
+        with pytest.raises(ValueError, match="bias on rank 0 is "):
+            exe._check_terms(given, bias, None, None)
+    for name, scales in (("scale_a", (torch.zeros(8), None)), ("scale_b", (None, torch.zeros(17)))):
+        with pytest.raises(ValueError, match=f"{name} is one number, or 16 for the rows of the whole"):
+            exe._check_terms(given, None, *scales)
