@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distgemm import GemmProblem, make_plan
-from distgemm.simulator.engine import predict_unfused, simulate
+from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"

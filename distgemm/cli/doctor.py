@@ -524,7 +524,7 @@ def _look_at_driver() -> dict[str, Any]:
 
 
 def _look_at_compiler() -> dict[str, Any]:
-    from distgemm.gemm.nvcc import _compiler_version
+    from distgemm.gemm.nvcc import compiler_version
 
     found: dict[str, Any] = {}
     try:
@@ -535,7 +535,7 @@ def _look_at_compiler() -> dict[str, Any]:
     try:
         nvcc = find_nvcc()
         if nvcc is not None:
-            found |= {"nvcc": str(nvcc), "nvcc_version": _compiler_version(nvcc)}
+            found |= {"nvcc": str(nvcc), "nvcc_version": compiler_version(nvcc)}
     except CompilerNotFoundError as error:
         found["nvcc_error"] = _line(error)
     if said := _said("g++", "-dumpfullversion", "-dumpversion"):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from distgemm.gemm import GemmSpec, GemmTensors
+    from distgemm.gemm.spec import ScaleMode
     from distgemm.tune.gemm import Measured
 
 __all__ = ["build_command", "tune_gemm_command"]
@@ -66,7 +67,7 @@ class Product(NamedTuple):
 
         p = self.problem
         d = MatrixSpec(str(p.out_dtype), p.m, p.n)
-        scale = "row" if "row_scales" in self.terms else "none"
+        scale: ScaleMode = "row" if "row_scales" in self.terms else "none"
         return GemmSpec(
             MatrixSpec(p.dtype, p.m, p.k, row_major=self.majors[0] == "r"),
             MatrixSpec(p.dtype, p.n, p.k, row_major=self.majors[1] == "r"),

@@ -37,7 +37,7 @@ from distgemm.plan.ops import Gemm, accesses, box_size, link_of
 from distgemm.plan.options import Mesh, parse_mesh, parse_numbers, parse_options
 from distgemm.schedulers import list_patterns, schedule_aliases, schedule_doc, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
-from distgemm.simulator.engine import Timeline, predict_unfused, simulate
+from distgemm.simulator import Timeline, predict_unfused, simulate
 from distgemm.simulator.machine import Machine, list_machines
 from distgemm.viz.text import LIMIT, show_plan, show_schedule
 

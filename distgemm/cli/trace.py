@@ -11,7 +11,7 @@ from distgemm.cli.common import check_files, check_folder, new_console, write_fi
 from distgemm.plan.derive import MECHANISMS, make_plan
 from distgemm.plan.options import parse_mesh
 from distgemm.plan.problem import GemmProblem
-from distgemm.simulator.engine import simulate
+from distgemm.simulator import simulate
 from distgemm.simulator.machine import Machine, list_machines
 
 if TYPE_CHECKING:

@@ -13,9 +13,11 @@ __all__ = ["MODELS", "Layer", "Model", "get_model"]
 class Layer(NamedTuple):
     """A linear layer, as global extents.
 
-    name: "qkv", "out", "fc1" (gate and up in one) or "fc2"
-    pattern:   the pattern of schedules that runs it with sequence parallelism: "ag+gemm" or "gemm+rs"
-    n, k: outputs and inputs
+    Attributes:
+        name: "qkv", "out", "fc1" (gate and up in one) or "fc2".
+        pattern: the pattern with sequence parallelism: "ag+gemm" or "gemm+rs".
+        n: outputs.
+        k: inputs.
     """
 
     name: str
@@ -24,20 +26,21 @@ class Layer(NamedTuple):
     k: int
 
     def local(self, m: int, world_size: int) -> tuple[int, int, int]:
-        """m, n, k that one rank multiplies."""
+        """m, n, k of the GEMM of one rank."""
         if self.pattern == "ag+gemm":
             return m, -(-self.n // world_size), self.k
         return m, self.n, -(-self.k // world_size)
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
-        """The patterns that can run it: "gemm+ar" in place of "gemm+rs" where activations are not sharded."""
+        """The patterns that can compute it: "gemm+ar" replaces "gemm+rs" if activations are not sharded."""
         return (self.pattern,) if self.pattern == "ag+gemm" else (self.pattern, "gemm+ar")
 
     def among(self, ranks: int, tp: int) -> tuple[int, int]:
-        """n and k of a layer for so many ranks of which each has what it has of this one among ``tp`` ranks.
+        """n and k of a smaller layer: each of ``ranks`` ranks has the share of one of ``tp`` ranks of this layer.
 
-        Raises ValueError where tp ranks cannot share it evenly.
+        Raises:
+            ValueError: if tp ranks cannot share the layer evenly.
         """
         shared = self.n if self.pattern == "ag+gemm" else self.k
         if tp < 1 or shared % tp:
@@ -51,8 +54,12 @@ class Layer(NamedTuple):
 class Model:
     """Extents of a Llama-like model.
 
-    hidden, intermediate: of the residual stream and of the MLP
-    heads, kv_heads, head: query heads, key and value heads, elements of a head
+    Attributes:
+        hidden: width of the residual stream.
+        intermediate: width of the MLP.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head: elements of a head.
     """
 
     hidden: int

@@ -1,70 +1,61 @@
-"""One replay on all ranks, as the GPUs ran it: kernels and copies as ops of the plan, beside what the simulator says.
+"""A replay on all ranks as the GPUs ran it: kernels and copies as ops of the plan, beside the simulator's prediction.
 
-:func:`record` runs on each rank and needs a GPU. All else takes what it returned and needs none. Times are
-microseconds; those of a profiler are nanoseconds of the host's clock.
+:func:`record` runs on each rank and needs a GPU. The other functions use what it returned and need none. Times are
+microseconds; the profiler's times are nanoseconds of the host's clock.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from distgemm.measure.profiler import GpuEvent, profile_replays
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.runtime.executable import WaitBy
-from distgemm.simulator.engine import FLAGS, Timeline, arrivals, merged, op_title
+from distgemm.runtime.checks import shard_dtype
+from distgemm.runtime.cuda import compile_plan
+from distgemm.runtime.cuda.lowering import COMM, GEMM_STREAM, lower
+from distgemm.runtime.executable import ExecutionConfig, WaitBy
+from distgemm.simulator import FLAG_LANE, Timeline, arrivals, joined, op_title
+from distgemm.viz.perfetto import Arrow, Slice, to_trace
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+__all__ = ["Figures", "Recording", "Span", "Trace", "align", "attribute", "record", "replay_of"]
 
-__all__ = ["Figures", "Recording", "Seen", "Span", "Trace", "align", "attribute", "draw_trace", "record", "replay_of"]
-
-REPLAYS = 7
+PROFILED_REPLAYS = 7
 """Replays under the profiler; the middle one is shown."""
-TIMED = 20
-"""Replays that are timed without it."""
-APART = 3.0
-"""us by which an event may begin too early for the plan's order: the clocks of kernels and copies differ a little."""
-OVERTAKING = 0.1
-"""What it costs, in us, to take an event for an op although one that was issued earlier has not begun."""
-BEAM = 256
-"""Ways to deal events to streams that are followed at a time."""
+TIMED_REPLAYS = 20
+"""Replays that are timed without the profiler."""
+CLOCK_TOLERANCE_US = 3.0
+"""How much too early for the plan's order an event may begin: the clocks of kernels and copies differ a little."""
+OVERTAKING_COST = 0.1
+"""Cost, us, of taking an event for an op while an op that was issued earlier has not begun."""
+BEAM_WIDTH = 256
+"""Assignments of events to streams that are followed at a time."""
 
-NAMES = {"gemm": "GEMM kernels", "copy": "copies to peers", "sum": "sums", "local": "local copies"}
-ORDER = ("gemm", "copy", "network", "sums", "local")
+KIND_NAMES = {"gemm": "GEMM kernels", "copy": "copies to peers", "sum": "sums", "local": "local copies"}
+LANE_ORDER = ("gemm", "copy", "network", "sums", "local")
 
 Interval = tuple[float, float]
-
-
-class Seen(NamedTuple):
-    """Something that a GPU did, as the profiler saw it.
-
-    stream:     the profiler's number for it
-    start, end: ns
-    """
-
-    name: str
-    stream: int
-    start: int
-    end: int
 
 
 class Recording(NamedTuple):
     """What :func:`record` returns on a rank.
 
-    events:   of all replays under the profiler
-    replays:  how many they are
-    alone_us: us of a replay without the profiler
+    Attributes:
+        events: of all replays under the profiler.
+        replays: number of these replays.
+        alone_us: time of a replay without the profiler, us.
     """
 
-    events: list[Seen]
+    events: list[GpuEvent]
     replays: int
     alone_us: float
 
@@ -72,10 +63,13 @@ class Recording(NamedTuple):
 class Span(NamedTuple):
     """An op and when a GPU ran it.
 
-    lane:       as :class:`distgemm.simulator.engine.Event` has them; "sums" for what has a stream of its own beside the GEMMs
-    start, end: us
-    name:       of the kernel, "" for a prediction
-    part:       what it is of the op, where a provider does more than one thing for it; "" for the op itself
+    Attributes:
+        rank: the rank that executed it.
+        lane: as in :class:`distgemm.simulator.Event`; "sums" for a stream of its own beside the GEMMs.
+        op: of the plan.
+        start, end: us.
+        name: of the kernel; "" for a prediction.
+        part: which part of the op it is, if a provider launches several kernels for the op; "" for the op itself.
     """
 
     rank: int
@@ -87,24 +81,13 @@ class Span(NamedTuple):
     part: str = ""
 
 
-# --- on the GPU -----------------------------------------------------------------------------------------
-
-
 def record(
     plan: Plan, provider: str, config: str | None, gemm_streams: int, wait_by: WaitBy = "memory_op"
 ) -> Recording:
-    """Run a plan on this rank's GPU, replay its graph, and note what the GPU does. All ranks call it.
+    """Run a plan on this rank's GPU, replay its graph, and record what the GPU does. A collective call.
 
-    Shards are random; the arguments are those of :func:`distgemm.compile`. Raises what that raises.
+    Shards are random. Arguments and errors are those of :func:`distgemm.compile`.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
-
-    from distgemm.runtime.checks import shard_dtype
-    from distgemm.runtime.cuda import compile_plan
-    from distgemm.runtime.executable import ExecutionConfig
-
     device = torch.device("cuda", torch.cuda.current_device())
     exe = compile_plan(plan, ExecutionConfig(provider, config, gemm_streams, wait_by=wait_by))
     generator = torch.Generator(device).manual_seed(exe.rank)
@@ -113,38 +96,31 @@ def record(
         for name in "AB"
     )
     scale = torch.ones(1, device=device) if plan.problem.dtype == "float8_e4m3fn" else None
-    out = exe(a, b, scale_a=scale, scale_b=scale)  # loads what a capture may not
+    out = exe(a, b, scale_a=scale, scale_b=scale)  # loads kernels, which a capture must not do
     replay = exe.capture(a, b, out=out, scale_a=scale, scale_b=scale)
-    for _ in range(REPLAYS):
+    for _ in range(PROFILED_REPLAYS):
         replay()
     dist.barrier(device_ids=[device.index])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
-    for _ in range(TIMED):
+    for _ in range(TIMED_REPLAYS):
         replay()
     end.record()
     torch.cuda.synchronize(device)
     dist.barrier(device_ids=[device.index])
-    # Ranks begin apart, since profilers take their time to start; the first replays wait for the last rank.
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPLAYS):
-            replay()
-        torch.cuda.synchronize(device)
-    # Differences are taken of whole numbers: a float has a quarter of a microsecond left at such times.
-    events = [
-        Seen(event.name(), event.device_resource_id(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    ]
-    return Recording(events, REPLAYS, float(begin.elapsed_time(end)) * 1e3 / TIMED)
+    events = profile_replays(replay, PROFILED_REPLAYS, device)
+    return Recording(events, PROFILED_REPLAYS, float(begin.elapsed_time(end)) * 1e3 / TIMED_REPLAYS)
 
 
 # --- events to ops --------------------------------------------------------------------------------------
 
 
 def what(name: str) -> str:
-    """What an event is, by its name: "gemm", "sum", "copy", "local"; "memset" and "tail", which belong to a GEMM of
-    cuBLAS; "" for what is no op of a plan, such as a kernel that waits for words or counts replays."""
+    """The kind of an event, by its name: "gemm", "sum", "copy" or "local".
+
+    "memset" and "tail" belong to a GEMM of cuBLAS. "" is an event that is no op of a plan, such as a kernel that waits
+    for flags or counts replays.
+    """
     if name.startswith("Mem"):
         found = {"Memcpy PtoP": "copy", "Memcpy DtoD": "local"}.get(name[:11], "")
         return "memset" if name.startswith("Memset") else found
@@ -155,10 +131,11 @@ def what(name: str) -> str:
     return "" if name.startswith(("void at::", "at::", "ncclDev", "ncclKernel")) else "gemm"
 
 
-def replay_of(recording: Recording) -> tuple[list[Seen], float]:
-    """The events of the middle replay, by start, and the us until the next one began.
+def replay_of(recording: Recording) -> tuple[list[GpuEvent], float]:
+    """The events of the middle replay, by start, and the time until the next one began, us.
 
-    Raises RuntimeError where the events are not those of so many equal replays.
+    Raises:
+        RuntimeError: if the events are not those of so many equal replays.
     """
     events = sorted((event for event in recording.events if what(event.name)), key=lambda event: event.start)
     each, over = divmod(len(events), recording.replays)
@@ -173,23 +150,28 @@ def replay_of(recording: Recording) -> tuple[list[Seen], float]:
     return slices[middle], (slices[middle + 1][0].start - slices[middle][0].start) / 1e3
 
 
-def attribute(plan: Plan, rank: int, gemm_streams: int, events: Sequence[Seen]) -> list[Span]:
-    """The events of one replay of a rank as ops of its plan, by start.
+def attribute(plan: Plan, rank: int, gemm_streams: int, events: Sequence[GpuEvent]) -> list[Span]:
+    """Assign the events of one replay of a rank to ops of its plan.
 
-    Copies to peers, or from them, come in the order in which they are issued. What is computed lies on ``gemm_streams``
-    streams and, in some plans, a stream of sums behind them, each of which keeps its order, as do copies from shards
-    that peers pull; which event is of which stream is found by the kinds of the events, the dependencies of the ops,
-    and the profiler's streams, which are not always those on which the graph was captured. Kernels that wait for words
-    are passed over.
+    Copies to peers, or from them, run in the order in which they are issued. GEMMs, sums and local copies run on
+    ``gemm_streams`` streams and, in some plans, on a stream of sums. Each stream keeps its order, and so do copies from
+    shards that peers pull. The kinds of the events, the dependencies of the ops and the profiler's streams decide which
+    event belongs to which stream; the profiler's streams are not always those on which the graph was captured. Kernels
+    that wait for flags are ignored.
 
-    start and end are us of the host's clock, less the start of the first event.
+    Args:
+        plan: what was replayed.
+        rank: whose events.
+        gemm_streams: of the execution.
+        events: of one replay.
 
-    Raises RuntimeError, with what was found, where the events are not those of the plan.
+    Returns:
+        The spans by start, us from the start of the first event.
+
+    Raises:
+        ValueError: for a plan with batches, whose copies are in parts.
+        RuntimeError: if the events are not those of the plan, with what was found.
     """
-    from distgemm.runtime.cuda.lowering import lower
-    from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM
-    from distgemm.runtime.executable import ExecutionConfig
-
     if plan.problem.l > 1:
         raise ValueError(f"a trace is of a single product, got {plan.problem.l} batches: their copies come in parts")
     actions = lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams))
@@ -213,7 +195,7 @@ def attribute(plan: Plan, rank: int, gemm_streams: int, events: Sequence[Seen]) 
         Span(rank, "copy", op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name)
         for op, event in zip(sent, copies, strict=True)
     ]
-    for number, op, event, part in _deal(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
+    for number, op, event, part in _assign(rank, numbers, chains, computed, list(zip(sent, copies, strict=True))):
         lane = f"gemm {number}" if isinstance(op, Gemm) else "sums" if sums and number == gemm_streams else "local"
         found.append(Span(rank, lane, op, (event.start - zero) / 1e3, (event.end - zero) / 1e3, event.name, part))
     return sorted(found, key=lambda span: span.start)
@@ -223,96 +205,104 @@ def _kind(op: Op) -> str:
     return "gemm" if isinstance(op, Gemm) else "sum" if isinstance(op, Reduce) else "local"
 
 
-def _check_counts(rank: int, events: Sequence[Seen], expected: Counter[str]) -> None:
+def _check_counts(rank: int, events: Sequence[GpuEvent], expected: Counter[str]) -> None:
     seen = Counter(what(event.name) for event in events)
-    # A GEMM of cuBLAS may copy what it adds to: of local copies there may be more.
+    # A GEMM of cuBLAS may copy the matrix that it adds to, so there may be more local copies.
     if any(seen[kind] != expected[kind] for kind in ("gemm", "copy", "sum")) or seen["local"] < expected["local"]:
-        listed = "; ".join(f"{NAMES[kind]} {expected[kind]}, seen {seen[kind]}" for kind in NAMES)
+        listed = "; ".join(f"{KIND_NAMES[kind]} {expected[kind]}, seen {seen[kind]}" for kind in KIND_NAMES)
         names = ", ".join(sorted({event.name[:60] for event in events}))
         raise RuntimeError(f"rank {rank}: the profiler saw other events than the plan has: {listed}. They are: {names}")
 
 
-class _Way(NamedTuple):
-    """A way to deal the first events to streams.
+class _Assignment(NamedTuple):
+    """An assignment of the first events to streams.
 
-    at, last: of each stream, how many ops it has done, and its last event
-    dealt:    (stream, op, event, part of the op) of the last event, and the way before it
+    Attributes:
+        cost: what :func:`_assign` minimises.
+        wrong: the largest contradiction to the plan's order, us.
+        at: for each stream, how many of its ops have run.
+        last: for each stream, its last event.
+        assigned: (stream, op, event, part of the op) of the last event.
+        before: the assignment of the events before it.
     """
 
     cost: float
     wrong: float
     at: tuple[int, ...]
-    last: tuple[Seen | None, ...]
-    dealt: tuple[int, Op, Seen, str] | None = None
-    before: _Way | None = None
+    last: tuple[GpuEvent | None, ...]
+    assigned: tuple[int, Op, GpuEvent, str] | None = None
+    before: _Assignment | None = None
 
 
-def _deal(
+def _assign(
     rank: int,
     issued: dict[int, int],
     chains: Sequence[Sequence[Op]],
-    events: Sequence[Seen],
-    copies: Sequence[tuple[Op, Seen]],
-) -> list[tuple[int, Op, Seen, str]]:
-    """(stream, op, event, part) for each event that is no copy to a peer: the way that costs least.
+    events: Sequence[GpuEvent],
+    copies: Sequence[tuple[Op, GpuEvent]],
+) -> list[tuple[int, Op, GpuEvent, str]]:
+    """(stream, op, event, part) for each event that is no copy to a peer: the assignment of least cost.
 
-    What costs is to begin before the op before it in its stream, or one that it depends on, has ended, or to end
-    after a copy that depends on it has begun (us); to change the profiler's stream (1 each); and a little, to go before
-    what was issued earlier. No way has an op before what it depends on.
+    The cost is the time, us, by which an op begins before the op before it in its stream, or an op that it depends on,
+    has ended, and by which it ends after a copy that depends on it has begun; plus 1 for each change of the profiler's
+    stream; plus a little for each op that overtakes one issued earlier. No op comes before one that it depends on.
     """
     place = {op.id: (number, at) for number, chain in enumerate(chains) for at, op in enumerate(chain)}
     ended = {op.id: event.end for op, event in copies}
     begun = {dep: event.start for op, event in reversed(copies) for dep in op.deps}
-    ways = [_Way(0.0, 0.0, (0,) * len(chains), (None,) * len(chains))]
+    assignments = [_Assignment(0.0, 0.0, (0,) * len(chains), (None,) * len(chains))]
     for event in events:
-        found: dict[tuple[Any, ...], _Way] = {}
-        for way in ways:
-            for branch, chain in enumerate(chains):
-                for op, part, step in _parts(chain, way.at[branch], event):
-                    last = way.last[branch]
+        found: dict[tuple[Any, ...], _Assignment] = {}
+        for assignment in assignments:
+            for stream, chain in enumerate(chains):
+                for op, part, step in _parts(chain, assignment.at[stream], event):
+                    last = assignment.last[stream]
                     wrong = max(0.0, (last.end - event.start) / 1e3) if last else 0.0
                     if not part:
                         needed = [place[dep] for dep in op.deps if dep in place]
-                        if any(way.at[number] <= at for number, at in needed):
+                        if any(assignment.at[number] <= at for number, at in needed):
                             continue
                         early = [ended[dep] - event.start for dep in op.deps if dep in ended]
-                        # What came before the last event of its stream had ended when that began.
-                        newest = [way.last[number] for number, at in needed if way.at[number] == at + 1]
+                        # Ops before the last event of their stream had ended when that event began.
+                        newest = [assignment.last[number] for number, at in needed if assignment.at[number] == at + 1]
                         early += [each.end - event.start for each in newest if each is not None]
                         late = event.end - begun.get(op.id, event.end)
                         wrong = max(wrong, max([late, *early]) / 1e3)
-                    waiting = [chains[each][at] for each, at in enumerate(way.at) if at < len(chains[each])]
+                    waiting = [chains[each][at] for each, at in enumerate(assignment.at) if at < len(chains[each])]
                     overtaken = sum(issued[other.id] < issued[op.id] for other in waiting)
                     cost = (
-                        way.cost + wrong + (last is not None and last.stream != event.stream) + OVERTAKING * overtaken
+                        assignment.cost
+                        + wrong
+                        + (last is not None and last.stream != event.stream)
+                        + OVERTAKING_COST * overtaken
                     )
-                    at = (*way.at[:branch], way.at[branch] + step, *way.at[branch + 1 :])
-                    lasts = (*way.last[:branch], event, *way.last[branch + 1 :])
+                    at = (*assignment.at[:stream], assignment.at[stream] + step, *assignment.at[stream + 1 :])
+                    lasts = (*assignment.last[:stream], event, *assignment.last[stream + 1 :])
                     key = (at, tuple(map(id, lasts)))
                     if key not in found or cost < found[key].cost:
-                        dealt = (branch, op, event, part)
-                        found[key] = _Way(cost, max(way.wrong, wrong), at, lasts, dealt, way)
-        ways = sorted(found.values(), key=lambda way: way.cost)[:BEAM]
+                        assigned = (stream, op, event, part)
+                        found[key] = _Assignment(cost, max(assignment.wrong, wrong), at, lasts, assigned, assignment)
+        assignments = sorted(found.values(), key=lambda assignment: assignment.cost)[:BEAM_WIDTH]
     done = tuple(map(len, chains))
-    best: _Way | None = next((way for way in ways if way.at == done), None)
+    best: _Assignment | None = next((assignment for assignment in assignments if assignment.at == done), None)
     if best is None:
         order = ", ".join(what(event.name) for event in events)
         expected = "; ".join(", ".join(_kind(op) for op in chain) for chain in chains)
         raise RuntimeError(f"rank {rank}: events {order} are in no order of the plan's streams: {expected}")
-    if best.wrong > APART:
+    if best.wrong > CLOCK_TOLERANCE_US:
         raise RuntimeError(
             f"rank {rank}: the events contradict the plan: in the best order an op begins {best.wrong:.1f} us before "
             "one that it follows has ended"
         )
-    parts: list[tuple[int, Op, Seen, str]] = []
-    while best is not None and best.dealt is not None:
-        parts.append(best.dealt)
+    parts: list[tuple[int, Op, GpuEvent, str]] = []
+    while best is not None and best.assigned is not None:
+        parts.append(best.assigned)
         best = best.before
     return parts[::-1]
 
 
-def _parts(chain: Sequence[Op], at: int, event: Seen) -> list[tuple[Op, str, int]]:
-    """What an event may be at a place of a stream: (op, part of it, ops that it completes)."""
+def _parts(chain: Sequence[Op], at: int, event: GpuEvent) -> list[tuple[Op, str, int]]:
+    """What an event can be at a place of a stream: (op, part of it, number of ops that it completes)."""
     kind = what(event.name)
     head = chain[at] if at < len(chain) else None
     found: list[tuple[Op, str, int]] = []
@@ -329,13 +319,14 @@ def _parts(chain: Sequence[Op], at: int, event: Seen) -> list[tuple[Op, str, int
 
 
 def align(plan: Plan, spans: Iterable[Span]) -> tuple[tuple[float, ...], float]:
-    """(us by which each rank's clock is to be set forward, the largest violation before that).
+    """The shift of each rank's clock, us, and the largest violation before the shifts.
 
-    No op uses what an op of another rank made, such as a copy, before that has ended. These are the least shifts, of
-    each rank, with which that holds for all; 0 everywhere if it holds already. An offset that contradicts nothing
-    cannot be seen: between two ranks it is at most as large as the pause between such an op and the user.
+    An op does not use the result of an op of another rank, such as a copy, before that op has ended. The shifts are the
+    least ones with which this holds; they are 0 if it holds already. An offset of clocks that contradicts nothing stays
+    unknown: between two ranks it is at most the pause between such an op and its user.
 
-    Raises RuntimeError where no shifts help.
+    Raises:
+        RuntimeError: if no shifts make this hold.
     """
     at = {(span.rank, span.op.id): span for span in spans if not span.part}
     early = [
@@ -361,12 +352,13 @@ def align(plan: Plan, spans: Iterable[Span]) -> tuple[tuple[float, ...], float]:
 class Figures(NamedTuple):
     """Where a rank's time goes, us.
 
-    total:  from the rank's first event to that of the next replay
-    gemms:  for which it multiplies
-    copies: for which it sends, or pulls
-    both:   for which it does both
-    start, middle, end: for which it does not multiply: before its first GEMM, between GEMMs, behind its last one.
-            A sum is no multiplication.
+    Attributes:
+        total: from the rank's first event to the first event of the next replay.
+        gemms: while it multiplies.
+        copies: while it sends or pulls.
+        both: while it does both.
+        start, middle, end: without multiplication, before its first GEMM, between GEMMs, and after its last one. A sum
+            is no multiplication.
     """
 
     total: float
@@ -379,7 +371,7 @@ class Figures(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """us for which something waits: the copies of a rank between two of them, or its last GEMM."""
+    """A pause, us: between two copies of a rank, or before its last GEMM."""
 
     us: float
     rank: int
@@ -390,11 +382,13 @@ class Gap(NamedTuple):
 class Trace:
     """A replay on all ranks, with its prediction.
 
-    spans:     of all ranks, us from the start of the first
-    periods:   of each rank, until the next replay began
-    alone:     us of a replay without the profiler, of the slowest rank
-    shifts, violation: as :func:`align` has found them; the spans are shifted
-    predicted: the simulator's timeline
+    Attributes:
+        plan: what was replayed.
+        spans: of all ranks, us from the start of the first one.
+        periods: of each rank, until the next replay began, us.
+        alone: time of a replay without the profiler on the slowest rank, us.
+        shifts, violation: as :func:`align` returns them; the spans are shifted.
+        predicted: the simulator's timeline.
     """
 
     plan: Plan
@@ -407,7 +401,7 @@ class Trace:
 
     @classmethod
     def of(cls, plan: Plan, gemm_streams: int, recordings: Sequence[Recording], predicted: Timeline) -> Trace:
-        """From what :func:`record` returned on each rank."""
+        """The trace of what :func:`record` returned on each rank."""
         middle = [replay_of(recording) for recording in recordings]
         zero = min(events[0].start for events, _ in middle)
         spans = []
@@ -429,9 +423,9 @@ class Trace:
 
     @cached_property
     def prediction(self) -> tuple[Span, ...]:
-        """The simulator's events, those of each rank shifted so that its first op begins as it was measured to."""
+        """The simulator's events, shifted on each rank so that the first op begins when it was measured to begin."""
         begin = {rank: min(span.start for span in self.of_rank(rank)) for rank in range(self.plan.world_size)}
-        events = [event for event in self.predicted.events if event.lane != FLAGS]
+        events = [event for event in self.predicted.events if event.lane != FLAG_LANE]
         shift = {
             rank: begin[rank] - min(event.start for event in events if event.rank == rank)
             for rank in {event.rank for event in events}
@@ -447,9 +441,9 @@ class Trace:
         """Where a rank's time goes."""
         spans = self.of_rank(rank, predicted)
         total = self.predicted.time if predicted else self.periods[rank]
-        gemms = merged((span.start, span.end) for span in spans if isinstance(span.op, Gemm) and not span.part)
-        copies = merged((span.start, span.end) for span in spans if _crosses(span.op))
-        both = _length(gemms) + _length(copies) - _length(merged([*gemms, *copies]))
+        gemms = joined((span.start, span.end) for span in spans if isinstance(span.op, Gemm) and not span.part)
+        copies = joined((span.start, span.end) for span in spans if _crosses(span.op))
+        both = _length(gemms) + _length(copies) - _length(joined([*gemms, *copies]))
         begin, busy = spans[0].start, _length(gemms)
         start = gemms[0][0] - begin if gemms else total
         middle = gemms[-1][1] - gemms[0][0] - busy if gemms else 0.0
@@ -457,12 +451,14 @@ class Trace:
         return Figures(total, busy, _length(copies), both, start, middle, end)
 
     def gaps(self, count: int = 3) -> list[Gap]:
-        """The longest pauses between copies of a rank, and what each rank's last GEMM waits after what it needs."""
+        """The longest pauses between copies of a rank, and the pause of each rank's last GEMM after what it needs."""
         found = []
         for rank in range(self.plan.world_size):
             copies = [span for span in self.of_rank(rank) if _crosses(span.op)]
             for one, other in pairwise(copies):
-                found.append(Gap(other.start - one.end, rank, f"between {_title(one.op)} and {_title(other.op)}"))
+                found.append(
+                    Gap(other.start - one.end, rank, f"between {span_title(one.op)} and {span_title(other.op)}")
+                )
         found = sorted(found, reverse=True)[:count]
         at = {(span.rank, span.op.id): span for span in self.spans if not span.part}
         for rank in range(self.plan.world_size):
@@ -470,49 +466,34 @@ class Trace:
             if not gemms:
                 continue
             last = gemms[-1]
-            before = [(span.end, f"{_title(span.op)} had ended") for span in gemms[:-1] if span.lane == last.lane]
-            # What it was waiting for: on other ranks, or its own rank's pulls.
+            before = [(span.end, f"{span_title(span.op)} had ended") for span in gemms[:-1] if span.lane == last.lane]
+            # The ops that it waits for: of other ranks, and pulls of its own rank.
             needed = [made for made, user in arrivals(self.plan) if (user.rank, user.id) == (rank, last.op.id)]
             needed += [op for op in self.plan.ops(rank) if op.id in last.op.deps and _pulls(op)]
             for op in needed:
-                title = f"the copy {_title(op)}" if isinstance(op, Copy) else _title(op)
+                title = f"the copy {span_title(op)}" if isinstance(op, Copy) else span_title(op)
                 before.append((at[op.rank, op.id].end, f"{title} on rank {op.rank} had ended"))
             if before:
                 end, text = max(before)
-                found.append(Gap(last.start - end, rank, f"until its last GEMM, {_title(last.op)}, after {text}"))
+                found.append(Gap(last.start - end, rank, f"until its last GEMM, {span_title(last.op)}, after {text}"))
         return found
 
     def to_perfetto(self) -> dict[str, Any]:
-        """Chrome trace JSON for ui.perfetto.dev: a process per rank; the lanes as measured, those of the prediction
-        below them; arrows from copies, and other ops for another rank, to what uses them."""
-        events: list[dict[str, Any]] = []
-        thread: dict[tuple[str, bool], int] = {}
+        """The trace for ui.perfetto.dev: the measured lanes of each rank, and below them the predicted ones."""
+        slices: list[Slice] = []
+        lanes: dict[str, None] = {}
         for predicted, spans in ((False, self.spans), (True, self.prediction)):
-            for lane in sorted({span.lane for span in spans}, key=_lane_order):
-                thread[lane, predicted] = len(thread)
-        for rank in range(self.plan.world_size):
-            events.append(_named("process_name", rank, 0, {"name": f"rank {rank}"}))
-            events.append(_named("process_sort_index", rank, 0, {"sort_index": rank}))
-            for (lane, predicted), number in thread.items():
-                events.append(_named("thread_name", rank, number, {"name": "predicted " * predicted + lane}))
-                events.append(_named("thread_sort_index", rank, number, {"sort_index": number}))
-        for predicted, spans in ((False, self.spans), (True, self.prediction)):
+            prefix = "predicted " * predicted
+            lanes |= dict.fromkeys(prefix + lane for lane in sorted({span.lane for span in spans}, key=lane_order))
             for span in spans:
-                place = {"pid": span.rank, "tid": thread[span.lane, predicted]}
-                title = _title(span.op) + (f", {span.part}" if span.part else "")
-                times = {"ts": round(span.start, 3), "dur": round(span.end - span.start, 3)}
+                title = span_title(span.op) + (f", {span.part}" if span.part else "")
                 category = "predicted" if predicted else span.op.kind.lower()
-                events.append(
-                    {"ph": "X", "name": title, "cat": category, **times, **place, "args": _facts(self.plan, span)}
-                )
+                facts = _facts(self.plan, span)
+                slices.append(Slice(span.rank, prefix + span.lane, span.start, span.end, title, category, facts))
         at = {(span.rank, span.op.id): span for span in self.spans if not span.part}
-        for number, (op, user) in enumerate(arrivals(self.plan)):
-            made, used = at[op.rank, op.id], at[user.rank, user.id]
-            flow = {"cat": "copy", "name": "arrives for", "id": number}
-            start, end = round(made.end, 3), round(used.start, 3)
-            events.append({"ph": "s", **flow, "pid": op.rank, "tid": thread[made.lane, False], "ts": start})
-            events.append({"ph": "f", "bp": "e", **flow, "pid": user.rank, "tid": thread[used.lane, False], "ts": end})
-        return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": self.to_dict()}
+        pairs = [(at[op.rank, op.id], at[user.rank, user.id]) for op, user in arrivals(self.plan)]
+        arrows = [Arrow((made.rank, made.lane, made.end), (used.rank, used.lane, used.start)) for made, used in pairs]
+        return to_trace(slices, arrows, list(lanes), self.plan.world_size, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -529,10 +510,6 @@ class Trace:
             "predicted": [self.figures(rank, predicted=True)._asdict() for rank in ranks],
             "gaps": [gap._asdict() for gap in self.gaps()],
         }
-
-    def save_perfetto(self, path: str | Path) -> None:
-        """Write :meth:`to_perfetto` to a file."""
-        Path(path).write_text(json.dumps(self.to_perfetto()))
 
 
 def _moved(span: Span, by: float) -> Span:
@@ -551,20 +528,16 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _lane_order(lane: str) -> tuple[int, str]:
-    return ORDER.index(lane.split()[0]), lane
+def lane_order(lane: str) -> tuple[int, str]:
+    return LANE_ORDER.index(lane.split()[0]), lane
 
 
-def _title(op: Op) -> str:
+def span_title(op: Op) -> str:
     return op_title(op) + (", local" if isinstance(op, Copy) and not _crosses(op) else "")
 
 
-def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
 def _facts(plan: Plan, span: Span) -> dict[str, Any]:
-    """What a click on a span shows."""
+    """What the viewer shows when a span is selected."""
     op, us = span.op, span.end - span.start
     facts: dict[str, Any] = {"op": op.describe(), "iteration": op.iteration, "tile": list(op.tile)}
     if span.name:
@@ -582,92 +555,3 @@ def _facts(plan: Plan, span: Span) -> dict[str, Any]:
         flop = 2 * box_size(op.out.box) * box_extents(op.a.box)[2]
         facts |= {"flop": flop, "TFLOP/s": round(flop / us / 1e6, 1) if us else None}
     return facts
-
-
-# --- picture --------------------------------------------------------------------------------------------
-
-
-def draw_trace(trace: Trace, path: str | Path) -> None:
-    """Draw what every rank did and what was predicted, ranks below each other, as .svg or .png. Needs matplotlib: the
-    extra "pictures".
-
-    Raises ValueError for another suffix.
-    """
-    from distgemm.viz.figures import (
-        FAINT,
-        GRID,
-        INK,
-        RANKS,
-        TEXT,
-        _axes,
-        _dpi,
-        _figure,
-        _problem,
-        _side,
-        _suffix,
-        _title,
-    )
-
-    kind = _suffix(path)
-    plan = trace.plan
-    shown = range(plan.world_size)[:RANKS]
-    rows: list[tuple[int, bool, str]] = []
-    for rank in shown:
-        for predicted in (False, True):
-            lanes = {span.lane for span in trace.of_rank(rank, predicted)}
-            rows += [(rank, predicted, lane) for lane in sorted(lanes, key=_lane_order)]
-    across, row, between = 12.5, 0.25, 0.16
-    low = row * len(rows) + between * 2 * len(shown)
-    width, height = 2.6 + across + 0.45, 1.2 + low + 0.75
-    figure = _figure(width, height)
-    _title(
-        figure,
-        f"{plan.schedule}: {_problem(plan)}, {plan.world_size} ranks",
-        f"Measured: {trace.alone:.0f} \u00b5s per replay. Predicted on {trace.predicted.machine.name} (pale): "
-        f"{trace.predicted.time:.0f} \u00b5s",
-        "\u00b5s from the first op of any rank; each rank's prediction begins with its first op",
-    )
-    axes = _axes(figure, 2.6, 0.6, across, low)
-    end = max(span.end for span in (*trace.spans, *trace.prediction)) * 1.01
-    axes.set_xlim(0, end)
-    axes.set_ylim(low, 0)
-    per_us = across / end
-    y = 0.0
-    before: tuple[int, bool] | None = None
-    for rank, predicted, lane in rows:
-        if before != (rank, predicted):
-            y += between
-            if before is not None and before[0] != rank:
-                axes.axhline(y - between / 2, color=GRID, linewidth=0.8)
-            _side(axes, -1.75 / per_us, y + row / 2, "" if predicted else f"rank {rank}", TEXT + 1, INK)
-            before = rank, predicted
-        _side(axes, -0.06 / per_us, y + row / 2, "predicted " * predicted + lane, TEXT, FAINT)
-        for span in trace.of_rank(rank, predicted):
-            if span.lane == lane:
-                _bar(axes, span, y + 0.03, row - 0.05, per_us, predicted)
-        y += row
-    axes.set_yticks([])
-    note = "\u00b5s"
-    if plan.world_size > len(shown):
-        note += f"; {len(shown)} of {plan.world_size} ranks shown"
-    axes.set_xlabel(note, size=TEXT, color=INK)
-    axes.tick_params(labelsize=TEXT, colors=INK)
-    figure.savefig(path, format=kind, dpi=_dpi(width, height))
-
-
-def _bar(axes: Axes, span: Span, y: float, height: float, per_us: float, predicted: bool) -> None:
-    from matplotlib.patches import Rectangle
-
-    from distgemm.viz.figures import COLOUR, SMALL, _fitting, _ink, _label, _what
-
-    colour = "#BBBBBB" if span.part else COLOUR[_what(span.op)]
-    alpha = 0.45 if predicted else 1.0
-    length = span.end - span.start
-    axes.add_patch(
-        Rectangle((span.start, y), length, height, facecolor=colour, edgecolor="white", linewidth=0.6, alpha=alpha)
-    )
-    text = "" if span.part else _fitting(_label(span.op), length * per_us)
-    if text:
-        middle = (span.start + span.end) / 2
-        ink = "#111111" if predicted else _ink(colour)
-        axes.text(middle, y + height / 2, text, ha="center", va="center", size=SMALL, color=ink, clip_on=True)

@@ -1,6 +1,19 @@
 """The simulator: predicted times of a plan on a machine."""
 
-from distgemm.simulator.engine import Event, Timeline, arrivals, predict_unfused, simulate
+from distgemm.simulator.costs import predict_unfused
+from distgemm.simulator.engine import simulate
 from distgemm.simulator.machine import Machine, list_machines
+from distgemm.simulator.timeline import FLAG_LANE, Event, Timeline, arrivals, joined, op_title
 
-__all__ = ["Event", "Machine", "Timeline", "arrivals", "list_machines", "predict_unfused", "simulate"]
+__all__ = [
+    "FLAG_LANE",
+    "Event",
+    "Machine",
+    "Timeline",
+    "arrivals",
+    "joined",
+    "list_machines",
+    "op_title",
+    "predict_unfused",
+    "simulate",
+]

@@ -1,16 +1,15 @@
 """When each op of a plan would run: a discrete-event simulation of ``plan.ops`` on a :class:`Machine`.
 
-Nothing but the ops is looked at: no schedule, no name. Every rank has lanes that work off their ops in the order
-of the rank's list: GEMM gemm_streams, copy streams, the network, and one for local sums and copies.
+The simulation reads the ops only: no schedule, no name. Every rank has lanes: streams of GEMMs, streams of copies, the
+network, and one lane for local sums and copies. Each lane executes its ops in the order of the rank's list.
 
 * A GEMM is a number of output tiles. They go to the SMs in the order in which the GEMMs start, each to the SM
-  that is free first, so that a GEMM on a second branch fills the SMs that the last wave of the one before
-  leaves idle. A power limit on the whole GPU holds the sum back. One that stores into another rank's slot does not
-  end before the ports of both ranks have carried what GEMMs have stored through them so far; it has arrived one
-  latency later.
-* A copy occupies a copy engine of the rank that executes it, and shares the other rank's port with other copies
-  through it: where it is pushed, the receiver's; where it is pulled, that of its source. Copies from a rank's own
-  shards, for others to pull, take their turn with these.
+  that is free first. So a GEMM on a second stream fills the SMs that the last wave of the GEMM before leaves idle.
+  A power limit of the whole GPU bounds the rate. A GEMM that stores into another rank's slot ends when the ports of
+  both ranks have carried what GEMMs have stored through them so far; the data has arrived one latency later.
+* A copy occupies a copy engine of the rank that executes it. It shares the port of the other rank with other copies:
+  the receiver's port if it is pushed, the source's port if it is pulled. Copies from a rank's own shards to its slots,
+  for others to pull, use the same engine.
 * Signals and waits take their latency and occupy nothing.
 
 Times are microseconds.
@@ -19,239 +18,42 @@ Times are microseconds.
 from __future__ import annotations
 
 import heapq
-import json
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError
-from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.simulator.costs import (
+    Port,
+    copies_alone_us,
+    copy_bandwidth,
+    copy_bytes,
+    far_port,
+    gemm_alone_us,
+    is_staging,
+    ports_of,
+    stored_us,
+    view_bytes,
+)
 from distgemm.simulator.machine import GemmCost, Link, Machine
+from distgemm.simulator.timeline import FLAG_LANE, Event, Interval, Timeline
 
-__all__ = ["FLAGS", "Event", "Timeline", "arrivals", "op_title", "predict_unfused", "simulate"]
+__all__ = ["simulate"]
 
-FLAGS = "flags"
-"""The lane of signals, waits and barriers: they overlap, and occupy nothing."""
-
-OUTWARD = ("copy", "network")
-"""How lanes of copies to and from other ranks begin."""
+OUTWARD_LANES = ("copy", "network")
+"""How the names of lanes of copies to and from other ranks begin."""
 
 Hook = Callable[[Gemm], float]
-Interval = tuple[float, float]
 
-REPLAYS, MANY, MEAN = 4, 12, 8
-"""So many replays in a row, of which the last counts. Where it differs from the one before, because the ranks have not
-fallen into step, so many, of which the last MEAN are averaged."""
-SETTLED = 1e-3
+REPLAYS, MAX_REPLAYS, AVERAGED_REPLAYS = 4, 12, 8
+"""Replays in a row that are simulated; the last one counts. If it differs from the one before, because the ranks have
+not fallen into step, MAX_REPLAYS are simulated and the last AVERAGED_REPLAYS are averaged."""
+STEADY_TOLERANCE = 1e-3
 """Share by which replays in a row may differ."""
-
-
-class Event(NamedTuple):
-    """An op and when it ran.
-
-    lane:  "gemm 0", "gemm 1", ..., "copy", "network", "local" or "flags"
-    start: us from the end of the replay before, on the rank that ended it first: the first tile of a GEMM starts,
-           the copy engine starts
-    end:   us; what a copy moved or a GEMM stored has arrived, and can be signalled, one latency of its link later
-    """
-
-    rank: int
-    lane: str
-    op: Op
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A predicted replay of a plan. Times are us.
-
-    events:      every op of every rank, by rank and start; of the last of several replays in a row
-    time:        what each replay takes in a row of replays; their mean, where they differ
-    cold:        a single replay, all ranks starting at once
-    gemm_alone:  the whole local GEMM of the rank with most of it, in a replay of its own
-    copies_alone: all copies between ranks, and what GEMMs store, in a replay of their own
-    critical:    how the time of the critical path divides: "compute", "copies", "latency"; adds up to ``time``
-    head:        until the slowest rank's first GEMM, without what passes between replays: exposed
-    tail:        what follows its last GEMM, or the last that it receives if copies bound the plan: exposed
-    """
-
-    plan: Plan
-    machine: Machine
-    events: tuple[Event, ...]
-    time: float
-    cold: float
-    gemm_alone: float
-    copies_alone: float
-    critical: dict[str, float]
-    head: float
-    tail: float
-
-    @property
-    def roof(self) -> float:
-        """The larger of the whole local GEMM alone and the copies alone, us."""
-        return max(self.gemm_alone, self.copies_alone)
-
-    @property
-    def efficiency(self) -> float:
-        """roof / time"""
-        return self.roof / self.time if self.time else 1.0
-
-    @property
-    def bound(self) -> str:
-        """What most of the critical path consists of: "compute", "copies" or "latency"."""
-        return max(self.critical, key=lambda what: self.critical[what])
-
-    @property
-    def end(self) -> float:
-        """When the last op ends, us."""
-        return max((event.end for event in self.events), default=0.0)
-
-    @cached_property
-    def link_busy(self) -> dict[tuple[int, int], float]:
-        """us for which each link (src, dst) carries a copy, or what a GEMM stores."""
-        busy: dict[tuple[int, int], float] = defaultdict(float)
-        for event in self.events:
-            link = link_of(event.op)
-            if link is not None:
-                busy[link] += self._carried(event, link)
-        return dict(sorted(busy.items()))
-
-    @cached_property
-    def hidden(self) -> float:
-        """Share of the time of copies between ranks during which their receiver multiplies; 1 without copies. What a
-        GEMM stores counts as a copy that is spread over the GEMM."""
-        gemms: dict[int, list[Interval]] = defaultdict(list)
-        for event in self.events:
-            if isinstance(event.op, Gemm):
-                gemms[event.rank].append((event.start, event.end))
-        busy = {rank: merged(intervals) for rank, intervals in gemms.items()}
-        total = covered = 0.0
-        for event in self.events:
-            link = link_of(event.op)
-            if link is None:
-                continue
-            total += self._carried(event, link)
-            both = _within(busy.get(link[1], []), event.start, event.end)
-            if isinstance(event.op, Copy):
-                covered += both
-            elif both:
-                covered += self._carried(event, link) * both / (event.end - event.start)
-        return covered / total if total else 1.0
-
-    def _carried(self, event: Event, link: tuple[int, int]) -> float:
-        """us for which a link carries what an op moves over it."""
-        if isinstance(event.op, Gemm):
-            return _stored_us(self.plan, self.machine, event.op, link)
-        return event.end - event.start
-
-    def busy(self, rank: int, kind: str) -> float:
-        """us for which a rank has an op of this kind ("Gemm", "Copy", "Reduce") running."""
-        found = [(e.start, e.end) for e in self.events if e.rank == rank and e.op.kind == kind]
-        return sum(end - start for start, end in merged(found))
-
-    def summary(self) -> str:
-        """Time, efficiency and what bounds it, in a few lines."""
-        parts = ", ".join(f"{what} {time:.0f} us" for what, time in self.critical.items())
-        busiest = max(self.link_busy.values(), default=0.0)
-        lines = [
-            f"{self.plan.schedule}: {self.plan.world_size} ranks on {self.machine.name}",
-            f"time {self.time:.1f} us per replay ({self.cold:.1f} us for a single one)",
-            f"efficiency {100 * self.efficiency:.0f} % of the roof {self.roof:.1f} us "
-            f"(local GEMM alone {self.gemm_alone:.1f}, copies alone {self.copies_alone:.1f})",
-            f"bound by {self.bound}: critical path {parts}",
-            f"exposed head {self.head:.0f} us, exposed tail {self.tail:.0f} us; "
-            f"{100 * self.hidden:.0f} % of the communication hidden behind GEMMs",
-            f"busiest link carries copies for {busiest:.0f} us",
-        ]
-        if self.time > 1.1 * self.cold:
-            advice = '; try sync="barrier"' if self.plan.sync != "barrier" else ""
-            lines.append(f"in a row of replays the ranks fall out of step and meet at the same ports{advice}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures of :meth:`summary`, for JSON."""
-        return {
-            "schedule": self.plan.schedule,
-            "world_size": self.plan.world_size,
-            "machine": self.machine.name,
-            "time_us": self.time,
-            "cold_us": self.cold,
-            "efficiency": self.efficiency,
-            "roof_us": self.roof,
-            "gemm_alone_us": self.gemm_alone,
-            "copies_alone_us": self.copies_alone,
-            "bound": self.bound,
-            "critical_path_us": dict(self.critical),
-            "exposed_head_us": self.head,
-            "exposed_tail_us": self.tail,
-            "hidden_share": self.hidden,
-            "link_busy_us": [[src, dst, time] for (src, dst), time in self.link_busy.items()],
-        }
-
-    @cached_property
-    def flows(self) -> tuple[tuple[Event, Event], ...]:
-        """(op, op on another rank that uses what it made) as :func:`arrivals` has them, by the latter's start."""
-        at = {(event.rank, event.op.id): event for event in self.events}
-        found = [(at[copy.rank, copy.id], at[user.rank, user.id]) for copy, user in arrivals(self.plan)]
-        return tuple(sorted(found, key=lambda pair: (pair[1].rank, pair[1].start)))
-
-    def to_perfetto(self) -> dict[str, Any]:
-        """Chrome trace JSON for ui.perfetto.dev: a process per rank, a thread per lane, arrows from copies, and other
-        ops for another rank, to what uses them. ``json.dump`` writes it."""
-        lanes = sorted({event.lane for event in self.events if event.lane != FLAGS})
-        thread = {lane: number for number, lane in enumerate(lanes)}
-        trace: list[dict[str, Any]] = []
-        for rank in range(self.plan.world_size):
-            trace.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-            trace.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-            for lane in lanes:
-                named = {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread[lane], "args": {"name": lane}}
-                trace.append(named)
-        for event in self.events:
-            if event.lane == FLAGS:
-                continue
-            op = event.op
-            facts: dict[str, Any] = {"op": op.describe(), "iteration": op.iteration, "deps": list(op.deps)}
-            if isinstance(op, Copy):
-                facts["bytes"] = _copy_bytes(self.plan, op)
-            span = {"ts": event.start, "dur": event.end - event.start, "pid": event.rank, "tid": thread[event.lane]}
-            trace.append({"ph": "X", "name": op_title(op), "cat": op.kind.lower(), **span, "args": facts})
-        for number, (copy, user) in enumerate(self.flows):
-            flow = {"cat": "copy", "name": "arrives for", "id": number}
-            trace.append({"ph": "s", **flow, "pid": copy.rank, "tid": thread[copy.lane], "ts": copy.end})
-            trace.append({"ph": "f", "bp": "e", **flow, "pid": user.rank, "tid": thread[user.lane], "ts": user.start})
-        return {"traceEvents": trace, "displayTimeUnit": "ns", "otherData": self.to_dict()}
-
-    def save_perfetto(self, path: str) -> None:
-        """Write :meth:`to_perfetto` to a file."""
-        with open(path, "w") as file:
-            json.dump(self.to_perfetto(), file)
-
-
-def arrivals(plan: Plan) -> tuple[tuple[Op, Op], ...]:
-    """(op, op on another rank that uses what it made) for all that is signalled, but for credits.
-
-    Pushed: a copy and what uses the tile that it brought. Pulled: what wrote a slot, such as a local copy from a shard,
-    and the copy that takes the tile from there. Stored: a GEMM, and what adds to the partial sum.
-    """
-    made: dict[tuple[int, int], Op] = {}
-    for ops in plan.rank_ops:
-        makers = {op.id: op for op in ops if isinstance(op, (Copy, Gemm, Reduce))}
-        for op in ops:
-            if isinstance(op, Signal) and not op.flag.credit:
-                made.update({op.flag[:2]: makers[dep] for dep in op.deps if dep in makers})
-    found = []
-    for ops in plan.rank_ops:
-        waits = {op.id: op.flag[:2] for op in ops if isinstance(op, Wait) and not op.flag.credit}
-        for op in ops:
-            if isinstance(op, (Gemm, Copy, Reduce)):
-                found += [(made[waits[dep]], op) for dep in op.deps if waits.get(dep) in made]
-    return tuple(found)
 
 
 def simulate(
@@ -264,13 +66,16 @@ def simulate(
 ) -> Timeline:
     """Predict when each op of a plan runs on a machine.
 
-    machine:      or its name, or the path of its .json file, as :meth:`Machine.load` takes them
-    gemm_streams:     GEMMs of a rank in flight, alternating over its list; None: what the machine says
-    copy_streams: streams over which a rank deals its copies, by the other rank
-    gemm_efficiency_hook: for each Gemm a factor on its rate, to try what another kernel would bring
+    Args:
+        plan: of all ranks.
+        machine: a machine, its name, or the path of its .json file, as :meth:`Machine.load` takes them.
+        gemm_streams: streams on which the GEMMs of a rank alternate; None: as the machine says.
+        copy_streams: streams on which a rank issues its copies, selected by the other rank.
+        gemm_efficiency_hook: gives a factor on the rate of each Gemm, to see what another kernel would bring.
 
-    Raises ValueError for arguments that make no sense or an element type that the machine has no rate of, and
-    PlanError for a plan that blocks.
+    Raises:
+        ValueError: for arguments out of range, or an element type for which the machine has no rate.
+        PlanError: for a plan that deadlocks.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a distgemm.Plan, got {plan!r}")
@@ -288,235 +93,76 @@ def simulate(
     steady = _Simulation(work, REPLAYS)
     steady.run()
     one, other, mean = steady.ends[-1] - steady.ends[-2], steady.ends[-2] - steady.ends[-3], 1
-    if abs(one - other) > SETTLED * one:
-        steady, mean = _Simulation(work, MANY), MEAN
+    if abs(one - other) > STEADY_TOLERANCE * one:
+        steady, mean = _Simulation(work, MAX_REPLAYS), AVERAGED_REPLAYS
         steady.run()
     before, after = steady.ends[-1 - mean], steady.ends[-1]
     zero = min(steady.begins) - machine.replay
-    last = [job for job in steady.jobs if job.replay == steady.replays - 1]
+    last = [run for run in steady.runs if run.replay == steady.replays - 1]
     events = tuple(
-        Event(job.rank, work.lane[job.rank][job.at], plan.rank_ops[job.rank][job.at], job.start - zero, job.end - zero)
-        for job in sorted(last, key=lambda job: (job.rank, job.start, job.at))
+        Event(run.rank, work.lane[run.rank][run.at], plan.rank_ops[run.rank][run.at], run.start - zero, run.end - zero)
+        for run in sorted(last, key=lambda run: (run.rank, run.start, run.at))
     )
-    copies = _copies_alone(plan, machine)
+    copies = copies_alone_us(plan, machine)
     time = (after - before) / mean
     path = _critical(steady.last, before, after, machine.gemm_launch)
     critical = {what: part / mean for what, part in path.items()}
-    slowest = max(last, key=lambda job: job.done).rank if last else 0
+    slowest = max(last, key=lambda run: run.done).rank if last else 0
     head, tail = _exposed(work, last, slowest, (steady.begins[slowest], after), critical)
     return Timeline(plan, machine, events, time, cold.ends[0], work.gemm_alone, copies, critical, head, tail)
 
 
-def predict_unfused(problem: GemmProblem, machine: Machine, kind: str, world_size: int) -> float:
-    """us of the unfused program: a library's collective, and one GEMM before or behind it.
-
-    kind: "ag+gemm" (A gathered, B and D sharded along N), "gemm+rs" (K sharded, D scattered), "gemm+ar"
-
-    Raises ValueError for another kind or a world_size below 1.
-    """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
-    out = DTYPE_BYTES[str(problem.out_dtype)]
-    m, n, k = problem.m, problem.n, problem.k
-    if kind == "ag+gemm":
-        n = -(-n // world_size)
-        size, passes = problem.m * problem.k * problem.l * DTYPE_BYTES[problem.dtype], 1
-    elif kind in ("gemm+rs", "gemm+ar"):
-        k = -(-k // world_size)
-        size, passes = problem.m * problem.n * problem.l * out, 1 if kind == "gemm+rs" else 2
-    else:
-        raise ValueError(f"kind is one of ag+gemm, gemm+rs, gemm+ar, got {kind!r}")
-    gemm = _whole(machine, m, n, k, problem.l, problem.dtype, out)
-    if world_size == 1:
-        return machine.replay + gemm
-    bandwidth = machine.collective.bandwidth
-    if not machine.same_host(0, world_size - 1):
-        bandwidth = min(bandwidth, machine.network.bandwidth)
-    moved = passes * size * (world_size - 1) / world_size
-    return machine.replay + gemm + machine.collective.latency + moved / (bandwidth * 1e3)
-
-
-def _whole(machine: Machine, m: int, n: int, k: int, batches: int, dtype: str, out: int) -> float:
-    """us of one GEMM that has the GPU for itself, at the clock that it leaves it."""
-    cost = machine.gemm(m, n, k, batches, dtype=dtype, out_bytes=out)
-    at_limit = cost.flop / (machine.rate(dtype).power * 1e6 * machine.clock(dtype, cost.flop))
-    return max(cost.alone, machine.gemm_launch + at_limit)
-
-
-def op_title(op: Op) -> str:
-    """What an op is called in a timeline: its iteration or operand, its tile, and where it goes."""
-    tile = ",".join(map(str, op.tile))
-    what = f"{op.operand}({tile})" if isinstance(op, Copy) else f"{op.kind} {op.iteration} ({tile})"
-    link = link_of(op)
-    if link is None:
-        return what
-    src, dst = link
-    return f"{what} to rank {dst}" if op.rank == src else f"{what} from rank {src}"
-
-
-def _view_bytes(plan: Plan, view: View) -> int:
-    return box_size(view.box) * DTYPE_BYTES[plan.dtype(view)]
-
-
-def _copy_bytes(plan: Plan, op: Copy) -> int:
-    return _view_bytes(plan, op.dst)
-
-
-def _stages(op: Copy) -> bool:
-    """Whether a copy puts a tile of the rank's shard where others find it."""
-    return op.src.buffer in ("A", "B") and link_of(op) is None
-
-
-def _copy_bandwidth(machine: Machine, op: Copy, link: Link) -> float:
-    """GB/s of an engine that has a single copy between ranks; a port may carry less."""
-    pulled = op.rank != op.src.rank and link is machine.nvlink
-    return machine.pull_bandwidth if pulled else link.bandwidth
-
-
-def _stored_us(plan: Plan, machine: Machine, op: Gemm, link: tuple[int, int]) -> float:
-    """us for which a link carries what a GEMM stores over it."""
-    return _view_bytes(plan, op.out) / (machine.link(*link).bandwidth * 1e3)
-
-
-_Port = tuple[int, bool, Link]
-"""One direction of a rank's link: (rank, whether it receives, link)."""
-
-
-def _ports(ends: tuple[int, int], link: Link) -> tuple[_Port, _Port]:
-    """Where what goes from rank to rank leaves, and where it arrives."""
-    src, dst = ends
-    return (src, False, link), (dst, True, link)
-
-
-def _port(op: Copy, ends: tuple[int, int], link: Link) -> _Port:
-    """The port of the rank that does not execute a copy; that of the one that does is its engine's."""
-    leaves, arrives = _ports(ends, link)
-    return arrives if op.rank == leaves[0] else leaves
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same, in order, none of which overlap."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def _within(busy: Sequence[Interval], start: float, end: float) -> float:
-    """Length of start..end that disjoint ascending intervals cover."""
-    covered = 0.0
-    at = max(bisect_left(busy, (start, start)) - 1, 0)
-    while at < len(busy) and busy[at][0] < end:
-        covered += max(0.0, min(end, busy[at][1]) - max(start, busy[at][0]))
-        at += 1
-    return covered
-
-
-def _union(ranges: Iterable[tuple[int, int]]) -> int:
-    return int(sum(end - start for start, end in merged(set(ranges))))
-
-
-# --- roofs ----------------------------------------------------------------------------------------------
-
-
-def _gemm_alone(plan: Plan, machine: Machine, rank: int) -> float:
-    """us of a replay that consists of the whole local product."""
-    gemms = [op for op in plan.rank_ops[rank] if isinstance(op, Gemm)]
-    if not gemms:
-        return 0.0
-    m = _union(op.out.box[1] for op in gemms)
-    n = _union(op.out.box[2] for op in gemms)
-    k = _union(op.a.box[2] for op in gemms)
-    batches = _union(op.out.box[0] for op in gemms)
-    volume = sum(box_size(op.out.box) * box_extents(op.a.box)[2] for op in gemms)
-    if volume != m * n * k * batches:  # the tiles make up no box: one as wide, of the same volume
-        m = max(1, round(volume / (n * k * batches)))
-    out = DTYPE_BYTES[str(plan.problem.out_dtype)]
-    return machine.replay + _whole(machine, m, n, k, batches, plan.problem.dtype, out)
-
-
-def _copies_alone(plan: Plan, machine: Machine) -> float:
-    """us of a replay that consists of all that crosses between ranks, each engine and each port without a pause.
-
-    What GEMMs store occupies the ports of both ends, and no engine.
-    """
-    engines: dict[tuple[int, Link], float] = defaultdict(float)
-    ports: dict[_Port, float] = defaultdict(float)
-    launch = machine.gemm_launch
-    for ops in plan.rank_ops:
-        for op in ops:
-            ends = link_of(op)
-            if ends is None:
-                continue
-            link = machine.link(*ends)
-            if isinstance(op, Copy):
-                launch, size = machine.copy_launch, _copy_bytes(plan, op)
-                engines[op.rank, link] += link.gap + size / (_copy_bandwidth(machine, op, link) * 1e3)
-                ports[_port(op, ends, link)] += size / (link.bandwidth * 1e3)
-            elif isinstance(op, Gemm):
-                for port in _ports(ends, link):
-                    ports[port] += _stored_us(plan, machine, op, ends)
-    found = [busy + link.latency for (_, link), busy in engines.items()]
-    found += [busy + link.latency for (_, _, link), busy in ports.items()]
-    return machine.replay + machine.entry + launch + max(found) if found else 0.0
-
-
-# --- what bounds a timeline -----------------------------------------------------------------------------
-
-
-def _critical(last: _Job | None, before: float, after: float, launch: float) -> dict[str, float]:
-    """What the critical path between two moments consists of, walked back from the op that finishes last."""
+def _critical(last: _Run | None, before: float, after: float, launch: float) -> dict[str, float]:
+    """Time on the critical path between two moments by cause, walked back from the op that finishes last, us."""
     found = {"compute": 0.0, "copies": 0.0, "latency": 0.0}
-    job, at = last, after
-    while job is not None and at > before:
-        kind = "copies" if job.moves else "compute" if job.computes else "latency"
+    run, at = last, after
+    while run is not None and at > before:
+        kind = "copies" if run.moves else "compute" if run.computes else "latency"
         # A GEMM that waits for SMs waits for computation: only its launch is latency.
-        ready = min(job.start, job.issued + launch) if job.computes else job.start
-        computed = job.end - job.stores
-        for point, what in ((job.end, "latency"), (computed, "copies"), (ready, kind), (job.issued, "latency")):
+        ready = min(run.start, run.issued + launch) if run.computes else run.start
+        computed = run.end - run.stores
+        for point, what in ((run.end, "latency"), (computed, "copies"), (ready, kind), (run.issued, "latency")):
             if at > before and point < at:
                 found[what] += at - max(point, before)
                 at = max(point, before)
-        job = job.cause
+        run = run.cause
     found["latency"] += max(0.0, at - before)
     return found
 
 
 def _exposed(
-    work: _Work, last: list[_Job], rank: int, span: Interval, critical: dict[str, float]
+    work: _Work, last: list[_Run], rank: int, span: Interval, critical: dict[str, float]
 ) -> tuple[float, float]:
     """Exposed head and tail of a rank whose replay has this span."""
     begin, after = span
-    gemms = [job for job in last if job.rank == rank and isinstance(work.ops[rank][job.at], Gemm)]
+    gemms = [run for run in last if run.rank == rank and isinstance(work.ops[rank][run.at], Gemm)]
     if not gemms:
         return 0.0, 0.0
-    head = min(job.start for job in gemms) - begin
-    ends = [job.end for job in gemms]
+    head = min(run.start for run in gemms) - begin
+    ends = [run.end for run in gemms]
     if critical["copies"] > critical["compute"]:
-        received = [job.end for job in last if (link := work.link[job.rank][job.at]) is not None and link[1] == rank]
+        received = [run.end for run in last if (link := work.link[run.rank][run.at]) is not None and link[1] == rank]
         ends = received or ends
     return head, max(0.0, after - max(ends))
 
 
-# --- the simulation -------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False, slots=True)
-class _Job:
+class _Run:
     """One op in one replay.
 
-    issued, start, end, done: when its lane turns to it, it begins, it frees its lane, it has taken effect
-    cause: the job whose end let it be issued
-    stores: us at its end for which a GEMM waits for its link alone
+    Attributes:
+        issued: when its lane reaches it, us.
+        start: when it begins.
+        end: when it frees its lane.
+        done: when its result can be used.
+        cause: the run of the op whose end let this one be issued.
+        stores: time at its end for which a GEMM waits for its link alone, us.
     """
 
     rank: int
     at: int
     replay: int
-    cause: _Job | None
+    cause: _Run | None
     issued: float
     start: float = 0.0
     end: float = 0.0
@@ -528,10 +174,10 @@ class _Job:
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """A copy between ranks under way, by an engine of its job's rank through a port of the other one."""
+    """A copy between ranks under way: by an engine of its own rank, through a port of the other rank."""
 
-    job: _Job
-    port: _Port
+    run: _Run
+    port: Port
     link: Link
     bandwidth: float  # GB/s where nothing shares
     left: float  # bytes
@@ -541,7 +187,7 @@ class _Flow:
 
 
 class _Work:
-    """What is the same in every replay: lanes, dependents and costs."""
+    """What is equal in every replay: lanes, dependents and costs."""
 
     def __init__(self, plan: Plan, machine: Machine, gemm_streams: int, copy_streams: int, hook: Hook | None) -> None:
         self.plan, self.machine = plan, machine
@@ -571,7 +217,7 @@ class _Work:
             self.power.append(machine.rate(dtype).power * 1e6 * machine.clock(dtype, flop))
             shapes = tuple(sorted(Counter(op.out.box + op.a.box for op in ops if isinstance(op, Gemm))))
             if shapes not in alone:
-                alone[shapes] = _gemm_alone(plan, machine, rank)
+                alone[shapes] = gemm_alone_us(plan, machine, rank)
         self.gemm_alone = max(alone.values(), default=0.0)
 
     def _order(self, ops: Sequence[Op]) -> None:
@@ -592,12 +238,12 @@ class _Work:
     def _deal(self, ops: Sequence[Op], gemm_streams: int) -> None:
         """The lane of each op."""
         found: list[str] = []
-        computed = 0  # sums and local copies take their turn as well, as they do on the streams of the CUDA runtime
+        computed = 0  # sums and local copies count too, as on the streams of the CUDA runtime
         for op in ops:
             if isinstance(op, Gemm):
                 found.append(f"gemm {computed % gemm_streams}")
                 computed += 1
-            elif isinstance(op, Copy) and (_stages(op) or link_of(op) is not None):
+            elif isinstance(op, Copy) and (is_staging(op) or link_of(op) is not None):
                 if not self.machine.same_host(op.src.rank, op.dst.rank):
                     found.append("network")
                 else:
@@ -607,10 +253,10 @@ class _Work:
                 found.append("local")
                 computed += 1
             else:
-                found.append(FLAGS)
+                found.append(FLAG_LANE)
         lanes: dict[str, list[int]] = defaultdict(list)
         for at, lane in enumerate(found):
-            if lane != FLAGS:
+            if lane != FLAG_LANE:
                 lanes[lane].append(at)
         self.lane.append(found)
         self.lanes.append(dict(lanes))
@@ -631,10 +277,10 @@ class _Work:
                 raise ValueError(f"gemm_efficiency_hook gives {factor!r} for {op.describe()}; it must be > 0")
             return cost._replace(tile_us=cost.tile_us / factor)
         if isinstance(op, Copy):
-            size = _copy_bytes(plan, op)
+            size = copy_bytes(plan, op)
             return 2 * size / (machine.memory * 1e3) if link_of(op) is None else size
         if isinstance(op, Reduce):
-            return sum(_view_bytes(plan, view) for view in (*op.sources, op.out)) / (machine.sum_memory * 1e3)
+            return sum(view_bytes(plan, view) for view in (*op.sources, op.out)) / (machine.sum_memory * 1e3)
         return None
 
     def _gemm_cost(self, *shape: int) -> GemmCost:
@@ -652,7 +298,7 @@ class _Work:
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """A rank on its way through its replays."""
+    """The state of a rank."""
 
     pools: list[tuple[float, int]]  # (free from, SMs): a heap
     power_free: float = 0.0
@@ -675,17 +321,17 @@ class _Simulation:
         self.ranks = [_Rank([(0.0, work.machine.sms)]) for _ in work.ops]
         self.queue: list[tuple[float, int, int, int, Any]] = []
         self.count = 0
-        self.jobs: list[_Job] = []
-        self.last: _Job | None = None
+        self.runs: list[_Run] = []
+        self.last: _Run | None = None
         self.ends = [0.0] * replays
         self.begins = [0.0] * len(work.ops)
         self.flags: dict[tuple[int, int], int] = {}
-        self.setters: dict[tuple[int, int], _Job] = {}
-        self.waiting: dict[tuple[int, int], _Job] = {}
-        self.barriers: dict[tuple[int, int], list[_Job]] = defaultdict(list)
+        self.setters: dict[tuple[int, int], _Run] = {}
+        self.waiting: dict[tuple[int, int], _Run] = {}
+        self.barriers: dict[tuple[int, int], list[_Run]] = defaultdict(list)
         self.engines: dict[int, list[_Flow]] = defaultdict(list)
-        self.ports: dict[_Port, list[_Flow]] = defaultdict(list)
-        self.stored: dict[_Port, float] = defaultdict(float)  # until when it carries what GEMMs store
+        self.ports: dict[Port, list[_Flow]] = defaultdict(list)
+        self.stored: dict[Port, float] = defaultdict(float)  # until when it carries what GEMMs store
         for ops in work.ops:
             for op in ops:
                 if isinstance(op, (Signal, Wait)):
@@ -694,9 +340,9 @@ class _Simulation:
     # --- events ---------------------------------------------------------------------------------------
 
     def post(self, time: float, kind: int, what: Any, at: int = 0) -> None:
-        """Something will happen, on account of the op at this place of its rank's list."""
-        # Rounding and the place make ranks that do the same thing at the same time do it in the same order: else
-        # the last bit of a number would decide, differently on each, and symmetric ranks would fall out of step.
+        """Schedule an event, caused by the op at this place of its rank's list."""
+        # Rounding and the place order events of equal time alike on all ranks. Without them the last bit of a number
+        # would decide, differently on each rank, and symmetric ranks would fall out of step.
         self.count += 1
         heapq.heappush(self.queue, (round(time, 7), kind, at, self.count, what))
 
@@ -725,10 +371,10 @@ class _Simulation:
                 self._begin(number, cause, time)
         blocked = [number for number, rank in enumerate(self.ranks) if rank.left or rank.replay + 1 < self.replays]
         if blocked:
-            heads = [self.work.ops[job.rank][job.at].describe() for job in self.waiting.values()]
+            heads = [self.work.ops[run.rank][run.at].describe() for run in self.waiting.values()]
             raise PlanError(f"deadlock: {'; '.join(heads[:4]) or f'ranks {blocked} cannot go on'}")
 
-    def _begin(self, number: int, cause: _Job | None, time: float) -> None:
+    def _begin(self, number: int, cause: _Run | None, time: float) -> None:
         rank, work = self.ranks[number], self.work
         rank.replay += 1
         rank.left = len(work.ops[number])
@@ -741,124 +387,124 @@ class _Simulation:
             self._finish(number, None, time)
             return
         for at in work.roots[number]:
-            if work.lane[number][at] == FLAGS:
+            if work.lane[number][at] == FLAG_LANE:
                 self._flag_op(number, at, cause, time)
         rank.entered = None
         self.post(time + self.machine.entry, _ENTERED, (number, cause))
         for lane in rank.heads:
-            self._turn(number, lane, cause, time)
+            self._start_next(number, lane, cause, time)
 
-    def _enter(self, number: int, cause: _Job | None, time: float) -> None:
-        """From now on the rank may touch the memory of others."""
+    def _enter(self, number: int, cause: _Run | None, time: float) -> None:
+        """From now on the rank may access the memory of others."""
         rank = self.ranks[number]
         rank.entered = time
         for lane in rank.heads:
             # A GEMM may store.
-            self._turn(number, lane, cause, time)
+            self._start_next(number, lane, cause, time)
 
-    def _finish(self, number: int, job: _Job | None, time: float) -> None:
+    def _finish(self, number: int, run: _Run | None, time: float) -> None:
         rank = self.ranks[number]
         if time >= self.ends[rank.replay]:
             self.ends[rank.replay] = time
             if rank.replay == self.replays - 1:
-                self.last = job
+                self.last = run
         if rank.replay + 1 < self.replays:
-            self.post(time + self.machine.replay, _BEGIN, (number, job))
+            self.post(time + self.machine.replay, _BEGIN, (number, run))
 
-    def _turn(self, number: int, lane: str, cause: _Job | None, time: float) -> None:
-        """Start the op at the head of a lane, if nothing holds it back."""
+    def _start_next(self, number: int, lane: str, cause: _Run | None, time: float) -> None:
+        """Start the op at the head of a lane, if it can start."""
         rank, order = self.ranks[number], self.work.lanes[number][lane]
         head = rank.heads[lane]
         if rank.busy[lane] or head == len(order) or rank.missing[order[head]]:
             return
         at = order[head]
-        outward = lane.startswith(OUTWARD)
+        outward = lane.startswith(OUTWARD_LANES)
         if rank.entered is None and (outward or self.work.link[number][at] is not None):
             return
         rank.busy[lane] = True
         rank.heads[lane] = head + 1
-        job = _Job(number, at, rank.replay, cause, time)
-        self.jobs.append(job)
+        run = _Run(number, at, rank.replay, cause, time)
+        self.runs.append(run)
         op = self.work.ops[number][at]
         if isinstance(op, Gemm):
-            self._gemm(job, self.work.cost[number][at], time)
+            self._gemm(run, self.work.cost[number][at], time)
         elif isinstance(op, Copy) and outward:
-            self._copy(job, op, time)
+            self._copy(run, op, time)
         else:
-            self._sum(job, self.work.cost[number][at], time)
+            self._sum(run, self.work.cost[number][at], time)
 
-    def _end(self, job: _Job, time: float) -> None:
-        """An op frees its lane; of a replay that is over, nothing is left to free."""
-        if job.replay != self.ranks[job.rank].replay:
+    def _end(self, run: _Run, time: float) -> None:
+        """An op frees its lane, unless its replay is over."""
+        if run.replay != self.ranks[run.rank].replay:
             return
-        lane = self.work.lane[job.rank][job.at]
-        self.ranks[job.rank].busy[lane] = False
-        self._turn(job.rank, lane, job, time)
+        lane = self.work.lane[run.rank][run.at]
+        self.ranks[run.rank].busy[lane] = False
+        self._start_next(run.rank, lane, run, time)
 
-    def _done(self, job: _Job, time: float) -> None:
-        """What an op did is there: its dependents may start."""
-        job.done = time
-        work, rank = self.work, self.ranks[job.rank]
-        for at in work.dependents[job.rank][job.at]:
+    def _done(self, run: _Run, time: float) -> None:
+        """The result of an op can be used: its dependents may start."""
+        run.done = time
+        work, rank = self.work, self.ranks[run.rank]
+        for at in work.dependents[run.rank][run.at]:
             rank.missing[at] -= 1
             if rank.missing[at]:
                 continue
             rank.ready[at] = time
-            lane = work.lane[job.rank][at]
-            if lane == FLAGS:
-                self._flag_op(job.rank, at, job, time)
+            lane = work.lane[run.rank][at]
+            if lane == FLAG_LANE:
+                self._flag_op(run.rank, at, run, time)
             else:
-                self._turn(job.rank, lane, job, time)
+                self._start_next(run.rank, lane, run, time)
         rank.left -= 1
         if not rank.left:
-            self._finish(job.rank, job, time)
+            self._finish(run.rank, run, time)
 
     # --- signals --------------------------------------------------------------------------------------
 
-    def _flag_op(self, number: int, at: int, cause: _Job | None, time: float) -> None:
+    def _flag_op(self, number: int, at: int, cause: _Run | None, time: float) -> None:
         op = self.work.ops[number][at]
-        job = _Job(number, at, self.ranks[number].replay, cause, time, time, time, time)
-        self.jobs.append(job)
+        run = _Run(number, at, self.ranks[number].replay, cause, time, time, time, time)
+        self.runs.append(run)
         if isinstance(op, Signal):
-            self.post(time + self.machine.signal, _SET, (op.flag, job), at)
-            self.post(time, _DONE, job, at)
+            self.post(time + self.machine.signal, _SET, (op.flag, run), at)
+            self.post(time, _DONE, run, at)
         elif isinstance(op, Wait):
             if self.flags[op.flag[:2]]:
-                self._pass(op.flag, job, time)
+                self._pass(op.flag, run, time)
             else:
-                self.waiting[op.flag[:2]] = job
+                self.waiting[op.flag[:2]] = run
         else:
             assert isinstance(op, Barrier)
-            here = self.barriers[job.replay, op.round]
-            here.append(job)
+            here = self.barriers[run.replay, op.round]
+            here.append(run)
             if len(here) == len(self.ranks):
                 for each in here:
-                    each.cause = job if each is not job else job.cause
+                    each.cause = run if each is not run else run.cause
                     each.issued = each.start = time
-                    # One at the start is what the entry consists of: every rank hears from all others.
+                    # A barrier at the start is the entry: every rank waits for a flag of every other rank.
                     each.end = time + (
                         self.machine.barrier if op.deps else max(self.machine.barrier, self.machine.entry)
                     )
                     self.post(each.end, _DONE, each, each.at)
 
-    def _set(self, flag: Flag, setter: _Job, time: float) -> None:
+    def _set(self, flag: Flag, setter: _Run, time: float) -> None:
         if self.flags[flag[:2]]:
             op = self.work.ops[setter.rank][setter.at]
             raise PlanError(f"{op.describe()}: the flag is set already, a signal would be lost")
         self.flags[flag[:2]] = 1
         self.setters[flag[:2]] = setter
-        job = self.waiting.pop(flag[:2], None)
-        if job is not None:
-            job.cause = setter
-            self._pass(flag, job, time)
+        run = self.waiting.pop(flag[:2], None)
+        if run is not None:
+            run.cause = setter
+            self._pass(flag, run, time)
 
-    def _pass(self, flag: Flag, job: _Job, time: float) -> None:
+    def _pass(self, flag: Flag, run: _Run, time: float) -> None:
         """A wait finds its flag set, and resets it."""
         self.flags[flag[:2]] = 0
         # A flag that was set before anyone waited costs what it costs to look.
-        job.issued = job.start = time
-        job.end = time + self.machine.wait
-        self.post(job.end, _DONE, job, job.at)
+        run.issued = run.start = time
+        run.end = time + self.machine.wait
+        self.post(run.end, _DONE, run, run.at)
 
     # --- SMs ------------------------------------------------------------------------------------------
 
@@ -880,79 +526,79 @@ class _Simulation:
                 heapq.heappush(pool, (start, sms - used))
         return max(first, ready), end
 
-    def _gemm(self, job: _Job, cost: GemmCost, time: float) -> None:
-        rank = self.ranks[job.rank]
-        job.start, end = self._dispatch(rank, time + self.machine.gemm_launch, cost.tiles, cost.tile_us)
-        rank.power_free = max(rank.power_free, job.start) + cost.flop / self.work.power[job.rank]
-        job.end = max(end, rank.power_free)
-        job.computes = True
-        if self.work.link[job.rank][job.at] is not None:
-            self.post(job.start, _STORES, job, job.at)  # by then it is known what else has begun to store
+    def _gemm(self, run: _Run, cost: GemmCost, time: float) -> None:
+        rank = self.ranks[run.rank]
+        run.start, end = self._dispatch(rank, time + self.machine.gemm_launch, cost.tiles, cost.tile_us)
+        rank.power_free = max(rank.power_free, run.start) + cost.flop / self.work.power[run.rank]
+        run.end = max(end, rank.power_free)
+        run.computes = True
+        if self.work.link[run.rank][run.at] is not None:
+            self.post(run.start, _STORES, run, run.at)  # by then all GEMMs that store earlier have begun
             return
-        self.post(job.end, _DONE, job, job.at)
-        self.post(job.end, _END, job, job.at)
+        self.post(run.end, _DONE, run, run.at)
+        self.post(run.end, _END, run, run.at)
 
-    def _store(self, job: _Job, time: float) -> None:
-        """A GEMM begins that ends when it has computed and its link has carried what it stores."""
-        ends, op = self.work.link[job.rank][job.at], self.work.ops[job.rank][job.at]
+    def _store(self, run: _Run, time: float) -> None:
+        """A GEMM begins that ends once it has computed and its link has carried what it stores."""
+        ends, op = self.work.link[run.rank][run.at], self.work.ops[run.rank][run.at]
         assert isinstance(op, Gemm) and ends is not None
-        link, computed = self.machine.link(*ends), job.end
-        carried = _stored_us(self.work.plan, self.machine, op, ends)
-        for port in _ports(ends, link):
+        link, computed = self.machine.link(*ends), run.end
+        carried = stored_us(self.work.plan, self.machine, op, ends)
+        for port in ports_of(ends, link):
             self.stored[port] = max(self.stored[port], time) + carried
-            job.end = max(job.end, self.stored[port])
-        job.stores = job.end - computed
-        self.post(job.end + link.latency, _DONE, job, job.at)
-        self.post(job.end, _END, job, job.at)
+            run.end = max(run.end, self.stored[port])
+        run.stores = run.end - computed
+        self.post(run.end + link.latency, _DONE, run, run.at)
+        self.post(run.end, _END, run, run.at)
 
-    def _sum(self, job: _Job, duration: float, time: float) -> None:
-        """A kernel that memory holds back takes all SMs, behind the tiles that they have got."""
-        rank = self.ranks[job.rank]
-        job.start, job.end = self._dispatch(rank, time + self.machine.gemm_launch, self.machine.sms, duration)
-        job.computes = True
-        self.post(job.end, _DONE, job, job.at)
-        self.post(job.end, _END, job, job.at)
+    def _sum(self, run: _Run, duration: float, time: float) -> None:
+        """A kernel bound by memory takes all SMs, after the tiles that they have already."""
+        rank = self.ranks[run.rank]
+        run.start, run.end = self._dispatch(rank, time + self.machine.gemm_launch, self.machine.sms, duration)
+        run.computes = True
+        self.post(run.end, _DONE, run, run.at)
+        self.post(run.end, _END, run, run.at)
 
     # --- links ----------------------------------------------------------------------------------------
 
-    def _copy(self, job: _Job, op: Copy, time: float) -> None:
-        rank, cost, ends = self.ranks[job.rank], self.work.cost[job.rank][job.at], self.work.link[job.rank][job.at]
+    def _copy(self, run: _Run, op: Copy, time: float) -> None:
+        rank, cost, ends = self.ranks[run.rank], self.work.cost[run.rank][run.at], self.work.link[run.rank][run.at]
         assert rank.entered is not None
-        time = job.start = max(time, max(rank.ready[job.at], rank.entered) + self.machine.copy_launch)
-        job.moves = True
+        time = run.start = max(time, max(rank.ready[run.at], rank.entered) + self.machine.copy_launch)
+        run.moves = True
         if ends is None:
-            self._copied(job, time + cost, 0.0)
+            self._copied(run, time + cost, 0.0)
             return
         link = self.machine.link(*ends)
-        bandwidth = _copy_bandwidth(self.machine, op, link)
-        flow = _Flow(job, _port(op, ends, link), link, bandwidth, float(cost), time)
-        self.post(time + link.gap, _FLOWS, (flow, -1), job.at)
+        bandwidth = copy_bandwidth(self.machine, op, link)
+        flow = _Flow(run, far_port(op, ends, link), link, bandwidth, float(cost), time)
+        self.post(time + link.gap, _FLOWS, (flow, -1), run.at)
 
     def _flow_event(self, flow: _Flow, version: int, time: float) -> None:
-        """A copy begins to flow (version -1), or ends if its rate is still the one it was foretold with."""
+        """A copy begins to flow (version -1), or ends if its rate has not changed since the end was scheduled."""
         if version == -1:
-            self.engines[flow.job.rank].append(flow)
+            self.engines[flow.run.rank].append(flow)
             self.ports[flow.port].append(flow)
             flow.since = time
             self._rates(flow, time)
         elif version == flow.version:
-            self.engines[flow.job.rank].remove(flow)
+            self.engines[flow.run.rank].remove(flow)
             self.ports[flow.port].remove(flow)
-            self._copied(flow.job, time, flow.link.latency)
+            self._copied(flow.run, time, flow.link.latency)
             self._rates(flow, time)
 
-    def _copied(self, job: _Job, time: float, latency: float) -> None:
-        """The engine is through with a copy."""
-        job.end = time
-        self.post(time + latency, _DONE, job, job.at)
-        held = self.machine.signal_gap if job.at in self.work.signalled[job.rank] else 0.0
-        self.post(time + held, _END, job, job.at)
+    def _copied(self, run: _Run, time: float, latency: float) -> None:
+        """The engine has finished a copy."""
+        run.end = time
+        self.post(time + latency, _DONE, run, run.at)
+        held = self.machine.signal_gap if run.at in self.work.signalled[run.rank] else 0.0
+        self.post(time + held, _END, run, run.at)
 
     def _rates(self, changed: _Flow, time: float) -> None:
-        """Foretell anew the copies that share an engine or a port with one that begins or ends."""
-        for flow in dict.fromkeys((*self.engines[changed.job.rank], *self.ports[changed.port])):
+        """Schedule anew the ends of copies that share an engine or a port with one that begins or ends."""
+        for flow in dict.fromkeys((*self.engines[changed.run.rank], *self.ports[changed.port])):
             sharing = len(self.ports[flow.port])
-            moving = sum(other.link is flow.link for other in self.engines[flow.job.rank])
+            moving = sum(other.link is flow.link for other in self.engines[flow.run.rank])
             each = flow.bandwidth
             if moving > self.machine.copy_streams and flow.link is self.machine.nvlink:
                 each = self.machine.contended / moving
@@ -961,4 +607,4 @@ class _Simulation:
                 flow.left = max(0.0, flow.left - flow.rate * (time - flow.since))
                 flow.since, flow.rate = time, rate
                 flow.version += 1
-                self.post(time + flow.left / rate, _FLOWS, (flow, flow.version), flow.job.at)
+                self.post(time + flow.left / rate, _FLOWS, (flow, flow.version), flow.run.at)

@@ -22,10 +22,11 @@ MACHINES = Path(__file__).parent / "machines"
 
 
 class Rate(NamedTuple):
-    """How fast the GPU multiplies one element type, TFLOP/s.
+    """The rate at which a GPU multiplies one element type, TFLOP/s.
 
-    peak:  all SMs at full clock; one SM does peak / sms
-    power: what the whole GPU does at most, held by its power limit
+    Attributes:
+        peak: of all SMs at full clock; one SM has peak / sms.
+        power: the most that the whole GPU sustains under its power limit.
     """
 
     peak: float
@@ -41,12 +42,15 @@ class KernelTile(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One kind of connection. A transfer of b bytes takes gap + b / bandwidth of its engine; it has arrived
-    ``latency`` later. Back to back, the latency is paid once.
+    """One kind of connection.
 
-    bandwidth: GB/s, per rank and direction
-    gap:       us between two transfers of one engine
-    latency:   us
+    A transfer of b bytes occupies its engine for gap + b / bandwidth, and has arrived one latency later. Transfers
+    without a pause between them pay the latency once.
+
+    Attributes:
+        bandwidth: per rank and direction, GB/s.
+        gap: between two transfers of one engine, us.
+        latency: us.
     """
 
     bandwidth: float
@@ -57,10 +61,11 @@ class Link(NamedTuple):
 class GemmCost(NamedTuple):
     """What a GEMM asks of the SMs.
 
-    tiles:   output tiles, each the work of one SM
-    tile_us: how long one takes
-    flop:    floating-point operations
-    alone:   us from its launch to its end when it has the GPU for itself, with the launch
+    Attributes:
+        tiles: output tiles, each the work of one SM.
+        tile_us: time of a tile, us.
+        flop: floating-point operations.
+        alone: time with the launch if it has the GPU to itself, us.
     """
 
     tiles: int
@@ -71,35 +76,38 @@ class GemmCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and links, for :func:`distgemm.simulator.engine.simulate`.
+    """GPUs and links, for :func:`distgemm.simulator.simulate`.
 
-    name:            what it is, for titles
-    sms:             streaming multiprocessors of a GPU
-    rates:           Rate of each element type
-    tiles:           output tiles of the kernels to choose from; the fastest is taken for each shape
-    gemm_launch:     us from the moment a GEMM may start to its first tile
-    tile_overhead:   us of each tile outside the loop over K (pipeline fill, epilogue)
-    boost:           us of multiplication in a replay at the power limit above; what is longer runs at
-    sustained:       this share of it
-    memory:          GB/s that kernels reach
-    sum_memory:      GB/s of the kernel that executes Reduce, reads and writes together
-    nvlink:          links within a host: the copy engine pushes
-    pull_bandwidth:  GB/s when the receiver pulls instead
-    copy_streams:    copy streams per rank at which the bandwidth above holds; with more, all together have
-    contended:       this many GB/s
-    network:         links between hosts
-    ranks_per_host:  ranks that NVLink connects; None: all
-    signal, wait:    us until a flag is seen by its reader; from there until what waited starts
-    copy_launch:     us from the moment a copy may start to its start, unless the copy before it takes longer
-    signal_gap:      us for which a signal behind a copy keeps the copy's stream from going on
-    barrier:         us of a barrier, from the last arrival
-    replay:          us from the end of a replay to the beginning of the next: exit and launch
-    entry:           us from there until copies may leave: each rank hears that the others have left their last replay
-    gemm_streams:        GEMMs of one rank in flight
-    collective:      a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives
-    sources:         where the figures come from
+    Attributes:
+        name: for titles.
+        sms: streaming multiprocessors of a GPU.
+        rates: the Rate of each element type.
+        tiles: output tiles of the kernels to choose from; the fastest is taken for each shape.
+        gemm_launch: from the moment a GEMM may start to its first tile, us.
+        tile_overhead: of each tile outside the loop over K (pipeline fill, epilogue), us.
+        boost: multiplication in a replay at the power limit above, us; the rest runs at ``sustained`` times that rate.
+        sustained: a share, at most 1.
+        memory: rate that kernels reach, GB/s.
+        sum_memory: rate of the kernel that executes Reduce, reads and writes together, GB/s.
+        nvlink: links within a host, when the copy engine pushes.
+        pull_bandwidth: rate when the receiver pulls instead, GB/s.
+        copy_streams: copy streams per rank at which the bandwidth above holds.
+        contended: rate of all copy streams together if there are more of them, GB/s.
+        network: links between hosts.
+        ranks_per_host: ranks that NVLink connects; None: all.
+        signal: until a flag is seen by its reader, us.
+        wait: from there until the op that waited starts, us.
+        copy_launch: from the moment a copy may start to its start, unless the copy before it takes longer, us.
+        signal_gap: for which a signal after a copy stops the copy's stream, us.
+        barrier: of a barrier, from the last arrival, us.
+        replay: from the end of a replay to the beginning of the next one, us: exit and launch.
+        entry: from there until copies may leave, us: each rank learns that the others have left their last replay.
+        gemm_streams: GEMMs of one rank in flight.
+        collective: a library's all-gather or reduce-scatter, for predict_unfused; bytes are those a rank receives.
+        sources: where the figures come from.
 
-    Raises ValueError for figures that make no sense.
+    Raises:
+        ValueError: for figures out of range.
     """
 
     name: str
@@ -164,9 +172,10 @@ class Machine:
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:
-        """A machine that ships with the package, by name, or the one in a JSON file.
+        """A machine that ships with the package, by name, or the machine in a JSON file.
 
-        Raises ValueError that names the file and what is wrong with it.
+        Raises:
+            ValueError: naming the file and what is wrong with it.
         """
         path = Path(name)
         if path.suffix != ".json" and len(path.parts) == 1:
@@ -185,7 +194,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, fields: Any) -> Machine:
-        """The machine that :meth:`to_dict` wrote; raises ValueError for what is missing, unknown or of a wrong type."""
+        """The machine that :meth:`to_dict` wrote. Raises ValueError for missing, unknown or wrong fields."""
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON object is needed, got {type(fields).__name__}")
         known = {each.name for each in dataclasses.fields(cls)}
@@ -228,7 +237,7 @@ class Machine:
     # --- costs --------------------------------------------------------------------------------------
 
     def rate(self, dtype: str) -> Rate:
-        """The rate of an element type; raises ValueError where the machine has none."""
+        """The rate of an element type. Raises ValueError if the machine has none."""
         found = self.rates.get(dtype)
         if found is None:
             raise ValueError(f"{self.name} has no GEMM rate of {dtype}; it has those of {', '.join(self.rates)}")
@@ -268,14 +277,14 @@ class Machine:
         return GemmCost(best[1], best[2], flop, alone)
 
     def clock(self, dtype: str, flop: float) -> float:
-        """Share of the power limit that a replay keeps in which a rank does so many operations."""
+        """Share of the rate at the power limit that remains in a replay with so many operations per rank."""
         at_limit = flop / (self.rate(dtype).power * 1e6)
         if at_limit <= self.boost:
             return 1.0
         return at_limit / (self.boost + (at_limit - self.boost) / self.sustained)
 
     def copy_us(self, size: int, src: int = 0, dst: int = 1) -> float:
-        """us of one copy of ``size`` bytes on idle links, until it has arrived."""
+        """Time of one copy of ``size`` bytes on idle links, until it has arrived, us."""
         link = self.link(src, dst)
         return link.gap + size / (link.bandwidth * 1e3) + link.latency
 

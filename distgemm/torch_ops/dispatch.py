@@ -21,7 +21,7 @@ from distgemm.runtime.checks import process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
 from distgemm.schedulers import Pattern, list_schedules
-from distgemm.simulator.engine import arrivals
+from distgemm.simulator import arrivals
 
 if TYPE_CHECKING:
     from distgemm.tune import TunedConfig

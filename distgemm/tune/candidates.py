@@ -25,7 +25,7 @@ from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transpor
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
 from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
-from distgemm.simulator.engine import predict_unfused, simulate
+from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.tune.config import UNFUSED, TunedConfig
 

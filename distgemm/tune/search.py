@@ -16,7 +16,8 @@ from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.fused.gemms import storing_first, together
+from distgemm.gemm.fused.gemms import combined_spec
+from distgemm.gemm.fused.kernel import pingpong_first
 from distgemm.gemm.nvcc import build_together
 from distgemm.gemm.spec import Status
 from distgemm.measure.timing import Operation, WrongResultError, attempt, executable_method, sample
@@ -281,7 +282,7 @@ def with_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[
     orders = [gemm_select.order(chunk, configs, count=count) for count in (_count(plan), 1)]
     tiles = [tile for tile in chain.from_iterable(zip(*orders, strict=True)) if tile.kernel_schedule != "plain"]
     if config.option("mechanism") == "store":
-        tiles = storing_first(tiles)
+        tiles = pingpong_first(tiles)
     if pattern == "gemm+ar" and config.execution.transport == "sm":
         # Buffers of the kernel's copies leave the largest tiles two pipeline stages, which makes them slow.
         tiles = [tile for tile in tiles if tile.kernel_schedule == "pingpong"]
@@ -291,7 +292,7 @@ def with_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[
 
 def _whole(plan: Plan) -> GemmSpec:
     """One GEMM as large as all GEMMs of rank 0, as if they differed in A."""
-    return together(_chunk(plan), _count(plan), "a")
+    return combined_spec(_chunk(plan), _count(plan), "a")
 
 
 def _count(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Pictures of schedules, plans and timelines, as .svg or .png. Needs matplotlib: the extra "pictures"."""
+"""Figures of schedules, plans and timelines, as .svg or .png. Needs matplotlib: the extra "pictures"."""
 
 from __future__ import annotations
 
@@ -7,11 +7,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distgemm.plan.ops import Copy, Gemm, Op, Reduce, link_of
+from distgemm.plan.ops import Copy, Gemm, Op, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.schedulers import DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
-from distgemm.simulator.engine import FLAGS, Event, Timeline
+from distgemm.simulator import FLAG_LANE, Event, Timeline
+from distgemm.viz.canvas import (
+    FAINT,
+    GLYPH_WIDTH,
+    GRID,
+    HEAD,
+    INCHES_PER_POINT,
+    INK,
+    MAX_ARROWS,
+    MAX_RANKS,
+    MAX_TEXT_CELLS,
+    OP_COLOURS,
+    OP_NAMES,
+    SMALL,
+    TEXT,
+    add_axes,
+    add_mosaic,
+    add_rectangle,
+    add_title,
+    dots_per_inch,
+    first_that_fits,
+    ink_on,
+    label_places,
+    new_figure,
+    numbers_text,
+    op_class,
+    op_labels,
+    problem_text,
+    rank_colour,
+    side_label,
+    suffix_of,
+)
+from distgemm.viz.text import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,67 +51,59 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_plan", "draw_schedule", "draw_timeline"]
 
-SUFFIXES = (".svg", ".png")
-
-# Okabe and Ito's colours, which the colour-blind tell apart; black left out, for text.
-PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
-COLOUR = {"Gemm": "#0072B2", "Copy": "#E69F00", "Reduce": "#009E73", "LocalCopy": "#CC79A7"}
-NAMED = {"Gemm": "GEMM", "Copy": "copy", "Reduce": "sum", "LocalCopy": "local copy"}
-INK, FAINT, GRID = "#222222", "#666666", "#D0D0D0"
-
-RANKS = 8
-"""Ranks whose lanes are drawn; what is left out is said below them."""
-CELLS = 32
-"""Rows and columns of a tile grid up to which cells carry text."""
-ARROWS = 24
-"""Arrows that a picture shows; where there would be more, only those to rank 0."""
-SMALL, TEXT, HEAD = 7.0, 8.0, 12.0
-POINT = 1 / 72
-GLYPH = 0.6
-"""Width of a character, in font sizes."""
-
 
 def draw_schedule(scheduler: DistributedTileScheduler, path: str | Path) -> None:
-    """Draw a schedule's tile grids of A, B and D, coloured by the rank that holds each tile, with the iterations in
-    which they are multiplied, and the table of who multiplies what when.
+    """Draw the tile grids of A, B and D, and the tile that each rank multiplies in each iteration.
 
-    Raises ValueError for another suffix than .svg and .png.
+    A tile has the colour of the rank that holds it.
+
+    Args:
+        scheduler: what is drawn.
+        path: an .svg or .png file.
+
+    Raises:
+        ValueError: for another suffix.
     """
-    kind = _suffix(path)
+    kind = suffix_of(path)
     grids = [_Grid.of(scheduler, operand) for operand in "ABD"]
     work = _work_grid(scheduler)
     head, gap, left = 0.95, 0.55, 0.35
     top_row = max(grid.height for grid in grids)
     width = max(left + sum(grid.width for grid in grids) + gap * 2 + 0.3, left + work.width + 0.3, 7.5)
     height = head + top_row + 0.35 + work.height + 0.25
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     mesh = " x ".join(map(str, scheduler.mesh))
     ranks = f"{scheduler.world_size} rank{'s' * (scheduler.world_size != 1)}" + (
         f" in a mesh {mesh}" if len(scheduler.mesh) > 1 else ""
     )
     about = "Each tile has the colour and the number of the rank that holds it; it. = iteration that multiplies it."
-    if max(*scheduler.grid[:3], scheduler.world_size) > CELLS:
+    if max(*scheduler.grid[:3], scheduler.world_size) > MAX_TEXT_CELLS:
         last = scheduler.world_size - 1
         about = f"Each tile has the colour of the rank that holds it, from dark (rank 0) to light (rank {last})."
-    _title(figure, f"{scheduler.name}: {ranks}, {scheduler.iterations} iterations each", about)
+    add_title(figure, f"{scheduler.name}: {ranks}, {scheduler.iterations} iterations each", about)
     x = left
     for grid in grids:
         grid.draw(figure, x, height - head - grid.height)
         x += grid.width + gap
     work.draw(figure, left, 0.25)
-    figure.savefig(path, format=kind, dpi=_dpi(width, height))
+    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Draw a plan: bytes from rank to rank, workspace of each rank, and the order of each rank's ops.
+    """Draw a plan: bytes from rank to rank, the workspace of each rank, and the order of each rank's ops.
 
-    Raises ValueError for another suffix than .svg and .png.
+    Args:
+        plan: what is drawn.
+        path: an .svg or .png file.
+
+    Raises:
+        ValueError: for another suffix.
     """
-    kind = _suffix(path)
+    kind = suffix_of(path)
     ranks = plan.world_size
     cell = min(0.62, 11.0 / ranks) if ranks > 12 else 0.72
     side = max(cell * ranks, 1.2)
-    shown = range(ranks)[:RANKS]
+    shown = range(ranks)[:MAX_RANKS]
     columns, boxes = _rounds(plan, shown)
     step = 0.5 if len(columns) <= 24 else max(0.16, 12.0 / len(columns))
     bars = max(3.0, min(5.0, side))
@@ -88,46 +112,53 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     rows = sum(len(of_rank) for of_rank in lanes.values())
     low = 0.27 * rows + 0.12 * len(shown)
     height = 0.75 + 0.6 + side + 0.75 + low + 0.55
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     links = plan.link_bytes()
     total, busiest = sum(links.values()), max(links.values(), default=0)
-    moved = f"{_bytes(total)} move in all, at most {_bytes(busiest)} over one link" if links else "nothing moves"
-    _title(figure, f"{plan.schedule}: {_problem(plan)}", f"Plan for {ranks} rank{'s' * (ranks != 1)}; {moved}.")
-    _links(_axes(figure, 1.0, height - 1.35 - side, side, side), plan, links, cell)
-    _workspace(_axes(figure, 1.0 + side + 1.6, height - 1.35 - side, bars, side), plan, cell)
-    axes = _axes(figure, 1.6, 0.55, step * len(columns), low)
+    moved = (
+        f"{bytes_text(total)} move in all, at most {bytes_text(busiest)} over one link" if links else "nothing moves"
+    )
+    add_title(figure, f"{plan.schedule}: {problem_text(plan)}", f"Plan for {ranks} rank{'s' * (ranks != 1)}; {moved}.")
+    _links(add_axes(figure, 1.0, height - 1.35 - side, side, side), plan, links, cell)
+    _workspace(add_axes(figure, 1.0 + side + 1.6, height - 1.35 - side, bars, side), plan, cell)
+    axes = add_axes(figure, 1.6, 0.55, step * len(columns), low)
     _op_lanes(axes, plan, lanes, boxes, len(columns), step, width - 1.7)
-    figure.savefig(path, format=kind, dpi=_dpi(width, height))
+    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
 
 
 def draw_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Draw what every rank does when, as predicted.
+    """Draw when every rank executes each op, as the simulator predicts it.
 
-    Raises ValueError for another suffix than .svg and .png.
+    Args:
+        timeline: what is drawn.
+        path: an .svg or .png file.
+
+    Raises:
+        ValueError: for another suffix.
     """
-    kind = _suffix(path)
+    kind = suffix_of(path)
     plan = timeline.plan
-    shown = range(plan.world_size)[:RANKS]
+    shown = range(plan.world_size)[:MAX_RANKS]
     by_lane: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
-        if event.lane != FLAGS and event.rank < len(shown):
+        if event.lane != FLAG_LANE and event.rank < len(shown):
             by_lane[event.rank, event.lane].append(event)
     lanes = {rank: [lane for at, lane in sorted(by_lane, key=_lane_order) if at == rank] for rank in shown}
     rows = sum(map(len, lanes.values()))
     across = 12.5
     low = 0.27 * rows + 0.14 * len(shown)
     width, height = 1.75 + across + 0.45, 1.4 + low + 0.75
-    figure = _figure(width, height)
+    figure = new_figure(width, height)
     path_parts = ", ".join(f"{what} {time:.0f}" for what, time in timeline.critical.items())
-    _title(
+    add_title(
         figure,
-        f"{plan.schedule}: {_problem(plan)}, {plan.world_size} rank{'s' * (plan.world_size != 1)}",
+        f"{plan.schedule}: {problem_text(plan)}, {plan.world_size} rank{'s' * (plan.world_size != 1)}",
         f"Predicted on {timeline.machine.name}: {timeline.time:.0f} \u00b5s per replay, "
         f"{100 * timeline.efficiency:.0f} % of the roof",
         f"Bound by {timeline.bound} (\u00b5s of the critical path: {path_parts}); "
         f"{100 * timeline.hidden:.0f} % of the communication is hidden behind GEMMs",
     )
-    axes = _axes(figure, 1.75, 0.75, across, low)
+    axes = add_axes(figure, 1.75, 0.75, across, low)
     end = max(timeline.end, timeline.time, timeline.roof, 1e-9) * 1.01
     axes.set_xlim(0, end)
     axes.set_ylim(low, 0)
@@ -139,11 +170,11 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
         first = y
         for lane in lanes[rank]:
             centre[rank, lane] = y + 0.135
-            _side(axes, -0.06 / per_us, y + 0.135, lane, TEXT, FAINT)
+            side_label(axes, -0.06 / per_us, y + 0.135, lane, TEXT, FAINT)
             for event in by_lane[rank, lane]:
                 _bar(axes, event, y + 0.03, 0.21, per_us)
             y += 0.27
-        _side(axes, -0.95 / per_us, (first + y) / 2, f"rank {rank}", TEXT + 1, INK)
+        side_label(axes, -0.95 / per_us, (first + y) / 2, f"rank {rank}", TEXT + 1, INK)
         y += 0.07
         axes.axhline(y, color=GRID, linewidth=0.8)
     launch = timeline.machine.replay
@@ -156,128 +187,22 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     _marks(axes, timeline, per_us)
     drawn = [flow for flow in timeline.flows if flow[0].rank < len(shown) and flow[1].rank < len(shown)]
     whose = ""
-    if len(drawn) > ARROWS:
+    if len(drawn) > MAX_ARROWS:
         drawn, whose = [flow for flow in drawn if flow[1].rank == 0], " on rank 0"
-    for made, user in drawn if len(drawn) <= ARROWS else ():
+    for made, user in drawn if len(drawn) <= MAX_ARROWS else ():
         style = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
         start = made.end, centre[made.rank, made.lane]
         axes.annotate("", (user.start, centre[user.rank, user.lane]), start, arrowprops=style)
     axes.set_yticks([])
     note = "\u00b5s from the end of the replay before"
-    if 0 < len(drawn) <= ARROWS:
+    if 0 < len(drawn) <= MAX_ARROWS:
         what, did = ("a copy", "brought") if plan.mechanism == "push" else ("an op", "made for another rank")
         note += f"; arrows lead from {what} to the op{whose} that uses what it {did}"
     if plan.world_size > len(shown):
         note += f"; {len(shown)} of {plan.world_size} ranks shown"
     axes.set_xlabel(note, size=TEXT, color=INK)
     axes.tick_params(labelsize=TEXT, colors=INK)
-    figure.savefig(path, format=kind, dpi=_dpi(width, height))
-
-
-# --- figures --------------------------------------------------------------------------------------------
-
-
-def _suffix(path: str | Path) -> str:
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, got {str(path)!r}")
-    return suffix[1:]
-
-
-def _figure(width: float, height: float) -> Figure:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Text stays text: small files, and readable by search and by screen readers.
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    return Figure(figsize=(width, height), facecolor="white")
-
-
-def _dpi(width: float, height: float) -> float:
-    """Sharp, and no longer than 6000 pixels."""
-    return min(130.0, 6000 / max(width, height))
-
-
-def _axes(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
-    """Axes at a place given in inches."""
-    whole_width, whole_height = figure.get_size_inches()
-    box = (x / whole_width, y / whole_height, width / whole_width, height / whole_height)
-    axes = figure.add_axes(box)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    return axes
-
-
-def _title(figure: Figure, title: str, *about: str) -> None:
-    width, height = figure.get_size_inches()
-    size = min(HEAD, (width - 0.5) / (len(title) * GLYPH * POINT))
-    figure.text(0.25 / width, 1 - 0.18 / height, title, size=size, weight="bold", color=INK, va="top")
-    for number, line in enumerate(about):
-        size = min(9.5, (width - 0.5) / (len(line) * 0.52 * POINT))
-        y = 1 - (0.46 + 0.22 * number) / height
-        figure.text(0.25 / width, y, line, size=size, color=INK, va="top")
-
-
-def _rank_colour(rank: int, ranks: int) -> str:
-    if ranks <= len(PALETTE):
-        return PALETTE[rank]
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return to_hex(colormaps["viridis"](rank / (ranks - 1)))
-
-
-def _ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 120 else "#111111"
-
-
-def _rectangle(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=0.8))
-
-
-def _mosaic(axes: Axes, colours: list[list[str]], width: float, height: float) -> None:
-    """Many cells as one image: a rectangle for each takes seconds."""
-    from matplotlib.colors import to_rgb
-
-    known = {colour: to_rgb(colour) for row in colours for colour in row}
-    image = [[known[colour] for colour in row] for row in colours]
-    axes.imshow(image, extent=(0, width, height, 0), aspect="auto", interpolation="nearest")
-
-
-def _side(axes: Axes, x: float, y: float, text: str, size: float, colour: str) -> None:
-    axes.text(x, y, text, ha="right", va="center", size=size, color=colour)
-
-
-def _problem(plan: Plan) -> str:
-    problem = plan.problem
-    batches = f" x {problem.l} batches" if problem.l > 1 else ""
-    return f"m {problem.m} x n {problem.n} x k {problem.k}{batches}, {problem.dtype}"
-
-
-def _bytes(size: float) -> str:
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.1f} {unit}"
-
-
-def _numbers(values: Sequence[int], count: int) -> str:
-    """Ascending numbers, runs of them as 0-3; "all" if there are so many."""
-    if len(values) == count and count > 1:
-        return "all"
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1].append(value)
-        else:
-            parts.append([value])
-    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
+    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
 
 
 # --- schedules ------------------------------------------------------------------------------------------
@@ -307,24 +232,24 @@ class _Grid:
         for r in range(rows):
             for c in range(columns):
                 owners = scheduler.owner(operand, (r, c, 0))
-                lines = [f"rank {_numbers(owners, ranks)}" if len(owners) < ranks or ranks == 1 else "every rank"]
+                lines = [f"rank {numbers_text(owners, ranks)}" if len(owners) < ranks or ranks == 1 else "every rank"]
                 used = uses.get((r, c, 0), {})
                 if list(used) == list(owners)[:1] and len(used) == 1:
-                    lines.append(f"it. {_numbers(used[owners[0]], scheduler.iterations)}")
+                    lines.append(f"it. {numbers_text(used[owners[0]], scheduler.iterations)}")
                 elif used and len({tuple(its) for its in used.values()}) == 1:
-                    who = _numbers(sorted(used), ranks)
-                    lines += [f"by {who}", f"it. {_numbers(next(iter(used.values())), scheduler.iterations)}"]
-                elif ranks <= RANKS:
+                    who = numbers_text(sorted(used), ranks)
+                    lines += [f"by {who}", f"it. {numbers_text(next(iter(used.values())), scheduler.iterations)}"]
+                elif ranks <= MAX_RANKS:
                     order = sorted(used, key=lambda rank: (used[rank], rank))
-                    texts = [f"it. {_numbers(used[rank], scheduler.iterations)} by {rank}" for rank in order]
+                    texts = [f"it. {numbers_text(used[rank], scheduler.iterations)} by {rank}" for rank in order]
                     lines += texts if len(texts) <= 4 else _pairs(texts)
-                grid.cells[r, c] = _rank_colour(owners[0], ranks), lines
+                grid.cells[r, c] = rank_colour(owners[0], ranks), lines
         grid.measure()
         return grid
 
     def measure(self) -> None:
-        """Cells as large as their text, or small ones without text."""
-        if max(self.rows, self.columns) > CELLS:
+        """Make cells as large as their text; many cells are small and have no text."""
+        if max(self.rows, self.columns) > MAX_TEXT_CELLS:
             side = 9.0 / max(self.rows, self.columns)
             self.cell = max(side, 0.9 / self.columns), side
             self.about += "; too many tiles for text"
@@ -333,12 +258,13 @@ class _Grid:
         longest = max(len(line) for _, lines in self.cells.values() for line in lines)
         most = max(len(lines) for _, lines in self.cells.values())
         self.size = TEXT if max(self.rows, self.columns) <= 16 else SMALL
-        self.cell = max(0.5, longest * GLYPH * self.size * POINT + 0.1), max(0.34, most * self.size * POINT * 1.3 + 0.1)
+        glyph = self.size * INCHES_PER_POINT
+        self.cell = max(0.5, longest * GLYPH_WIDTH * glyph + 0.1), max(0.34, most * glyph * 1.3 + 0.1)
 
     @property
     def width(self) -> float:
-        """Inches, with labels; as wide as the title at least."""
-        text = max(len(self.title) * HEAD * 0.58, len(self.about) * TEXT * 0.52) * POINT
+        """Inches, with labels; at least the width of the title."""
+        text = max(len(self.title) * HEAD * 0.58, len(self.about) * TEXT * 0.52) * INCHES_PER_POINT
         return 0.5 + max(self.cell[0] * self.columns, text - 0.3)
 
     @property
@@ -349,42 +275,36 @@ class _Grid:
     def draw(self, figure: Figure, x: float, y: float) -> None:
         """Draw with the lower left corner at a place given in inches."""
         width, height = self.cell[0] * self.columns, self.cell[1] * self.rows
-        axes = _axes(figure, x + 0.5, y, width, height)
+        axes = add_axes(figure, x + 0.5, y, width, height)
         axes.set_xlim(0, width)
         axes.set_ylim(height, 0)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.text(-0.42, -0.62, self.title, size=HEAD - 1, weight="bold", va="center", color=INK)
         axes.text(-0.42, -0.38, self.about, size=TEXT, va="center", color=FAINT)
-        if max(self.rows, self.columns) > CELLS:
+        if max(self.rows, self.columns) > MAX_TEXT_CELLS:
             colours = [[self.cells[row, column][0] for column in range(self.columns)] for row in range(self.rows)]
-            _mosaic(axes, colours, width, height)
-        for (row, column), (colour, lines) in self.cells.items() if max(self.rows, self.columns) <= CELLS else ():
+            add_mosaic(axes, colours, width, height)
+        for (row, column), (colour, lines) in (
+            self.cells.items() if max(self.rows, self.columns) <= MAX_TEXT_CELLS else ()
+        ):
             x0, y0 = column * self.cell[0], row * self.cell[1]
-            _rectangle(axes, x0, y0, *self.cell, colour)
+            add_rectangle(axes, x0, y0, *self.cell, colour)
             if lines:
                 text = "\n".join(lines)
                 x1, y1 = x0 + self.cell[0] / 2, y0 + self.cell[1] / 2
-                axes.text(x1, y1, text, ha="center", va="center", size=self.size, color=_ink(colour), linespacing=1.2)
-        for index in _ticks(self.rows, self.cell[1], 0.14):
-            _side(axes, -0.05, (index + 0.5) * self.cell[1], f"{self.row} {index}", TEXT, FAINT)
-        label = max(len(f"{self.column} {self.columns - 1}") * GLYPH * TEXT * POINT, 0.3)
-        for index in _ticks(self.columns, self.cell[0], label + 0.05):
+                axes.text(x1, y1, text, ha="center", va="center", size=self.size, color=ink_on(colour), linespacing=1.2)
+        for index in label_places(self.rows, self.cell[1], 0.14):
+            side_label(axes, -0.05, (index + 0.5) * self.cell[1], f"{self.row} {index}", TEXT, FAINT)
+        label = max(len(f"{self.column} {self.columns - 1}") * GLYPH_WIDTH * TEXT * INCHES_PER_POINT, 0.3)
+        for index in label_places(self.columns, self.cell[0], label + 0.05):
             middle = (index + 0.5) * self.cell[0]
             axes.text(middle, -0.05, f"{self.column} {index}", ha="center", va="bottom", size=TEXT, color=FAINT)
 
 
 def _pairs(texts: Sequence[str]) -> list[str]:
-    """Two to a line."""
+    """Two texts on each line."""
     return [", ".join(texts[at : at + 2]) for at in range(0, len(texts), 2)]
-
-
-def _ticks(count: int, size: float, room: float) -> range:
-    """Every so many indices that their labels do not touch."""
-    every = 1
-    while size * every < room:
-        every *= 2
-    return range(0, count, every)
 
 
 def _uses(scheduler: DistributedTileScheduler, operand: str) -> dict[tuple[int, ...], dict[int, list[int]]]:
@@ -400,7 +320,7 @@ def _uses(scheduler: DistributedTileScheduler, operand: str) -> dict[tuple[int, 
 
 
 def _work_grid(scheduler: DistributedTileScheduler) -> _Grid:
-    """Ranks by iterations: the tile, in the colour of the rank that holds what has to move for it."""
+    """The tile of each rank and iteration, in the colour of the rank that holds the operand that moves."""
     ranks, iterations = scheduler.world_size, scheduler.iterations
     modes = [mode for mode, extent in zip("mnkl", scheduler.grid, strict=True) if extent > 1] or ["m"]
     varying = [mode for mode in modes if _varies(scheduler, mode)] or modes[:1]
@@ -417,7 +337,7 @@ def _work_grid(scheduler: DistributedTileScheduler) -> _Grid:
             at = {"A": (tile.m, tile.k, tile.l), "B": (tile.n, tile.k, tile.l), "D": (tile.m, tile.n, tile.l)}[operand]
             owner = scheduler.owner(operand, at)[0]
             text = " ".join(f"{mode}{getattr(tile, mode)}" for mode in varying)
-            grid.cells[rank, iteration] = _rank_colour(owner, ranks), [text]
+            grid.cells[rank, iteration] = rank_colour(owner, ranks), [text]
     grid.measure()
     grid.cell = grid.cell[0], min(grid.cell[1], 0.3)
     return grid
@@ -429,7 +349,7 @@ def _varies(scheduler: DistributedTileScheduler, mode: str) -> bool:
 
 
 def _moving(scheduler: DistributedTileScheduler) -> str:
-    """The first operand of which a rank multiplies tiles that it does not hold."""
+    """The first operand of which some rank multiplies a tile that it does not hold."""
     for operand in "ABD":
         for tile, ranks in _uses(scheduler, operand).items():
             owners = scheduler.owner(operand, tile)
@@ -441,25 +361,6 @@ def _moving(scheduler: DistributedTileScheduler) -> str:
 # --- plans ----------------------------------------------------------------------------------------------
 
 
-def _what(op: Op) -> str:
-    return "LocalCopy" if isinstance(op, Copy) and link_of(op) is None else op.kind
-
-
-def _label(op: Op) -> list[str]:
-    """What to write on an op, the longest that fits."""
-    link = link_of(op)
-    if isinstance(op, Copy) and link is not None:
-        way, other = ("to", link[1]) if op.rank == link[0] else ("from", link[0])
-        return [f"{op.operand}{op.tile[0]},{op.tile[1]} {way} rank {other}", f"{way} {other}"]
-    if isinstance(op, Gemm):
-        stored = [] if link is None else [f"iteration {op.iteration} to rank {link[1]}", f"{op.iteration} to {link[1]}"]
-        return [*stored, f"iteration {op.iteration}", str(op.iteration)]
-    if isinstance(op, Reduce):
-        return ["sum", "+"]
-    assert isinstance(op, Copy)
-    return ["local copy", "to D" if op.dst.buffer == "D" else "to slot"]
-
-
 def _links(axes: Axes, plan: Plan, links: dict[tuple[int, int], int], cell: float) -> None:
     ranks = plan.world_size
     axes.set_xlim(0, ranks)
@@ -467,22 +368,22 @@ def _links(axes: Axes, plan: Plan, links: dict[tuple[int, int], int], cell: floa
     busiest = max(links.values(), default=1)
     axes.set_title("Bytes sent, row to column", size=HEAD - 2, weight="bold", loc="left", pad=22, color=INK)
     shades = [[_shade(links.get((src, dst), 0) / busiest) for dst in range(ranks)] for src in range(ranks)]
-    if ranks > CELLS:
-        _mosaic(axes, shades, ranks, ranks)
-    for src in range(ranks) if ranks <= CELLS else ():
+    if ranks > MAX_TEXT_CELLS:
+        add_mosaic(axes, shades, ranks, ranks)
+    for src in range(ranks) if ranks <= MAX_TEXT_CELLS else ():
         for dst in range(ranks):
             colour, size = shades[src][dst], links.get((src, dst), 0)
-            _rectangle(axes, dst, src, 1, 1, colour)
+            add_rectangle(axes, dst, src, 1, 1, colour)
             if ranks <= 12:
-                text = _bytes(size).replace(" ", "\n") if size else ("-" if src != dst else "")
-                axes.text(dst + 0.5, src + 0.5, text, ha="center", va="center", size=SMALL, color=_ink(colour))
+                text = bytes_text(size).replace(" ", "\n") if size else ("-" if src != dst else "")
+                axes.text(dst + 0.5, src + 0.5, text, ha="center", va="center", size=SMALL, color=ink_on(colour))
     if ranks > 12:
-        used = sorted({_bytes(size) for size in links.values()})
+        used = sorted({bytes_text(size) for size in links.values()})
         text = f"a coloured cell carries {' or '.join(used[:3])}" if used else "no cell carries anything"
         axes.text(0, ranks * 1.02, text, size=TEXT, va="top", color=INK)
-    for index in _ticks(ranks, cell, 0.17):
+    for index in label_places(ranks, cell, 0.17):
         axes.text(-0.06 / cell, index + 0.5, f"rank {index}", ha="right", va="center", size=TEXT, color=FAINT)
-    for index in _ticks(ranks, cell, 0.5):
+    for index in label_places(ranks, cell, 0.5):
         axes.text(index + 0.5, -0.06 / cell, f"rank {index}", ha="center", va="bottom", size=TEXT, color=FAINT)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -500,15 +401,15 @@ def _workspace(axes: Axes, plan: Plan, cell: float) -> None:
     axes.set_xlim(0, max(*sizes, 1) * 1.0)
     axes.set_ylim(ranks, 0)
     axes.set_title("Workspace of each rank", size=HEAD - 2, weight="bold", loc="left", pad=22, color=INK)
-    labelled = set(_ticks(ranks, cell, 0.17))
+    labelled = set(label_places(ranks, cell, 0.17))
     for rank, size in enumerate(sizes):
-        _rectangle(axes, 0, rank + 0.15, size, 0.7, "#A9C8E0")
+        add_rectangle(axes, 0, rank + 0.15, size, 0.7, "#A9C8E0")
         if rank in labelled:
             axes.text(
                 -0.01 * max(*sizes, 1), rank + 0.5, f"rank {rank}", ha="right", va="center", size=TEXT, color=FAINT
             )
             slots = len(plan.slots[rank])
-            text = f" {_bytes(size)} in {slots} slot{'s' * (slots != 1)}"
+            text = f" {bytes_text(size)} in {slots} slot{'s' * (slots != 1)}"
             axes.text(0.01, rank + 0.5, text, ha="left", va="center", size=TEXT, color=INK)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -516,16 +417,16 @@ def _workspace(axes: Axes, plan: Plan, cell: float) -> None:
 
 def _plan_lanes(plan: Plan, shown: range) -> dict[int, list[str]]:
     order = ("Gemm", "Copy", "Reduce", "LocalCopy")
-    return {rank: [kind for kind in order if any(_what(op) == kind for op in plan.ops(rank))] for rank in shown}
+    return {rank: [kind for kind in order if any(op_class(op) == kind for op in plan.ops(rank))] for rank in shown}
 
 
 def _rounds(plan: Plan, shown: range) -> tuple[dict[tuple[int, int], int], dict[tuple[int, str], list[tuple[int, Op]]]]:
-    """Columns of the rounds, several where a lane has several ops in one, and the ops of each lane by column."""
+    """A column for each round, or several if a lane has several ops in it; and the ops of each lane by column."""
     lanes: dict[tuple[int, str], list[Op]] = defaultdict(list)
     for rank in shown:
         for op in plan.ops(rank):
             if isinstance(op, (Gemm, Copy, Reduce)):
-                lanes[rank, _what(op)].append(op)
+                lanes[rank, op_class(op)].append(op)
     slots: set[tuple[int, int]] = set()
     placed: dict[tuple[int, str], list[tuple[tuple[int, int], Op]]] = defaultdict(list)
     for lane, ops in lanes.items():
@@ -548,28 +449,30 @@ def _op_lanes(
     step: float,
     room: float,
 ) -> None:
-    """Each rank's ops in the order of the plan, equal widths: order and not time."""
+    """Each rank's ops in the order of the plan; all have the same width."""
     rows = sum(map(len, lanes.values()))
     low = 0.27 * rows + 0.12 * len(lanes)
     axes.set_xlim(0, max(columns, 1) * step)
     axes.set_ylim(low, 0)
     title = "Ops of each rank, in the order of the plan (left to right; not to scale in time)"
-    axes.set_title(title, size=min(HEAD - 2, room / (len(title) * 0.6 * POINT)), weight="bold", loc="left", color=INK)
+    axes.set_title(
+        title, size=min(HEAD - 2, room / (len(title) * 0.6 * INCHES_PER_POINT)), weight="bold", loc="left", color=INK
+    )
     y = 0.0
     for rank, kinds in lanes.items():
         y += 0.06
         first = y
         for kind in kinds:
-            _side(axes, -0.06, y + 0.135, NAMED[kind], TEXT, FAINT)
+            side_label(axes, -0.06, y + 0.135, OP_NAMES[kind], TEXT, FAINT)
             for column, op in boxes[rank, kind]:
-                _rectangle(axes, column * step, y + 0.02, step, 0.23, COLOUR[kind])
-                text = _fitting(_label(op)[1:] or _label(op), step)
+                add_rectangle(axes, column * step, y + 0.02, step, 0.23, OP_COLOURS[kind])
+                text = first_that_fits(op_labels(op)[1:] or op_labels(op), step)
                 if text:
                     middle = (column + 0.5) * step
-                    colour = _ink(COLOUR[kind])
+                    colour = ink_on(OP_COLOURS[kind])
                     axes.text(middle, y + 0.14, text, ha="center", va="center", size=SMALL, color=colour)
             y += 0.27
-        _side(axes, -0.85, (first + y) / 2, f"rank {rank}", TEXT + 1, INK)
+        side_label(axes, -0.85, (first + y) / 2, f"rank {rank}", TEXT + 1, INK)
         y += 0.06
         axes.axhline(y, color=GRID, linewidth=0.8)
     gemms = 'iterations ("to": and the rank that they store to)' if plan.mechanism == "store" else "iterations"
@@ -582,11 +485,6 @@ def _op_lanes(
     axes.set_yticks([])
 
 
-def _fitting(texts: Sequence[str], room: float) -> str:
-    """The first text that fits into so many inches, or none."""
-    return next((text for text in texts if len(text) * GLYPH * SMALL * POINT + 0.04 <= room), "")
-
-
 # --- timelines ------------------------------------------------------------------------------------------
 
 
@@ -596,12 +494,14 @@ def _lane_order(at: tuple[int, str]) -> tuple[int, int, str]:
 
 
 def _bar(axes: Axes, event: Event, y: float, height: float, per_us: float) -> None:
-    colour = COLOUR[_what(event.op)]
-    _rectangle(axes, event.start, y, event.end - event.start, height, colour)
-    text = _fitting(_label(event.op), (event.end - event.start) * per_us)
+    colour = OP_COLOURS[op_class(event.op)]
+    add_rectangle(axes, event.start, y, event.end - event.start, height, colour)
+    text = first_that_fits(op_labels(event.op), (event.end - event.start) * per_us)
     if text:
         middle: Any = (event.start + event.end) / 2
-        axes.text(middle, y + height / 2, text, ha="center", va="center", size=SMALL, color=_ink(colour), clip_on=True)
+        axes.text(
+            middle, y + height / 2, text, ha="center", va="center", size=SMALL, color=ink_on(colour), clip_on=True
+        )
 
 
 def _marks(axes: Axes, timeline: Timeline, per_us: float) -> None:
@@ -613,6 +513,6 @@ def _marks(axes: Axes, timeline: Timeline, per_us: float) -> None:
     ]
     for time, text, above, colour in marks:
         axes.axvline(time, color=colour, linewidth=1.2, linestyle="--" if colour != INK else "-", zorder=3)
-        left = time * per_us > len(text) * GLYPH * TEXT * POINT
+        left = time * per_us > len(text) * GLYPH_WIDTH * TEXT * INCHES_PER_POINT
         side = "right" if left else "left"
         axes.text(time, -above, text if left else f" {text}", ha=side, va="center", size=TEXT, color=colour)

@@ -1,4 +1,4 @@
-"""Text pictures: the tile grids of a schedule, and what a plan does, moves and occupies."""
+"""Schedules and plans as text: tile grids; shards, ops, bytes and workspace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from distgemm.schedulers.scheduler import MODES
 __all__ = ["show_plan", "show_schedule"]
 
 LIMIT = 16
-"""Rows and columns of a picture, unless told otherwise; what is left out is said below it."""
+"""Default number of rows and columns of a table; a line below it says what is left out."""
 
 WIDTH = 100
-"""Cells of a grid are broken into lines to stay within this many characters, where that is possible."""
+"""Characters of a line. Cells of a grid are broken into lines to stay within it, if that is possible."""
 
 OP_KINDS = ("Gemm", "Copy", "Reduce", "Signal", "Wait", "Barrier")
 
@@ -29,11 +29,11 @@ OP_KINDS = ("Gemm", "Copy", "Reduce", "Signal", "Wait", "Barrier")
 def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) -> str:
     """A schedule as text: its routes, its work table, and a grid of tiles for each of A, B and D.
 
-    limit: rows and columns, of tiles, ranks or iterations, that are shown of each table
+    A cell of a grid names the rank that holds the tile, and rank:iteration for each use.
 
-    In the grids a cell reads ``[holders] rank:iteration ...``: who holds the tile of A or B at the start, or
-    owns the tile of D at the end, and which rank reads it, or adds to it, in which iteration; the earliest
-    first.
+    Args:
+        scheduler: what is shown.
+        limit: rows and columns of each table; a line says what is left out.
     """
     if limit < 1:
         raise ValueError(f"limit is an integer >= 1, got {limit!r}")
@@ -54,7 +54,7 @@ def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) ->
 
 
 Uses = dict[tuple[int, ...], dict[int, list[int]]]
-"""By tile of an operand, by rank: the iterations that use it."""
+"""For each tile of an operand and each rank, the iterations that use the tile."""
 
 
 def _uses(scheduler: DistributedTileScheduler, operand: str) -> Uses:
@@ -76,7 +76,7 @@ def _mesh(mesh: tuple[int, ...]) -> str:
 
 
 def _numbers(values: Iterable[int], total: int, every: str) -> str:
-    """Numbers with runs joined, "0-2,5"; ``every`` for all of several."""
+    """Numbers with runs as "0-2,5"; ``every`` if they are all of several."""
     ordered = sorted(set(values))
     if total > 1 and len(ordered) == total:
         return every
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _left_out(first: tuple[str, Sequence[int]], second: tuple[str, Sequence[int]], limit: int) -> list[str]:
-    """What a table of these rows and columns does not show."""
+    """A line that says which rows and columns a table leaves out."""
     cut = [f"{limit} of {len(values)} {what}" for what, values in (first, second) if len(values) > limit]
     if not cut:
         return []
@@ -171,7 +171,7 @@ def _grids(scheduler: DistributedTileScheduler, operand: str, uses: Uses, limit:
 def _cell(
     scheduler: DistributedTileScheduler, operand: str, tile: tuple[int, ...], uses: Uses, limit: int
 ) -> list[str]:
-    """Who holds a tile, then who uses it when."""
+    """The holder of a tile, then rank:iteration of each use."""
     by_rank = uses.get(tile, {})
     order = sorted(by_rank, key=lambda rank: (by_rank[rank], rank))
     tokens = [f"[{_numbers(scheduler.owner(operand, tile), scheduler.world_size, 'all')}]"]
@@ -214,11 +214,16 @@ def _stack(tokens: list[str], width: int, count: int) -> list[str]:
 
 
 def show_plan(plan: Plan, *, ops: bool = False, rank: int | None = None, limit: int = LIMIT) -> str:
-    """A plan as text: shards, workspace, ops by kind, bytes over each link, totals.
+    """A plan as text: shards, workspace, number of ops by class, bytes over each link, totals.
 
-    ops:   list every op with what it depends on
-    rank:  list the ops of this rank alone
-    limit: ranks that are shown of each table
+    Args:
+        plan: what is shown.
+        ops: list the ops of all ranks.
+        rank: list the ops of this rank.
+        limit: rows and columns of each table; a line says what is left out.
+
+    Raises:
+        ValueError: for a rank that the plan does not have.
     """
     if limit < 1:
         raise ValueError(f"limit is an integer >= 1, got {limit!r}")
@@ -259,7 +264,8 @@ def _tiles(edges: tuple[int, ...]) -> str:
     return f"{len(lengths)} x {low}" if low == high else f"{len(lengths)} x {low}..{high}"
 
 
-def _bytes(size: int) -> str:
+def bytes_text(size: float) -> str:
+    """A number of bytes with its unit."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -285,7 +291,7 @@ def _slots(plan: Plan, limit: int) -> str:
     for rank, slots in enumerate(plan.slots[:limit]):
         kinds = Counter(f"{slot.elements} {slot.dtype}" for slot in slots)
         held = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        rows.append([f"rank {rank}", str(len(slots)), _bytes(plan.workspace_bytes(rank)), held])
+        rows.append([f"rank {rank}", str(len(slots)), bytes_text(plan.workspace_bytes(rank)), held])
     # The last column is text, which reads better left-aligned.
     width = max(len(row[-1]) for row in rows)
     lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
@@ -309,10 +315,10 @@ def _links(plan: Plan, limit: int) -> str:
     ranks = range(plan.world_size)
     rows = [["link bytes", *(f"to {rank}" for rank in ranks[:limit]), "sent"]]
     for src in ranks[:limit]:
-        cells = [_bytes(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
-        rows.append([f"from {src}", *cells, _bytes(sum(size for link, size in links.items() if link[0] == src))])
-    received = [_bytes(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
-    rows.append(["received", *received, _bytes(sum(links.values()))])
+        cells = [bytes_text(links[src, dst]) if (src, dst) in links else "." for dst in ranks[:limit]]
+        rows.append([f"from {src}", *cells, bytes_text(sum(size for link, size in links.items() if link[0] == src))])
+    received = [bytes_text(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
+    rows.append(["received", *received, bytes_text(sum(links.values()))])
     return "\n".join([*_table(rows), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
 
 

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-
 from distgemm.bench.cases import CANDIDATES, Case, Job
 from distgemm.bench.run import Settings, progress, run_case
-from distgemm.measure import timing as bench
-from distgemm.measure.timing import Method, Operation, Sample, WrongResultError, eager, sample
+
+from distgemm.measure import timing
+from distgemm.measure.operation import Method, Operation, WrongResultError, eager
+from distgemm.measure.timing import Sample, measure, sample
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.launch import launch
 from tests.once import once
@@ -120,16 +121,16 @@ def worker() -> dict[str, Any]:
     uneven = Case("llama-3-8b", "out", "ag+gemm", 63, 48, 32, 2, 4)
     rows.append(run_case(Job(uneven, ()), settings._replace(tune=True), group, torch.device("cpu"), FakeClock(1.0)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "CudaClock", lambda group, device: FakeClock(1.0))
+        patch.setattr(timing, "CudaClock", lambda group, device: FakeClock(1.0))
         slept: list[float] = []
-        patch.setattr(bench.time, "sleep", slept.append)
+        patch.setattr(timing.time, "sleep", slept.append)
         chosen = [method for method in methods(operation, clock) if method.name in ("fast", "slow")]
-        bench.sample(operation, chosen, ROUNDS, BURST, FakeClock(1.0), rest=0.5)
+        sample(operation, chosen, ROUNDS, BURST, FakeClock(1.0), rest=0.5)
         raised = []
         for name in ("element", "fails"):
             chosen = [method for method in methods(operation, clock) if method.name == name]
             try:
-                bench.measure(operation, chosen)
+                measure(operation, chosen)
             except RuntimeError as error:
                 raised.append((type(error), str(error)))
     return {"samples": found, "log": clock.log, "rows": rows, "raised": raised, "slept": slept, "told": told}

@@ -22,7 +22,7 @@ from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.plan.ops import Copy, Gemm
 from distgemm.plan.options import parse_options
 from distgemm.schedulers import registry, schedule_aliases, schedule_doc
-from distgemm.simulator.engine import predict_unfused, simulate
+from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
 from distgemm.viz.text import show_plan, show_schedule
 from tests.unit.test_show import mesh_2d

@@ -33,7 +33,8 @@ class Tree:
 class Halving:
     """A reduction by a binary tree; every rank adds what it receives in a sum of its own."""
 
-    fold: bool = False
+    add: str = "kernel"
+    final_add: str = "kernel"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         ranks, found = [reducer, *contributors], []
@@ -75,14 +76,14 @@ def stationary_a(mesh: tuple[int, ...], route: Route, chunks: int = 1) -> Distri
 ROUTES = {
     "direct and pairwise": Route(d=distgemm.schedulers.Pairwise()),
     "ring and chain": Route(b=distgemm.schedulers.Ring()),
-    "both ways and chain without fold": Route(
+    "both ways and chain with sums in kernels": Route(
         b=distgemm.schedulers.BidirectionalSplit(), d=distgemm.schedulers.Chain(add="kernel", final_add="kernel")
     ),
     "tree and halving": Route(b=Tree(), d=Halving()),
 }
 
 
-def test_a_chain_without_fold_folds_nowhere():
+def test_where_partial_sums_are_added():
     """Whatever the number of ranks, unless it says that the reducer does."""
     problem = distgemm.GemmProblem(60, 60, 60)
     for size in (2, 3):
@@ -127,7 +128,8 @@ class Broken:
     """A route whose hops are given."""
 
     given: tuple[Hop, ...]
-    fold: bool = True
+    add: str = "epilogue"
+    final_add: str = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], holders: object, needers: object) -> Sequence[Hop]:
         return self.given
@@ -137,7 +139,8 @@ class Broken:
 class Circle:
     """A reduction in which the contributors send to one another."""
 
-    fold: bool = True
+    add: str = "epilogue"
+    final_add: str = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(contributors[0], contributors[1]), Hop(contributors[1], contributors[0])]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distgemm import GemmProblem, get_schedule, list_schedules, make_plan
-from distgemm.simulator.engine import simulate
+from distgemm.simulator import simulate
 from distgemm.simulator.machine import Machine
 from distgemm.viz.figures import draw_plan, draw_schedule, draw_timeline
 

@@ -1,4 +1,4 @@
-"""Kernels really compile for Hopper, without a GPU, and are what they should be: wgmma, not serialised."""
+"""Each kind of kernel compiles for Hopper, without a GPU, and has the instructions it should have."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.cutlass import kernel_source
+from distgemm.gemm.cutlass import KernelKind, kernel_source
 from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
 
 MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
 WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
-KERNELS = {
-    "128x256x64_1x2_cooperative": (PRODUCT, "operands"),
-    "128x128x64_2x1_pingpong": (WITH_PARTIAL, "results"),
-    "128x128x64_1x2_pingpong": (WITH_PARTIAL, "deliveries"),
-    "128x128x32_1x1_plain": (PRODUCT, "alone"),
+KERNELS: dict[str, tuple[GemmSpec, KernelKind]] = {
+    "128x256x64_1x2_cooperative": (PRODUCT, "gather"),
+    "128x128x64_2x1_pingpong": (WITH_PARTIAL, "reduce"),
+    "128x128x64_1x2_pingpong": (WITH_PARTIAL, "reduce_send"),
+    "128x128x32_1x1_plain": (PRODUCT, "one_gemm"),
 }
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """By configuration: what the compiler said, and the PTX."""
+    """By configuration: the compiler's output, and the PTX."""
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc was not found: pip install 'distgemm[nvcc]'")
@@ -41,7 +41,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
             [*command(source, nvcc, folder / "kernel.so"), *keeping], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr, (folder / "kernel.ptx").read_text()
+        return done.stdout + done.stderr, (folder / source.path.with_suffix(".ptx").name).read_text()
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(KERNELS, pool.map(one, KERNELS), strict=True))
@@ -49,8 +49,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_wgmma_is_not_serialised(compiled: dict[str, tuple[str, str]], name: str) -> None:
-    said, _ = compiled[name]
-    assert SERIALISED not in said
+    output, _ = compiled[name]
+    assert SERIALISED not in output
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_tensor_cores_multiply(compiled: dict[str, tuple[str, str]], name: str, 
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_of_several_products_wait_and_tell(compiled: dict[str, tuple[str, str]], name: str) -> None:
+def test_fused_kernels_wait_for_flags_and_set_them(compiled: dict[str, tuple[str, str]], name: str) -> None:
     _, ptx = compiled[name]
     kind = KERNELS[name][1]
-    # FlagOps of this GPU and of others; tickets from block to block of a cluster; copies that are no tensors.
+    # Flags of this GPU and of others; tickets from block to block of a cluster; copies without tensor maps.
     for instruction, kinds in (
-        ("ld.acquire.sys.global.u32", ("operands", "results", "deliveries")),
-        ("fence.acq_rel.sys", ("operands", "results", "deliveries")),
-        ("st.relaxed.sys.global.u32", ("operands", "results", "deliveries")),
-        ("st.async.shared::cluster", ("results", "deliveries")),
-        ("cp.async.bulk.global.shared::cta.bulk_group", ("operands", "deliveries")),
+        ("ld.acquire.sys.global.u32", ("gather", "reduce", "reduce_send")),
+        ("fence.acq_rel.sys", ("gather", "reduce", "reduce_send")),
+        ("st.relaxed.sys.global.u32", ("gather", "reduce", "reduce_send")),
+        ("st.async.shared::cluster", ("reduce", "reduce_send")),
+        ("cp.async.bulk.global.shared::cta.bulk_group", ("gather", "reduce_send")),
     ):
         assert (instruction in ptx) is (kind in kinds), instruction

@@ -10,7 +10,7 @@ import torch
 from distgemm.gemm import GemmTensors, MatrixSpec
 from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.tune.gemm import _elsewhere, candidates, tune
+from distgemm.tune.gemm import candidates, tune, with_other_memory
 
 HOPPER = CutlassProvider("90a")
 
@@ -39,7 +39,7 @@ def test_products_that_no_kernel_computes() -> None:
 def test_other_tensors_have_the_same_strides(a: torch.Tensor) -> None:
     a.copy_(torch.arange(a.numel()).view(a.shape))
     tensors = GemmTensors(a, strided(32, 13, 16), strided(24, 32, 40))
-    other = _elsewhere(tensors)
+    other = with_other_memory(tensors)
     assert spec_of(other) == spec_of(tensors)
     assert torch.equal(other.a, a)
     assert other.b is tensors.b

@@ -112,19 +112,22 @@ m 3 | [3] 0:0 1:1 2:2 3:3 |
     )
 
 
-def test_last_sum() -> None:
-    """The owner of a tile adds what a chain brings in a sum, behind its GEMM; pairwise sums do so anyway."""
+def test_final_add() -> None:
+    """The text says where the owner of a tile adds the partial sums that it receives."""
     for name, said in (
         (
             "reduce_scatter_1d_tiling_a_rotating_c",
-            "D chain (each rank adds what it receives, the last one in a final sum)",
+            "D chain (each rank adds what it receives, the last one in a kernel of its own)",
         ),
-        ("all_reduce_1d_tiling_a_rotating_c", "in a final sum), delivered direct"),
+        ("all_reduce_1d_tiling_a_rotating_c", "in a kernel of its own), delivered direct"),
     ):
         assert said in show_schedule(get_schedule(name, world_size=4, final_add="kernel"))
-        assert "final sum" not in show_schedule(get_schedule(name, world_size=4))
-    for last, said in (("gemm", "D pairwise (added by the reducer's last product)"), ("sum", "(one final sum)")):
-        assert said in show_schedule(get_schedule("reduce_scatter_1d_pairwise_a", world_size=4, last=last))
+        assert "kernel of its own" not in show_schedule(get_schedule(name, world_size=4))
+    for final_add, said in (
+        ("epilogue", "D pairwise (added in the epilogue of the reducer's last GEMM)"),
+        ("kernel", "(one final sum)"),
+    ):
+        assert said in show_schedule(get_schedule("reduce_scatter_1d_pairwise_a", world_size=4, final_add=final_add))
 
 
 def test_chunks() -> None:

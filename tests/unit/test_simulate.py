@@ -17,9 +17,12 @@ import pytest
 
 from distgemm import GemmProblem, Plan, PlanError, list_schedules, make_plan
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, accesses, link_of, overlaps
-from distgemm.simulator.engine import FLAGS, Event, Timeline, arrivals, predict_unfused, simulate
+from distgemm.simulator import FLAG_LANE, Event, Timeline, arrivals, predict_unfused, simulate
 from distgemm.simulator.machine import KernelTile, Link, Machine, Rate, list_machines
+from distgemm.viz.perfetto import save_trace, timeline_trace
 
+ROUNDING = 1e-3
+"""Traces have times in thousandths of a us."""
 H200 = Machine.load("h200")
 ONE_D = [name for name in list_schedules() if "_1d_" in name]
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
@@ -172,9 +175,9 @@ def check(timeline: Timeline) -> None:
     for event in timeline.events:
         assert event.start <= event.end
         lanes[event.rank, event.lane].append(event)
-        assert (event.lane == FLAGS) == isinstance(event.op, (Signal, Wait, Barrier))
+        assert (event.lane == FLAG_LANE) == isinstance(event.op, (Signal, Wait, Barrier))
     for (rank, lane), events in lanes.items():
-        if lane == FLAGS:
+        if lane == FLAG_LANE:
             continue
         position = {op.id: number for number, op in enumerate(plan.ops(rank))}
         events.sort(key=lambda event: position[event.op.id])
@@ -226,7 +229,7 @@ def test_sms_are_not_given_twice() -> None:
             if isinstance(op, Gemm)
         )
         tile_us = 2 * 128 * 128 * 8192 / (930e6 / 132)
-        assert timeline.busy(rank, "Gemm") >= tiles / 132 * tile_us - 1e-6
+        assert timeline.busy(rank, Gemm) >= tiles / 132 * tile_us - 1e-6
 
 
 def test_ports_are_not_given_twice() -> None:
@@ -250,7 +253,7 @@ def test_two_streams_share_less() -> None:
 def test_hosts() -> None:
     plan = make_plan(PROBLEM, GATHER, 4)
     timeline = simulate(plan, changed(ranks_per_host=2))
-    assert {event.lane for event in timeline.events} == {"gemm 0", "gemm 1", "copy", "network", FLAGS}
+    assert {event.lane for event in timeline.events} == {"gemm 0", "gemm 1", "copy", "network", FLAG_LANE}
     for event in timeline.events:
         if isinstance(event.op, Copy):
             across = event.op.src.rank // 2 != event.op.dst.rank // 2
@@ -646,7 +649,7 @@ def test_what_arrives_is_used() -> None:
 def test_perfetto_of_every_mechanism(name: str, mechanism: str) -> None:
     """An arrow for each pair of ops on two ranks, tied to the spans that it touches; titles name the other rank."""
     plan = make_plan(PROBLEM, name, 4, mechanism=mechanism)
-    events = simulate(plan, H200).to_perfetto()["traceEvents"]
+    events = timeline_trace(simulate(plan, H200))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     starts, ends = ([event for event in events if event["ph"] == phase] for phase in "sf")
     assert len(starts) == len(ends) == len(arrivals(plan)) > 0
@@ -654,7 +657,7 @@ def test_perfetto_of_every_mechanism(name: str, mechanism: str) -> None:
         assert start["id"] == end["id"] and start["ts"] <= end["ts"] and start["pid"] != end["pid"]
         for point in (start, end):
             on = [s for s in spans if (s["pid"], s["tid"]) == (point["pid"], point["tid"])]
-            assert any(s["ts"] - 1e-6 <= point["ts"] <= s["ts"] + s["dur"] + 1e-6 for s in on)
+            assert any(s["ts"] - ROUNDING <= point["ts"] <= s["ts"] + s["dur"] + ROUNDING for s in on)
     names = " ".join(span["name"] for span in spans)
     assert (" from rank 3" in names) == (mechanism == "pull")
     assert (" to rank 3" in names) == (mechanism == "store")
@@ -694,7 +697,7 @@ def test_arguments() -> None:
         simulate(plan, H200, gemm_streams=0)
     with pytest.raises(ValueError, match="copy_streams is an integer >= 1, got True"):
         simulate(plan, H200, copy_streams=True)
-    with pytest.raises(ValueError, match="kind is one of"):
+    with pytest.raises(ValueError, match="pattern is one of"):
         predict_unfused(PROBLEM, H200, "gemm", 4)
     with pytest.raises(ValueError, match="world_size is an integer >= 1, got 0"):
         predict_unfused(PROBLEM, H200, "ag+gemm", 0)
@@ -779,7 +782,7 @@ def test_perfetto(name: str, tmp_path: Path) -> None:
     plan = make_plan(PROBLEM, name, 4)
     timeline = simulate(plan, H200)
     path = tmp_path / "trace.json"
-    timeline.save_perfetto(str(path))
+    save_trace(timeline_trace(timeline), path)
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
@@ -804,7 +807,7 @@ def test_perfetto(name: str, tmp_path: Path) -> None:
         # An arrow ties to the span that it touches on its thread.
         for point in (start, end):
             on = [s for s in spans if (s["pid"], s["tid"]) == (point["pid"], point["tid"])]
-            assert any(s["ts"] - 1e-6 <= point["ts"] <= s["ts"] + s["dur"] + 1e-6 for s in on)
+            assert any(s["ts"] - ROUNDING <= point["ts"] <= s["ts"] + s["dur"] + ROUNDING for s in on)
     assert trace["otherData"]["time_us"] == timeline.time
 
 

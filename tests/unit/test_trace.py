@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from distgemm import GemmProblem, Plan, make_plan
-from distgemm.measure.trace import Recording, Seen, Span, Trace, align, attribute, draw_trace, replay_of, what
+from distgemm.measure.profiler import GpuEvent
+from distgemm.measure.trace import Recording, Span, Trace, align, attribute, replay_of, what
+from distgemm.measure.trace_figure import draw_trace
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.cuda.lowering import lower
-from distgemm.simulator.engine import FLAGS, Timeline, arrivals, simulate
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.simulator import FLAG_LANE, Timeline, arrivals, simulate
 from distgemm.simulator.machine import Machine
+from distgemm.viz.perfetto import save_trace
 
 H200 = Machine.load("h200")
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
@@ -28,7 +32,7 @@ CASES = [
     *((GATHER, 4, 1), (GATHER, 4, 2), (GATHER, 8, 4), (RING, 4, 2), (RING, 8, 1)),
     *((PAIRWISE, 4, 1), (PAIRWISE, 4, 2), (ALL_REDUCE, 4, 1), (ALL_REDUCE, 4, 2)),
 ]
-WORDS = "distgemm::words(distgemm::Arguments)"
+FLAG_KERNEL = "distgemm::flags(distgemm::Arguments)"
 NAMED = {"Gemm": "nvjet_sm90", "Copy": "Memcpy PtoP (Device -> Device)", "Reduce": "distgemm::sum(distgemm::Arguments)"}
 EPOCH = 1_760_000_000_000_000_000
 PERIOD = 2000.0
@@ -38,17 +42,21 @@ def planned(name: str = GATHER, size: int = 4, chunks: int = 1, **options: str) 
     return make_plan(GemmProblem(8192, 1280 * size, 8192), name, size, chunks=chunks, sync="barrier", **options)
 
 
-def events_of(timeline: Timeline, rank: int, offset: float = 0.0, gemm_streams: int = 2) -> list[Seen]:
+def events_of(timeline: Timeline, rank: int, offset: float = 0.0, gemm_streams: int = 2) -> list[GpuEvent]:
     """The simulator's events of a rank, as a profiler would have seen them; clock ahead by so many us."""
-    streams = {op.id: action.stream for action in lower(timeline.plan, rank, gemm_streams) for op in action.ops}
+    streams = {
+        op.id: action.stream
+        for action in lower(timeline.plan, rank, ExecutionConfig(gemm_streams=gemm_streams))
+        for op in action.ops
+    }
     found = []
     for event in timeline.events:
-        if event.rank == rank and event.lane != FLAGS:
+        if event.rank == rank and event.lane != FLAG_LANE:
             stream = 20 + streams[event.op.id]
             start, end = (EPOCH + round((time + offset) * 1e3) for time in (event.start, event.end))
             local = isinstance(event.op, Copy) and link_of(event.op) is None
             name = "Memcpy DtoD (Device -> Device)" if local else NAMED[event.op.kind]
-            found.append(Seen(name, stream, start, end))
+            found.append(GpuEvent(name, stream, start, end))
     return found
 
 
@@ -77,10 +85,10 @@ def traced(
 # --- attribution ----------------------------------------------------------------------------------------
 
 
-def expected_starts(timeline: Timeline, rank: int, events: list[Seen]) -> dict[int, int]:
+def expected_starts(timeline: Timeline, rank: int, events: list[GpuEvent]) -> dict[int, int]:
     """When each op of a rank begins, ns from the first event."""
     zero = min(event.start for event in events) - EPOCH
-    shown = (event for event in timeline.events if event.rank == rank and event.lane != FLAGS)
+    shown = (event for event in timeline.events if event.rank == rank and event.lane != FLAG_LANE)
     return {event.op.id: round(event.start * 1e3) - zero for event in shown}
 
 
@@ -120,16 +128,20 @@ def test_lane_of_sums(name: str, chunks: int, options: dict[str, str], lane: str
 DURATIONS = {"Gemm": 60.0, "Copy": 45.0, "Reduce": 13.0}
 
 
-def scheduled(plan: Plan, gemm_streams: int) -> list[dict[int, Seen]]:
+def scheduled(plan: Plan, gemm_streams: int) -> list[dict[int, GpuEvent]]:
     """What the GPU of each rank did, by op: streams first in, first out, in the order of the plan's lists."""
     streams = [
-        {op.id: action.stream for action in lower(plan, rank, gemm_streams) for op in action.ops}
+        {
+            op.id: action.stream
+            for action in lower(plan, rank, ExecutionConfig(gemm_streams=gemm_streams))
+            for op in action.ops
+        }
         for rank in range(plan.world_size)
     ]
     ended: dict[tuple[int, int], float] = {}
     free: dict[tuple[int, int], float] = {}
     signalled: dict[tuple[int, int], float] = {}
-    found: list[dict[int, Seen]] = [{} for _ in plan.rank_ops]
+    found: list[dict[int, GpuEvent]] = [{} for _ in plan.rank_ops]
     # What is signalled has a smaller round than what waits for it.
     for op in sorted((op for ops in plan.rank_ops for op in ops), key=lambda op: op.round):
         start = max((ended[op.rank, dep] for dep in op.deps), default=0.0)
@@ -145,7 +157,7 @@ def scheduled(plan: Plan, gemm_streams: int) -> list[dict[int, Seen]]:
             end = start + (7.0 if local else DURATIONS[op.kind])
             free[op.rank, stream] = ended[op.rank, op.id] = end
             name = "Memcpy DtoD (Device -> Device)" if local else NAMED[op.kind]
-            found[op.rank][op.id] = Seen(name, 20 + stream, EPOCH + round(start * 1e3), EPOCH + round(end * 1e3))
+            found[op.rank][op.id] = GpuEvent(name, 20 + stream, EPOCH + round(start * 1e3), EPOCH + round(end * 1e3))
     return found
 
 
@@ -219,13 +231,13 @@ def test_waits_by_a_kernel_are_passed_over(name: str) -> None:
     timeline = simulate(planned(name), H200, gemm_streams=1)
     exact = recorded(timeline, gemm_streams=1)[0]
     waits = [
-        Seen(WORDS, event.stream, event.start - 2000, event.start - 500)
+        GpuEvent(FLAG_KERNEL, event.stream, event.start - 2000, event.start - 500)
         for event in exact.events
         if event.name == NAMED["Gemm"]
     ]
     begin, end = min(event.start for event in exact.events), max(event.end for event in exact.events)
-    counts = Seen("void at::native::vectorized_elementwise_kernel<4>", 21, begin - 4000, begin - 3000)
-    leaves = Seen(WORDS, 21, end + 500, end + 2000)
+    counts = GpuEvent("void at::native::vectorized_elementwise_kernel<4>", 21, begin - 4000, begin - 3000)
+    leaves = GpuEvent(FLAG_KERNEL, 21, end + 500, end + 2000)
     events, period = replay_of(exact._replace(events=[counts, *waits, *exact.events, leaves]))
     assert (events, period) == replay_of(exact)
     again = events_of(timeline, 0, gemm_streams=1)
@@ -256,7 +268,7 @@ def test_measured_events(row: dict[str, Any]) -> None:
     """Of 4 H200s: every op once, in lanes that do not overlap, after what it depends on."""
     problem = GemmProblem(row["m"], row["n"], row["k"])
     plan = make_plan(problem, row["schedule"], 4, chunks=row["chunks"], sync="barrier")
-    spans = attribute(plan, 0, 2, [Seen(*event) for event in row["events"]])
+    spans = attribute(plan, 0, 2, [GpuEvent(*event) for event in row["events"]])
     ops = {op.id for op in plan.ops(0) if isinstance(op, (Gemm, Copy, Reduce))}
     whole = {span.op.id: span for span in spans if not span.part}
     assert set(whole) == ops and len(spans) - len(ops) == sum(bool(span.part) for span in spans)
@@ -273,7 +285,7 @@ def test_measured_streams_may_swap() -> None:
     """The second GEMM on the second stream waits for nothing, so it begins before the one issued before it."""
     row = next(row for row in DATA if row["schedule"] == PAIRWISE)
     plan = make_plan(GemmProblem(row["m"], row["n"], row["k"]), PAIRWISE, 4, sync="barrier")
-    spans = attribute(plan, 0, 2, [Seen(*event) for event in row["events"]])
+    spans = attribute(plan, 0, 2, [GpuEvent(*event) for event in row["events"]])
     assert [s.op.iteration for s in spans if isinstance(s.op, Gemm) and not s.part] == [0, 1, 3, 2]
     assert [span.part for span in spans if span.part] == ["memset before"] * 4
 
@@ -283,7 +295,7 @@ def test_ops_are_found_without_streams(row: dict[str, Any]) -> None:
     """The order within a stream, and what an op depends on, say which is which where the profiler's streams do not."""
     problem = GemmProblem(row["m"], row["n"], row["k"])
     plan = make_plan(problem, row["schedule"], 4, chunks=row["chunks"], sync="barrier")
-    events = [Seen(*event) for event in row["events"]]
+    events = [GpuEvent(*event) for event in row["events"]]
     known = [span for span in attribute(plan, 0, 2, events) if not span.part]
     found = [span for span in attribute(plan, 0, 2, [event._replace(stream=1) for event in events]) if not span.part]
     assert [span.op.id for span in found] == [span.op.id for span in known]
@@ -312,7 +324,7 @@ def test_kinds_of_events() -> None:
         "Memset (Unknown)": "memset",
         "distgemm::sum(distgemm::Arguments)": "sum",
         "_ZN8distgemm3sumENS_9ArgumentsE": "sum",
-        WORDS: "",
+        FLAG_KERNEL: "",
         "_ZN8distgemm5wordsENS_9ArgumentsE": "",
         "void at::native::vectorized_elementwise_kernel<4>": "",
         "ncclDevKernel_AllReduce_Sum_f32": "",
@@ -345,7 +357,7 @@ def test_missing_and_strange_events_are_named() -> None:
 def test_middle_replay() -> None:
     timeline = simulate(planned(), H200)
     recording = recorded(timeline, replays=5)[0]
-    shuffled = Recording([*recording.events[::-1], Seen("Memcpy DtoH (x)", 1, EPOCH, EPOCH + 9)], 5, 1.0)
+    shuffled = Recording([*recording.events[::-1], GpuEvent("Memcpy DtoH (x)", 1, EPOCH, EPOCH + 9)], 5, 1.0)
     events, period = replay_of(shuffled)
     assert events == sorted(recording.events, key=lambda event: event.start)[14:21]
     assert period == pytest.approx(PERIOD)
@@ -363,7 +375,7 @@ def test_a_replay_alone_takes_as_long_as_on_the_slowest_rank() -> None:
 
 
 def spans_of(timeline: Timeline) -> list[Span]:
-    return [Span(*event) for event in timeline.events if event.lane != FLAGS]
+    return [Span(*event) for event in timeline.events if event.lane != FLAG_LANE]
 
 
 def test_right_clocks_are_left_alone() -> None:
@@ -417,7 +429,7 @@ def test_figures_of_a_perfect_prediction() -> None:
         assert measured[1:6] == pytest.approx(predicted[1:6], abs=0.01)
         assert measured.start + measured.gemms + measured.middle + measured.end == pytest.approx(PERIOD)
         assert 0 < measured.both <= min(measured.gemms, measured.copies)
-        assert measured.gemms == pytest.approx(trace.predicted.busy(rank, "Gemm"), abs=0.01)
+        assert measured.gemms == pytest.approx(trace.predicted.busy(rank, Gemm), abs=0.01)
 
 
 def test_what_comes_before_the_first_gemm_is_exposed() -> None:
@@ -455,7 +467,7 @@ def test_gaps_are_the_longest() -> None:
 @pytest.mark.parametrize(("chunks", "sums"), [(1, "local"), (2, "sums")])
 def test_perfetto(tmp_path: Path, chunks: int, sums: str) -> None:
     trace = traced(PAIRWISE, 4, chunks)
-    trace.save_perfetto(tmp_path / "trace.json")
+    save_trace(trace.to_perfetto(), tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())
     events = found["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

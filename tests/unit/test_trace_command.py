@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from distgemm.cli.main import app
 from distgemm.measure.trace import record
-from distgemm.simulator.engine import simulate
+from distgemm.simulator import simulate
 from tests.unit.test_trace import GATHER, H200, recorded
 
 RUN = CliRunner()

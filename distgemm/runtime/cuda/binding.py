@@ -13,7 +13,8 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.flags import MemOp, fits
-from distgemm.gemm.fused.gemms import Further, FusedGemms, FusedSend, bind_fused, fused_source
+from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
+from distgemm.gemm.fused.kernel import bind_fused, fused_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
@@ -276,16 +277,16 @@ class Binding:
         """The kernel of all GEMMs."""
         return fused_source(self._products(action, lambda op: 1), self.config)
 
-    def _products(self, action: Action, word: Callable[[Wait | Signal], int]) -> FusedGemms:
-        """The GEMMs of a kernel and what it sends, with the addresses of words."""
+    def _products(self, action: Action, address: Callable[[Wait | Signal], int]) -> FusedGemms:
+        """The GEMMs of the fused kernel and what it sends, with the addresses of flags."""
         kernel = action.kernel
         assert kernel is not None
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        products, further = [], []
+        products, addends = [], []
         for op, waits in zip(gemms, kernel.wait_flags, strict=True):
             tensors, rest = self.gemm_tensors(replace(op, sources=op.sources[:1]))
             pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
-            further.append([Further(_matrix(self.tensor(view)), word(wait)) for view, wait in pairs])
+            addends.append([Addend(_matrix(self.tensor(view)), address(wait)) for view, wait in pairs])
             if rest is not None:
                 raise ValueError(
                     f"execution='single_kernel' takes GEMMs that do all by themselves, and none adds C to {op}"
@@ -295,9 +296,9 @@ class Binding:
             FusedSend(
                 self._whole([copy.src for copy in send.copies]),
                 self._whole([copy.dst for copy in send.copies]),
-                word(send.signals[0]) if send.signals else 0,
-                waits=word(send.wait) if send.wait else 0,
-                away=link_of(send.copies[0]) is not None,
+                address(send.signals[0]) if send.signals else 0,
+                wait_flag=address(send.wait) if send.wait else 0,
+                remote=link_of(send.copies[0]) is not None,
             )
             for send in kernel.sends
         ]
@@ -305,18 +306,18 @@ class Binding:
         return FusedGemms(
             products,
             moving=moving(gemms),
-            waits=[word(ops[0]) if ops else 0 for ops in kernel.wait_flags],
-            done_flags=[0 if op is None else word(op) for op in kernel.done_flags],
-            away=[op.out.buffer == "slot" for op in gemms],
+            wait_flags=[address(ops[0]) if ops else 0 for ops in kernel.wait_flags],
+            done_flags=[0 if op is None else address(op) for op in kernel.done_flags],
+            remote=[op.out.buffer == "slot" for op in gemms],
             counters=self.binder.counters,
             sends=sends,
-            rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
-            slice=kernel.slice_k,
-            entire=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
+            slice_k=kernel.slice_k,
+            whole_operands=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
             tile_interleave=kernel.tile_interleave,
+            link_rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
             entry=self.passage.entry if self.passage else (),
             exit=self.passage.exit if self.passage else (),
-            further=further if any(further) else (),
+            addends=addends if any(addends) else (),
         )
 
     def _gemm(self, op: Gemm) -> list[Launch]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any
 
+from distgemm.gemm.spec import Moving
 from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
@@ -132,7 +133,7 @@ def _check_others(others: Sequence[Op], multiplied: set[int]) -> None:
             raise PlanError(f"{op}: one kernel for all GEMMs takes plans without sums and copies beside it")
 
 
-def moving(gemms: Sequence[Gemm]) -> str:
+def moving(gemms: Sequence[Gemm]) -> Moving:
     """The operand by which the GEMMs of a kernel differ, "a" or "b"; "a" where they do by both."""
     return "b" if len({op.a for op in gemms}) == 1 < len({op.b for op in gemms}) else "a"
 

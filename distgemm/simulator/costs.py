@@ -1,0 +1,159 @@
+"""What ops cost on a machine, and the roofs of a plan: the whole GEMM alone, the copies alone, the unfused program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from distgemm.plan.ops import Copy, Gemm, View, box_extents, box_size, link_of
+from distgemm.plan.plan import Plan
+from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.schedulers import Pattern, check_pattern
+from distgemm.simulator.machine import Link, Machine
+
+__all__ = [
+    "Port",
+    "copies_alone_us",
+    "copy_bandwidth",
+    "copy_bytes",
+    "far_port",
+    "gemm_alone_us",
+    "is_staging",
+    "ports_of",
+    "predict_unfused",
+    "stored_us",
+    "view_bytes",
+]
+
+
+def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, world_size: int) -> float:
+    """The predicted time of the unfused program, us: a library's collective, and one GEMM before or after it.
+
+    Args:
+        problem: the product over all ranks.
+        machine: of the ranks.
+        pattern: "ag+gemm" gathers A, with B and D sharded along N; "gemm+rs" shards K and scatters D; "gemm+ar" shards
+            K and leaves all of D on every rank.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: for an unknown pattern or a world_size below 1.
+    """
+    check_pattern(pattern)
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
+    out = DTYPE_BYTES[str(problem.out_dtype)]
+    m, n, k = problem.m, problem.n, problem.k
+    if pattern == "ag+gemm":
+        n = -(-n // world_size)
+        size, passes = problem.m * problem.k * problem.l * DTYPE_BYTES[problem.dtype], 1
+    else:
+        k = -(-k // world_size)
+        size, passes = problem.m * problem.n * problem.l * out, 1 if pattern == "gemm+rs" else 2
+    gemm = whole_gemm_us(machine, m, n, k, problem.l, problem.dtype, out)
+    if world_size == 1:
+        return machine.replay + gemm
+    bandwidth = machine.collective.bandwidth
+    if not machine.same_host(0, world_size - 1):
+        bandwidth = min(bandwidth, machine.network.bandwidth)
+    moved = passes * size * (world_size - 1) / world_size
+    return machine.replay + gemm + machine.collective.latency + moved / (bandwidth * 1e3)
+
+
+def whole_gemm_us(machine: Machine, m: int, n: int, k: int, batches: int, dtype: str, out: int) -> float:
+    """Time of one GEMM that has the GPU to itself, us, at the clock to which its power draw lowers the GPU."""
+    cost = machine.gemm(m, n, k, batches, dtype=dtype, out_bytes=out)
+    at_limit = cost.flop / (machine.rate(dtype).power * 1e6 * machine.clock(dtype, cost.flop))
+    return max(cost.alone, machine.gemm_launch + at_limit)
+
+
+def view_bytes(plan: Plan, view: View) -> int:
+    return box_size(view.box) * DTYPE_BYTES[plan.dtype(view)]
+
+
+def copy_bytes(plan: Plan, op: Copy) -> int:
+    return view_bytes(plan, op.dst)
+
+
+def is_staging(op: Copy) -> bool:
+    """Whether a copy puts a tile of the rank's shard into a slot, from which other ranks pull it."""
+    return op.src.buffer in ("A", "B") and link_of(op) is None
+
+
+def copy_bandwidth(machine: Machine, op: Copy, link: Link) -> float:
+    """Rate of a copy engine with a single copy between ranks, GB/s; a shared port may carry less."""
+    pulled = op.rank != op.src.rank and link is machine.nvlink
+    return machine.pull_bandwidth if pulled else link.bandwidth
+
+
+def stored_us(plan: Plan, machine: Machine, op: Gemm, link: tuple[int, int]) -> float:
+    """Time for which a link carries what a GEMM stores over it, us."""
+    return view_bytes(plan, op.out) / (machine.link(*link).bandwidth * 1e3)
+
+
+Port = tuple[int, bool, Link]
+"""One direction of a rank's link: (rank, whether it receives, link)."""
+
+
+def ports_of(ends: tuple[int, int], link: Link) -> tuple[Port, Port]:
+    """The port at which a transfer leaves its source, and the port at which it arrives."""
+    src, dst = ends
+    return (src, False, link), (dst, True, link)
+
+
+def far_port(op: Copy, ends: tuple[int, int], link: Link) -> Port:
+    """The port of the rank that does not execute a copy; the other port belongs to the copy engine."""
+    leaves, arrives = ports_of(ends, link)
+    return arrives if op.rank == leaves[0] else leaves
+
+
+def gemm_alone_us(plan: Plan, machine: Machine, rank: int) -> float:
+    """Time of a replay that is one GEMM, the whole local product of a rank, us."""
+    gemms = [op for op in plan.rank_ops[rank] if isinstance(op, Gemm)]
+    if not gemms:
+        return 0.0
+    m = _union(op.out.box[1] for op in gemms)
+    n = _union(op.out.box[2] for op in gemms)
+    k = _union(op.a.box[2] for op in gemms)
+    batches = _union(op.out.box[0] for op in gemms)
+    volume = sum(box_size(op.out.box) * box_extents(op.a.box)[2] for op in gemms)
+    if volume != m * n * k * batches:  # the tiles do not form a box: take a box of the same width and volume
+        m = max(1, round(volume / (n * k * batches)))
+    out = DTYPE_BYTES[str(plan.problem.out_dtype)]
+    return machine.replay + whole_gemm_us(machine, m, n, k, batches, plan.problem.dtype, out)
+
+
+def copies_alone_us(plan: Plan, machine: Machine) -> float:
+    """Time of a replay that only moves data between ranks, us; no engine and no port pauses.
+
+    What GEMMs store occupies the ports of both ends, and no engine.
+    """
+    engines: dict[tuple[int, Link], float] = defaultdict(float)
+    ports: dict[Port, float] = defaultdict(float)
+    launch = machine.gemm_launch
+    for ops in plan.rank_ops:
+        for op in ops:
+            ends = link_of(op)
+            if ends is None:
+                continue
+            link = machine.link(*ends)
+            if isinstance(op, Copy):
+                launch, size = machine.copy_launch, copy_bytes(plan, op)
+                engines[op.rank, link] += link.gap + size / (copy_bandwidth(machine, op, link) * 1e3)
+                ports[far_port(op, ends, link)] += size / (link.bandwidth * 1e3)
+            elif isinstance(op, Gemm):
+                for port in ports_of(ends, link):
+                    ports[port] += stored_us(plan, machine, op, ends)
+    found = [busy + link.latency for (_, link), busy in engines.items()]
+    found += [busy + link.latency for (_, _, link), busy in ports.items()]
+    return machine.replay + machine.entry + launch + max(found) if found else 0.0
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many integers lie in any of the ranges."""
+    found, reached = 0, None
+    for start, end in sorted(ranges):
+        start = start if reached is None else max(start, reached)
+        found += max(0, end - start)
+        reached = end if reached is None else max(reached, end)
+    return found
