@@ -20,7 +20,8 @@ from distgemm.gemm.fused.gemms import combined_spec
 from distgemm.gemm.fused.kernel import pingpong_first
 from distgemm.gemm.nvcc import build_together
 from distgemm.gemm.spec import Status
-from distgemm.measure.timing import Operation, WrongResultError, attempt, executable_method, sample
+from distgemm.measure.operation import Operation, WrongResultError, executable_method
+from distgemm.measure.timing import attempt, sample
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem

@@ -26,7 +26,8 @@ from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import spec_of
-from distgemm.measure.timing import Method, Operation, Sample
+from distgemm.measure.operation import Method, Operation
+from distgemm.measure.timing import Sample
 from distgemm.runtime import unfused
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.executable import ExecutionConfig
@@ -317,7 +318,6 @@ class FakeExecutable:
         self.rank, self.plan = dist.get_rank(), config.plan(problem, dist.get_world_size())
         self._kept = kept
         kept.append(self)
-        self.workspace = SimpleNamespace(release=kept.remove)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         assert tuple(a.shape) == self.plan.shard_shape("A", self.rank)
