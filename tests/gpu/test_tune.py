@@ -22,6 +22,6 @@ def test_the_unfused_program_is_exact_on_integers(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_measured_configuration_is_taken_pinned_and_captured(ranks: int, tmp_path: Path) -> None:
-    """DISTGEMM_CACHE_DIR may name a folder that keeps kernels for the next run. It must have no tuned configurations."""
+    """DISTGEMM_CACHE_DIR may name a folder that keeps kernels for the next run, without tuned configurations."""
     found = launch(worker.run_all, ranks, [(worker.measured, (str(tmp_path),))], backend="nccl", timeout=580)
     assert [failure for each in found for failure in each["measured"]] == []

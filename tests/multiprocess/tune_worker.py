@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701  (has no public name)
+from torch.utils._pytree import tree_leaves  # noqa: PLC2701  (has no public name)
 
 import distgemm
 from distgemm import GemmProblem, PlanError, tune
