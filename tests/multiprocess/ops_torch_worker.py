@@ -427,7 +427,7 @@ def checked_by_torch() -> None:
     assert group is not None
     name, ranks = group.group_name, dist.get_world_size()
     a, b, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2 * ranks, 3), (2, 3), (2,)))
-    for op, args in (
+    for registered, args in (
         (
             library.all_gather_matmul,
             (a, [b, b], [bias], [False, True], name, "auto", None, None, None, False, "forward"),
@@ -435,7 +435,7 @@ def checked_by_torch() -> None:
         (library.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
         (library.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
     ):
-        torch.library.opcheck(op, args)
+        torch.library.opcheck(registered, args)
 
 
 def autocast() -> list[str]:

@@ -35,7 +35,7 @@ from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import PATTERNS, Pattern
 from distgemm.torch_ops import dispatch
 from distgemm.tune import UNFUSED, TunedConfig, config_of
-from distgemm.tune import gemm as tune_gemm
+from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.cache import bucketed
 from distgemm.tune.search import MIN_SPEEDUP
 
@@ -521,8 +521,10 @@ def kernels(folder: str) -> dict[str, Any]:
         mock.patch.object(CutlassProvider, "arch", "90a"),
         mock.patch("distgemm.tune.search.shortlist", return_value=tried),
         only_cutlass(),
-        mock.patch.object(tune_gemm, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]),
-        mock.patch.object(tune_gemm, "tune", measured),
+        mock.patch.object(
+            gemm_tuning, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]
+        ),
+        mock.patch.object(gemm_tuning, "tune", measured),
         mock.patch("distgemm.tune.search.build_together", lambda *arguments: built.append(arguments)),
         Bench(lambda name: 1.0),
     )
