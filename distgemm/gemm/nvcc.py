@@ -111,7 +111,7 @@ def find_nvcc() -> Path | None:
 
 
 @functools.cache
-def _compiler_version(nvcc: Path) -> str:
+def compiler_version(nvcc: Path) -> str:
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -160,7 +160,7 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
     nvcc = find_nvcc()
     stem = _stem(source)
     if nvcc is not None:
-        version = hashlib.sha256(_compiler_version(nvcc).encode()).hexdigest()[:8]
+        version = hashlib.sha256(compiler_version(nvcc).encode()).hexdigest()[:8]
         return kernels / f"{stem}-{version}.so", nvcc
     for path in sorted(kernels.glob(f"{stem}-*.so")):
         if _whole(path):
@@ -294,7 +294,7 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
             "kernel": source.name,
             "arch": source.arch,
             "macros": dict(source.macros),
-            "compiler": _compiler_version(nvcc),
+            "compiler": compiler_version(nvcc),
             "cutlass": importlib.metadata.version("nvidia-cutlass"),
             "seconds": round(time.monotonic() - start, 1),
             "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
