@@ -1,6 +1,6 @@
-"""A tensor-parallel MLP on several processes of this machine: what is multiplied where, what moves, and a check.
+"""The demo: a tensor-parallel MLP on several processes of this machine, with a check of its results.
 
-With GPUs, the layers of Llama 70B on all of them as well: the CUDA runtime beside what torch offers.
+With GPUs, the demo also measures the layers of Llama 70B on all of them: the CUDA runtime, and what torch offers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from distgemm.cli.doctor import look, runtimes
+from distgemm.cli.doctor import runtimes
+from distgemm.cli.options import DEFAULT_M, DEFAULT_MODEL, TIMEOUT_S
+from distgemm.measure.machine_facts import look
 from distgemm.measure.models import get_model
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
@@ -28,10 +30,10 @@ from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.launch import launch
 from distgemm.schedulers import Pattern
 
-__all__ = ["Measured", "Measurement", "demo", "layers_table", "measurements"]
+__all__ = ["MeasuredLayer", "Measurement", "UnfusedProgram", "demo", "layers_table", "measure_layers", "measurements"]
 
-TOKENS, HIDDEN, INTERMEDIATE = 8192, 8192, 28672
-"""Llama 70B: fc1 is gate and up in one, (2 * INTERMEDIATE, HIDDEN); fc2 is (HIDDEN, INTERMEDIATE)."""
+TOKENS, HIDDEN, INTERMEDIATE = DEFAULT_M, 8192, 28672
+"""Extents of Llama 70B: fc1 is gate and up in one, (2 * INTERMEDIATE, HIDDEN); fc2 is (HIDDEN, INTERMEDIATE)."""
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
@@ -43,23 +45,15 @@ UNIT_ROUNDOFF = {
 
 REPLAYS = 5
 
-MODEL = "llama-3-70b"
-
-SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "ag+gemm": (("all_gather_1d_tiling_cd_rotating_a", {}),),
-    "gemm+rs": (
-        ("reduce_scatter_1d_tiling_a_rotating_c", {"chunks": 2}),
-        ("reduce_scatter_1d_pairwise_a", {}),
-    ),
+SCHEDULES: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": ("all_gather_1d_tiling_cd_rotating_a",),
+    "gemm+rs": ("reduce_scatter_1d_tiling_a_rotating_c chunks=2", "reduce_scatter_1d_pairwise_a"),
 }
-"""Schedules that are measured, with their options: those that docs/which_schedule.md recommends."""
+"""The schedules that are measured, with their options. docs/which_schedule.md recommends them."""
 
 UNFUSED = "NCCL + cuBLAS"
 COMPARED = (UNFUSED, "torch fused", "cuBLAS alone")
-"""What is measured besides; the last does the local products only, so it is what all others aim at."""
-
-PATIENCE = 900.0
-"""Seconds for all layers, with the compilation of what they need."""
+"""What else is measured. The last one computes only the local GEMMs, so no operation is faster."""
 
 # Newer releases of torch have renamed these two.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -77,18 +71,23 @@ def demo(
 ) -> None:
     """Run all-gather + GEMM and GEMM + reduce-scatter of a Llama 70B MLP, every extent divided by ``scale``.
 
-    schedule_ag, schedule_rs: names of schedules on one axis of ranks
-    dtype: element type of the random inputs
-    tokens: also measure the layers of Llama 70B, whole, with so many tokens on all GPUs; None: do not
+    Every rank is a process that holds its shards. The ranks use CUDA devices and NCCL if there are enough devices, and
+    else the CPU and gloo, where times say nothing about GPUs. The demo prints the work grid, the time of each rank, the
+    time of a collective and a matmul one after the other, and the bytes of each link.
 
-    Every rank is a process that holds its shards: on CUDA devices over NCCL if there are enough, else on the CPU
-    over gloo, where times say nothing about GPUs. Prints the work grid, the time of each rank beside that of
-    collective and matmul one after the other, and the bytes on each link. Where ``tokens`` are given but the CUDA
-    runtime does not work here, says why.
+    Args:
+        world_size: number of ranks.
+        schedule_ag, schedule_rs: names of schedules on one axis of ranks.
+        scale: divides every extent.
+        dtype: element type of the random inputs.
+        tokens: also measure the whole layers of Llama 70B with so many tokens on all GPUs, or print why the CUDA
+            runtime does not work here; None: do neither.
+        console: where tables are printed.
 
-    Raises RuntimeError when a result differs from the unsharded product in float64 by more than the bound of its
-    types (of the whole layers: from NCCL and cuBLAS by more than rounding), and ValueError for arguments that do not
-    fit.
+    Raises:
+        RuntimeError: if a result differs from the unsharded GEMM in float64 by more than the bound of its types, or
+            that of a whole layer from NCCL and cuBLAS by more than rounding.
+        ValueError: if arguments do not fit.
     """
     console = console or Console()
     if scale < 1:
@@ -105,10 +104,10 @@ def demo(
     )
     plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
     for plan, sums in zip(plans, (False, True), strict=True):
-        plain = _Plain(plan)  # raises before anything is printed or started
-        if plain.sums != sums and world_size > 1:
+        unfused = UnfusedProgram(plan)  # raises before anything is printed or started
+        if unfused.sums != sums and world_size > 1:
             option, does = ("schedule_rs", "adds over ranks") if sums else ("schedule_ag", "gathers")
-            raise ValueError(f"{option} is one that {does}, got {plan.schedule}")
+            raise ValueError(f"{option} takes a schedule that {does}, got {plan.schedule}")
     console.print(
         f"[bold]MLP of Llama 70B, extents / {scale}:[/] {rows} tokens, hidden {hidden}, intermediate "
         f"{intermediate}, {dtype}; {world_size} ranks on {where}"
@@ -120,7 +119,7 @@ def demo(
         _print_plan(console, title, plan)
         _print_times(console, plan, found)
         _print_links(console, plan)
-        error, bound = _error(plan, [result.d for result in found]), _bound(plan)
+        error, bound = _error(plan, [result.d for result in found]), error_bound(plan)
         passed = error <= bound
         verdict = "[green]pass[/]" if passed else "[red]FAIL[/]"
         console.print(f"against float64: max |D - exact| / (|A| |B|ᵀ) = {error:.2e}, bound {bound:.2e}: {verdict}\n")
@@ -129,7 +128,7 @@ def demo(
     if failed:
         raise RuntimeError("; ".join(failed))
     if to_measure is not None:
-        _measure_layers(console, to_measure)
+        measure_layers(console, to_measure)
 
 
 # --- on each rank ---------------------------------------------------------------------------------------
@@ -137,16 +136,16 @@ def demo(
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank reports: its D, and its median times, in seconds."""
+    """The result of a rank: its D, and its median times, s."""
 
     d: torch.Tensor
     time: float
-    plain_time: float
-    plain_program: str
+    unfused_time: float
+    unfused_program: str
 
 
 def _shard(plan: Plan, operand: str, rank: int) -> torch.Tensor:
-    """A shard of random numbers: the same wherever, and by whomever, its box is held."""
+    """A shard of random numbers. Every rank that holds the same box gets the same numbers."""
     box = plan.box(operand, rank)
     generator = torch.Generator().manual_seed(zlib.crc32(repr((plan.problem, operand, box)).encode()))
     values = torch.randn(plan.shard_shape(operand, rank), generator=generator)
@@ -162,15 +161,15 @@ def _run_rank(plans: list[Plan]) -> list[_Result]:
 def _measure(plan: Plan, rank: int, device: torch.device) -> _Result:
     a, b = (_shard(plan, operand, rank).to(device) for operand in "AB")
     executable = CollectiveExecutable(plan)
-    plain = _Plain(plan)
+    unfused = UnfusedProgram(plan)
     d = executable(a, b)
-    plain.run(a, b)
+    unfused.run(a, b)
     times: list[float] = []
-    plain_times: list[float] = []
+    unfused_times: list[float] = []
     for _ in range(REPLAYS):
         times.append(_timed(lambda: executable(a, b, out=d), device))
-        plain_times.append(_timed(lambda: plain.run(a, b), device))
-    return _Result(d.cpu(), statistics.median(times), statistics.median(plain_times), plain.program)
+        unfused_times.append(_timed(lambda: unfused.run(a, b), device))
+    return _Result(d.cpu(), statistics.median(times), statistics.median(unfused_times), unfused.title)
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> float:
@@ -185,8 +184,18 @@ def _timed(function: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-class _Plain:
-    """The program that the plan stands for: collective and matmul, one after the other."""
+class UnfusedProgram:
+    """The unfused program that does a plan's job: a collective and a matmul, one after the other.
+
+    Attributes:
+        title: what it calls.
+        gathered: the operand that it gathers, "A" or "B"; "" if it gathers nothing.
+        sums: whether it adds partial sums over the ranks.
+        blocks: whether the shards are equal blocks of rows in the order of ranks, which torch's collectives take.
+
+    Raises:
+        ValueError: for a plan that moves more than one operand.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -199,24 +208,23 @@ class _Plain:
             needed = {"A": (d[1], whole_k), "B": (d[2], whole_k)}
             lacking = [name for name, box in (("A", a), ("B", b)) if box[1:] != needed[name]]
             if len(lacking) > 1:
-                raise ValueError(f"the demo compares schedules that move one operand; {plan.schedule} moves A and B")
+                raise ValueError(f"the demo takes schedules that move one operand; {plan.schedule} moves A and B")
             self.gathered = "".join(lacking)
         elif a[1] != (0, p.m) or b[1] != (0, p.n):
-            raise ValueError(f"the demo compares schedules that move one operand; {plan.schedule} moves more")
+            raise ValueError(f"the demo takes schedules that move one operand; {plan.schedule} moves more")
         moved = self.gathered or "D"
         boxes = [plan.box(moved, rank) for rank in range(plan.world_size)]
         columns = p.n if moved == "D" else p.k
         rows = boxes[0][1][1] - boxes[0][1][0]
-        # Equal blocks of rows in the order of ranks: what torch's own collectives take.
         self.blocks = all(box[1:] == ((rank * rows, (rank + 1) * rows), (0, columns)) for rank, box in enumerate(boxes))
         if self.sums:
-            how = _SCATTER if self.blocks else "all_reduce and a slice"
-            self.program = f"matmul, {how}"
+            collective = _SCATTER if self.blocks else "all_reduce and a slice"
+            self.title = f"matmul, {collective}"
         elif self.gathered:
-            how = _GATHER if self.blocks else "all_gather of padded shards and their assembly"
-            self.program = f"{how} of {self.gathered}, matmul"
+            collective = _GATHER if self.blocks else "all_gather of padded shards and their assembly"
+            self.title = f"{collective} of {self.gathered}, matmul"
         else:
-            self.program = "matmul"
+            self.title = "matmul"
 
     def run(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """This rank's D."""
@@ -266,15 +274,15 @@ def _whole(plan: Plan, operand: str, shards: list[torch.Tensor]) -> torch.Tensor
 
 
 def _error(plan: Plan, d_shards: list[torch.Tensor]) -> float:
-    """The largest error of an element, relative to the sum of the absolute values of what it adds."""
+    """The largest error of an element, relative to the sum of the absolute values of its terms."""
     a, b = (_whole(plan, operand, [_shard(plan, operand, r) for r in range(plan.world_size)]) for operand in "AB")
     difference = (_whole(plan, "D", d_shards) - a @ b.T).abs()
     worst = float((difference / (a.abs() @ b.abs().T)).max())
     return float("inf") if worst != worst else worst
 
 
-def _bound(plan: Plan) -> float:
-    """What rounding can amount to: k products and sums, a partial sum that each rank passes on, the result."""
+def error_bound(plan: Plan) -> float:
+    """The largest error by rounding: of k products and their sums, of the partial sum of each rank, and of D."""
     p = plan.problem
     accumulation = UNIT_ROUNDOFF["float64" if p.dtype == "float64" else "float32"]
     products = 2 * UNIT_ROUNDOFF["tfloat32"] if p.dtype == "tfloat32" else 0.0
@@ -302,7 +310,7 @@ def _print_times(console: Console, plan: Plan, found: list[_Result]) -> None:
     for rank in range(plan.world_size):
         table.add_column(f"rank {rank}", justify="right")
     table.add_column("slowest", justify="right")
-    rows = (("plan", [r.time for r in found]), (found[0].plain_program, [r.plain_time for r in found]))
+    rows = (("plan", [r.time for r in found]), (found[0].unfused_program, [r.unfused_time for r in found]))
     for name, times in rows:
         table.add_row(name, *(f"{1e3 * value:.1f}" for value in (*times, max(times))))
     console.print(table)
@@ -311,7 +319,7 @@ def _print_times(console: Console, plan: Plan, found: list[_Result]) -> None:
 def _print_links(console: Console, plan: Plan) -> None:
     p, ranks = plan.problem, plan.world_size
     links = plan.link_bytes()
-    moved = _Plain(plan).gathered or "D"
+    moved = UnfusedProgram(plan).gathered or "D"
     extents = {"A": p.m * p.k, "B": p.n * p.k, "D": p.m * p.n}[moved]
     size = extents * DTYPE_BYTES[str(p.partial_dtype if moved == "D" else p.dtype)]
     table = Table(title="KB by link (row sends to column)", title_justify="left")
@@ -331,15 +339,21 @@ def _print_links(console: Console, plan: Plan) -> None:
 
 
 class Measurement(NamedTuple):
-    """What is to be measured: the layers of the model, on so many GPUs."""
+    """The layers to measure.
+
+    Attributes:
+        ranks: number of ranks, one on each GPU.
+        tokens: rows of A and D.
+        layers: name, pattern and problem of each layer.
+    """
 
     ranks: int
     tokens: int
-    layers: tuple[tuple[str, Pattern, GemmProblem], ...]  # name, pattern of schedules, extents
+    layers: tuple[tuple[str, Pattern, GemmProblem], ...]
 
 
-class Measured(NamedTuple):
-    """Milliseconds of a layer by method, those of the slowest rank."""
+class MeasuredLayer(NamedTuple):
+    """A layer, and the time of each method on the slowest rank, ms."""
 
     name: str
     problem: GemmProblem
@@ -347,44 +361,46 @@ class Measured(NamedTuple):
 
 
 def measurements(tokens: int, gpus: int) -> Measurement:
-    """The layers of the model on as many of the GPUs as divide all its extents.
+    """The layers of Llama 70B on the largest number of GPUs that divides all extents.
 
-    Raises ValueError where tokens cannot be divided among them.
+    Raises:
+        ValueError: if the GPUs cannot share the tokens evenly.
     """
-    layers = get_model(MODEL).layers
+    layers = get_model(DEFAULT_MODEL).layers
     ranks = max(
         (count for count in range(1, gpus + 1) if not any(x.n % count or x.k % count for x in layers)), default=0
     )
-    if tokens < 1:
-        raise ValueError(f"tokens is an integer >= 1, got {tokens}")
-    if ranks and tokens % ranks:
-        raise ValueError(f"the layers are measured on {ranks} GPUs, which are to share the tokens evenly, got {tokens}")
+    if tokens < 1 or (ranks and tokens % ranks):
+        raise ValueError(f"the number of tokens must be a multiple of the {max(ranks, 1)} GPUs in use, got {tokens}")
     problems = tuple((layer.name, layer.pattern, GemmProblem(m=tokens, n=layer.n, k=layer.k)) for layer in layers)
     return Measurement(ranks, tokens, problems)
 
 
-def _measure_layers(console: Console, what: Measurement) -> None:
+def measure_layers(console: Console, what: Measurement) -> None:
+    """Measure layers, or print why the CUDA runtime does not work here."""
     (cuda,) = (check for check in runtimes(look()) if check.name == "cuda")
     if cuda.status != "ok" or what.ranks < 2:
-        why = cuda.detail if cuda.status != "ok" else "it takes two GPUs to move anything"
-        console.print(f"The CUDA runtime is not measured. {why} (distgemm doctor says what to do)", markup=False)
+        why = cuda.detail if cuda.status != "ok" else "it needs two GPUs to move anything"
+        console.print(f"The CUDA runtime is not measured: {why} (see distgemm doctor)", markup=False)
         return
     console.print(
         f"[bold]Layers of Llama 70B[/], {what.tokens} tokens, bfloat16, on {what.ranks} GPUs with the CUDA runtime. "
         "Kernels are compiled at first use: a few minutes."
     )
-    results: list[Measured] = launch(_run_layers, what.ranks, what.layers, backend="nccl", timeout=PATIENCE)[0]
+    results: list[MeasuredLayer] = launch(run_layers, what.ranks, what.layers, backend="nccl", timeout=TIMEOUT_S)[0]
     console.print(layers_table(results, what.ranks))
     console.print(
-        "ms: median of CUDA graphs replayed in turn, slowest rank; TFLOP/s of each GPU. Every result was checked.\n"
-        f"{COMPARED[-1]}: the local product, with nothing to move."
+        "ms: median over rounds of CUDA graphs, slowest rank; TFLOP/s of each GPU. Every result was checked.\n"
+        f"{COMPARED[-1]}: the local GEMM, with nothing to move."
     )
 
 
-def _run_layers(layers: Sequence[tuple[str, Pattern, GemmProblem]]) -> list[Measured]:
-    """On each rank: all layers, one after the other."""
-    from distgemm.bench.ours import schedule_method
-    from distgemm.measure.timing import Operation, measure, torch_methods
+def run_layers(layers: Sequence[tuple[str, Pattern, GemmProblem]]) -> list[MeasuredLayer]:
+    """Measure all layers, one after the other. Each rank calls this."""
+    from distgemm.bench.methods import schedule_method
+    from distgemm.measure.operation import Operation, torch_methods
+    from distgemm.measure.timing import measure
+    from distgemm.tune import TunedConfig
 
     group = dist.group.WORLD
     assert group is not None
@@ -394,16 +410,16 @@ def _run_layers(layers: Sequence[tuple[str, Pattern, GemmProblem]]) -> list[Meas
     for number, (name, pattern, problem) in enumerate(layers):
         errors.print(f"measuring {name} ({number + 1} of {len(layers)})")
         operation = Operation(problem, pattern, group, device)
-        methods = [schedule_method(operation, schedule, **options) for schedule, options in SCHEDULES[pattern]]
+        methods = [schedule_method(operation, TunedConfig.parse(text)) for text in SCHEDULES[pattern]]
         methods += [method for method in torch_methods(operation) if method.name in COMPARED]
-        found.append(Measured(name, problem, measure(operation, methods)))
+        found.append(MeasuredLayer(name, problem, measure(operation, methods)))
         del operation, methods
-        torch.cuda.empty_cache()  # of the layer before: its graphs and tensors
+        torch.cuda.empty_cache()  # the graphs and tensors of this layer
     return found
 
 
-def layers_table(results: Sequence[Measured], ranks: int) -> Table:
-    """Times of all methods, the fastest first, each beside that of NCCL with cuBLAS."""
+def layers_table(results: Sequence[MeasuredLayer], ranks: int) -> Table:
+    """A table of the times of all methods, the fastest first, also as a share of the time of NCCL + cuBLAS."""
     table = Table(title=f"Llama 70B on {ranks} GPUs", title_justify="left")
     table.add_column("layer")
     table.add_column("method", overflow="fold")
@@ -418,7 +434,3 @@ def layers_table(results: Sequence[Measured], ranks: int) -> Table:
             table.add_row(label, method, f"{ms:.3f}", f"{speed:.0f}", f"{100 * ms / times[UNFUSED]:.0f} %", style=style)
             label = ""
     return table
-
-
-if __name__ == "__main__":
-    demo(tokens=TOKENS)

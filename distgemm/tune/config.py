@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan import GemmProblem, Plan, make_plan
-from distgemm.plan.options import parse_options
+from distgemm.plan.options import parse_mesh, parse_options
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
@@ -102,6 +102,8 @@ class TunedConfig:
         """The plan of a problem, as the CUDA runtime takes it. Raises ValueError as :func:`distgemm.make_plan`."""
         options = dict(self.options)
         size = None if "mesh" in options else world_size
+        if isinstance(options.get("mesh"), str):  # "mesh=2x2" in a text
+            options["mesh"] = parse_mesh(options["mesh"])
         return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
 
     def __str__(self) -> str:
