@@ -20,9 +20,9 @@ PANELS_ACROSS = 3
 SMALL, TEXT, HEAD = 7.0, 7.5, 10.0
 """Sizes of type, points."""
 
-BAR, GROUP_GAP = 0.085, 0.09
-"""Height of a bar and pause between rows, inches."""
-LEFT, RIGHT, TOP, BOTTOM = 0.75, 0.1, 0.35, 0.3
+BAR, GROUP_GAP = 0.105, 0.09
+"""Height of a bar, which its number fits, and pause between rows, inches."""
+LEFT, RIGHT, TOP, BOTTOM = 0.68, 0.1, 0.32, 0.28
 """Room beside a panel for its labels, inches."""
 
 
