@@ -82,10 +82,11 @@ class DenseGemm(NamedTuple):
     def spec(self) -> GemmSpec:
         """The spec that providers take."""
         from distgemm.gemm import GemmSpec, MatrixSpec
+        from distgemm.gemm.spec import ScaleMode
 
         p = self.problem
         d = MatrixSpec(str(p.out_dtype), p.m, p.n)
-        scale = "row" if "row_scales" in self.terms else "none"
+        scale: ScaleMode = "row" if "row_scales" in self.terms else "none"
         return GemmSpec(
             MatrixSpec(p.dtype, p.m, p.k, row_major=self.majors[0] == "r"),
             MatrixSpec(p.dtype, p.n, p.k, row_major=self.majors[1] == "r"),

@@ -171,9 +171,7 @@ Patterns = Annotated[
 ]
 Tokens = Annotated[
     list[int] | None,
-    typer.Option(
-        "--m", metavar="M", min=1, help=f"Tokens, the rows of A and D; repeatable. [default: {DEFAULT_M}]"
-    ),
+    typer.Option("--m", metavar="M", min=1, help=f"Tokens, the rows of A and D; repeatable. [default: {DEFAULT_M}]"),
 ]
 TensorParallel = Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Ranks that share a layer.")]
 RanksOfLayers = Annotated[

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SKIPPED_FOLDERS = {".git", ".venv", "site", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+SKIPPED_FOLDERS = {
+    ".git",
+    ".venv",
+    "site",
+    "build",
+    "dist",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+}
 EXEMPT = {
     "CHANGELOG.md",  # says what was renamed
     "docs/glossary.md",  # the same
