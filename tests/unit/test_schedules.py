@@ -184,7 +184,7 @@ def test_chunks_of_pairwise_sums_are_rows_or_columns(name: str):
             for chunk_mode in "mn"
         )
         assert all(by_rows.workspace_bytes(rank) == by_columns.workspace_bytes(rank) for rank in range(size))
-    with pytest.raises(ValueError, match="chunk_mode is m .*or n .*, got 'k'"):
+    with pytest.raises(ValueError, match=r"chunk_mode is m .*or n .*, got 'k'"):
         distgemm.get_schedule(name, 4, chunk_mode="k")
 
 
