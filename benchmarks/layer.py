@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory
+import torch.distributed._symmetric_memory  # noqa: F401  (registers torch.ops.symm_mem)
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional

@@ -255,8 +255,8 @@ def reduce_scatter_1d_tiling_a_rotating_c(
         mesh: one axis of ranks.
         chunks: of each shard of D.
         final_add: where the owner of a tile adds the sum that arrives last. "epilogue": in its own GEMM, which waits
-            for the sum. "kernel": in a kernel after its own GEMM, which waits for nothing: the replay ends sooner, for more
-            memory traffic.
+            for the sum. "kernel": in a kernel after its own GEMM, which waits for nothing: the replay ends sooner, for
+            more memory traffic.
         stagger: each shard starts so many chunks after the one before it, 1 to ``chunks``. The chunks of an owner's own
             shard, which travel nowhere, then come between others, and sums are on their way until shortly before the
             end. 0: shard by shard, the own one last.
@@ -285,9 +285,9 @@ def reduce_scatter_1d_pairwise_a(
             others, comes after all of them.
         stagger: with final_add="epilogue", 1 to ``chunks``: chunk by chunk, with chunk c of the own shard just before
             chunk c + stagger of the others. 0: shard by shard, the own one last.
-        chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of all
-            rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be smaller
-            than tiles.
+        chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of
+            all rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be
+            smaller than tiles.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"

@@ -1,1 +1,1 @@
-"""The benchmark: layers of Llama on GPUs beside NCCL, torch and other libraries."""
+"""The benchmark: layers of Llama on GPUs, by this library, NCCL, torch and other libraries."""

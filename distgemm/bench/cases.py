@@ -1,81 +1,61 @@
-"""What is measured: layers of models as problems, and the schedules that are tried on them. Imports no torch."""
+"""Cases of the benchmark: layers of models as problems, and the schedules that are tried on them. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from distgemm.measure.models import MODELS, get_model
-from distgemm.plan.derive import make_plan
-from distgemm.plan.ops import Box
-from distgemm.plan.options import parse_mesh, parse_options
-from distgemm.plan.plan import Plan
+from distgemm.plan.patterns import does_pattern
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import PATTERNS, Pattern
+from distgemm.schedulers import PATTERNS, Pattern, schedule_options
 
-__all__ = ["CANDIDATES", "FEWER", "LAYERS", "OPS", "Candidate", "Case", "Job", "boxes", "jobs", "parse_schedule"]
+if TYPE_CHECKING:
+    from distgemm.tune import TunedConfig
+
+__all__ = ["CANDIDATES", "FEWER_CANDIDATES", "LAYERS", "Case", "Job", "cases", "jobs", "parse_candidate"]
 
 LAYERS = tuple(layer.name for layer in next(iter(MODELS.values())).layers)
 
-EXECUTION = ("provider", "config", "gemm_streams", "waits", "merge", "copies")
-"""Options of a candidate that are not the plan's: the fields of ``distgemm.runtime.checks.ExecutionConfig``."""
-
-
-class Candidate(NamedTuple):
-    """A schedule with options, of its own and of ``distgemm.compile``."""
-
-    schedule: str
-    options: Mapping[str, Any] = {}
-
-    def __str__(self) -> str:
-        return " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options.items())])
-
-    def plan(self, problem: GemmProblem, ranks: int) -> Plan:
-        """The plan that the CUDA runtime executes. Raises ValueError as ``make_plan`` does."""
-        options = {key: value for key, value in self.options.items() if key not in EXECUTION}
-        size = None if "mesh" in options else ranks
-        return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
-
-
-GATHER, CHAIN, PAIRWISE = (
-    "all_gather_1d_tiling_cd_rotating_a",
-    "reduce_scatter_1d_tiling_a_rotating_c",
-    "reduce_scatter_1d_pairwise_a",
-)
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 CHAIN_AR, PAIRWISE_AR = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
 
 
-def _reductions(chain: str, pairwise: str) -> tuple[Candidate, ...]:
+def _reductions(chain: str, pairwise: str) -> tuple[str, ...]:
     return (
-        Candidate(chain, {"chunks": 2}),
-        Candidate(chain, {"chunks": 2, "provider": "cublas"}),
-        *(Candidate(pairwise, {"chunks": chunks}) for chunks in (1, 2, 4)),
+        f"{chain} chunks=2",
+        f"{chain} chunks=2 provider=cublas",
+        *(f"{pairwise} chunks={chunks}" for chunks in (1, 2, 4)),
     )
 
 
-CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    "ag+gemm": tuple(
-        Candidate(GATHER, {"chunks": chunks, "provider": provider})
-        for provider in ("cutlass", "cublas")
-        for chunks in (1, 2)
-    ),
+CANDIDATES: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": tuple(f"{GATHER} chunks={chunks}{more}" for more in ("", " provider=cublas") for chunks in (1, 2)),
     "gemm+rs": _reductions(CHAIN, PAIRWISE),
     "gemm+ar": _reductions(CHAIN_AR, PAIRWISE_AR),
 }
-"""What is tried unless told otherwise."""
+"""The configurations that are tried by default, as :meth:`distgemm.tune.TunedConfig.parse` reads them."""
 
-FEWER: dict[str, tuple[Candidate, ...]] = {
-    "ag+gemm": (Candidate(GATHER, {"chunks": 1}), Candidate(GATHER, {"chunks": 1, "provider": "cublas"})),
-    "gemm+rs": (Candidate(CHAIN, {"chunks": 2}), Candidate(PAIRWISE, {"chunks": 1})),
-    "gemm+ar": (Candidate(CHAIN_AR, {"chunks": 2}), Candidate(PAIRWISE_AR, {"chunks": 1})),
+FEWER_CANDIDATES: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": (f"{GATHER} chunks=1", f"{GATHER} chunks=1 provider=cublas"),
+    "gemm+rs": (f"{CHAIN} chunks=2", f"{PAIRWISE} chunks=1"),
+    "gemm+ar": (f"{CHAIN_AR} chunks=2", f"{PAIRWISE_AR} chunks=1"),
 }
-"""What is tried when it is to be quick."""
+"""The configurations that are tried in a quick run."""
 
 
 class Case(NamedTuple):
-    """A layer at some number of tokens, for ``ranks`` ranks that each have what they have of it among ``tp``.
+    """A layer with some number of tokens, on ``ranks`` ranks that each have the share of one of ``tp`` ranks.
 
-    m, n, k: extents of the whole problem on these ranks
+    Attributes:
+        model: name of the model.
+        layer: name of the layer.
+        pattern: what is done over the ranks.
+        m, n, k: extents of the whole problem on these ranks.
+        ranks: number of ranks.
+        tp: number of ranks that share the layer.
+        dtype: element type.
     """
 
     model: str
@@ -86,104 +66,127 @@ class Case(NamedTuple):
     k: int
     ranks: int
     tp: int
+    dtype: str = "bfloat16"
 
     @property
     def problem(self) -> GemmProblem:
-        """In bfloat16."""
-        return GemmProblem(self.m, self.n, self.k)
+        """The problem on these ranks."""
+        return GemmProblem(self.m, self.n, self.k, dtype=self.dtype)
+
+    @property
+    def local(self) -> tuple[int, int, int]:
+        """m, n, k of the GEMM of one rank."""
+        if self.pattern == "ag+gemm":
+            return self.m, self.n // self.ranks, self.k
+        return self.m, self.n, self.k // self.ranks
+
+    @property
+    def label(self) -> str:
+        """Model, layer and pattern in a few words."""
+        return f"{self.model.removeprefix('llama-3-')} {self.layer} {self.pattern}"
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layer} {self.pattern} m={self.m}"
+        return f"{self.label} m={self.m}"
 
 
 class Job(NamedTuple):
-    """A case, and what is tried on it."""
+    """A case, and the configurations that are tried on it."""
 
     case: Case
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TunedConfig, ...]
 
 
-def parse_schedule(text: str) -> Candidate:
-    """ "name chunks=2 provider=cublas" as a candidate. Raises ValueError for what has no name or is no option."""
-    from distgemm.schedulers import schedule_options
-
-    name, *words = text.split() or [""]
-    if not name or "=" in name:
-        raise ValueError(f"--schedule takes a name and options, as in 'gemm+rs chunks=2 provider=cublas', got {text!r}")
-    options = parse_options(words)
-    if "mesh" in options:
-        options["mesh"] = parse_mesh(str(options["mesh"]))
-    schedule_options(name)  # refuses a name that is not known
-    return Candidate(name, options)
-
-
-def boxes(pattern: Pattern, problem: GemmProblem, ranks: int) -> tuple[tuple[Box, ...], ...]:
-    """The shards of A, B and D that :class:`distgemm.measure.timing.Operation` has, each rank's as :meth:`Plan.box`."""
-
-    def part(extent: int, rank: int) -> tuple[int, int]:
-        return rank * extent // ranks, (rank + 1) * extent // ranks
-
-    p, one = problem, (0, 1)
-    m, n, k = (0, p.m), (0, p.n), (0, p.k)
-    found = []
-    for rank in range(ranks):
-        if pattern == "ag+gemm":
-            found.append(((one, part(p.m, rank), k), (one, part(p.n, rank), k), (one, m, part(p.n, rank))))
-        else:
-            rows = part(p.m, rank) if pattern == "gemm+rs" else m
-            found.append(((one, m, part(p.k, rank)), (one, n, part(p.k, rank)), (one, rows, n)))
-    return tuple(zip(*found, strict=True))
-
-
-def jobs(
+def cases(
     models: Sequence[str],
     layers: Sequence[str],
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     ms: Sequence[int],
     ranks: int,
     tp: int,
-    candidates: Mapping[str, Sequence[Candidate]] | Sequence[Candidate] = CANDIDATES,
-) -> list[Job]:
-    """The cases, model by model, with what is tried on each: of a list, those that do the case's op.
+    dtype: str = "bfloat16",
+) -> list[Case]:
+    """The layers of models, model by model.
 
-    Raises ValueError for names that are not known, ranks that cannot share a case evenly, and schedules that do none
-    of the ops.
+    Args:
+        models, layers, patterns: names; a layer has a case for each pattern that can compute it.
+        ms: numbers of tokens.
+        ranks: number of ranks that run.
+        tp: number of ranks that share a layer. Each rank that runs has the share of one of them.
+        dtype: element type.
+
+    Raises:
+        ValueError: for an unknown name, for more ranks than tp, for layers that tp ranks cannot share evenly, and if no
+            layer has one of the patterns.
     """
-    _known("--layers", layers, LAYERS)
-    _known("--pattern", patterns, PATTERNS)
-    if ranks < 2 or ranks > tp:
-        raise ValueError(f"--ranks is at least 2 and at most --tp, got {ranks} and {tp}")
+    for option, given, known in (("--layer", layers, LAYERS), ("--pattern", patterns, PATTERNS)):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{option} is one of {', '.join(known)}, got {name!r}")
+    if ranks > tp:
+        raise ValueError(f"--ranks {ranks} is more than the --tp {tp} ranks that share a layer")
     found = []
-    used: set[str] = set()
     for model in models:
         for layer in get_model(model).layers:
             if layer.name not in layers:
                 continue
             n, k = layer.among(ranks, tp)
             for m in ms:
-                if m < 1 or m % ranks:
-                    raise ValueError(f"--m is a multiple of the {ranks} ranks, got {m}")
-                for pattern in (each for each in layer.patterns if each in patterns):
-                    case = Case(model, layer.name, pattern, m, n, k, ranks, tp)
-                    tried = candidates[pattern] if isinstance(candidates, Mapping) else _doing(case, candidates)
-                    used |= set(map(str, tried))
-                    found.append(Job(case, tuple(tried)))
+                for pattern in layer.patterns:
+                    if pattern in patterns:
+                        found.append(Case(model, layer.name, pattern, m, n, k, ranks, tp, dtype))
     if not found:
-        raise ValueError(f"none of the layers {', '.join(layers)} runs as {', '.join(patterns)}")
-    if not isinstance(candidates, Mapping):
-        for candidate in candidates:
-            if str(candidate) not in used:
-                raise ValueError(f"--schedule {candidate}: on {ranks} ranks it does none of {', '.join(patterns)}")
+        raise ValueError(f"none of the layers {', '.join(layers)} has the pattern {' or '.join(patterns)}")
     return found
 
 
-def _known(option: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{option} takes some of {', '.join(known)}, got {name!r}")
+def parse_candidate(text: str) -> TunedConfig:
+    """The configuration that a text such as "gemm+rs chunks=2 provider=cublas" names.
+
+    Raises:
+        ValueError: if the text has another form, or the schedule is unknown.
+    """
+    from distgemm.tune import TunedConfig
+
+    config = TunedConfig.parse(text)
+    if config.method == "unfused":
+        raise ValueError(f"a schedule is wanted; the unfused program is measured anyway: got {text!r}")
+    schedule_options(config.schedule)  # raises for an unknown schedule
+    return config
 
 
-def _doing(case: Case, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that start from, and end with, the shards of the case's op."""
-    wanted = boxes(case.pattern, case.problem, case.ranks)
-    return [each for each in candidates if each.plan(case.problem, case.ranks).shards == wanted]
+def jobs(found: Sequence[Case], candidates: Mapping[Pattern, Sequence[str]] | Sequence[str] = CANDIDATES) -> list[Job]:
+    """The cases, each with the configurations that are tried on it.
+
+    Args:
+        found: the cases.
+        candidates: configurations as text, by pattern; or for all cases, where each case takes those whose plan begins
+            and ends with the shards of its pattern.
+
+    Raises:
+        ValueError: for one rank, for tokens that the ranks cannot share evenly, for an unknown schedule, and for a
+            configuration that does no case's pattern.
+    """
+    parsed = {} if isinstance(candidates, Mapping) else {text: parse_candidate(text) for text in candidates}
+    listed: list[Job] = []
+    used: set[str] = set()
+    for case in found:
+        if case.ranks < 2:
+            raise ValueError(f"--ranks is at least 2, got {case.ranks}")
+        if case.m % case.ranks:
+            raise ValueError(f"--m is a multiple of the {case.ranks} ranks, got {case.m}")
+        if isinstance(candidates, Mapping):
+            tried = [parse_candidate(text) for text in candidates[case.pattern]]
+        else:
+            fitting = {
+                text: config
+                for text, config in parsed.items()
+                if does_pattern(config.plan(case.problem, case.ranks), case.pattern)
+            }
+            used |= set(fitting)
+            tried = list(dict.fromkeys(fitting.values()))
+        listed.append(Job(case, tuple(tried)))
+    for text in parsed:
+        if text not in used:
+            patterns = ", ".join(dict.fromkeys(case.pattern for case in found))
+            raise ValueError(f"--schedule {text}: on {found[0].ranks} ranks it does none of {patterns}")
+    return listed

@@ -1,4 +1,4 @@
-"""On each rank: all cases, one after the other; rank 0 writes what was found after each."""
+"""Runs the benchmark on each rank: all cases, one after the other. Rank 0 writes the result after each case."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ import torch
 import torch.distributed as dist
 
 from distgemm.bench.cases import Job
-from distgemm.bench.ours import auto_method, schedule_method
-from distgemm.bench.peers import copies_alone, cutlass_alone, quack_methods, quack_version, without_barrier
-from distgemm.bench.report import OURS, PART, PEER, best, figures, label, save
-from distgemm.bench.stalls import Stalls
-from distgemm.measure.timing import (
-    Clock,
-    Method,
-    Operation,
-    Sample,
-    attempt,
-    eager,
-    sample,
-    timeline,
-    torch_methods,
+from distgemm.bench.methods import (
+    auto_method,
+    copies_alone,
+    cutlass_alone,
+    quack_methods,
+    quack_version,
+    schedule_method,
+    without_barrier,
 )
+from distgemm.bench.report import OURS, PART, PEER, Kind, best, figures, label, save
+from distgemm.bench.stalls import Stalls
+from distgemm.measure.machine_facts import NO_MULTICAST, driver_facts, program_output, supports_multicast
+from distgemm.measure.operation import Method, Operation, eager, torch_methods
+from distgemm.measure.profiler import replay_timeline
+from distgemm.measure.timing import Clock, Sample, attempt, sample
+from distgemm.tune import TunedConfig
 
 __all__ = ["Settings", "run_rank"]
 
 EAGER = ("torch fused",)
-"""What is also timed without a graph: people call it so."""
+"""Methods that are also timed without a graph, because that is how people call them."""
 
 
 class Settings(NamedTuple):
-    """How it is measured.
+    """Settings of a run.
 
-    rounds, burst_ms: as :func:`distgemm.measure.timing.sample` takes them
-    auto:      also what ``schedule="auto"`` takes
-    peers:     also what is slow to measure: calls without graphs, and other libraries
-    tune:      measure configurations and choices before each case
-    timelines: also kernels and copies of our methods on each rank
-    command:   the command line, for the file
+    Attributes:
+        rounds, burst_ms: as :func:`distgemm.measure.timing.sample` takes them.
+        auto: also measure what ``schedule="auto"`` selects.
+        peers: also measure what is slow to measure: calls without graphs, and other libraries.
+        tune: measure tuned configurations before each case.
+        timelines: also record kernels and copies of this library's methods on each rank.
+        command: the command line, for the file.
     """
 
     rounds: int
@@ -59,7 +61,16 @@ class Settings(NamedTuple):
 
 
 def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
-    """What was found, the same on all ranks; after each case rank 0 writes it to ``path``."""
+    """Measure all jobs. A collective call.
+
+    Args:
+        jobs: are measured in order.
+        settings: of the run.
+        path: the file that rank 0 writes after each case.
+
+    Returns:
+        The result, the same on all ranks.
+    """
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -98,15 +109,14 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
 
 def progress(row: dict[str, Any], number: int, of: int) -> str:
     """A line about a row."""
-    found = [best(row, kind) for kind in (OURS, PEER)]
-    said = ", ".join(f"{each['name']} {each['ms']:.4f} ms" for each in found if each)
+    times = ", ".join(f"{one['name']} {one['ms']:.4f} ms" for one in (best(row, OURS), best(row, PEER)) if one)
     failed = sum(bool(each["error"]) for each in row["methods"])
     problems = f", {failed} failed" if failed else ""
-    return f"[{number}/{of}] {label(row)}: {row.get('error') or said or 'nothing'}{problems} ({row['seconds']:.0f} s)"
+    return f"[{number}/{of}] {label(row)}: {row.get('error') or times or 'nothing'}{problems} ({row['seconds']:.0f} s)"
 
 
 def free(device: torch.device) -> None:
-    """Give back what the last case held: its tensors, executables and graphs."""
+    """Free the tensors, executables and graphs of the last case."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -123,23 +133,30 @@ def run_case(
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
-    """A row, with figures. What fails is in it with its error, on all ranks alike.
+    """Measure a case. A collective call.
 
-    say: is told what is being done, before it is
+    Args:
+        job: the case and its candidates.
+        settings: of the run.
+        group: the ranks.
+        device: of this rank.
+        clock: of the device; None: CUDA graphs and events.
+        say: is called with what is done next.
+
+    Returns:
+        A row with figures, the same on all ranks. A method that fails is in it with its error.
     """
     case = job.case
-    row: dict[str, Any] = {**case._asdict(), "methods": []}
-    n, k = (case.n // case.ranks, case.k) if case.pattern == "ag+gemm" else (case.n, case.k // case.ranks)
-    row["local"] = [case.m, n, k]
+    row: dict[str, Any] = {**case._asdict(), "local": list(case.local), "methods": []}
     if settings.tune:
-        say("choices are measured")
+        say("configurations are tuned")
         _, failed = attempt(group, device, lambda: tune(job, group, device))
         if failed.error:
             row["tune_error"] = failed.error
     operation, failed = attempt(group, device, lambda: Operation(case.problem, case.pattern, group, device))
     if operation is None:
         return figures(row | {"error": failed.error})
-    methods: dict[str, tuple[str, Method]] = {}
+    methods: dict[str, tuple[Kind, Method]] = {}
     for name, kind, make in makers(job, settings, operation):
         say(f"{name} is made")
         made, failed = attempt(group, device, make)
@@ -154,14 +171,14 @@ def run_case(
         row["methods"].append(record(name, kind, one, method))
     if settings.timelines:
         ours = [method for name, (kind, method) in methods.items() if kind == OURS and not found[name].error]
-        row["timelines"] = {method.name: timeline(operation, method) for method in ours}
+        row["timelines"] = {method.name: replay_timeline(operation, method) for method in ours}
     for _, method in methods.values():
         method.release()
     return figures(row)
 
 
-def record(name: str, kind: str, found: Sample, method: Method | None = None) -> dict[str, Any]:
-    """What the file holds of a method, before figures."""
+def record(name: str, kind: Kind, found: Sample, method: Method | None = None) -> dict[str, Any]:
+    """A method as the file holds it, before figures."""
     return {
         "name": name,
         "kind": kind,
@@ -173,22 +190,22 @@ def record(name: str, kind: str, found: Sample, method: Method | None = None) ->
     }
 
 
-def makers(job: Job, settings: Settings, operation: Operation) -> list[tuple[str, str, Callable[[], list[Method]]]]:
-    """What makes the methods of a case: for each a name for its failure, and the kind of the methods."""
+def makers(job: Job, settings: Settings, operation: Operation) -> list[tuple[str, Kind, Callable[[], list[Method]]]]:
+    """Functions that make the methods of a case, each with a name for its failure and the kind of its methods."""
 
-    def ours(schedule: str, options: dict[str, Any]) -> Callable[[], list[Method]]:
-        return lambda: [schedule_method(operation, schedule, **options)]
+    def of_schedule(config: TunedConfig) -> Callable[[], list[Method]]:
+        return lambda: [schedule_method(operation, config)]
 
-    def torchs() -> list[Method]:
+    def of_torch() -> list[Method]:
         found = torch_methods(operation)
         return found + [eager(method) for method in found if settings.peers and method.name in EAGER]
 
-    found: list[tuple[str, str, Callable[[], list[Method]]]] = [
-        (str(each), OURS, ours(each.schedule, dict(each.options))) for each in job.candidates
+    found: list[tuple[str, Kind, Callable[[], list[Method]]]] = [
+        (config.text, OURS, of_schedule(config)) for config in job.candidates
     ]
     if settings.auto:
         found.append(("distgemm auto", OURS, lambda: [auto_method(operation)]))
-    found.append(("torch", PEER, torchs))
+    found.append(("torch", PEER, of_torch))
     if settings.peers and operation.pattern == "ag+gemm" and quack_version():
         found.append(("quack", PEER, lambda: quack_methods(operation)))
     found.append(("CUTLASS alone", PART, lambda: [cutlass_alone(operation)]))
@@ -197,8 +214,7 @@ def makers(job: Job, settings: Settings, operation: Operation) -> list[tuple[str
 
 
 def tune(job: Job, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Measure what has not been: configurations of the GEMMs that schedules split this case into, and of the whole
-    local product, and which schedule "auto" takes."""
+    """Tune a case: what "auto" selects, the GEMMs of its plans, and, if it has no entry yet, the local GEMM."""
     from distgemm.gemm import GemmTensors
     from distgemm.gemm.select import CACHE, key_of
     from distgemm.gemm.tensors import spec_of
@@ -207,10 +223,10 @@ def tune(job: Job, group: dist.ProcessGroup, device: torch.device) -> None:
 
     case = job.case
     tune_plan(case.problem, case.pattern, group, device=device, kernels=True)
-    if dist.get_rank(group) == 0:  # the others wait, and find it in the file
-        n, k = (case.n // case.ranks, case.k) if case.pattern == "ag+gemm" else (case.n, case.k // case.ranks)
-        a, b = (torch.randn(rows, k, device=device).bfloat16() for rows in (case.m, n))
-        whole = GemmTensors(a, b, torch.empty(case.m, n, device=device, dtype=a.dtype))
+    if dist.get_rank(group) == 0:  # the other ranks wait, and read the file
+        m, n, k = case.local
+        a, b = (torch.randn(rows, k, device=device).bfloat16() for rows in (m, n))
+        whole = GemmTensors(a, b, torch.empty(m, n, device=device, dtype=a.dtype))
         if key_of(spec_of(whole)) not in CACHE.read(torch.cuda.get_device_name(device)):
             tune_gemm(whole)
 
@@ -219,15 +235,13 @@ def tune(job: Job, group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on."""
-    from distgemm.cli.doctor import NO_MULTICAST, _look_at_driver, _multicast
-
-    supported = _multicast(device.index)
+    """The machine and the versions on which the figures depend."""
+    supported = supports_multicast(device.index)
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return {
         "gpu": torch.cuda.get_device_name(device),
         "gpus": dist.get_world_size(),
-        **_look_at_driver(),
+        **driver_facts(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl)),
@@ -251,10 +265,8 @@ CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit
 
 
 def clocks() -> list[dict[str, str]] | None:
-    """What nvidia-smi says of each GPU's clocks, in MHz, power and temperature; None where it says nothing."""
-    from distgemm.cli.doctor import _said
-
-    said = _said("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
-    if said is None:
+    """Each GPU's clocks, MHz, power, W, and temperature, as nvidia-smi prints them; None without nvidia-smi."""
+    printed = program_output("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
+    if printed is None:
         return None
-    return [dict(zip(CLOCKS, map(str.strip, line.split(",")), strict=False)) for line in said.splitlines() if line]
+    return [dict(zip(CLOCKS, map(str.strip, line.split(",")), strict=False)) for line in printed.splitlines() if line]

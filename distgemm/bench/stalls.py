@@ -1,4 +1,4 @@
-"""Says where a benchmark stands when nothing has happened for a while: ranks that wait for each other raise nothing."""
+"""Prints what a benchmark is doing if that takes long. Ranks that wait for each other forever raise no error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ __all__ = ["Stalls"]
 
 
 class Stalls:
-    """While entered, a thread says what has been under way for ``patience`` seconds, once for each thing that is.
+    """While entered, a thread prints each step that has taken ``notice_s``, once.
 
-    rank: who says so
+    Args:
+        rank: is printed with the step.
+        notice_s: time of a step after which it is printed.
     """
 
-    def __init__(self, rank: int, patience: float = 60.0) -> None:
-        self.rank, self.patience = rank, patience
+    def __init__(self, rank: int, notice_s: float = 60.0) -> None:
+        self.rank, self.notice_s = rank, notice_s
         self._doing, self._since = "", time.monotonic()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def now(self, doing: str) -> None:
-        """What is being done from now on."""
+        """Begin a step."""
         self._doing, self._since = doing, time.monotonic()
 
     def __enter__(self) -> Stalls:
@@ -35,9 +37,9 @@ class Stalls:
         self._thread.join()
 
     def _watch(self) -> None:
-        said = 0.0
-        while not self._left.wait(self.patience / 4):
+        printed = 0.0
+        while not self._left.wait(self.notice_s / 4):
             doing, since = self._doing, self._since
-            if doing and since != said and time.monotonic() - since >= self.patience:
-                said = since
-                print(f"rank {self.rank} for {self.patience:.0f} s: {doing}", file=sys.stderr, flush=True)
+            if doing and since != printed and time.monotonic() - since >= self.notice_s:
+                printed = since
+                print(f"rank {self.rank} for {self.notice_s:.0f} s: {doing}", file=sys.stderr, flush=True)

@@ -1,133 +1,123 @@
-"""``distgemm bench``: layers of models over several GPUs, schedules of ours against what else there is."""
+"""``distgemm bench``: layers of models on several GPUs, by this library and by its peers."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from distgemm.cli.common import check_files, check_folder, count_ranks, new_console, write_file
-from distgemm.measure.models import MODELS
+from distgemm.bench.cases import CANDIDATES, FEWER_CANDIDATES, LAYERS, cases, jobs
+from distgemm.bench.report import (
+    AUTO,
+    OURS,
+    PART,
+    PEER,
+    Row,
+    best,
+    failures,
+    label,
+    load,
+    notes,
+    percent,
+    wrong,
+)
+from distgemm.cli.options import (
+    DEFAULT_M,
+    JsonFile,
+    Layers,
+    Models,
+    Patterns,
+    Pictures,
+    RanksOfLayers,
+    TensorParallel,
+    Tokens,
+    count_ranks,
+    each_once,
+    models_of,
+)
+from distgemm.cli.output import (
+    Line,
+    check_files,
+    check_json,
+    print_figures,
+    print_wrapped,
+    say,
+    wants_text,
+    write_file,
+    write_json,
+)
 
-if TYPE_CHECKING:
-    from distgemm.bench.cases import Candidate
-
-__all__ = ["BenchCommand", "bench_command"]
-
-LISTS = ("--model", "--m", "--layers", "--ops")
-"""Options that take several values, with blanks or commas between them."""
-
-MODEL, TOKENS = "llama-3-70b", "8192"
-
-
-class BenchCommand(TyperCommand):
-    """Takes ``--m 128 512 2048``: there is nothing else on the line that the further values could be."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        found: list[str] = []
-        for word in args:
-            if found and not word.startswith("-") and len(found) > 1 and found[-2] in LISTS:
-                found[-1] += f",{word}"
-            else:
-                found.append(word)
-        return super().parse_args(ctx, found)
-
-
-def _names(texts: Sequence[str] | None, default: str) -> list[str]:
-    """Values given with blanks or commas between them, or as several options, each once."""
-    return list(dict.fromkeys(name for text in texts or [default] for name in text.replace(",", " ").split()))
-
-
-Several = "several with blanks or commas between them"
+__all__ = ["bench_command"]
 
 
 def bench_command(
-    model: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; {Several}, or all. [default: {MODEL}]")
-    ] = None,
-    tp: Annotated[int, typer.Option(min=2, help="Ranks that share a layer.")] = 8,
-    m: Annotated[list[str] | None, typer.Option(help=f"Tokens; {Several}. [default: {TOKENS}]")] = None,
-    layers: Annotated[
-        list[str] | None, typer.Option(help=f"Of qkv, out, fc1 (gate and up), fc2; {Several}. [default: all]")
-    ] = None,
-    ops: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of ag+gemm, gemm+rs, gemm+ar; {Several}. [default: ag+gemm,gemm+rs]"),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Ranks to run. With fewer than --tp, n and k of each rank stay those of --tp ranks. [default: --tp, "
-            "or as many as there are GPUs]",
-        ),
-    ] = None,
+    model: Models = None,
+    layer: Layers = None,
+    pattern: Patterns = None,
+    m: Tokens = None,
+    tp: TensorParallel = 8,
+    ranks: RanksOfLayers = None,
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help="Instead of the schedules that are tried by default: 'name chunks=2 provider=cublas'; repeatable.",
+            "--schedule",
+            metavar="TEXT",
+            help="Instead of the schedules that are tried by default: 'NAME chunks=2 provider=cublas'; repeatable.",
             show_default=False,
         ),
     ] = None,
-    auto: Annotated[bool, typer.Option("--auto", help='Also what schedule="auto" takes.')] = False,
+    auto: Annotated[bool, typer.Option("--auto", help='Also what schedule="auto" selects.')] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer methods and rounds: two minutes on 4 GPUs, kernels compiled.")
+        bool, typer.Option("--quick", help="Fewer methods and rounds: two minutes on 4 GPUs, without compilation.")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Measure configurations and choices first that have not been. Takes long.")
+        bool, typer.Option("--tune", help="First measure tuned configurations that are not known. Takes long.")
     ] = False,
     timelines: Annotated[
         bool, typer.Option("--timelines", help="Put kernels and copies of rank 0 into the JSON.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="[default: 5; 3 with --quick]")] = None,
-    burst_ms: Annotated[float, typer.Option(min=0.1, help="Length of a burst of calls.")] = 4.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for everything.")] = 3600.0,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all figures to it, after each row.", show_default=False)
+    rounds: Annotated[
+        int | None,
+        typer.Option("--rounds", metavar="N", min=1, help="Bursts of each method. [default: 5; 3 with --quick]"),
     ] = None,
-    plot: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Draw efficiencies into this .svg or .png; repeatable.", show_default=False),
-    ] = None,
+    burst_ms: Annotated[
+        float, typer.Option("--burst-ms", metavar="MS", min=0.1, help="Length of a burst of calls.")
+    ] = 4.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time in which everything must end.")
+    ] = 3600.0,
     source: Annotated[
         Path | None,
         typer.Option("--from", metavar="FILE", help="Measure nothing: show what --json wrote.", show_default=False),
     ] = None,
+    json: JsonFile = None,
+    output: Pictures = None,
 ) -> None:
-    """Measure layers of models on several GPUs, against NCCL, torch and others, and against roofs.
+    """Measure layers of models, and what peers take.
 
-    Every result is checked, and a wrong one makes the exit status 1. Starts its ranks, or joins those that torchrun
-    has started.
+    It measures this library, NCCL, torch and others on several GPUs, and the parts of which roofs are made. Every
+    result is checked; a wrong one makes the exit status 1. The command starts its ranks, or joins those that
+    torchrun has started. It writes the file of --json after each row. -o draws the efficiencies.
     """
-    from distgemm.bench.report import load
-
-    check_files("--plot", plot or [])
+    paths = output or []
+    check_files(paths)
+    check_json(json)
     if source is not None:
-        _report(load(source), plot or [])
+        _report(load(source), json, paths)
         return
-    from distgemm.bench.cases import CANDIDATES, FEWER, LAYERS, jobs, parse_schedule
-
-    models = list(MODELS) if model and "all" in _names(model, MODEL) else _names(model, MODEL)
-    tried = _unique([parse_schedule(text) for text in schedule or []])
-    chosen = (
-        models,
-        _names(layers, ",".join(LAYERS)),
-        _names(ops, "ag+gemm,gemm+rs"),
-        [_number(text) for text in _names(m, TOKENS)],
-    )
-    candidates = tried or (FEWER if quick else CANDIDATES)
-    jobs(*chosen, ranks or tp, tp, candidates)  # arguments are refused before GPUs are looked for
-    if json is not None:
-        check_folder("--json", json)
-    size = _ranks(ranks, tp)
-    todo = jobs(*chosen, size, tp, candidates)
+    names = (models_of(model), each_once(layer, list(LAYERS)), each_once(pattern, ["ag+gemm", "gemm+rs"]))
+    ms = each_once(m, [DEFAULT_M])
+    candidates = each_once(schedule, []) or (FEWER_CANDIDATES if quick else CANDIDATES)
+    jobs(cases(*names, ms, ranks or tp, tp), candidates)  # arguments are refused before GPUs are looked for
+    size = count_ranks("bench", ranks, tp, "; --from FILE shows what was measured elsewhere")
+    todo = jobs(cases(*names, ms, size, tp), candidates)
     from distgemm.bench.run import Settings
 
     settings = Settings(
@@ -140,37 +130,23 @@ def bench_command(
         command=shlex.join(["distgemm", *sys.argv[1:]]),
     )
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder:
-        _measure(todo, size, settings, json or Path(folder) / "bench.json", timeout, plot or [])
+        path = json if json is not None and wants_text(json) else Path(folder) / "bench.json"
+        measure(todo, size, settings, path, timeout, json, paths)
 
 
-def _unique(found: Sequence[Candidate]) -> list[Candidate]:
-    return list({str(candidate): candidate for candidate in found}.values())
+def measure(
+    todo: list[Any], size: int, settings: Any, path: Path, timeout: float, json: Path | None, pictures: list[Path]
+) -> None:
+    """Run the ranks, and report what they found, also if they fail. Exit status 1 for failures and wrong results.
 
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"--m takes numbers of tokens, got {text!r}")
-    return int(text)
-
-
-def _ranks(given: int | None, tp: int) -> int:
-    """How many ranks there are to be. Raises ValueError where there are not as many GPUs."""
-    size = count_ranks(
-        "bench",
-        given if "WORLD_SIZE" not in os.environ else 1,
-        tp,
-        "; --from FILE shows what was measured elsewhere",
-    )
-    if "WORLD_SIZE" in os.environ:
-        size = int(os.environ["WORLD_SIZE"])
-        if given not in (None, size):
-            raise ValueError(f"--ranks {given}, but torchrun has started {size}")
-    return size
-
-
-def _measure(todo: list[Any], size: int, settings: Any, path: Path, timeout: float, plots: list[Path]) -> None:
-    """Run the ranks, and show what they found, also where they come to a bad end. Exit status 1 for wrong results."""
-    from distgemm.bench.report import load, wrong
+    Args:
+        todo: the jobs.
+        size: number of ranks.
+        settings: of the run.
+        path: the file that rank 0 writes after each row.
+        timeout: seconds.
+        json, pictures: what --json and -o give.
+    """
     from distgemm.bench.run import run_rank
     from distgemm.runtime.launch import init_from_env, launch
 
@@ -190,49 +166,99 @@ def _measure(todo: list[Any], size: int, settings: Any, path: Path, timeout: flo
         except RuntimeError as error:
             failed = str(error)
             if _written(path) == before:
-                typer.echo(f"error: {failed}", err=True)
+                say(f"error: {failed}")
                 raise typer.Exit(1) from None
             result = load(path)
     if first:
-        _report(result, plots)
+        _report(result, None if json == path else json, pictures)
     if failed:
-        typer.echo(f"error: {failed}", err=True)
+        say(f"error: {failed}")
     if failed or wrong(result):
         raise typer.Exit(1)
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written; None where there is none."""
+    """When a file was written; None if it does not exist."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-# --- showing --------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------------
 
 
-def _report(result: dict[str, Any], plots: Sequence[Path]) -> None:
-    """All tables, what stands below them, and the pictures."""
-    from distgemm.bench.report import draw, failures, notes, row_table, summary_table, wrong
-
-    console = new_console()
-    facts = result["about"]
-    typer.echo(
-        f"{facts['gpus']} x {facts['gpu']}, driver {facts.get('driver')}, CUDA {facts['cuda']}, torch "
-        f"{facts['torch']}, NCCL {facts['nccl']}, NVLS {facts['nvls']}, CUTLASS {facts['cutlass']}; {result['date']}\n"
-    )
-    for row in result["rows"]:
-        console.print(row_table(row))
-        for line in failures(row):
-            typer.echo(line)
-        console.print()
-    console.print(summary_table(result))
-    console.print()
-    for line in notes(result):
-        typer.echo(line)
+def _report(result: dict[str, Any], json: Path | None, pictures: Sequence[Path]) -> None:
+    """Print all tables and the notes below them, and write the files."""
+    if wants_text(json):
+        facts = result["about"]
+        print_wrapped(
+            f"{facts['gpus']} x {facts['gpu']}, driver {facts.get('driver')}, CUDA {facts['cuda']}, torch "
+            f"{facts['torch']}, NCCL {facts['nccl']}, NVLS {facts['nvls']}, CUTLASS {facts['cutlass']}; "
+            f"{result['date']}"
+        )
+        typer.echo()
+        for row in result["rows"]:
+            print_row(row)
+            typer.echo()
+        print_summary(result["rows"])
+        typer.echo()
+        for line in notes(result):
+            print_wrapped(line)
+    write_json(json, result)
     for line in wrong(result):
-        typer.echo(f"WRONG: {line}", err=True)
-    for path in plots:
-        write_file("--plot", path, _drawer(draw, result))
+        say(f"WRONG: {line}")
+    for path in pictures:
+        write_file(path, lambda path: _draw(result, path))
 
 
-def _drawer(draw: Callable[[dict[str, Any], Path], None], result: dict[str, Any]) -> Callable[[str], None]:
-    return lambda path: draw(result, Path(path))
+def _draw(result: dict[str, Any], path: str) -> None:
+    from distgemm.bench.figure import draw_benchmark
+
+    draw_benchmark(result, path)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def print_row(row: Row) -> None:
+    """Print the methods of a row with figures, the fastest first and those that failed last."""
+    as_with = f", n and k of each rank as with {row['tp']}" if row["tp"] != row["ranks"] else ""
+    title = f"{label(row)}: {row['m']} x {row['n']} x {row['k']} on {row['ranks']} ranks{as_with}"
+    lines = []
+    for each in sorted(row["methods"], key=lambda each: math.inf if each["ms"] is None else each["ms"]):
+        below = [each["detail"]] if each["detail"] else []
+        if each["ms"] is None:
+            lines.append(Line(each["name"], ["WRONG" if each["wrong"] else "failed"], "red", below))
+            continue
+        figures = [
+            _ms(each["ms"]),
+            percent((each["max_ms"] - each["min_ms"]) / each["ms"]),
+            "-" if each["tflops"] is None else f"{each['tflops']:.0f}",
+            percent(each["efficiency"]),
+            percent(each["pipeline_efficiency"]),
+            percent(each["hidden"]),
+            percent(each["relative"]),
+        ]
+        lines.append(Line(each["name"], figures, {OURS: "bold", PART: "dim"}.get(each["kind"], ""), below))
+    heads = ["method", "ms", "spread", "TFLOP/s", "efficiency", "of pipeline", "hidden", "of NCCL"]
+    print_figures(heads, lines, title)
+    for text in failures(row):
+        print_wrapped(text)
+
+
+def print_summary(rows: Sequence[Row]) -> None:
+    """Print each row's fastest method of distgemm and its fastest peer."""
+    lines = []
+    for row in rows:
+        ours, peer = best(row, OURS), best(row, PEER)
+        auto = next((each for each in row["methods"] if each["name"] == AUTO), None)
+        figures = [
+            _ms(ours["ms"] if ours else None),
+            percent(ours["efficiency"] if ours else None),
+            _ms(auto["ms"] if auto else None),
+            _ms(peer["ms"] if peer else None),
+            f"{peer['ms'] / ours['ms']:.2f}" if ours and peer else "-",
+        ]
+        names = f"{ours['name'] if ours else '-'}; peer: {peer['name'] if peer else '-'}"
+        lines.append(Line(label(row), figures, below=[names]))
+    heads = ["row: best distgemm; best peer", "ms", "efficiency", "auto", "peer ms", "peer / ours"]
+    print_figures(heads, lines, "all rows")

@@ -1,133 +1,167 @@
-"""``distgemm trace``: one replay on all ranks, measured beside predicted."""
+"""``distgemm trace``: one replay on all ranks, as measured and as predicted."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from distgemm.cli.common import check_files, check_folder, new_console, write_file
+from distgemm.cli.options import (
+    TIMEOUT_S,
+    Dtype,
+    JsonFile,
+    K,
+    MachineName,
+    Mechanism,
+    MeshText,
+    N,
+    ScheduleName,
+    ScheduleOptions,
+    Timelines,
+    arrangement,
+    one_of,
+)
+from distgemm.cli.output import (
+    Line,
+    check_files,
+    check_json,
+    print_figures,
+    print_wrapped,
+    wants_text,
+    write_file,
+    write_json,
+)
 from distgemm.plan.derive import MECHANISMS, make_plan
-from distgemm.plan.options import parse_mesh
+from distgemm.plan.options import parse_options
 from distgemm.plan.problem import GemmProblem
-from distgemm.simulator import simulate
-from distgemm.simulator.machine import Machine, list_machines
+from distgemm.runtime.executable import WaitBy
+from distgemm.simulator import Machine, simulate
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from distgemm.measure.trace import Trace
 
-__all__ = ["gaps_text", "trace_command", "trace_table"]
-
-PATIENCE = 900.0
-"""Seconds for everything, with the compilation of kernels."""
+__all__ = ["gaps_text", "trace_command", "trace_lines"]
 
 
 def trace_command(
-    name: Annotated[
-        str, typer.Argument(help="A schedule, an alias, or a pattern such as ag+gemm.", show_default=False)
-    ],
-    m: Annotated[int, typer.Option(help="Rows of A and D.")] = 8192,
-    n: Annotated[int, typer.Option(help="Rows of B, columns of D.")] = 57344,
-    k: Annotated[int, typer.Option(help="Columns of A and B.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="Element type of A and B.")] = "bfloat16",
+    name: ScheduleName,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks, one on each GPU. [default: all GPUs]"),
+    ] = None,
+    mesh: MeshText = None,
+    option: ScheduleOptions = None,
+    m: Annotated[int, typer.Option("--m", metavar="M", min=1, help="Rows of A and D.")] = 8192,
+    n: N = 57344,
+    k: K = 8192,
+    dtype: Dtype = "bfloat16",
     chunks: Annotated[
-        int | None, typer.Option(help="The schedule's option chunks. [default: the schedule's own]")
+        int | None,
+        typer.Option(
+            "--chunks", metavar="N", min=1, help="The schedule's option chunks. [default: the schedule's own]"
+        ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Number of ranks, one on each GPU. [default: all GPUs]")] = None,
-    mesh: Annotated[str | None, typer.Option(help="Arrangement of the ranks, such as 2x4.", show_default=False)] = None,
-    mechanism: Annotated[str, typer.Option(help=f"One of {', '.join(MECHANISMS)}.")] = MECHANISMS[0],
-    provider: Annotated[str, typer.Option(help="Of the GEMMs: cutlass or cublas.")] = "cutlass",
-    config: Annotated[str | None, typer.Option(help="A configuration of the provider. [default: by shape]")] = None,
-    gemm_streams: Annotated[int, typer.Option(help="Streams on which GEMMs alternate.", min=1, max=2)] = 2,
-    waits: Annotated[
-        str, typer.Option(help="Who waits for other ranks: operations on memory, or, with --gemm_streams 1, a kernel.")
-    ] = "memory",
-    machine: Annotated[str, typer.Option(help=f"One of {', '.join(list_machines())}, or a .json file.")] = "h200",
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write a trace for ui.perfetto.dev to this file.", show_default=False)
+    mechanism: Mechanism = MECHANISMS[0],
+    provider: Annotated[
+        str,
+        typer.Option(
+            "--provider", parser=one_of(["cutlass", "cublas"]), metavar="NAME", help="Of the GEMMs: cutlass or cublas."
+        ),
+    ] = "cutlass",
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="CONFIG", help="A tile configuration of the provider. [default: by shape]"),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw it into this .svg or .png file.", show_default=False)
-    ] = None,
+    gemm_streams: Annotated[
+        int, typer.Option("--gemm-streams", metavar="N", min=1, max=2, help="Streams on which GEMMs alternate.")
+    ] = 2,
+    wait_by: Annotated[
+        WaitBy,
+        typer.Option(
+            "--wait-by",
+            parser=one_of(get_args(WaitBy)),
+            metavar="NAME",
+            help="What waits for other ranks: memory_op or, with --gemm-streams 1, kernel.",
+        ),
+    ] = "memory_op",
+    machine: MachineName = "h200",
+    json: JsonFile = None,
+    output: Timelines = None,
 ) -> None:
-    """Run a plan on the GPUs of this machine, and show what each did when in one replay, beside the prediction.
+    """Show when each GPU did what in one replay.
 
-    The plan is recorded as a CUDA graph on each rank and replayed under the profiler of torch; the middle replay is
-    shown. Waits and signals are not shown: where something waits, there is a gap.
+    It runs a plan on the GPUs of this machine, and also shows the prediction. Each rank records the plan as a CUDA
+    graph and replays it under torch's profiler; the middle replay is shown. Waits and signals are not shown: a gap
+    is where something waits.
 
-    A rank's total is the time from its first op to that of the next replay; the line above the table has what a replay
-    takes without the profiler. "Without GEMM" is the time before the first GEMM, between GEMMs, and from the end of
-    the last one to the next replay.
+    A rank's total is the time from its first op to that of the next replay; the line above the table has the time
+    of a replay without the profiler. "no GEMM" is the time before the first GEMM (start), between GEMMs (middle),
+    and from the end of the last GEMM to the next replay (end).
     """
-    if json is not None:
-        check_folder("--json", json)
-    if picture is not None:
-        check_files("--picture", [picture])
-    if waits not in ("memory", "kernel"):
-        raise ValueError(f"--waits is memory or kernel, got {waits!r}")
-    if waits == "kernel" and gemm_streams != 1:
+    paths = output or []
+    check_files(paths, ".json")
+    check_json(json)
+    if wait_by == "kernel" and gemm_streams != 1:
         raise ValueError(
-            f"--waits kernel takes --gemm_streams 1, got {gemm_streams}: no GEMM may run beside a kernel that waits"
+            f"--wait-by kernel takes --gemm-streams 1, got {gemm_streams}: no GEMM may run during a kernel that waits"
         )
-    sides = parse_mesh(mesh)
-    options: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
+    options: dict[str, Any] = {"sync": "barrier", "mechanism": mechanism, **parse_options(option)}
+    if chunks is not None:
+        if "chunks" in options:
+            raise ValueError("chunks are given by --chunks or by --option chunks=, not by both")
+        options["chunks"] = chunks
     problem = GemmProblem(m, n, k, dtype=dtype)
     gpus = Machine.load(machine)
-    if ranks is None and sides is None:
-        # What no number of ranks could take is refused before GPUs are looked for.
-        make_plan(problem, name, 2, sync="barrier", mechanism=mechanism, **options)
+    if ranks is None and mesh is None:
+        # Whatever no number of ranks could run is refused before GPUs are looked for.
+        make_plan(problem, name, mesh=arrangement(name, 2, None), **options)
         import torch
 
         ranks = torch.cuda.device_count()
         if not ranks:
-            raise ValueError("trace runs on GPUs, and there is none here; distgemm simulate needs none")
-    plan = make_plan(problem, name, ranks, mesh=sides, sync="barrier", mechanism=mechanism, **options)
+            raise ValueError("trace runs on GPUs, and torch finds none; distgemm simulate needs none")
+    plan = make_plan(problem, name, mesh=arrangement(name, ranks, mesh), **options)
     predicted = simulate(plan, gpus, gemm_streams=gemm_streams)
 
-    from distgemm.measure.trace import Trace, draw_trace, record
+    from distgemm.measure.trace import Trace, record
     from distgemm.runtime.launch import launch
 
     recordings = launch(
-        record, plan.world_size, plan, provider, config, gemm_streams, waits, backend="nccl", timeout=PATIENCE
+        record, plan.world_size, plan, provider, config, gemm_streams, wait_by, backend="nccl", timeout=TIMEOUT_S
     )
     trace = Trace.of(plan, gemm_streams, recordings, predicted)
-    report(trace)
-    if json is not None:
-        write_file("--json", json, trace.save_perfetto)
-    if picture is not None:
-        write_file("--picture", picture, lambda path: draw_trace(trace, path))
+    if wants_text(json):
+        _report(trace)
+    write_json(json, trace.to_dict())
+    for path in paths:
+        write_file(path, lambda path: _write_trace(trace, path))
 
 
-def report(trace: Trace) -> None:
+def _report(trace: Trace) -> None:
     """Print where the time goes."""
     plan, p = trace.plan, trace.plan.problem
-    typer.echo(f"{plan.schedule}: {plan.world_size} ranks, m {p.m} x n {p.n} x k {p.k}, {p.dtype}")
+    print_wrapped(f"{plan.schedule}: {plan.world_size} ranks, m {p.m} x n {p.n} x k {p.k}, {p.dtype}")
     error = 100 * (trace.predicted.time / trace.alone - 1)
-    typer.echo(
+    print_wrapped(
         f"{trace.alone:.1f} us per replay on the slowest rank, without the profiler; predicted "
         f"{trace.predicted.time:.1f} us ({error:+.0f} %)"
     )
-    new_console().print(trace_table(trace))
-    typer.echo(gaps_text(trace))
+    heads = ["rank, us", "total", "GEMMs", "copies", "both", "no GEMM: start", "middle", "end"]
+    print_figures(heads, trace_lines(trace))
+    for line in gaps_text(trace).splitlines():
+        print_wrapped(line)
 
 
-def trace_table(trace: Trace) -> Table:
-    """A row for each rank as measured, and as predicted."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table("rank", "us", box=box.SIMPLE)
-    titles = ("total", "GEMMs", "copies", "both", "without GEMM: at start", "between", "at end")
-    for title in titles:
-        table.add_column(title, justify="right")
-    for rank in range(trace.plan.world_size):
-        for predicted in (False, True):
-            figures = (f"{value:.1f}" for value in trace.figures(rank, predicted))
-            table.add_row("" if predicted else str(rank), "predicted" if predicted else "measured", *figures)
-    return table
+def trace_lines(trace: Trace) -> list[Line]:
+    """Two rows for each rank: as measured, and as predicted."""
+    return [
+        Line(
+            f"{rank} {'predicted' if predicted else 'measured'}",
+            [f"{value:.1f}" for value in trace.figures(rank, predicted)],
+        )
+        for rank in range(trace.plan.world_size)
+        for predicted in (False, True)
+    ]
 
 
 def gaps_text(trace: Trace) -> str:
@@ -135,7 +169,18 @@ def gaps_text(trace: Trace) -> str:
     lines = [f"{gap.us:6.1f} us on rank {gap.rank} {gap.text}" for gap in trace.gaps()]
     if trace.violation:
         shifts = ", ".join(f"{shift:.1f}" for shift in trace.shifts)
-        clocks = f"clocks: a chunk was used {trace.violation:.1f} us before it had come; set forward by {shifts} us"
+        clocks = f"clocks: a chunk was used {trace.violation:.1f} us before it arrived; set forward by {shifts} us"
     else:
-        clocks = "clocks: no chunk is used before it has come; nothing is shifted"
+        clocks = "clocks: no chunk is used before it arrives; nothing is shifted"
     return "\n".join([*lines, clocks])
+
+
+def _write_trace(trace: Trace, path: str) -> None:
+    if path.lower().endswith(".json"):
+        from distgemm.viz.perfetto import save_trace
+
+        save_trace(trace.to_perfetto(), path)
+    else:
+        from distgemm.measure.trace_figure import draw_trace
+
+        draw_trace(trace, path)

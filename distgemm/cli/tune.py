@@ -1,4 +1,4 @@
-"""``distgemm tune``: the layers of a model measured, and what is fastest for each recorded."""
+"""``distgemm tune``: the layers of models measured, and the fastest configuration of each recorded."""
 
 from __future__ import annotations
 
@@ -6,128 +6,88 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distgemm.cli.common import check_folder, count_ranks, new_console, new_table
-from distgemm.measure.models import MODELS, get_model
-from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import PATTERNS, Pattern
+from distgemm.bench.cases import LAYERS, Case, cases
+from distgemm.cli.options import (
+    DEFAULT_M,
+    Dtype,
+    JsonFile,
+    Layers,
+    Models,
+    Patterns,
+    RanksOfLayers,
+    TensorParallel,
+    Tokens,
+    count_ranks,
+    each_once,
+    models_of,
+)
+from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.table import Table
-
     from distgemm.tune import Tuned
 
-__all__ = ["Case", "cases", "tune_command", "tuned_table"]
+__all__ = ["measured_layers", "run_rank", "tune_command", "tuned_lines"]
 
-PATIENCE = 4 * 3600.0
-"""Seconds for everything, with the compilation of kernels."""
-
-
-class Case(NamedTuple):
-    """A layer: what it is called, its pattern, and the problem on so many ranks."""
-
-    label: str
-    pattern: Pattern
-    problem: GemmProblem
-
-
-def cases(model: str, ms: list[int], ops: list[str], tp: int, ranks: int, dtype: str) -> list[Case]:
-    """The layers of a model. With fewer ranks than ``tp``, each has what it has among tp ranks.
-
-    Raises ValueError for an unknown model or pattern, for layers that tp ranks cannot share evenly, and for more ranks.
-    """
-    if ranks > tp:
-        raise ValueError(f"--ranks {ranks} are at most the --tp {tp} ranks that share a layer")
-    if unknown := sorted(set(ops) - set(PATTERNS)):
-        raise ValueError(f"--ops are some of {', '.join(PATTERNS)}, got {unknown[0]!r}")
-    found = []
-    for m in ms:
-        for layer in get_model(model).layers:
-            n, k = layer.among(ranks, tp)
-            for pattern in layer.patterns:
-                if pattern in ops:
-                    label = f"{model.removeprefix('llama-3-')} {layer.name}"
-                    found.append(Case(label, pattern, GemmProblem(m, n, k, dtype=dtype)))
-    return found
+TUNE_TIMEOUT_S = 4 * 3600.0
+"""Time in which all ranks must end. It includes the compilation of kernels."""
 
 
 def tune_command(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Whose layers, of {', '.join(MODELS)}; several likewise, or all. [default: llama-3-70b]"),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 8,
-    m: Annotated[
-        list[str] | None,
-        typer.Option(help="Tokens, rows of A and D; several with blanks or commas between them. [default: 8192]"),
-    ] = None,
-    ops: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(PATTERNS)}; several likewise. [default: ag+gemm,gemm+rs]")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Ranks to run. With fewer than --tp, each has what it has of --tp. [default: --tp, or as many as "
-            "there are GPUs]",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
+    model: Models = None,
+    layer: Layers = None,
+    pattern: Patterns = None,
+    m: Tokens = None,
+    tp: TensorParallel = 8,
+    ranks: RanksOfLayers = None,
+    dtype: Dtype = "bfloat16",
     kernels: Annotated[
-        bool, typer.Option(help="Whether configurations of the GEMMs are measured as well; compiles kernels.")
+        bool,
+        typer.Option("--kernels/--no-kernels", help="Whether tile configurations of GEMMs are measured as well."),
     ] = True,
-    write: Annotated[bool, typer.Option(help="Whether the choices are recorded.")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Where the times of all that was measured go, after each layer.")
-    ] = None,
+    write: Annotated[bool, typer.Option("--write/--no-write", help="Whether the fastest is recorded.")] = True,
+    json: JsonFile = None,
 ) -> None:
-    """Measure what schedule="auto" takes for the layers of a model on the GPUs of this machine, and record it.
+    """Measure and record what "auto" selects.
 
-    A few plans and the unfused program are measured against each other for each layer; the fastest is recorded in the
-    cache folder, by the extents of the whole problem and the number of ranks. What is recorded is measured anew;
-    configurations of GEMMs that are known are kept: tune-gemm measures them anew.
+    These are the layers of models on the GPUs of this machine, and the configurations of schedule="auto". A few
+    plans and the unfused program are measured for each layer. The cache folder keeps the fastest one, by the
+    extents of the whole problem and the number of ranks. A recorded layer is measured again. Tile configurations
+    that are known are kept: tune-gemm measures them again. With --kernels, kernels are compiled. The file of --json
+    is written after each layer.
     """
-    models = _split(model or ["llama-3-70b"])
-    shapes = _tokens(m or ["8192"]), _split(ops or ["ag+gemm,gemm+rs"]), tp
-
-    def of_models(size: int) -> list[Case]:
-        return [case for name in (MODELS if "all" in models else models) for case in cases(name, *shapes, size, dtype)]
-
-    of_models(ranks or tp)  # arguments are refused before GPUs are looked for
-    if json_file is not None:
-        check_folder("--json", json_file)
-        json_file = json_file.absolute()
+    check_json(json)
+    names = (models_of(model), each_once(layer, list(LAYERS)), each_once(pattern, ["ag+gemm", "gemm+rs"]))
+    ms = each_once(m, [DEFAULT_M])
+    cases(*names, ms, ranks or tp, tp, dtype)  # arguments are refused before GPUs are looked for
     size = count_ranks("tune", ranks, tp)
-    found = of_models(size)
+    found = cases(*names, ms, size, tp, dtype)
 
     from distgemm.runtime.launch import launch
 
-    tuned: list[Tuned] = launch(_rank_main, size, found, write, kernels, json_file, backend="nccl", timeout=PATIENCE)[0]
-    new_console().print(tuned_table(found, tuned))
+    path = json.absolute() if json is not None and wants_text(json) else None
+    by_rank: list[list[Tuned]] = launch(
+        run_rank, size, found, write, kernels, path, backend="nccl", timeout=TUNE_TIMEOUT_S
+    )
+    tuned = by_rank[0]
+    if wants_text(json):
+        heads = ["layer", "m x n x k", "ms", "unfused", "speed-up"]
+        print_figures(heads, tuned_lines(found, tuned))
+    else:
+        write_json(json, {"layers": measured_layers(found, tuned)})
     for reason in sorted({f"not measured: {name}: {why}" for each in tuned for name, why in each.refused.items()}):
-        typer.echo(reason, err=True)
-    for path in sorted({str(each.path) for each in tuned if each.path is not None}):
-        typer.echo(f"choices are in {path}")
+        say(reason)
+    for file in sorted({str(each.path) for each in tuned if each.path is not None}):
+        typer.echo(f"configurations are in {file}", err=not wants_text(json))
 
 
-def _split(texts: list[str]) -> list[str]:
-    return list(dict.fromkeys(part for text in texts for part in text.split(",") if part))
-
-
-def _tokens(texts: list[str]) -> list[int]:
-    try:
-        return [int(part) for part in _split(texts)]
-    except ValueError:
-        raise ValueError(f"--m is given as 8192 or 2048,8192, got {' '.join(texts)!r}") from None
-
-
-def _rank_main(found: list[Case], write: bool, kernels: bool, json_file: Path | None) -> list[Tuned]:
-    """What each rank does."""
+def run_rank(found: Sequence[Case], write: bool, kernels: bool, json: Path | None) -> list[Tuned]:
+    """Tune all cases. Each rank calls this; rank 0 writes the file after each case."""
     import torch.distributed as dist
 
     from distgemm.bench.report import save
@@ -137,21 +97,21 @@ def _rank_main(found: list[Case], write: bool, kernels: bool, json_file: Path | 
     first = dist.get_rank() == 0
     with _progress(len(found), shown=first) as begin:
         for case in found:
-            say = begin(f"{case.label} {case.pattern} m={case.problem.m}")
-            tuned.append(tune(case.problem, case.pattern, write=write, kernels=kernels, progress=say))
-            if first and json_file is not None:
-                save({"layers": measured(found, tuned)}, json_file)
+            progress = begin(str(case))
+            tuned.append(tune(case.problem, case.pattern, write=write, kernels=kernels, progress=progress))
+            if first and json is not None:
+                save({"layers": measured_layers(found, tuned)}, json)
     return tuned
 
 
-def measured(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
-    """What ``--json`` writes: of each layer measured so far the choice and the ms of all that was tried."""
+def measured_layers(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """The content of the file of --json: for each layer the configuration, and the ms of everything that was tried."""
     return [
         {
-            "layer": case.label,
-            "op": case.pattern,
+            "layer": f"{case.model.removeprefix('llama-3-')} {case.layer}",
+            "pattern": case.pattern,
             "problem": dataclasses.asdict(case.problem),
-            "choice": str(best.config),
+            "config": str(best.config),
             "ms": dict(sorted(best.times.items(), key=lambda each: each[1])),
             "refused": best.refused,
         }
@@ -161,7 +121,7 @@ def measured(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[dict[str, An
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Callable[[str], Callable[[str], object]]]:
-    """A bar; what is yielded begins a case, and returns what is told of its progress."""
+    """A progress bar. The function that it yields begins a case, and returns what takes the texts of its progress."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns: Any = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -179,16 +139,12 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[str], Callable[[str
         progress.update(task, completed=total, description="")
 
 
-def tuned_table(found: list[Case], tuned: list[Tuned]) -> Table:
-    """A row for each layer: what was chosen, its time, that of the unfused program."""
-    table = new_table()
-    for title in ("layer", "op", "m x n x k", "choice"):
-        table.add_column(title, overflow="fold")
-    for title in ("ms", "unfused", "speed-up"):
-        table.add_column(title, justify="right")
+def tuned_lines(found: Sequence[Case], tuned: Sequence[Tuned]) -> list[Line]:
+    """A row for each layer: its time, that of the unfused program, and the configuration below."""
+    lines = []
     for case, best in zip(found, tuned, strict=True):
-        p, beside = case.problem, best.unfused_ms
-        figures = ["-", "-"] if beside is None else [f"{beside:.4f}", f"{beside / best.ms:.3f}"]
+        p, unfused = case.problem, best.unfused_ms
+        figures = ["-", "-"] if unfused is None else [f"{unfused:.4f}", f"{unfused / best.ms:.3f}"]
         shape = f"{p.m} x {p.n} x {p.k}"
-        table.add_row(case.label, case.pattern, shape, str(best.config), f"{best.ms:.4f}", *figures)
-    return table
+        lines.append(Line(case.label, [shape, f"{best.ms:.4f}", *figures], below=[str(best.config)]))
+    return lines

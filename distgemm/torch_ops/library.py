@@ -28,7 +28,7 @@ DTYPE_NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name
 # --- sizes ----------------------------------------------------------------------------------------------
 
 
-def _split(extent: int, ranks: int) -> list[int]:
+def split_extent(extent: int, ranks: int) -> list[int]:
     """The shares of an extent, as torch.chunk splits it; 0 for ranks without a share."""
     length = -(-extent // ranks)
     return [max(0, min(length, extent - rank * length)) for rank in range(ranks)]
@@ -39,7 +39,7 @@ def _whole(function: Function, name: str, mine: int, whole: int | None, group: s
     size, rank = size_and_rank(group)
     if whole is None:
         return mine * size
-    shares = _split(whole, size)
+    shares = split_extent(whole, size)
     if shares[rank] != mine:
         raise ValueError(
             f"{function}: {name}={whole} is split as {shares} over {size} ranks, so b has {shares[rank]} on rank "
@@ -66,7 +66,7 @@ def _scattered_rows(function: Function, whole: int, rows: Sizes, group: str) -> 
         if whole % size:
             raise ValueError(
                 f"{function}: {whole} rows are not the same number for each of {size} ranks; "
-                f"m_per_rank={tuple(_split(whole, size))} would do"
+                f"m_per_rank={tuple(split_extent(whole, size))} would do"
             )
         return [whole // size] * size
     if len(rows) != size or sum(rows) != whole:
@@ -122,7 +122,7 @@ def _problem(
 ) -> GemmProblem:
     if not m or not n or not k:
         raise ValueError(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
-    unequal = rows is not None and list(rows) != _split(m, ranks)
+    unequal = rows is not None and list(rows) != split_extent(m, ranks)
     return GemmProblem(m, n, k, dtype=DTYPE_NAMES[a.dtype], m_per_rank=tuple(rows) if unequal and rows else None)
 
 
@@ -205,10 +205,10 @@ def all_gather_matmul(
     size, _ = size_and_rank(group)
     m, k = sum(rows), a.shape[1]
     # A rank without rows of b has no GEMM, so the plan sends it nothing.
-    everywhere = [all(_split(n, size)) for n in ns]
+    everywhere = [all(split_extent(n, size)) for n in ns]
     first = max(range(len(bs)), key=lambda index: (everywhere[index], ns[index]))
     if (len(bs) > 1 or gathered) and not everywhere[first] and purpose == "forward":
-        idle = _split(ns[first], size).index(0)
+        idle = split_extent(ns[first], size).index(0)
         raise ValueError(
             f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, so "
             "a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
@@ -290,7 +290,7 @@ def _input_gradient(ctx: Any, bs: Sequence[Tensor], given: Sequence[tuple[int, T
     widths = [bs[index].shape[0] for index, _ in given]
     if ctx.ns is not None:
         # Shares of several b do not add up to a share of their sum. Padding with zeros makes the ranks equal.
-        missing = sum(_split(ctx.ns[index], size)[0] for index, _ in given) - sum(widths)
+        missing = sum(split_extent(ctx.ns[index], size)[0] for index, _ in given) - sum(widths)
         grads.append(grad.new_zeros(grad.shape[0], missing))
         weights.append(bs[0].new_zeros(missing, bs[0].shape[1]))
     return _scatter(torch.cat(grads, 1), torch.cat(weights).t(), ctx.group, rows, None)
@@ -323,7 +323,7 @@ def _scatter_sizes(
     _check(function, {"a": a, "b": b, "bias": bias})
     k = _whole(function, "in_features", a.shape[1], k, group)
     size, _ = size_and_rank(group)
-    if bias is not None and not all(_split(k, size)):
+    if bias is not None and not all(split_extent(k, size)):
         raise ValueError(
             f"{function}: in_features={k} leaves some of {size} ranks without a column, and so their bias without a "
             "gradient; add the bias to the result instead"

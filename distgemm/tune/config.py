@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan import GemmProblem, Plan, make_plan
-from distgemm.plan.options import parse_options
+from distgemm.plan.options import parse_mesh, parse_options
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
@@ -117,6 +117,8 @@ class TunedConfig:
         """
         options = dict(self.options)
         size = None if "mesh" in options else world_size
+        if isinstance(options.get("mesh"), str):  # "mesh=2x2" in a text
+            options["mesh"] = parse_mesh(options["mesh"])
         return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
 
     def __str__(self) -> str:

@@ -20,14 +20,15 @@ from distgemm.gemm.fused.gemms import combined_spec
 from distgemm.gemm.fused.kernel import pingpong_first
 from distgemm.gemm.nvcc import build_together
 from distgemm.gemm.spec import Status
-from distgemm.measure.timing import Operation, WrongResultError, attempt, executable_method, sample
+from distgemm.measure.operation import Operation, WrongResultError, executable_method
+from distgemm.measure.timing import attempt, sample
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
 from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
-from distgemm.tune import gemm as tune_gemm
+from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
 from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
 from distgemm.tune.candidates import providers, shortlist, specs_of
@@ -372,13 +373,13 @@ def _tune_gemms(
         sources = [
             kernel_source(spec, tile, provider.arch)
             for spec, streams in wanted.values()
-            for tile in tune_gemm.candidates(provider, spec, streams)
+            for tile in gemm_tuning.candidates(provider, spec, streams)
         ]
         build_together(list(dict.fromkeys(sources)), rank, size)
         entries: Entries = {}
         for key, (spec, streams) in list(wanted.items())[rank::size]:
             report(f"measuring GEMM {key}")
-            best = tune_gemm.tune(_tensors(spec, device), streams=streams, write=False)
+            best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
             entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
         return entries
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -18,7 +19,7 @@ LIMIT = 16
 """Default number of rows and columns of a table; a line below it says what is left out."""
 
 WIDTH = 100
-"""Characters of a line. Cells of a grid are broken into lines to stay within it, if that is possible."""
+"""Characters of a line of a grid by default."""
 
 OP_KINDS = ("Gemm", "Copy", "Reduce", "Signal", "Wait", "Barrier")
 
@@ -26,7 +27,7 @@ OP_KINDS = ("Gemm", "Copy", "Reduce", "Signal", "Wait", "Barrier")
 # --- schedules ------------------------------------------------------------------------------------------
 
 
-def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) -> str:
+def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT, width: int | None = None) -> str:
     """A schedule as text: its routes, its work table, and a grid of tiles for each of A, B and D.
 
     A cell of a grid names the rank that holds the tile, and rank:iteration for each use.
@@ -34,6 +35,8 @@ def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) ->
     Args:
         scheduler: what is shown.
         limit: rows and columns of each table; a line says what is left out.
+        width: characters of a line; wider tables continue below with further columns. None: no limit, except that
+            cells of a grid are broken into lines to stay within ``WIDTH`` characters if that is possible.
     """
     if limit < 1:
         raise ValueError(f"limit is an integer >= 1, got {limit!r}")
@@ -43,13 +46,15 @@ def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT) ->
         f"{_count(scheduler.iterations, 'iteration')}, work tiles m {grid.m}, n {grid.n}, k {grid.k}, l {grid.l}"
     )
     uses = {operand: _uses(scheduler, operand) for operand in MODES}
-    parts = [f"{head}\n{_routes(scheduler, uses)}", _work_table(scheduler, limit)]
+    about = [head, _routes(scheduler, uses)]
+    parts = ["\n".join(_wrapped(line, width) for line in about), _work_table(scheduler, limit, width)]
     for operand in MODES:
-        parts += _grids(scheduler, operand, uses[operand], limit)
-    parts.append(
-        "[r]: r holds the tile of A or B at the start, owns the tile of D at the end\n"
-        "r:i: rank r reads the tile of A or B, or adds to the tile of D, in iteration i; *: in all iterations"
+        parts += _grids(scheduler, operand, uses[operand], limit, width)
+    legend = (
+        "[r]: r holds the tile of A or B at the start, owns the tile of D at the end",
+        "r:i: rank r reads the tile of A or B, or adds to the tile of D, in iteration i; *: in all iterations",
     )
+    parts.append("\n".join(_wrapped(line, width) for line in legend))
     return "\n\n".join(parts)
 
 
@@ -119,7 +124,7 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     return f"routes: {'; '.join([*said, result])}"
 
 
-def _work_table(scheduler: DistributedTileScheduler, limit: int) -> str:
+def _work_table(scheduler: DistributedTileScheduler, limit: int, width: int | None) -> str:
     modes = [mode for mode in "mnkl" if mode != "l" or scheduler.grid.l > 1]
     ranks, iterations = range(scheduler.world_size), range(scheduler.iterations)
     rows = [["", *map(str, iterations[:limit])]]
@@ -129,16 +134,31 @@ def _work_table(scheduler: DistributedTileScheduler, limit: int) -> str:
         rows.append([f"rank {rank}", *cells])
     idle = "; -: idle" if any("-" in row[1:] for row in rows[1:]) else ""
     title = f"work ({', '.join(modes)}): rows are ranks, columns iterations{idle}"
-    return "\n".join([title, *_table(rows), *_left_out(("ranks", ranks), ("iterations", iterations), limit)])
+    return "\n".join([title, *_table(rows, width), *_left_out(("ranks", ranks), ("iterations", iterations), limit)])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with right-aligned columns, the first left-aligned."""
+def _wrapped(line: str, width: int | None) -> str:
+    """The line in lines of at most ``width`` characters, if its words allow that."""
+    if width is None:
+        return line
+    return textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _table(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Lines with right-aligned columns, the first left-aligned. Columns that do not fit continue below."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    lines: list[str] = []
+    first = 1
+    while first < len(widths):
+        end, used = first + 1, widths[0] + 2 + widths[first]
+        while end < len(widths) and (width is None or used + 2 + widths[end] <= width):
+            used += 2 + widths[end]
+            end += 1
+        for row in rows:
+            cells = (row[column].rjust(widths[column]) for column in range(first, end))
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+        first = end
+    return lines
 
 
 def _left_out(first: tuple[str, Sequence[int]], second: tuple[str, Sequence[int]], limit: int) -> list[str]:
@@ -151,7 +171,7 @@ def _left_out(first: tuple[str, Sequence[int]], second: tuple[str, Sequence[int]
     return [f"... {' and '.join(cut)} shown, {missing} of {rows * columns} cells left out"]
 
 
-def _grids(scheduler: DistributedTileScheduler, operand: str, uses: Uses, limit: int) -> list[str]:
+def _grids(scheduler: DistributedTileScheduler, operand: str, uses: Uses, limit: int, width: int | None) -> list[str]:
     """The grid of an operand, one for each l."""
     row, column, _ = MODES[operand]
     batches = range(scheduler.grid.l)
@@ -162,7 +182,7 @@ def _grids(scheduler: DistributedTileScheduler, operand: str, uses: Uses, limit:
         cells = [[_cell(scheduler, operand, (r, c, batch), uses, limit) for c in columns[:limit]] for r in rows[:limit]]
         title = f"{operand} ({row}, {column}){where}"
         left_out = _left_out((f"rows ({row})", rows), (f"columns ({column})", columns), limit)
-        found.append("\n".join([title, *_boxes(row, column, cells), *left_out]))
+        found.append("\n".join([title, *_boxes(row, column, cells, width), *left_out]))
     if len(batches) > limit:
         found[-1] += f"\n... {limit} of {len(batches)} grids of {operand} (l) shown"
     return found
@@ -181,17 +201,31 @@ def _cell(
     return tokens
 
 
-def _boxes(row: str, column: str, cells: list[list[list[str]]]) -> list[str]:
+def _boxes(row: str, column: str, cells: list[list[list[str]]], width: int | None) -> list[str]:
+    """Lines of a grid. Columns that do not fit continue below."""
+    if width is None:
+        return _box_rows(row, column, 0, cells, WIDTH)
+    narrowest = max(
+        len(f"{column} {len(cells[0]) - 1}"), *(len(token) for line in cells for tokens in line for token in tokens)
+    )
+    fitting = max(1, (width - len(f"{row} {len(cells) - 1}") - 2) // (narrowest + 3))
+    lines: list[str] = []
+    for first in range(0, len(cells[0]), fitting):
+        lines += _box_rows(row, column, first, [line[first : first + fitting] for line in cells], width)
+    return lines
+
+
+def _box_rows(row: str, column: str, first: int, cells: list[list[list[str]]], most: int) -> list[str]:
     """Lines of a grid: each cell on one line if they all fit, else its first word above the others."""
     columns = len(cells[0])
     labels = [f"{row} {index}".ljust(len(f"{row} {len(cells) - 1}")) for index in range(len(cells))]
-    room = (WIDTH - len(labels[0]) - 3) // columns - 3
+    room = (most - len(labels[0]) - 3) // columns - 3
     texts = [[[" ".join(tokens)] for tokens in line] for line in cells]
     stacked = max(len(text[0]) for line in texts for text in line) > room
     if stacked:
         width = max(len(token) for line in cells for tokens in line for token in tokens[1:] or [""])
         texts = [[_stack(tokens, width, max(1, (room + 1) // (width + 1))) for tokens in line] for line in cells]
-    titles = [f"{column} {index}" for index in range(columns)]
+    titles = [f"{column} {first + index}" for index in range(columns)]
     width = max([*map(len, titles), *(len(part) for line in texts for text in line for part in text)])
     rule = f"{' ' * len(labels[0])} |{'|'.join(['-' * (width + 2)] * columns)}|"
     lines = [f"{' ' * len(labels[0])}   {'   '.join(title.ljust(width) for title in titles)}".rstrip(), rule]
@@ -213,7 +247,9 @@ def _stack(tokens: list[str], width: int, count: int) -> list[str]:
 # --- plans ----------------------------------------------------------------------------------------------
 
 
-def show_plan(plan: Plan, *, ops: bool = False, rank: int | None = None, limit: int = LIMIT) -> str:
+def show_plan(
+    plan: Plan, *, ops: bool = False, rank: int | None = None, limit: int = LIMIT, width: int | None = None
+) -> str:
     """A plan as text: shards, workspace, number of ops by class, bytes over each link, totals.
 
     Args:
@@ -221,6 +257,7 @@ def show_plan(plan: Plan, *, ops: bool = False, rank: int | None = None, limit: 
         ops: list the ops of all ranks.
         rank: list the ops of this rank.
         limit: rows and columns of each table; a line says what is left out.
+        width: characters of a line; wider tables continue below with further columns. None: no limit.
 
     Raises:
         ValueError: for a rank that the plan does not have.
@@ -229,32 +266,32 @@ def show_plan(plan: Plan, *, ops: bool = False, rank: int | None = None, limit: 
         raise ValueError(f"limit is an integer >= 1, got {limit!r}")
     listed = range(plan.world_size) if rank is None else [rank]
     parts = [
-        _plan_head(plan),
-        _shards(plan, limit),
-        _slots(plan, limit),
-        _op_counts(plan, limit),
-        _links(plan, limit),
-        _totals(plan),
+        "\n".join(_wrapped(line, width) for line in _plan_head(plan)),
+        _shards(plan, limit, width),
+        _slots(plan, limit, width),
+        _op_counts(plan, limit, width),
+        _links(plan, limit, width),
+        _wrapped(_totals(plan), width),
     ]
     if ops or rank is not None:
-        parts += ["\n".join([f"ops of rank {number}", *map(_op, plan.ops(number))]) for number in listed]
+        for number in listed:
+            lines = [f"ops of rank {number}", *(_wrapped(_op(op), width) for op in plan.ops(number))]
+            parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _plan_head(plan: Plan) -> str:
+def _plan_head(plan: Plan) -> list[str]:
     problem = plan.problem
     rows = f", m per rank {','.join(map(str, problem.m_per_rank))}" if problem.m_per_rank is not None else ""
     tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))
-    return "\n".join(
-        [
-            f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
-            f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
-            f"mechanism {plan.mechanism}",
-            f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
-            f"{problem.dtype} -> {problem.out_dtype}, partial sums {problem.partial_dtype}",
-            f"tiles: {tiles}",
-        ]
-    )
+    return [
+        f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
+        f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
+        f"mechanism {plan.mechanism}",
+        f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
+        f"{problem.dtype} -> {problem.out_dtype}, partial sums {problem.partial_dtype}",
+        f"tiles: {tiles}",
+    ]
 
 
 def _tiles(edges: tuple[int, ...]) -> str:
@@ -278,37 +315,37 @@ def _more_ranks(plan: Plan, limit: int) -> list[str]:
     return [f"... {limit} of {plan.world_size} ranks shown"] if plan.world_size > limit else []
 
 
-def _shards(plan: Plan, limit: int) -> str:
+def _shards(plan: Plan, limit: int, width: int | None) -> str:
     rows = [["shards", "A", "B", "D (and C)"]]
     for rank in range(plan.world_size)[:limit]:
         shapes = ("x".join(map(str, plan.shard_shape(operand, rank))) for operand in "ABD")
         rows.append([f"rank {rank}", *shapes])
-    return "\n".join([*_table(rows), *_more_ranks(plan, limit)])
+    return "\n".join([*_table(rows, width), *_more_ranks(plan, limit)])
 
 
-def _slots(plan: Plan, limit: int) -> str:
+def _slots(plan: Plan, limit: int, width: int | None) -> str:
     rows = [["workspace", "slots", "bytes", ""]]
     for rank, slots in enumerate(plan.slots[:limit]):
         kinds = Counter(f"{slot.elements} {slot.dtype}" for slot in slots)
         held = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         rows.append([f"rank {rank}", str(len(slots)), bytes_text(plan.workspace_bytes(rank)), held])
     # The last column is text, which reads better left-aligned.
-    width = max(len(row[-1]) for row in rows)
-    lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
+    text_width = max(len(row[-1]) for row in rows)
+    lines = [line.rstrip() for line in _table([[*row[:-1], row[-1].ljust(text_width)] for row in rows], width)]
     padded = ", ".join(f"{columns} -> {pitch}" for columns, pitch in plan.padded_rows)
     note = [f"rows padded to {ROW_ALIGNMENT} bytes: {padded} elements"] if padded else []
     return "\n".join([*lines, *note, *_more_ranks(plan, limit)])
 
 
-def _op_counts(plan: Plan, limit: int) -> str:
+def _op_counts(plan: Plan, limit: int, width: int | None) -> str:
     rows = [["ops", *OP_KINDS, "all"]]
     for rank, ops in enumerate(plan.rank_ops[:limit]):
         kinds = Counter(op.kind for op in ops)
         rows.append([f"rank {rank}", *(str(kinds[kind]) for kind in OP_KINDS), str(len(ops))])
-    return "\n".join([*_table(rows), *_more_ranks(plan, limit)])
+    return "\n".join([*_table(rows, width), *_more_ranks(plan, limit)])
 
 
-def _links(plan: Plan, limit: int) -> str:
+def _links(plan: Plan, limit: int, width: int | None) -> str:
     links = plan.link_bytes()
     if not links:
         return "link bytes: none, nothing moves between ranks"
@@ -319,7 +356,7 @@ def _links(plan: Plan, limit: int) -> str:
         rows.append([f"from {src}", *cells, bytes_text(sum(size for link, size in links.items() if link[0] == src))])
     received = [bytes_text(sum(size for link, size in links.items() if link[1] == dst)) for dst in ranks[:limit]]
     rows.append(["received", *received, bytes_text(sum(links.values()))])
-    return "\n".join([*_table(rows), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
+    return "\n".join([*_table(rows, width), *_left_out(("senders", ranks), ("receivers", ranks), limit)])
 
 
 def _totals(plan: Plan) -> str:

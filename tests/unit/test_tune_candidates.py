@@ -333,8 +333,8 @@ def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.M
         (
             "ag+gemm",
             NEAREST,
-            {"lag": 1},
-            "has the options chunks, largest, workspace, mechanism, send_slots, got 'lag'",
+            {"delay": 1},
+            "has the options chunks, largest, workspace, mechanism, send_slots, got 'delay'",
         ),
         ("ag+gemm", NEAREST, {"chunks": None}, "chunks is an integer or a string, got None"),
         ("ag+gemm", NEAREST, {"execution": "fused"}, "execution is one of"),

@@ -1,0 +1,80 @@
+"""``distgemm plan``: a plan as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from distgemm.cli.options import (
+    Batches,
+    Dtype,
+    JsonFile,
+    K,
+    M,
+    Mechanism,
+    MeshText,
+    N,
+    OutDtype,
+    PartialDtype,
+    Pictures,
+    Ranks,
+    RowsPerRank,
+    ScheduleName,
+    ScheduleOptions,
+    Sync,
+    Workspace,
+    arrangement,
+    gemm_problem,
+)
+from distgemm.cli.output import check_files, check_json, console_width, wants_text, write_file, write_json
+from distgemm.cli.show import Limit
+from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
+from distgemm.plan.options import parse_options
+from distgemm.viz.text import LIMIT, WIDTH, show_plan
+
+__all__ = ["plan_command"]
+
+
+def plan_command(
+    name: ScheduleName,
+    ranks: Ranks = None,
+    mesh: MeshText = None,
+    option: ScheduleOptions = None,
+    m: M = None,
+    n: N = 57344,
+    k: K = 8192,
+    batches: Batches = 1,
+    dtype: Dtype = "bfloat16",
+    out_dtype: OutDtype = None,
+    partial_dtype: PartialDtype = None,
+    m_per_rank: RowsPerRank = None,
+    workspace: Workspace = WORKSPACES[0],
+    sync: Sync = SYNCS[0],
+    mechanism: Mechanism = MECHANISMS[0],
+    ops: Annotated[bool, typer.Option("--ops", help="List the ops of all ranks.")] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="R", min=0, help="List the ops of this rank.", show_default=False)
+    ] = None,
+    limit: Limit = LIMIT,
+    json: JsonFile = None,
+    output: Pictures = None,
+) -> None:
+    """Plan a GEMM and print what every rank does.
+
+    By default it is the layer fc1 of Llama 70B.
+    """
+    from distgemm.viz.figures import draw_plan
+
+    paths = output or []
+    check_files(paths)
+    check_json(json)
+    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
+    options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
+    plan = make_plan(problem, name, mesh=arrangement(name, ranks, mesh), **options)
+    if wants_text(json):
+        typer.echo(show_plan(plan, ops=ops, rank=rank, limit=limit, width=min(WIDTH, console_width())))
+    if json is not None:
+        write_json(json, plan.to_json())
+    for path in paths:
+        write_file(path, lambda path: draw_plan(plan, path))

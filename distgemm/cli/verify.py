@@ -1,0 +1,113 @@
+"""``distgemm verify``: plans of schedules, proved."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+from typing import Annotated, Any
+
+import typer
+
+from distgemm.cli.options import (
+    JsonFile,
+    MeshText,
+    ScheduleOptions,
+    cases_of,
+    check_ranks_of_mesh,
+    each_once,
+    mesh_text,
+    one_of,
+    read_mesh,
+)
+from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
+from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
+from distgemm.plan.options import parse_options
+from distgemm.plan.plan import PlanError
+from distgemm.plan.problem import GemmProblem
+from distgemm.schedulers import get_schedule
+from distgemm.schedulers.registry import BuilderError
+
+__all__ = ["verify_command"]
+
+
+def _modes(option: str, known: tuple[str, ...], what: str) -> Any:
+    """An option that takes one of several modes, or all of them."""
+    return typer.Option(
+        option, parser=one_of([*known, "all"]), metavar="NAME", help=f"{what}: {', '.join(known)}, or all."
+    )
+
+
+def verify_command(
+    name: Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule, or all.")] = "all",
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks; repeatable. [default: 1 to 8, each]"),
+    ] = None,
+    mesh: MeshText = None,
+    option: ScheduleOptions = None,
+    m: Annotated[int, typer.Option("--m", metavar="M", min=1, help="Rows of A and D.")] = 101,
+    n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Rows of B, columns of D.")] = 77,
+    k: Annotated[int, typer.Option("--k", metavar="K", min=1, help="Columns of A and B.")] = 59,
+    workspace: Annotated[str, _modes("--workspace", WORKSPACES, "Slots of the plan")] = "all",
+    sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
+    mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",
+    json: JsonFile = None,
+) -> None:
+    """Prove plans of one schedule or of all.
+
+    A proof shows that every tile is right, without race or deadlock, in one replay and from each replay to the
+    next. Exit status 1 when a plan fails, or cannot be built. A schedule that cannot take a number of ranks, a mesh
+    or an option is skipped, with the reason. It is an error if all schedules are skipped.
+    """
+    from rich.progress import Progress
+
+    check_json(json)
+    sides = read_mesh(mesh)
+    for size in ranks or []:
+        check_ranks_of_mesh(size, sides)
+    cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), sides)
+    problem, options = GemmProblem(m, n, k), parse_options(option)
+    values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, MECHANISMS)}
+    each = [[(mode, one) for one in (known if value == "all" else (value,))] for mode, (value, known) in values.items()]
+    modes: list[dict[str, Any]] = [dict(mode) for mode in product(*each)]
+    rows: list[Line] = []
+    found: list[dict[str, Any]] = []
+    counts = {"proved": 0, "failed": 0, "skipped": 0}
+    reason = ""
+    errors = new_console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        for schedule, on in progress.track(cases, description="verify"):
+            start = time.perf_counter()
+            ops = 0
+            result, detail = "proved", ""
+            for mode in modes:
+                try:
+                    plan = make_plan(problem, get_schedule(schedule, mesh=on, **options), **mode)
+                except ValueError as error:
+                    result, reason = "skipped", " ".join(str(error).split())
+                    detail = reason
+                    if isinstance(error, BuilderError):
+                        result = "failed"
+                        say(f"{schedule} on {mesh_text(on)}: {reason}")
+                    break
+                ops += sum(map(len, plan.rank_ops))
+                try:
+                    plan.verify()
+                except PlanError as error:
+                    with_mode = ", ".join(f"{key} {value}" for key, value in mode.items())
+                    result, detail = "failed", f"{with_mode}: {error}"
+                    say(f"{schedule} on {mesh_text(on)}, {detail}")
+                    break
+            counts[result] += 1
+            ms = 1e3 * (time.perf_counter() - start)
+            facts = ["-", "-", "-"] if result == "skipped" else [str(len(modes)), str(ops), f"{ms:.0f}"]
+            rows.append(Line(schedule, [mesh_text(on), *facts, result], below=[detail] if detail else []))
+            found.append({"schedule": schedule, "mesh": on, "result": result, "reason": detail})
+    if counts["skipped"] == len(cases):
+        raise ValueError(reason)
+    if wants_text(json):
+        print_figures(["schedule", "mesh", "plans", "ops", "ms", "result"], rows)
+        typer.echo(", ".join(f"{count} {result}" for result, count in counts.items()))
+    write_json(json, found)
+    if counts["failed"]:
+        raise typer.Exit(1)
