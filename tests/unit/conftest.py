@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A list that gets the tasks of the CUDA runtime's launches, in place of streams."""
-    from tests.unit.cuda_emulation import record_launches  # imports torch
+    import torch
 
-    return record_launches(monkeypatch)
+    from tests.unit.cuda_emulation import record_launches
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny, and threads that wait for work take it from other tests
+    yield record_launches(monkeypatch)
+    torch.set_num_threads(threads)
