@@ -1,11 +1,11 @@
-"""What calls and replays of executables cost the host: us, while the GPU is kept busy with something else.
+"""What calls and replays of executables cost the host, us, while the GPU is kept busy with something else.
 
-    python benchmarks/host_time.py --ranks 2 --json benchmarks/results/host_time_2xh200.json
-    python benchmarks/host_time.py --ranks 2 --auto --json benchmarks/results/host_time_auto_2xh200.json
+    python benchmarks/host_time.py --ranks 2 --json FILE
+    python benchmarks/host_time.py --ranks 2 --auto --json FILE
 
-The second takes the layers of Llama, as ``schedule="auto"`` does them, and also says how long a replay takes the GPU.
-"call" is an eager call on tensors that have come before; "replay" that of a captured one; "graph" the launch of its
-graph by torch alone, which is what of it the CUDA runtime cannot save.
+The second takes the layers of Llama with ``schedule="auto"``, and also says how long a replay takes the GPU. "call" is
+an eager call on tensors of an earlier call. "replay" is a replay of a captured call. "graph" is the launch of its graph
+by torch alone, which is the part that the CUDA runtime cannot save.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 import distgemm
-from distgemm.bench.cases import LAYERS, OPS, jobs
+from distgemm import tune
+from distgemm.bench.cases import LAYERS, cases
 from distgemm.measure.models import MODELS
 from distgemm.runtime.launch import launch
+from distgemm.schedulers import PATTERNS
 
 GATHER, CHAIN, PAIRWISE = (
     "all_gather_1d_tiling_cd_rotating_a",
@@ -50,21 +52,23 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ),
 ]
 """Schedule, extents (n of a gather, k of a reduction for each rank), options."""
-BUSY = 40_000_000
+SLEEP_CYCLES = 40_000_000
 """Clock cycles for which the GPU sleeps first, so that calls queue up behind."""
 TOKENS = (2048, 8192)
-FREE, SHARE = 20.0, 0.05
-"""us, or share of what it takes the GPU, that a replay may cost the host."""
+TP = 8
+"""Number of ranks that share a layer."""
+HOST_LIMIT_US, HOST_LIMIT_SHARE = 20.0, 0.05
+"""What a replay may cost the host: so many us, or this share of what it takes the GPU."""
 
 
-def timed(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
-    """us per call, median over rounds."""
+def host_us(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
+    """Time of the host for a call, us: the median of rounds."""
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-        torch.cuda._sleep(BUSY)
+        torch.cuda._sleep(SLEEP_CYCLES)
         start = time.perf_counter()
         for _ in range(calls):
             run()
@@ -74,53 +78,59 @@ def timed(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> float:
 
 
 def prepared(exe: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Shards of A, B and D on this rank, and a recorded call of them; eager ones are recorded, too."""
+    """Shards of A, B and D on this rank, and a captured call of them. Eager calls replay graphs from now on."""
     a, b, d = (torch.randn(exe.plan.shard_shape(name, dist.get_rank()), device="cuda").bfloat16() for name in "ABD")
-    for _ in range(4):  # eager, and recorded for both halves of the workspace
+    for _ in range(4):  # eager, and recorded for both buffers of the workspace
         exe(a, b, out=d)
     return (a, b, d), exe.capture(a, b, out=d)
 
 
 def measure() -> list[dict[str, Any]]:
-    """The rows, on each rank."""
+    """The rows of named schedules, on each rank."""
     ranks = dist.get_world_size()
     rows = []
     for schedule, (m, n, k), options in CASES:
         n, k = (n * ranks, k) if schedule == GATHER else (n, k * ranks)
         exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule, **options)
         (a, b, d), replay = prepared(exe)
-        graphs = itertools.cycle(replay._graphs)  # the halves in turn, on all ranks alike
+        graphs = itertools.cycle(replay.graphs)  # the buffers alternate, on all ranks in the same order
         us = {
-            "call": timed(lambda exe=exe, a=a, b=b, d=d: exe(a, b, out=d)),
-            "replay": timed(replay),
-            "graph": timed(lambda graphs=graphs: next(graphs).replay()),
+            "call": host_us(lambda exe=exe, a=a, b=b, d=d: exe(a, b, out=d)),
+            "replay": host_us(replay),
+            "graph": host_us(lambda graphs=graphs: next(graphs).replay()),
         }
         rows.append({"schedule": schedule, "m": m, "n": n, "k": k, "options": options, "us": us})
     return rows
 
 
 def measure_auto() -> list[dict[str, Any]]:
-    """The rows of what ``schedule="auto"`` does, on each rank."""
+    """The rows of ``schedule="auto"``, on each rank."""
     rows = []
-    for job in jobs(list(MODELS), LAYERS, OPS, TOKENS, dist.get_world_size(), tp=8):
-        case = job.case
-        exe: Any = distgemm.compile(case.problem, "auto", op=case.op)
+    for case in cases(list(MODELS), LAYERS, PATTERNS, TOKENS, dist.get_world_size(), TP):
+        exe: Any = distgemm.compile(case.problem, "auto", pattern=case.pattern)
         _, replay = prepared(exe)
-        us = {"replay": timed(replay), "gpu": on_gpu(replay)}
+        us = {"replay": host_us(replay), "gpu": gpu_us(replay)}
         rows.append(
-            {"schedule": str(case), "m": case.m, "n": case.n, "k": case.k, "options": str(exe.choice), "us": us}
+            {
+                "schedule": str(case),
+                "m": case.m,
+                "n": case.n,
+                "k": case.k,
+                "options": str(tune.config_of(exe)),
+                "us": us,
+            }
         )
     return rows
 
 
-def on_gpu(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> float:
-    """us of the GPU per replay, of some behind one another, median over rounds."""
+def gpu_us(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> float:
+    """Time of the GPU for a replay among several in a row, us: the median of rounds."""
     found = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(BUSY)
+        torch.cuda._sleep(SLEEP_CYCLES)
         replay()
         begin.record()
         for _ in range(replays):
@@ -132,17 +142,19 @@ def on_gpu(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> 
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="GPUs.")] = 2,
-    auto: Annotated[bool, typer.Option("--auto", help="Layers of Llama, as auto does them.")] = False,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    auto: Annotated[bool, typer.Option("--auto", help="The layers of Llama with schedule='auto'.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
-    """Print what a call, a replay and the launch of its graph cost the host, us; the slowest rank."""
+    """Print what a call, a replay and the launch of its graph cost the host on the slowest rank, us."""
     of_ranks = launch(measure_auto if auto else measure, ranks, backend="nccl", timeout=300)
     rows = of_ranks[0]
     for number, row in enumerate(rows):
         row["us"] = {name: round(max(found[number]["us"][name] for found in of_ranks), 1) for name in row["us"]}
     table = (
-        Table("row", "done by", "replay", "GPU") if auto else Table("schedule", "options", "call", "replay", "graph")
+        Table("row", "configuration", "replay", "GPU")
+        if auto
+        else Table("schedule", "options", "call", "replay", "graph")
     )
     for row in rows:
         options = row["options"]
@@ -152,8 +164,10 @@ def main(
     console = Console(width=160)
     console.print(table)
     if auto:
-        within = [row["us"]["replay"] <= max(FREE, SHARE * row["us"]["gpu"]) for row in rows]
-        console.print(f"{sum(within)} of {len(rows)} rows within {FREE:.0f} us or {SHARE:.0%} of what the GPU takes")
+        within = [row["us"]["replay"] <= max(HOST_LIMIT_US, HOST_LIMIT_SHARE * row["us"]["gpu"]) for row in rows]
+        console.print(
+            f"{sum(within)} of {len(rows)} rows within {HOST_LIMIT_US:.0f} us or {HOST_LIMIT_SHARE:.0%} of the GPU's time"
+        )
     if json_file:
         about = {
             "benchmark": "host_time",

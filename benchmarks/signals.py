@@ -2,18 +2,18 @@
 
     python benchmarks/signals.py --json out.json
 
-Each row is a graph that does one thing several times in a row, and what it takes each time, us: the median of 6
+Each row is a graph that does one thing several times in a row. Its time is that of one of them, us: the median of 6
 bursts of 4 replays, on rank 0. Rank 1 does the same at the same time.
 
-* Batches of memory operations: writes of this rank's words ("own") and of the other's ("peer"), waits that are
+* Batches of memory operations: writes of this rank's flags ("own") and of the other rank's ("peer"), and waits that are
   satisfied.
-* A kernel of next to nothing, alone and with a batch of writes behind it.
-* Copies to the peer; "2D": rows of 8 KiB, 16 KiB apart. Behind each copy nothing, or what could be its signal: a write
-  at the peer by memory operation ("memop"; "memop2": and one here, in a batch), a copy of 4 bytes to the peer
-  ("memcpy"), a kernel (which writes here: it shows what a kernel between copies costs), or a memory operation on
-  another stream, put there at once, or only behind the next copy.
+* A tiny kernel, alone and with a batch of writes behind it.
+* Copies to the peer; "2D" has rows of 8 KiB, 16 KiB apart. Behind each copy stands nothing, or what could be its
+  signal: a write at the peer by a memory operation ("memop"; "memop2" also writes here, in the same batch), a copy of 4
+  bytes to the peer ("memcpy"), or a kernel (which writes here, and shows what a kernel between copies costs). Or the
+  memory operation is on another stream, put there at once, or only behind the next copy.
 * A fork to kernels on two streams, joined in a third kernel.
-* The exchange of a word: each rank writes it at the other, waits until its own has come, and resets that.
+* The exchange of a flag: each rank sets it at the other, waits until its own is set, and resets that.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from distgemm.runtime.cuda.memops import mem_ops, raise_on, wait_for, write
 from distgemm.runtime.launch import launch
 
 MIB = 1 << 20
-MANY, COPIES = 20, 6
-"""Times that a graph does something small; copies in a graph."""
+REPEATS, COPIES = 20, 6
+"""How often a graph does something small; copies in a graph."""
 BURSTS, REPLAYS = 6, 4
 ROW = 8 << 10
 """Bytes of a row of a 2D copy; rows are twice as far apart."""
 
-# Bytes from the start of a rank's symmetric memory. FlagOps begin as 0.
+# Bytes from the start of a rank's symmetric memory. Flags are 0 at the start.
 WRITTEN, SIGNALLED, EXCHANGED, ZERO, DATA = 0, 1 << 10, 2 << 10, 4 << 10, 64 * MIB
 
 Case = tuple[str, int, Callable[[], None]]
-"""Name, how often it is done, and what puts that on the streams."""
+"""Name, how often the graph does it, and what puts that on the streams."""
 
 
 class Rank:
@@ -66,9 +66,9 @@ class Rank:
         self.main, self.side, self.third = (torch.cuda.Stream() for _ in range(3))  # type: ignore[no-untyped-call]
 
     def measure(self, times: int, body: Callable[[], None]) -> float:
-        """us of one of the things that ``body`` puts on the main stream so many times."""
+        """Time of one of the things that ``body`` puts on the main stream so many times, us."""
         with torch.cuda.stream(self.main):
-            self.tiny.add_(1)  # a capture may not load kernels
+            self.tiny.add_(1)  # a capture must not load kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, stream=self.main, capture_error_mode="thread_local"):
@@ -95,39 +95,39 @@ class Rank:
         found: list[Case] = []
         for count in (1, 2, 4, 8, 16):
             for name, base in (("own", self.own), ("peer", self.peer)):
-                found.append((f"batch of {count} writes {name}", MANY, self.batches(base, count)))
-        found.append(("batch of 8 waits (own, satisfied)", MANY, self.satisfied_waits))
-        found.append(("tiny kernel", MANY, self.kernels(0)))
-        found.append(("tiny kernel, 1 write", MANY, self.kernels(1)))
-        found.append(("tiny kernel, 8 writes", MANY, self.kernels(8)))
+                found.append((f"batch of {count} writes {name}", REPEATS, self.batches(base, count)))
+        found.append(("batch of 8 waits (own, satisfied)", REPEATS, self.satisfied_waits))
+        found.append(("tiny kernel", REPEATS, self.kernels(0)))
+        found.append(("tiny kernel, 1 write", REPEATS, self.kernels(1)))
+        found.append(("tiny kernel, 8 writes", REPEATS, self.kernels(8)))
         for size in (1, 4, 16):
             for signal in ("none", "memop", "memop2", "memcpy", "kernel"):
                 found.append((f"copy {size} MiB, {signal}", COPIES, self.copies(size * MIB, signal)))
-            aside = f"copy {size} MiB, memop on a side stream"
-            found.append((aside, COPIES, self.copies_signalled_aside(size * MIB, late=False)))
-            found.append((f"{aside}, put later", COPIES, self.copies_signalled_aside(size * MIB, late=True)))
+            on_side = f"copy {size} MiB, memop on a side stream"
+            found.append((on_side, COPIES, self.copies_signalled_on_side(size * MIB, late=False)))
+            found.append((f"{on_side}, put later", COPIES, self.copies_signalled_on_side(size * MIB, late=True)))
         for name, size, rows in (("2D 16 MiB (pitch)", 16, True), ("32 MiB", 32, False)):
             for signal in ("none", "memop", "memcpy"):
                 found.append((f"copy {name}, {signal}", COPIES, self.copies(size * MIB, signal, rows)))
-        found.append(("fork to two kernels, join in a kernel", MANY, self.forks))
-        found.append(("exchange of a word, both ways, memops", MANY, self.exchanges(batches=2)))
-        found.append(("exchange of a word in one batch", MANY, self.exchanges(batches=1)))
+        found.append(("fork to two kernels, join in a kernel", REPEATS, self.forks))
+        found.append(("exchange of a flag, both ways, memops", REPEATS, self.exchanges(batches=2)))
+        found.append(("exchange of a flag in one batch", REPEATS, self.exchanges(batches=1)))
         return found
 
     def batches(self, base: int, count: int) -> Callable[[], None]:
         def body() -> None:
-            for _ in range(MANY):
+            for _ in range(REPEATS):
                 mem_ops([write(base + WRITTEN + 4 * at) for at in range(count)], self.main.cuda_stream)
 
         return body
 
     def satisfied_waits(self) -> None:
-        for _ in range(MANY):
+        for _ in range(REPEATS):
             mem_ops([wait_for(self.own + ZERO + 4 * at, 0) for at in range(8)], self.main.cuda_stream)
 
     def kernels(self, writes: int) -> Callable[[], None]:
         def body() -> None:
-            for _ in range(MANY):
+            for _ in range(REPEATS):
                 self.tiny.add_(1)
                 mem_ops([write(self.own + WRITTEN + 4 * at) for at in range(writes)], self.main.cuda_stream)
 
@@ -149,8 +149,8 @@ class Rank:
 
         return body
 
-    def copies_signalled_aside(self, size: int, late: bool) -> Callable[[], None]:
-        """Signals on a stream of their own; late: each is put there only once the next copy is on its stream."""
+    def copies_signalled_on_side(self, size: int, late: bool) -> Callable[[], None]:
+        """Signals on a stream of their own. ``late``: each is put there after the next copy is on its stream."""
 
         def signal(copied: torch.cuda.Event, number: int) -> None:
             self.side.wait_event(copied)
@@ -170,7 +170,7 @@ class Rank:
         return body
 
     def forks(self) -> None:
-        for _ in range(MANY):
+        for _ in range(REPEATS):
             self.side.wait_stream(self.main)
             self.third.wait_stream(self.main)
             with torch.cuda.stream(self.side):
@@ -183,8 +183,8 @@ class Rank:
 
     def exchanges(self, batches: int) -> Callable[[], None]:
         def body() -> None:
-            for number in range(MANY):
-                # In turn: a word is reset long before it is written again.
+            for number in range(REPEATS):
+                # Eight flags in turn: each is reset long before it is set again.
                 at = EXCHANGED + 4 * (number % 8)
                 sent, come = [write(self.peer + at)], [wait_for(self.own + at), write(self.own + at, 0)]
                 for ops in [sent, come] if batches == 2 else [sent + come]:
@@ -195,7 +195,7 @@ class Rank:
     # --- copies ---------------------------------------------------------------------------------------
 
     def copy(self, number: int, size: int, rows: bool = False) -> None:
-        """A copy to the peer, on the main stream. Small ones that follow each other have places of their own."""
+        """Copy to the peer, on the main stream. Small copies that follow each other have places of their own."""
         offset = number % 3 * 20 * MIB if size <= 16 * MIB and not rows else 0
         target, source = self.peer + DATA + offset, self.source.data_ptr() + offset
         if rows:
@@ -211,7 +211,7 @@ class Rank:
 
 
 def rank_main() -> dict[str, object]:
-    """Measures on this rank; what was found, for JSON. Rank 0 prints."""
+    """Measure on this rank, and return what the JSON file holds. Rank 0 prints."""
     rank = Rank()
     rows = []
     for name, times, body in rank.cases():

@@ -1,4 +1,4 @@
-"""The collective runtime on gloo, against numpy. All of a world size runs in one launch: processes start slowly."""
+"""The collective runtime on gloo, against numpy. One launch serves all tests of a world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from distgemm import CollectiveExecutable, GemmProblem, list_schedules, make_plan
 from distgemm.plan.ops import Copy
-from distgemm.runtime.collective.executable import _Call, _Memory, _Message
+from distgemm.runtime.collective.memory import CallState, Memory
+from distgemm.runtime.collective.steps import Message
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
 from tests.once import once
@@ -63,7 +64,7 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "named"),
+    ("argument", "message"),
     [
         ("a shape", "A's shard on rank"),
         ("b shape", "B's shard on rank"),
@@ -73,6 +74,9 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
         ("out dtype", "out on rank"),
         ("device", "has device cpu, got meta"),
         ("type", "is a torch.Tensor, got ndarray"),
+        ("bias shape", "bias on rank"),
+        ("bias dtype", "of torch.bfloat16 on cpu, got"),
+        ("scale", "the collective runtime has no scales"),
         ("no c", "beta is 1.0, which needs c_shard"),
         ("size", "the plan is for 3 ranks, the group has 2"),
         ("cuda", "cuda:0"),
@@ -81,10 +85,10 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
         ("outside", ""),
     ],
 )
-def test_wrong_arguments(what: str, named: str) -> None:
+def test_wrong_arguments_raise(argument: str, message: str) -> None:
     for found in results(2):
-        assert found["wrong_arguments"][what].startswith("ValueError")
-        assert named in found["wrong_arguments"][what]
+        assert found["wrong_arguments"][argument].startswith("ValueError")
+        assert message in found["wrong_arguments"][argument]
 
 
 def test_wrong_arguments_send_nothing() -> None:
@@ -93,12 +97,14 @@ def test_wrong_arguments_send_nothing() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["pull", "store"])
-def test_plans_that_are_not_pushed_are_refused(mechanism: str) -> None:
+def test_plans_with_another_mechanism_than_push_are_refused(mechanism: str) -> None:
     """In a group of this process alone."""
-    plans = [make_plan(GemmProblem(m=8, n=8, k=8), "gemm+rs", 1, mechanism=how) for how in ("push", mechanism)]
+    plans = [make_plan(GemmProblem(m=8, n=8, k=8), "gemm+rs", 1, mechanism=each) for each in ("push", mechanism)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        CollectiveExecutable(plans[0])
+        exe = CollectiveExecutable(plans[0])
+        assert (exe.provider, exe.transfers) == ("torch", "collective runtime over gloo")
+        exe.release()
         with pytest.raises(ValueError, match=f"takes plans with mechanism=\"push\", got '{mechanism}'"):
             CollectiveExecutable(plans[1])
     finally:
@@ -110,20 +116,20 @@ def test_ways_to_call() -> None:
 
 
 def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
-    """Where a tile rests with padding between its rows; without processes."""
+    """A tile lies in its slot with padding between its rows. This needs no processes."""
     plan = make_plan(GemmProblem(m=8, n=6, k=7, l=2), "all_gather_1d_tiling_cd_rotating_a", 2)
-    memory = _Memory(plan, 0, torch.device("cpu"))
+    memory = Memory(plan, 0, torch.device("cpu"))
     (copy,) = [op for op in plan.ops(1) if isinstance(op, Copy)]
-    tile = memory.place(copy.dst)(_Call({}, 1.0, 0.0, []))
+    tile = memory.place(copy.dst)(CallState({}, 1.0, 0.0, None, None, []))
     assert tile.shape == (2, 4, 7) and tile.stride() == (32, 8, 1) and tile.data_ptr() % 16 == 0
-    message = _Message(0, 0, copy, False, 1, memory.place(copy.dst), torch.bfloat16)
-    call = _Call({}, 1.0, 0.0, [None])
+    message = Message(0, 0, copy, False, 1, memory.place(copy.dst), torch.bfloat16)
+    call = CallState({}, 1.0, 0.0, None, None, [None])
     arrived = message.buffer(call)
     assert arrived.numel() == plan.link_bytes()[1, 0] == 2 * 4 * 7 * 2
     arrived.copy_(torch.ones(2 * 4 * 7, dtype=torch.bfloat16).view(torch.uint8))
     message.unpack(call)
     (slot,) = memory.slots
-    assert bool((tile == 1).all()) and int(slot.isnan().sum()) == 2 * 4, "the padding is as it was"
+    assert bool((tile == 1).all()) and int(slot.isnan().sum()) == 2 * 4, "the padding must not change"
 
 
 def test_numerics() -> None:

@@ -1,4 +1,4 @@
-"""The launcher: results by rank, the first error, stopped ranks, and no process left over."""
+"""The launcher: results by rank, the first error, stopped ranks, and no process that is left over."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distgemm.runtime import launch as module
-from distgemm.runtime.launch import init_from_env, launch
+from distgemm.runtime.launch import LaunchSpec, init_from_env, launch, raise_first_error
 
-FOREVER = 1000.0
+FOREVER_S = 1000.0
 
 
 def _note_pid(folder: str) -> int:
@@ -41,7 +40,7 @@ def _fails(folder: str) -> None:
     if rank == 2:
         time.sleep(0.2)
         raise KeyError("the cause")
-    # The ranks with lower numbers fail at once when their peer is gone.
+    # The other ranks fail at once when their peer is gone.
     dist.recv(torch.zeros(1), 2)
 
 
@@ -56,14 +55,14 @@ def _leaves(folder: str) -> None:
     rank = _note_pid(folder)
     if rank == 1:
         os._exit(7)
-    time.sleep(FOREVER)
+    time.sleep(FOREVER_S)
 
 
 def _hangs(folder: str) -> None:
     if _note_pid(folder) == 1:
         # Not even a request to stop gets through.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(FOREVER)
+        time.sleep(FOREVER_S)
 
 
 def _blocks(folder: str) -> None:
@@ -105,27 +104,27 @@ def test_the_first_error_wins_and_the_others_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "codes", "named"),
+    ("records", "codes", "message"),
     [
-        # Ranks 0 and 2 have failed, rank 2 earlier; that of rank 0 is noticed.
+        # Ranks 0 and 2 have failed, rank 2 earlier. The launcher has noticed rank 0.
         ({0: -1.0, 2: -1.1}, {0: 1}, "rank 2 failed: its error"),
-        # Rank 1 has just been killed, and rank 0 has noticed that before the launcher has.
+        # Rank 1 has just been killed, and rank 0 has noticed it before the launcher has.
         ({0: -0.1}, {1: -signal.SIGKILL, 0: 1}, "rank 1 was killed by signal SIGKILL"),
-        # Rank 0 had failed long before rank 1 aborted for want of it.
+        # Rank 0 had failed long before rank 1 aborted, because rank 0 was gone.
         ({0: -5.0}, {1: -signal.SIGABRT}, "rank 0 failed: its error"),
         ({}, {1: 0}, "rank 1 exited without a result"),
     ],
 )
-def test_the_cause_is_the_earliest(
-    records: dict[int, float], codes: dict[int, int | None], named: str, tmp_path: Path
+def test_the_earliest_error_is_raised(
+    records: dict[int, float], codes: dict[int, int | None], message: str, tmp_path: Path
 ) -> None:
-    job = module._Job(_blocks, (), 3, "gloo", 1.0, tmp_path, 0, 1, False)
+    spec = LaunchSpec(_blocks, (), 3, "gloo", 1.0, tmp_path, 0, 1, False)
     now = 100.0
     for rank, when in records.items():
         record = {"time": now + when, "what": "its error", "text": ""}
-        job.report(job.error(rank), json.dumps(record).encode())
-    with pytest.raises(RuntimeError, match=named):
-        module._fail(codes, job, now)
+        spec.report(spec.error(rank), json.dumps(record).encode())
+    with pytest.raises(RuntimeError, match=message):
+        raise_first_error(codes, spec, now)
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -147,7 +146,6 @@ def test_a_timeout_names_the_unfinished_and_stops_them(tmp_path: Path) -> None:
 def test_no_rank_outlives_an_interrupted_parent(number: signal.Signals, tmp_path: Path) -> None:
     program = f"""
 import signal
-from distgemm.runtime import launch as module
 from distgemm.runtime.launch import launch
 from tests.multiprocess.test_launch import _blocks
 if __name__ == "__main__":
@@ -180,7 +178,7 @@ def _complete(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.read_text()]
 
 
-def test_arguments() -> None:
+def test_wrong_arguments_raise() -> None:
     for arguments, options, named in (
         ((0,), {}, "world_size"),
         ((True,), {}, "world_size"),
@@ -196,7 +194,7 @@ def test_arguments() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_init_from_env(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_from_env_needs_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment"):

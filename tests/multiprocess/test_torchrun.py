@@ -1,4 +1,4 @@
-"""The same program under torchrun: ranks that somebody else has started."""
+"""Ranks that torchrun has started."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from distgemm.runtime.launch import Backend
+
 PROGRAM = Path(__file__).with_name("torchrun_main.py")
 
 
-def torchrun(ranks: int, backend: str) -> str:
+def torchrun(ranks: int, backend: Backend) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run([*command, str(PROGRAM), backend], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

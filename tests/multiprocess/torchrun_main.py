@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.runtime.launch import init_from_env
+from distgemm.runtime.launch import Backend, init_from_env
 
 
-def main(backend: str) -> None:
+def main(backend: Backend) -> None:
     rank = init_from_env(backend)
     device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
     plan = distgemm.make_plan(distgemm.GemmProblem(m=9, n=7, k=8, dtype="float32"), "gemm+rs", dist.get_world_size())
@@ -28,4 +28,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main("nccl" if sys.argv[1] == "nccl" else "gloo")

@@ -1,4 +1,4 @@
-"""What each rank of the tests does: cases against numpy, and checks that need real ranks. Runs on gloo and NCCL."""
+"""What each rank of the tests of the collective runtime does: cases against numpy, and checks that need real ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import distgemm
 from distgemm.plan.ops import Copy, Op, Signal, Wait
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import TORCH_DTYPES
-from distgemm.runtime.collective import executable as collective
-from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
+from distgemm.runtime.collective import CollectiveExecutable, run_collective, steps
 
 SHAPES = ((10, 7, 9), (8, 12, 16), (1, 9, 6), (5, 1, 7), (13, 6, 1), (1, 1, 1))
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2)}
@@ -27,7 +26,7 @@ ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2), 6: (0, 4, 1, 3, 0, 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One plan and how it is called."""
+    """One plan, and the arguments of its calls."""
 
     schedule: str
     mesh: tuple[int, ...]
@@ -42,6 +41,7 @@ class Case:
     sync: str = "credit"
     alpha: float = 1.0
     beta: float = 0.0
+    bias: bool = False
     late: int | None = None
     calls: int = 2
 
@@ -92,6 +92,7 @@ def cases(ranks: int, number: int) -> list[Case]:
             "dtype": ["float64", "float32", "bfloat16"],
             "beta": [0.0, 3.0],
             "alpha": [1.0, 2.0],
+            "bias": [True, False],
             "l": [1, 2],
             "rows": [False, True],
             "late": [None, *range(ranks)],
@@ -140,6 +141,7 @@ class Data:
             rng.integers(-most, most + 1, (*batch, *shape)).astype(np.float64)
             for shape in ((p.m, p.k), (p.n, p.k), (p.m, p.n))
         )
+        self.bias = rng.integers(-most, most + 1, (p.n,)).astype(np.float64)
 
     def shards(self, device: str, rank: int | None = None) -> list[torch.Tensor]:
         r = dist.get_rank() if rank is None else rank
@@ -147,28 +149,34 @@ class Data:
         named = (("A", self.a, p.dtype), ("B", self.b, p.dtype), ("C", self.c, p.out_dtype))
         return [to_torch(array[self.plan.shard(name, r)], str(dtype), device) for name, array, dtype in named]
 
-    def expected(self, alpha: float, beta: float, rank: int | None = None) -> np.ndarray[Any, Any]:
+    def bias_shard(self, device: str) -> torch.Tensor:
+        """The bias for this rank's columns."""
+        columns = self.plan.shard("D", dist.get_rank())[-1]
+        return to_torch(self.bias[columns], str(self.plan.problem.out_dtype), device)
+
+    def expected(self, alpha: float, beta: float, rank: int | None = None, bias: bool = False) -> np.ndarray[Any, Any]:
         r = dist.get_rank() if rank is None else rank
-        d = alpha * np.matmul(self.a, np.swapaxes(self.b, -1, -2)) + beta * self.c
+        d = alpha * np.matmul(self.a, np.swapaxes(self.b, -1, -2)) + beta * self.c + bias * self.bias
         found: np.ndarray[Any, Any] = d[self.plan.shard("D", r)]
         return found
 
 
 def run_case(case: Case, seed: int) -> str | None:
-    """What is wrong with a case, or None."""
+    """What is wrong with a case; None: nothing."""
     device, rank = device_of_rank(), dist.get_rank()
     plan = case.plan()
     executable = CollectiveExecutable(plan)
     rng = random.Random(seed)
     if rank == case.late:
-        executable._steps = [_slowed(step, rng) for step in executable._steps]
+        executable.program.steps[:] = [_slowed(step, rng) for step in executable.program.steps]
     for call in range(case.calls):
         data = Data(plan, seed * 10 + call)
         a, b, c = data.shards(device)
         # Where beta is 0, C is not read.
         given = c if case.beta else torch.full_like(c, float("nan"))
-        result = executable(a, b, given, alpha=case.alpha, beta=case.beta)
-        if not np.array_equal(result.double().cpu().numpy(), data.expected(case.alpha, case.beta)):
+        bias = data.bias_shard(device) if case.bias else None
+        result = executable(a, b, given, alpha=case.alpha, beta=case.beta, bias=bias)
+        if not np.array_equal(result.double().cpu().numpy(), data.expected(case.alpha, case.beta, bias=case.bias)):
             return f"call {call} of {case}: rank {rank} got {result}"
     return None
 
@@ -229,7 +237,7 @@ def unexecutable_on_one() -> str:
 
 
 def wrong_arguments() -> dict[str, str]:
-    """What is said to shards and groups that do not fit."""
+    """The errors for tensors and groups that do not fit."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     plan = distgemm.make_plan(_problem(out_dtype="bfloat16"), "ag+gemm", ranks)
     executable = CollectiveExecutable(plan)
@@ -245,6 +253,9 @@ def wrong_arguments() -> dict[str, str]:
         "out dtype": caught(lambda: executable(a, b, out=c.float())),
         "device": caught(lambda: executable(a.to("meta"), b)),
         "type": caught(lambda: executable(a.numpy(), b)),
+        "bias shape": caught(lambda: executable(a, b, bias=c)),
+        "bias dtype": caught(lambda: executable(a, b, bias=c[0].float())),
+        "scale": caught(lambda: executable(a, b, scale_a=torch.ones(1))),
         "no c": caught(lambda: executable(a, b, beta=1.0)),
         "size": caught(lambda: CollectiveExecutable(distgemm.make_plan(_problem(), "ag+gemm", ranks + 1))),
         "cuda": caught(lambda: CollectiveExecutable(plan, device="cuda:0")),
@@ -256,7 +267,7 @@ def wrong_arguments() -> dict[str, str]:
     group = dist.new_group([0])
     alone = distgemm.make_plan(_problem(), "ag+gemm", 1)
     outside = caught(lambda: CollectiveExecutable(alone, group))
-    found["outside"] = outside if rank else "ValueError: not asked"
+    found["outside"] = outside if rank else "ValueError: rank 0 is in the group"
     # None of this has sent a message: the executable still works.
     found["after"] = "" if torch.equal(executable(a, b).double(), _double(Data(plan, 0).expected(1, 0))) else "wrong"
     return found
@@ -290,7 +301,7 @@ def variants() -> list[str]:
             results["no_grad"] = executable(a.requires_grad_(), b, c, alpha=2.0, beta=3.0)
         wrong += [f"{name} {what}" for what, d in results.items() if not torch.equal(d.double().cpu(), wanted)]
         if results["out"] is not out or not bool((room[..., 1::2] == 7).all()):
-            wrong.append(f"{name}: out is not where it was asked for")
+            wrong.append(f"{name}: D is not where out is")
     group = dist.new_group(list(range(1, ranks)))
     if rank and ranks > 1:
         plan = distgemm.make_plan(_problem(), "gemm+rs", ranks - 1)
@@ -303,7 +314,7 @@ def variants() -> list[str]:
 
 
 def subgroups(dp: int) -> list[str]:
-    """A data-parallel x tensor-parallel mesh: each group multiplies its own, unequal tokens at the same time."""
+    """A data-parallel x tensor-parallel mesh: all groups multiply unequal tokens of their own at the same time."""
     device = device_of_rank()
     tp = dist.get_world_size() // dp
     row, rank = divmod(dist.get_rank(), tp)
@@ -324,7 +335,7 @@ def subgroups(dp: int) -> list[str]:
 
 
 def numerics() -> list[str]:
-    """Types: where sums are rounded, fp8, and that the caller's float32 settings neither matter nor change."""
+    """Dtypes: sums are rounded once, fp8 works, and the caller's float32 settings neither matter nor change."""
     ranks, device = dist.get_world_size(), device_of_rank()
     wrong = []
     schedules = ("gemm+rs", "reduce_scatter_1d_pairwise_a", "all_gather_1d_tiling_k_rotating_a", "ag+gemm")
@@ -334,8 +345,8 @@ def numerics() -> list[str]:
             plan = distgemm.make_plan(problem, name, ranks)
             data = Data(plan, 7, most=12 if dtype == "bfloat16" else 8)
             a, b, c = data.shards(device)
-            d = CollectiveExecutable(plan)(a, b, c, alpha=1.0, beta=3.0)
-            exact = _double(data.expected(1.0, 3.0))
+            d = CollectiveExecutable(plan)(a, b, c, beta=3.0, bias=data.bias_shard(device))
+            exact = _double(data.expected(1.0, 3.0, bias=True))
             rounded = exact.to(d.dtype).double()
             d = d.double().cpu()
             # Sums of these integers are exact in float32: the only rounding is the last one.
@@ -369,22 +380,22 @@ def numerics() -> list[str]:
 @contextlib.contextmanager
 def _watched_products(seen: list[str]) -> Iterator[None]:
     """Note the setting of float32 under which every product is computed."""
-    original = collective._matmul
+    original = steps.matmul
 
     def watched(a: torch.Tensor, *others: Any) -> None:
         backends: Any = torch.backends.cuda if a.is_cuda else torch.backends.mkldnn
         seen.append(backends.matmul.fp32_precision)
         original(a, *others)
 
-    collective._matmul = watched
+    steps.matmul = watched
     try:
         yield
     finally:
-        collective._matmul = original
+        steps.matmul = original
 
 
 def without_copy(plan: Plan, copy: Copy, thorough: bool) -> Plan:
-    """The plan without one Copy; ``thorough``: nor the Signal and the Wait that speak of it, nor deps on them."""
+    """The plan without one Copy; ``thorough``: also without its Signal and Wait, and without deps on them."""
     if not thorough:
         return plan.replace_ops(copy.rank, [op for op in plan.ops(copy.rank) if op.id != copy.id])
     signals = [op for op in plan.ops(copy.rank) if isinstance(op, Signal) and copy.id in op.deps and not op.flag.credit]
@@ -406,7 +417,7 @@ def without_copy(plan: Plan, copy: Copy, thorough: bool) -> Plan:
 def deleted_copies() -> list[tuple[str, bool]]:
     """For every Copy of some plans: whether this rank's result is still right without it.
 
-    In a workspace where nothing else ever arrives in the slot, what its reader makes of it has to be NaN.
+    Where nothing else ever arrives in the Copy's slot, the result must be NaN.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
@@ -434,7 +445,7 @@ def deleted_copies() -> list[tuple[str, bool]]:
 
 
 def run_all(todo: list[Case], checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
-    """Everything for one launch: the failures of the cases, and what each check found."""
+    """All results of one launch: the failures of the cases, and what each check found."""
     found: dict[str, Any] = {"cases": run_cases(todo)}
     for check, args in checks:
         found[check.__name__] = check(*args)
