@@ -166,7 +166,7 @@ def main(
     if auto:
         within = [row["us"]["replay"] <= max(HOST_LIMIT_US, HOST_LIMIT_SHARE * row["us"]["gpu"]) for row in rows]
         console.print(
-            f"{sum(within)} of {len(rows)} rows within {HOST_LIMIT_US:.0f} us or {HOST_LIMIT_SHARE:.0%} of the GPU's time"
+            f"{sum(within)} of {len(rows)} rows within {HOST_LIMIT_US:.0f} us or {HOST_LIMIT_SHARE:.0%} of GPU time"
         )
     if json_file:
         about = {

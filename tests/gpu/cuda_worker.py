@@ -35,7 +35,7 @@ CONFIG = "128x128x64_2x1_pingpong"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One plan, and how it is called."""
+    """One plan, the arguments of its calls, and how GPUs execute it."""
 
     schedule: str
     mesh: tuple[int, ...]
@@ -95,12 +95,13 @@ class Case:
 
 
 def compile_kernels(cases: list[Case]) -> None:
-    """Compile what the cases need, in parallel, so that no timed test waits for a compiler."""
+    """Compile the kernels of the cases in parallel, so that no launch with a timeout waits for a compiler."""
     sources: dict[KernelSource, None] = {}
     for case in cases:
         plan = case.plan()
         for rank in range(plan.world_size):
             binder = Binder(plan, rank, torch.device("cuda", 0), ExecutionConfig(**case.execution_options()))
+            sources |= dict.fromkeys(binder.sources())  # an executable builds these
             sources |= dict.fromkeys(binder.sources(c=bool(case.beta)))
     build(list(sources))
 
@@ -121,7 +122,7 @@ class Data:
         }
 
     def draw(self, seed: int) -> torch.Tensor:
-        """New inputs; returns what D's shard is to be."""
+        """Draw new inputs, and return the expected shard of D."""
         generator = torch.Generator(self.device).manual_seed(seed)
         whole = {}
         for name, shape in self.shapes.items():
@@ -156,7 +157,7 @@ def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:
 
 
 def exact(cases: list[Case], calls: int = 5, late: bool = True) -> list[str]:
-    """Failures of cases called several times with other inputs: eager first, recorded twice, replayed then."""
+    """Failures of cases called several times with other inputs: eager, then recorded twice, then replayed."""
     failures = []
     for number, case in enumerate(cases):
         try:
@@ -178,7 +179,7 @@ def exact(cases: list[Case], calls: int = 5, late: bool = True) -> list[str]:
 
 
 def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
-    """Failures of cases with large copies where slots hold NaN before each call: nothing is read before it has come."""
+    """Failures of cases whose slots hold NaN before each call: nothing is read before it has arrived."""
     failures = []
     for number, case in enumerate(cases):
         exe, data = compiled(case)
@@ -189,7 +190,7 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
                 exe.workspace.slot(buffer, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
             torch.cuda.synchronize()
             dist.barrier(device_ids=[exe.device.index])
-            # What was never called before is issued eagerly.
+            # A call on new tensors is issued eagerly.
             found = replay() if call % 2 else exe(data.shards["A"], data.shards["B"].clone())
             wrong = (found.double() != wanted).sum().item()
             if wrong:
@@ -198,8 +199,9 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
 
 
 def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
-    """Several executables on one workspace in random order, eager and within outer graphs, one rank late at random,
-    NCCL traffic on another stream; every result is compared on the GPU.
+    """Several executables on one workspace in random order, eager and within outer graphs.
+
+    A rank is late at random, and NCCL runs on another stream. Every result is compared on the GPU.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rank = dist.get_rank()
@@ -268,7 +270,7 @@ def repeated(cases: list[Case]) -> list[str]:
 
 
 def late_rank(case: Case, late: int, seconds: float) -> dict[str, Any]:
-    """One rank raises for a wrong shape and does not take part: all are told, and nobody gets a result."""
+    """One rank raises for a wrong shape and does not take part: all ranks raise, and no rank gets a result."""
     exe, _ = compiled(case, timeout=seconds)
     data = Data(case, exe.plan, exe.device)
     data.draw(0)
@@ -319,11 +321,14 @@ def killed_rank(case: Case, victim: int, seconds: float) -> None:
 
 
 def survivor_of_a_kill(case: Case, seconds: float) -> str:
-    """What rank 0 raises when rank 1 is killed; two processes of our own, for a launcher would stop rank 0 first."""
+    """The message that rank 0 raises when rank 1 is killed.
+
+    It starts two processes itself, because the launcher would stop rank 0 first.
+    """
     context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_survive, args=(rank, case, seconds, f"{folder}/store", f"{folder}/said"))
+            context.Process(target=_survive, args=(rank, case, seconds, f"{folder}/store", f"{folder}/message"))
             for rank in range(2)
         ]
         for process in ranks:
@@ -332,11 +337,11 @@ def survivor_of_a_kill(case: Case, seconds: float) -> str:
             process.join(60)
             if process.is_alive():
                 process.kill()
-        said = Path(folder, "said")
-        return said.read_text() if said.exists() else "rank 0 said nothing"
+        message = Path(folder, "message")
+        return message.read_text() if message.exists() else "rank 0 raised nothing"
 
 
-def _survive(rank: int, case: Case, seconds: float, store: str, said: str) -> None:
+def _survive(rank: int, case: Case, seconds: float, store: str, message: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
@@ -344,43 +349,43 @@ def _survive(rank: int, case: Case, seconds: float, store: str, said: str) -> No
     try:
         killed_rank(case, 1, seconds)
     except ReplayTimeoutError as error:
-        Path(said).write_text(str(error))
+        Path(message).write_text(str(error))
     os._exit(0)
 
 
 def graph_nodes(cases: list[Case]) -> list[str]:
-    """What a recorded graph holds, against the plan and the lowering."""
+    """Failures of cases whose graphs do not hold what the plan and the lowering say."""
     failures = []
     for case in cases:
         exe, data = compiled(case)
         data.draw(0)
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         kinds, edges = _nodes_and_edges(replay.graph)
-        # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
-        # exit are one kernel. Where nothing is copied, the one that multiplies does all.
-        by_kernel = exe.execution.single_kernel or exe.execution.wait_by == "kernel"
+        # The fused kernel is one action and one kernel. Beside it, and with wait_by="kernel", waits on the stream of
+        # GEMMs are kernels, and one kernel does finish and exit. Where nothing is copied, the fused kernel does all.
+        kernel_waits = exe.execution.single_kernel or exe.execution.wait_by == "kernel"
         alone = {action.stream for action in exe.actions} == {GEMM_STREAM}
-        passed_over = {Step.FINISH} if by_kernel else set()
-        actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
+        left_out = {Step.FINISH} if kernel_waits else set()
+        actions = [action for action in exe.actions if action.step not in left_out or action.ops]
         computed = [
             action
             for action in actions
             if action.ops
             and (
                 isinstance(action.ops[0], (Gemm, Reduce))
-                or (by_kernel and isinstance(action.ops[0], Wait) and action.stream == GEMM_STREAM)
+                or (kernel_waits and isinstance(action.ops[0], Wait) and action.stream == GEMM_STREAM)
             )
         ]
         others = [action for action in actions if action not in computed]
         copies = [op for action in others for op in action.ops if isinstance(op, Copy)]
         memops = [action for action in others if not action.ops or isinstance(action.ops[0], (Wait, Signal))]
-        memory = len(memops) + 1 - by_kernel
-        wanted = {"KERNEL": len(computed) + by_kernel, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
+        memory = len(memops) + 1 - kernel_waits
+        wanted = {"KERNEL": len(computed) + kernel_waits, "MEMCPY": len(copies), "BATCH_MEM_OP": memory}
         wanted = {"KERNEL": 1} if alone else {kind: count for kind, count in wanted.items() if count}
         counted = {kind: kinds.count(kind) for kind in {*kinds, *wanted} - {"EMPTY"}}
         if counted != wanted:
             failures.append(f"rank {exe.rank} {case}: nodes {counted}, wanted {wanted}")
-        if not by_kernel and edges != _edges_of(actions):
+        if not kernel_waits and edges != _edges_of(actions):
             failures.append(f"rank {exe.rank} {case}: {edges} edges, wanted {_edges_of(actions)}")
     return failures
 
@@ -433,8 +438,10 @@ def crowded(cases: list[Case], streams: int = 16, calls: int = 12) -> list[str]:
 
 
 def crossed(cases: list[Case], calls: int = 6) -> list[str]:
-    """Calls beside NCCL on another stream, which comes first on every other rank: each of the two holds SMs that the
-    other one needs on the peers."""
+    """Calls beside NCCL on another stream, which is called first on every second rank.
+
+    Each of the two holds SMs that the other one needs on the peers.
+    """
     failures = []
     traffic = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
     rank, other = dist.get_rank(), torch.cuda.Stream()
@@ -462,7 +469,7 @@ def crossed(cases: list[Case], calls: int = 6) -> list[str]:
 
 
 def engines(cases: list[Case]) -> list[str]:
-    """One profiler trace each: every copy from GPU to GPU is a memcpy, on no SM, and some run under GEMMs."""
+    """Failures of traces: each copy between GPUs is a memcpy, which takes no SM, and half of them run under GEMMs."""
     return [failure for case in cases for failure in _engines(case)]
 
 
@@ -503,7 +510,7 @@ def _engines(case: Case) -> list[str]:
 
 
 def different_plans(case: Case) -> str:
-    """Rank 1 has another plan; what each rank is told."""
+    """The error of each rank where rank 1 has another plan."""
     mine = dataclasses.replace(case, m=2 * case.m) if dist.get_rank() == 1 else case
     try:
         compile_plan(mine.plan(), config=case.config)
@@ -524,7 +531,7 @@ def meshes(schedule: str, ranks: int) -> tuple[int, ...]:
 
 
 def cases(ranks: int) -> list[Case]:
-    """Every schedule; the other axes spread over them, each pair of neighbours in some case."""
+    """Every schedule, with the values of all other axes spread over them; then all fused cases."""
     found = []
     chance = random.Random(ranks)
     unequal = tuple(chance.randrange(0, 200) * 8 // 8 for _ in range(ranks - 1)) + (0,)
@@ -588,7 +595,7 @@ def fused_cases(ranks: int) -> list[Case]:
     ways += [(name, {"transport": by} | options) for name in gathers[:2] for options in sent for by in transports]
     ways += [(name, options) for name in stored for options in common]
     ways += [(name, options) for name in gathers for options in common + gathered]
-    wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # in groups, as what follows is
+    wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # interleaved, as all that follow
     ways += [(gathers[0], wide | {"transport": by}) for by in ("copy_engine", "sm")]
     summed: dict[str, Any] = {"mechanism": "store", "final_add": "epilogue"}
     ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*common, {"k": 2048 * ranks}]]
@@ -605,7 +612,7 @@ def fused_cases(ranks: int) -> list[Case]:
 
 
 def bounded_error(cases: list[Case]) -> list[str]:
-    """Failures of cases on random numbers: a rounding of D, one of each partial sum on its way, and additions."""
+    """Failures of cases on random numbers, within a bound: roundings of D and of each partial sum, and additions."""
     failures = []
     for number, case in enumerate(cases):
         exe, data = compiled(case)
@@ -616,11 +623,11 @@ def bounded_error(cases: list[Case]) -> list[str]:
         rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
         addition = {"float8_e4m3fn": 2.0**-11, "tfloat32": 2.0**-9}.get(problem.dtype, problem.k * 2.0**-23)
         allowed = rounding[problem.out_dtype] * wanted.abs() + addition * magnitude
-        # Each rank's contribution is rounded at most once on its way.
+        # Each rank's term is rounded at most once on its way.
         allowed += exe.plan.world_size * rounding[problem.partial_dtype] * magnitude
         excess = ((found - wanted).abs() / (allowed + 1e-30)).max().item() if wanted.numel() else 0.0
         if not excess <= 1:
-            failures.append(f"rank {exe.rank}: {excess:.2f} times what is allowed: {case}")
+            failures.append(f"rank {exe.rank}: {excess:.2f} times the bound: {case}")
     return failures
 
 

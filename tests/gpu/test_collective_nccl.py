@@ -43,7 +43,7 @@ def test_plans_that_do_not_fit_raise_on_all_ranks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_ways_to_call_and_numerics(ranks: int) -> None:
+def test_variants_of_calls_and_numerics(ranks: int) -> None:
     assert [found["variants"] + found["numerics"] for found in results(ranks)] == [[]] * ranks
 
 
