@@ -489,7 +489,7 @@ def after_inference() -> list[str]:
             distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
         wrong = run_case(case, 900)
     time.sleep(1.0)  # time for the watchdog to read its flags
-    return wrong + ["the watchdog has failed"] * any(watched.failed for watched in watchdog()._watched.values())
+    return wrong + ["the watchdog has failed"] * any(watched.failed for watched in watchdog().watched.values())
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------

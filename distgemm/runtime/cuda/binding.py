@@ -293,7 +293,7 @@ class Binding:
         if view.buffer != "slot":
             return self.call.shards[view.buffer][view.slices()]
         slot = self.plan.slots[view.rank][view.slot]
-        size = view.elements * DTYPE_BYTES[slot.dtype]  # merged chunks take up several slots
+        size = view.elements * DTYPE_BYTES[slot.dtype]  # neighbours that are merged take up several slots
         if self.call.out.is_meta:  # for sources(): alignment counts, and memory does not
             memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
         else:

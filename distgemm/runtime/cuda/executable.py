@@ -343,6 +343,7 @@ class Replay:
     """A recorded call. Calling it replays it on the current stream.
 
     Attributes:
+        graphs: a graph for each buffer of the workspace.
         out: the tensor that it writes.
     """
 
@@ -353,7 +354,7 @@ class Replay:
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
-        """The graph for one buffer of the workspace, to look at."""
+        """The graph for the first buffer, to look at."""
         return self.graphs[0]
 
     def __call__(self) -> Tensor:

@@ -14,7 +14,7 @@ __all__ = ["gemms_by_shard", "halve_last", "merge_copies"]
 
 
 def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int], fused: bool) -> list[Op]:
-    """The ops with neighbouring chunks merged into one op, which has the id of the first of them.
+    """The ops, with neighbouring chunks as one op that has the id of the first of them.
 
     Args:
         plan: of all ranks.
