@@ -68,13 +68,17 @@ def _marked(item: pytest.Item) -> int | None:
 
 
 def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked ``sample(count)``, that many cases. The hash of the name selects them: always the same."""
+    """Of each test marked ``sample(count)``, that many cases.
+
+    The hash of a case's parameters selects it, so that tests with the same parameters, such as numbers of ranks, run
+    the same cases.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if _marked(item) is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     found: set[pytest.Item] = set()
     for same in cases.values():
-        same.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        same.sort(key=lambda item: hashlib.sha256(item.nodeid.partition("[")[2].encode()).digest())
         found.update(same[: _marked(same[0])])
     return found

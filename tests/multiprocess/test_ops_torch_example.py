@@ -60,6 +60,7 @@ def test_a_resumed_run_has_the_bits_of_one_run(tmp_path: Path) -> None:
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

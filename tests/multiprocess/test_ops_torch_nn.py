@@ -38,16 +38,19 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in checks], timeout=90)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_layers_compute_what_linears_compute_on_one_rank(ranks: int) -> None:
     assert [found["layers"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_state_dicts_are_whole_or_of_one_rank(ranks: int) -> None:
     assert [found["states"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
     assert [found["training"] for found in results(ranks)] == [[]] * ranks

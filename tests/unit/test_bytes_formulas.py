@@ -284,7 +284,7 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
         assert arrive < len(plan.slots[0]) <= arrive + min(results, arrive)
     assert plan.link_bytes() == two.link_bytes()
     plan.verify()
-    with pytest.raises(ValueError, match="results is a number of partial sums, at least 1, got 0"):
+    with pytest.raises(ValueError, match="send_slots is an integer >= 1, got 0"):
         distgemm.make_plan(problem, name, ranks, send_slots=0)
 
 

@@ -163,6 +163,20 @@ def test_a_route_that_cannot_work_is_refused_with_the_reason(route: Route, messa
         distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), stationary_a((3,), route))
 
 
+@pytest.mark.parametrize(
+    ("route", "named"),
+    [
+        (Route(b=Broken((Hop(0, 3),))), "the route Broken of B.*rank 3 is none of the 3 ranks 0 to 2"),
+        (Route(b=Broken((Hop(-1, 1),))), "the route Broken of B.*rank -1 is none of the 3 ranks"),
+        (Route(d=Broken((Hop(0, 7),))), "the route Broken of D.*rank 7 is none of the 3 ranks"),
+    ],
+)
+def test_a_route_with_a_rank_that_does_not_exist_is_refused(route: Route, named: str):
+    schedule = stationary_a((3,), route)
+    with pytest.raises(distgemm.PlanError, match=f"{schedule.name}: {named}"):
+        distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), schedule)
+
+
 def test_tiles_that_do_not_make_up_a_box_are_refused():
     good = stationary_a((4,), Route())
     scattered = TVLayout((4,), (2,), ((Axis(4, rank=1, value=2, maps=(Modulo(4),)),), WHOLE, WHOLE))
