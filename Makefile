@@ -19,11 +19,13 @@ endif
 # The pinned torch goes first and alone, so that its CPU build is taken where the index has one.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: help demo test check docs venv clean
+.PHONY: help demo test test-all check docs tables venv clean
 help:
-	@echo "make demo   a tensor-parallel layer on four processes"
-	@echo "make test   linters, types, tests"
-	@echo "make docs   the documentation, in site/"
+	@echo "make demo      a tensor-parallel layer on four processes"
+	@echo "make test      linters, types, tests; of exhaustive tests a sample"
+	@echo "make test-all  the same with all cases of exhaustive tests"
+	@echo "make docs      the documentation, in site/"
+	@echo "make tables    the generated tables in docs/, anew"
 
 demo: $(STAMP)
 	$(RUN) -m distgemm demo
@@ -32,13 +34,21 @@ test: check
 	$(RUN) -m pytest tests/gpu
 	$(RUN) -m pytest -n auto --dist loadfile --ignore tests/gpu
 
+test-all: check
+	$(RUN) -m pytest tests/gpu
+	$(RUN) -m pytest -n auto --dist loadfile --ignore tests/gpu --exhaustive all
+
 check: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy -p distgemm
 
 docs: $(DOCS_STAMP)
+	$(RUN) docs/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+tables: $(STAMP)
+	$(RUN) docs/tables.py
 
 venv: $(STAMP)
 

@@ -1,9 +1,9 @@
-"""GEMMs of one GPU: cuBLAS against CUTLASS, whole and in chunks of rows on one stream and alternating on two.
+"""Measures GEMMs on one GPU: cuBLAS and CUTLASS, whole and in chunks of rows, on one stream and on two.
 
     python benchmarks/gemm.py --json benchmarks/results/gemm_h200.json
 
-Shapes are what one of 8 ranks multiplies in the layers of Llama 3. A table row shows TFLOP/s; all of it is measured
-in one run, methods interleaved round by round, each in a CUDA graph.
+The shapes are those of one of 8 ranks in the layers of Llama 3. A row of the table shows TFLOP/s. Its methods run in
+CUDA graphs, interleaved round by round, in one process.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from distgemm.measure.timing import time_launches
 from distgemm.tune.gemm import alternate, tune
 
 
-def chunked(t: GemmTensors, chunks: int, **how: Any) -> list[Callable[..., None]]:
+def chunked(t: GemmTensors, chunks: int, **options: Any) -> list[Callable[..., None]]:
     """One launch for each chunk of rows."""
-    return [bind(GemmTensors(a, t.b, d), **how) for a, d in zip(t.a.chunk(chunks), t.d.chunk(chunks), strict=True)]
+    return [bind(GemmTensors(a, t.b, d), **options) for a, d in zip(t.a.chunk(chunks), t.d.chunk(chunks), strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--m", type=int, nargs="+", default=[8192])
+    parser.add_argument("--m", type=int, nargs="+", default=[8192], help="rows of A")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that share a layer")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of rows")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     shapes: dict[tuple[int, int, int], list[str]] = {}
     for m in args.m:
         for name in args.models:
             for layer in MODELS[name].layers:
-                shapes.setdefault(layer.local(m, args.tp), []).append(f"{name.removeprefix('llama-3-')} {layer.name}")
+                shapes.setdefault(layer.local(m, args.ranks), []).append(
+                    f"{name.removeprefix('llama-3-')} {layer.name}"
+                )
 
     rows = []
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

@@ -1,13 +1,13 @@
-"""A layer of Llama, forward and backward, tensor parallel over several GPUs: distgemm, NCCL with cuBLAS, torch's
-async-TP ops.
+"""Time a layer of Llama, forward and backward, with tensor parallelism over several GPUs.
 
     python benchmarks/layer.py --ranks 4 --tp 8 --json out.json
-    python benchmarks/layer.py --ranks 2 --check      # tiny, without timing: on CPUs, what runs there
+    python benchmarks/layer.py --ranks 2 --check      # a tiny layer on CPUs, without timing
 
-All have one autograd structure: tokens split over the ranks between products, the gathered input kept for the gradient
-of its weight, q, k, v in one product, and gate and up. All are captured into CUDA graphs, checked against one another,
-and replayed in turn. With fewer than --tp ranks, each rank has the heads and features of one of --tp ranks.
-DISTGEMM_TUNE=0 in the environment leaves out measuring schedules for "auto".
+The methods are distgemm, NCCL with cuBLAS, and torch's async-TP ops. All have the same autograd structure: tokens are
+split over the ranks between GEMMs, the gathered input is kept for the gradient of its weight, and one GEMM computes q,
+k and v, as one computes gate and up. All methods are captured into CUDA graphs and checked against NCCL with cuBLAS;
+their replays are interleaved. With fewer ranks than --tp, each rank has the heads and features of one of --tp ranks.
+With DISTGEMM_TUNE=0 in the environment, "auto" measures no schedules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory
+import torch.distributed._symmetric_memory  # noqa: F401  (registers torch.ops.symm_mem)
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
@@ -34,16 +34,16 @@ from distgemm.runtime.launch import launch
 Tensor = torch.Tensor
 TINY = Model(hidden=64, intermediate=128, heads=8, kv_heads=4, head=16)
 TOLERANCE = 3e-2
-"""Relative difference between methods, of the output and of each gradient."""
+"""Largest relative difference between methods, of the output and of each gradient."""
 CALLS, ROUNDS = 5, 5
 BASE = "NCCL + cuBLAS"
 
 
-# --- two products, each with its communication -----------------------------------------------------------------
+# --- two GEMMs with their communication -----------------------------------------------------------------
 
 
 class Nccl:
-    """A collective, then one product; or the other way round."""
+    """NCCL and cuBLAS: a collective and a GEMM, one after the other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -62,7 +62,7 @@ class Nccl:
 
 
 class AsyncTP(Nccl):
-    """torch's fused ops, as its compiler's async tensor parallelism calls them."""
+    """torch's fused ops, which its compiler uses for async tensor parallelism."""
 
     def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [b.t()], 0, self.group.group_name)
@@ -73,25 +73,25 @@ class AsyncTP(Nccl):
 
 
 class Ours(Nccl):
-    """distgemm's ops, with schedules by name or "auto"."""
+    """distgemm's functions, with a schedule and chunks for each."""
 
     def __init__(self, group: dist.ProcessGroup, gather: tuple[str, int | None], scatter: tuple[str, int | None]):
         super().__init__(group)
-        self.gathering, self.scattering = gather, scatter
+        self.gather_schedule, self.scatter_schedule = gather, scatter
 
     def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        schedule, chunks = self.gathering
+        schedule, chunks = self.gather_schedule
         return distgemm.all_gather_matmul(
             x, b, group=self.group, schedule=schedule, chunks=chunks, return_gathered=True
         )
 
     def scatter(self, x: Tensor, b: Tensor) -> Tensor:
-        schedule, chunks = self.scattering
+        schedule, chunks = self.scatter_schedule
         return distgemm.matmul_reduce_scatter(x, b, group=self.group, schedule=schedule, chunks=chunks)
 
 
-class Alone(Nccl):
-    """The products, and no communication: what would be reached if all of it were hidden. Results are not right."""
+class GemmsAlone(Nccl):
+    """The GEMMs without communication: the time if all communication were hidden. The results are wrong."""
 
     def gather(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         whole = x.new_empty(self.ranks * x.shape[0], x.shape[1])
@@ -101,11 +101,11 @@ class Alone(Nccl):
         return (x @ b.t())[: x.shape[0] // self.ranks]
 
 
-ALONE = "products alone, no communication"
+GEMMS_ALONE = "products alone, no communication"
 
 
 def methods(group: dist.ProcessGroup) -> dict[str, Nccl]:
-    """Ways to do the products, by name."""
+    """The methods, by name."""
     gather = "all_gather_1d_tiling_cd_rotating_a"
     chain, pairwise = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
     return {
@@ -114,51 +114,56 @@ def methods(group: dist.ProcessGroup) -> dict[str, Nccl]:
         "distgemm auto": Ours(group, ("auto", None), ("auto", None)),
         "distgemm gather, chain of 2 chunks": Ours(group, (gather, 1), (chain, 2)),
         "distgemm gather, pairwise": Ours(group, (gather, 1), (pairwise, 1)),
-        ALONE: Alone(group),
+        GEMMS_ALONE: GemmsAlone(group),
     }
 
 
 # --- the layer --------------------------------------------------------------------------------------------------
 
 
-class GatherProduct(torch.autograd.Function):
-    """Tokens of all ranks times b.T."""
+class GatherMatmul(torch.autograd.Function):
+    """The tokens of all ranks times b.T, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, how: Nccl, x: Tensor, b: Tensor) -> Tensor:
-        y, whole = how.gather(x, b)
-        ctx.how = how
+    def forward(ctx: Any, method: Nccl, x: Tensor, b: Tensor) -> Tensor:
+        y, whole = method.gather(x, b)
+        ctx.method = method
         ctx.save_for_backward(whole, b)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         whole, b = ctx.saved_tensors
-        return None, ctx.how.scatter(grad, b.t()), grad.t() @ whole
+        return None, ctx.method.scatter(grad, b.t()), grad.t() @ whole
 
 
-class ProductScatter(torch.autograd.Function):
-    """This rank's tokens of x times b.T, summed over the ranks."""
+class MatmulScatter(torch.autograd.Function):
+    """This rank's tokens of x times b.T, summed over the ranks, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, how: Nccl, x: Tensor, b: Tensor) -> Tensor:
-        ctx.how = how
+    def forward(ctx: Any, method: Nccl, x: Tensor, b: Tensor) -> Tensor:
+        ctx.method = method
         ctx.save_for_backward(x, b)
-        return how.scatter(x, b)
+        return method.scatter(x, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, b = ctx.saved_tensors
-        dx, whole = ctx.how.gather(grad, b.t())  # the gathered gradient is what the weight needs
+        dx, whole = ctx.method.gather(grad, b.t())  # the gradient of the weight uses the gathered gradient, too
         return None, dx, whole.t() @ x
 
 
 @dataclass
 class Layer:
-    """One rank's part of a layer, and what goes in.
+    """One rank's part of a layer, and its inputs.
 
-    x, incoming: (tokens of this rank, hidden): the input, and the gradient of the output
-    qkv, out, fc1, fc2: weights of this rank; norms: of both norms
+    Attributes:
+        model: sizes of the model.
+        tp: number of ranks that share the model; heads and features are those of one of them.
+        x: the input, (tokens of this rank, hidden).
+        incoming: the gradient of the output, (tokens of this rank, hidden).
+        qkv, out, fc1, fc2: this rank's weights, (out_features, in_features).
+        norms: weights of both norms, (2, hidden).
     """
 
     model: Model
@@ -173,24 +178,24 @@ class Layer:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What has gradients, by name."""
+        """The tensors that have gradients, by name."""
         names = ("x", "qkv", "out", "fc1", "fc2", "norms")
         return {name: getattr(self, name) for name in names}
 
-    def run(self, how: Nccl) -> dict[str, Tensor]:
+    def run(self, method: Nccl) -> dict[str, Tensor]:
         """The output and all gradients, by name."""
         hidden = self.x.shape[1]
         y = functional.rms_norm(self.x, (hidden,), self.norms[0])
-        y = self.attention(GatherProduct.apply(how, y, self.qkv))
-        x = self.x + ProductScatter.apply(how, y, self.out)
-        y = GatherProduct.apply(how, functional.rms_norm(x, (hidden,), self.norms[1]), self.fc1)
+        y = self.attention(GatherMatmul.apply(method, y, self.qkv))
+        x = self.x + MatmulScatter.apply(method, y, self.out)
+        y = GatherMatmul.apply(method, functional.rms_norm(x, (hidden,), self.norms[1]), self.fc1)
         gate, up = y.chunk(2, -1)
-        x = x + ProductScatter.apply(how, functional.silu(gate) * up, self.fc2)
+        x = x + MatmulScatter.apply(method, functional.silu(gate) * up, self.fc2)
         grads = torch.autograd.grad(x, list(self.inputs.values()), self.incoming)
         return {"output": x.detach()} | {f"gradient of {k}": g for k, g in zip(self.inputs, grads, strict=True)}
 
     def attention(self, qkv: Tensor) -> Tensor:
-        """Causal, of one sequence of all tokens, with this rank's heads; without rotary positions."""
+        """Causal attention of one sequence with all tokens and this rank's heads, without rotary positions."""
         heads, kv_heads = self.model.heads // self.tp, self.model.kv_heads // self.tp
         every = qkv.unflatten(-1, (heads + 2 * kv_heads, self.model.head)).transpose(0, 1)[None]
         q, k, v = every.split([heads, kv_heads, kv_heads], 1)
@@ -198,9 +203,9 @@ class Layer:
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y[0].transpose(0, 1).flatten(-2)
 
-    def parts(self, how: Nccl) -> dict[str, Callable[[], object]]:
-        """Each product of the forward and the backward pass by itself, with its communication."""
-        ranks = how.ranks
+    def parts(self, method: Nccl) -> dict[str, Callable[[], object]]:
+        """Each GEMM of the forward and the backward pass with its communication, by name."""
+        ranks = method.ranks
         found: dict[str, Callable[[], object]] = {}
         for name, gathers in (("qkv", True), ("out", False), ("fc1", True), ("fc2", False)):
             b = getattr(self, name).detach()
@@ -208,14 +213,14 @@ class Layer:
             n, k = b.shape
             x, grad = (b.new_empty(few if gathers else many, k).normal_(), b.new_empty(many if gathers else few, n))
             grad.normal_()
-            forward, backward = (how.gather, how.scatter) if gathers else (how.scatter, how.gather)
+            forward, backward = (method.gather, method.scatter) if gathers else (method.scatter, method.gather)
             found[f"{name} forward"] = lambda f=forward, x=x, b=b: f(x, b)
             found[f"{name} backward"] = lambda f=backward, grad=grad, b=b: f(grad, b.t())
         return found
 
 
 def layer_of(model: Model, tp: int, ranks: int, m: int, device: torch.device, dtype: torch.dtype) -> Layer:
-    """This rank's part: seeds differ from rank to rank, but for the norms."""
+    """This rank's part of a layer. Each rank draws other numbers; the norms are the same."""
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     heads, kv_heads, inner = model.heads // tp, model.kv_heads // tp, model.intermediate // tp
 
@@ -241,7 +246,7 @@ def layer_of(model: Model, tp: int, ranks: int, m: int, device: torch.device, dt
 
 
 def compare(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest relative difference. Raises RuntimeError where it is more than rounding."""
+    """The largest relative difference of two results. Raises RuntimeError if it is more than rounding."""
     errors = {k: float((found[k].float() - y.float()).norm() / y.float().norm()) for k, y in wanted.items()}
     if not all(error < TOLERANCE for error in errors.values()):
         raise RuntimeError(f"{name} on rank {dist.get_rank()} differs from {BASE}: {errors}")
@@ -249,7 +254,7 @@ def compare(name: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
 
 
 def graph_of(run: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """So many calls as a graph, and what the last of them returns."""
+    """A graph of so many calls, and the result of the last call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -264,7 +269,10 @@ def graph_of(run: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph, 
 
 
 def times_of(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of a call: replays in turn, in every second round backwards; median of rounds, slowest rank."""
+    """Milliseconds of a call by method: the median over rounds, on the slowest rank.
+
+    Replays of the methods are interleaved. Every second round goes backwards.
+    """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for number in range(ROUNDS + 1):
         for name in list(graphs)[:: -1 if number % 2 else 1]:
@@ -283,33 +291,33 @@ def times_of(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, device: torch.
 
 
 def rank_main(model: Model, tp: int, m: int, wanted: list[str] | None) -> dict[str, Any]:
-    """On every rank: times of the layer and of its parts, by method."""
+    """Time the layer and its parts on this rank, by method."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
     layer = layer_of(model, tp, group.size(), m, device, torch.bfloat16)
-    every = {name: how for name, how in methods(group).items() if not wanted or name in (BASE, *wanted)}
-    right = {name: x.clone() for name, x in layer.run(every[BASE]).items()}
+    every = {name: method for name, method in methods(group).items() if not wanted or name in (BASE, *wanted)}
+    expected = {name: x.clone() for name, x in layer.run(every[BASE]).items()}
     graphs, errors, ran = {}, {}, {}
-    for name, how in every.items():
+    for name, method in every.items():
         say(f"{name}: capturing")
         with distgemm.record_calls() as calls:
-            layer.run(how)
+            layer.run(method)
         ran[name] = [str(call) for call in calls]
-        graphs[name], found = graph_of(lambda how=how: layer.run(how), CALLS)
+        graphs[name], found = graph_of(lambda method=method: layer.run(method), CALLS)
         for x in found.values():
             x.fill_(float("nan"))
         graphs[name].replay()
         torch.cuda.synchronize()
-        if name != ALONE:
-            errors[name] = compare(name, found, right)
+        if name != GEMMS_ALONE:
+            errors[name] = compare(name, found, expected)
         del found
     say("measuring the layer")
     result: dict[str, Any] = {"layer_ms": times_of(graphs, CALLS, device), "errors": errors, "ran": ran}
     graphs.clear()
     torch.cuda.empty_cache()
     result["parts_ms"] = {}
-    parts = {name: layer.parts(how) for name, how in every.items()}
+    parts = {name: layer.parts(method) for name, method in every.items()}
     for part in parts[BASE]:
         say(f"measuring {part}")
         alone = {name: graph_of(runs[part], 4 * CALLS)[0] for name, runs in parts.items()}
@@ -326,27 +334,27 @@ def say(text: str) -> None:
 
 
 def check_main() -> dict[str, float]:
-    """On every rank, on CPUs: the layer by NCCL's program and by ours; the largest differences."""
+    """The largest differences of distgemm from the collectives, on CPUs, by method."""
     group = dist.group.WORLD
     assert group is not None
     layer = layer_of(TINY, group.size(), group.size(), 8 * group.size(), torch.device("cpu"), torch.float32)
-    every = {name: how for name, how in methods(group).items() if name.startswith("distgemm") or name == BASE}
+    every = {name: method for name, method in methods(group).items() if name.startswith("distgemm") or name == BASE}
     wanted = layer.run(every[BASE])
-    for how in every.values():
-        for part in layer.parts(how).values():
+    for method in every.values():
+        for part in layer.parts(method).values():
             part()
-    return {name: compare(name, layer.run(how), wanted) for name, how in every.items()}
+    return {name: compare(name, layer.run(method), wanted) for name, method in every.items()}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Tables: of the layer, and of each product."""
+    """Print a table of the layer, and one of its GEMMs."""
     times = result["layer_ms"]
     table = Table("method", "ms", f"of {BASE}", "relative difference", title="forward and backward of one layer")
     for name, ms in sorted(times.items(), key=lambda pair: pair[1]):
         error = f"{result['errors'][name]:.1e}" if name in result["errors"] else ""
         table.add_row(name, f"{ms:.3f}", f"{ms / times[BASE]:.3f}", error)
     console.print(table)
-    table = Table("product, ms alone", *times, title="each product with its communication")
+    table = Table("GEMM, ms", *times, title="each GEMM with its communication")
     for part, row in result["parts_ms"].items():
         table.add_row(part, *(f"{row[name]:.3f}" for name in times))
     sums = {name: sum(row[name] for row in result["parts_ms"].values()) for name in times}
@@ -358,12 +366,14 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="llama-3-70b", help="%(default)s")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="GPUs; all")
-    parser.add_argument("--tp", type=int, help="ranks that share a layer; as many as --ranks")
-    parser.add_argument("--m", type=int, default=8192, help="tokens, of one sequence; %(default)s")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"only these, beside {BASE}")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true", help="on CPUs, tiny, without timing")
+    parser.add_argument(
+        "--ranks", type=int, default=torch.cuda.device_count(), help="ranks to run, one on each GPU [default: all GPUs]"
+    )
+    parser.add_argument("--tp", type=int, help="ranks that share a layer [default: --ranks]")
+    parser.add_argument("--m", type=int, default=8192, help="tokens of one sequence [default: %(default)s]")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"only these, and {BASE}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to this file")
+    parser.add_argument("--check", action="store_true", help="check a tiny layer on CPUs, without timing")
     args = parser.parse_args()
     console = Console(width=200)
     if args.check:
@@ -371,7 +381,9 @@ def main() -> None:
         return
     model, tp = MODELS[args.model], args.tp or args.ranks
     if args.m % args.ranks or model.kv_heads % tp or model.intermediate % tp:
-        parser.error(f"--m is a multiple of --ranks, and the model's kv_heads and intermediate of --tp; got {args}")
+        parser.error(
+            f"--m is a multiple of --ranks; kv_heads and intermediate of the model are multiples of --tp; got {args}"
+        )
     result = launch(rank_main, args.ranks, model, tp, args.m, args.methods, backend="nccl", timeout=560)[0]
     show(result, console)
     for name, calls in result["ran"].items():

@@ -272,7 +272,7 @@ def measure(case: Case, how: How) -> dict[str, Any]:
         refused.update({name: one.error for name, one in found.items() if one.error})
         return {name: round(one.ms, 5) for name, one in found.items() if not one.error}
 
-    choices = tune.candidates(case.problem, case.op, case.ranks)
+    choices = tune.shortlist(case.problem, case.op, case.ranks)
     choices += [
         replace(choice, execution=replace(choice.execution, config=config))
         for config in how.configs

@@ -1,4 +1,4 @@
-"""From a problem or a plan to what GPUs execute: the front door of the CUDA runtime."""
+"""From a problem or a plan to an executable on GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
 from distgemm.runtime.cuda import CudaExecutable, compile_plan
-from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, Transport, WaitBy
+from distgemm.runtime.executable import (
+    EXECUTION_FIELDS,
+    REPLAY_TIMEOUT_S,
+    ExecutionConfig,
+    ExecutionMode,
+    OnTimeout,
+    Transport,
+    WaitBy,
+)
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import Pattern
 from distgemm.tune import executable
@@ -33,55 +41,58 @@ def compile(
     wait_by: WaitBy = "memory_op",
     merge_copies: bool = False,
     transport: Transport = "copy_engine",
-    timeout: float = 300.0,
-    on_timeout: str = "raise",
+    timeout: float = REPLAY_TIMEOUT_S,
+    on_timeout: OnTimeout = "raise",
     pattern: Pattern | None = None,
     tune: bool | None = None,
     **options: Any,
 ) -> CudaExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
 
-    plan:     a plan; or a problem, with the schedule's name and its options (``chunks=2``, ``mesh=(2, 4)``, ...), or
-              with "auto": the measured choice, which may be the unfused program; it chooses options, provider,
-              config, gemm_streams, waits and merge
-    pattern:       with "auto": "ag+gemm", "gemm+rs" or "gemm+ar"
-    tune:     with "auto", where nothing is recorded: as :func:`distgemm.tune.choose` takes it
-    group:    the ranks that take part, with NCCL; None: all
-    device:   this rank's GPU; None: the current one
-    provider: of the GEMMs
-    config:   a configuration of the provider for all GEMMs; None: chosen by shape
-    gemm_streams: streams on which GEMMs alternate, 1 or 2
-    waits:    for other ranks: by operations on "memory", which occupy no SM; by a "kernel" of one warp, which notices
-              some microseconds sooner, for plans that multiply and add on one stream, so with 1 branch; or within the
-              "gemm": all GEMMs are one kernel, which begins each chunk once it has come, and done_flags of each sum once it
-              is stored. That is for plans that push what they gather, and for chains and pairwise sums with
-              ``final_add="epilogue"``, of all-reduces too, with mechanism "store" or with ``results`` as many as chunks (more
-              with a stagger; pairwise as many as a rank has products), in chunks of equal size, with provider cutlass;
-              gemm_streams make no difference then
-    merge:    chunks that lie behind one another are multiplied and copied as one, but for those that come last: for
-              plans that gather with chunks > 1. With waits "gemm" they are copied so, and the last in halves of halves
-    copies:   of shards to peers, for plans that gather by pushing: by copy "engine"s; with waits "gemm" also by engines
-              that send what a peer multiplies last in "slices" along k, or by the "gemm" itself, in which a warp that
-              does not multiply sends all in slices, or by "both": by the kernel what a peer multiplies last, behind
-              engines that send all else. The peers' kernels begin with each slice as it comes. Of results, for
-              all-reduces with mechanism "store" and waits "gemm": by engines, or by the "gemm"
-    timeout:  seconds without a change after which a replay that has begun counts as stuck
-    on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry
+    A collective call: all ranks of the group make it, in the same order in which they make and call other executables.
 
-    A collective call: all ranks of the group make it, in the same order as they make and call other executables.
+    Args:
+        plan: a plan; or a problem, with the name of a schedule.
+        schedule: for a problem, the schedule's name. "auto" takes the fastest measured configuration, which may be the
+            unfused program; then no option of the schedule or of the execution is given.
+        group: the ranks that take part, with NCCL; None: all.
+        device: this rank's GPU; None: the current one.
+        provider: this option and the next six are the fields of
+            :class:`distgemm.runtime.executable.ExecutionConfig`, which says what they mean and what goes together.
+            This one names the provider of the GEMMs.
+        config: tile configuration of the GEMMs; None: the shape decides.
+        gemm_streams: streams on which GEMMs alternate, 1 or 2.
+        execution: a kernel for each GEMM ("multi_kernel"), or the fused kernel for all of them ("single_kernel"). The
+            fused kernel takes equal chunks of plans that push what they gather, and of chains and pairwise sums with
+            ``final_add="epilogue"``: with ``mechanism="store"``, or with enough ``send_slots`` for all results.
+        wait_by: with "multi_kernel", who waits for other ranks: a "memory_op", or a "kernel", which notices a flag
+            some microseconds sooner.
+        merge_copies: copy neighbouring chunks as one.
+        transport: who copies data to peers. With "single_kernel" the fused kernel can ("sm"): shards of plans that
+            gather by pushing, and results of all-reduces with ``mechanism="store"``.
+        timeout: seconds without a change after which a replay that has begun counts as stuck.
+        on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry.
+        pattern: with "auto", what is computed.
+        tune: with "auto", what happens where nothing is recorded, as :func:`distgemm.tune.select` takes it.
+        **options: options of the schedule and of :func:`distgemm.make_plan`, as ``chunks=2`` or ``mesh=(2, 4)``.
 
-    Raises ValueError on all ranks where their plans or these arguments differ, PlanError and ValueError for what the
-    runtime or the provider cannot do, CompileError and CompilerNotFoundError; a rank on which that did not happen is
-    told which ranks failed. RuntimeError where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    Raises:
+        ValueError: on all ranks where their plans or these arguments differ; for arguments that do not go together; and
+            for what the runtime or the provider cannot do.
+        PlanError: for plans that cannot be executed so. If one rank raises, the other ranks raise PlanError that names
+            it.
+        CompileError: where a kernel does not compile.
+        CompilerNotFoundError: where there is no compiler.
+        RuntimeError: while the current stream is captured, and where CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     whole = resolve_group(group)
-    how = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
+    given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
     if schedule == "auto" or pattern is not None or tune is not None:
         if schedule != "auto" or pattern is None or not isinstance(plan, GemmProblem):
             raise ValueError(
                 f"pattern and tune are for a problem with schedule='auto', got {schedule!r} and pattern {pattern!r}"
             )
-        if options or how != ExecutionConfig():
+        if options or given != ExecutionConfig():
             raise ValueError(
                 f"schedule='auto' selects {', '.join(EXECUTION_FIELDS)} and options; name a schedule for them"
             )
@@ -93,4 +104,4 @@ def compile(
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
-    return compile_plan(plan, how, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)
+    return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

@@ -1,6 +1,6 @@
 """A small Llama of plain torch modules, and the plan that makes it tensor parallel.
 
-Tensors are (tokens, batch, features): the first dimension is the one that is split over the ranks between layers.
+Tensors are (tokens, batch, features). Between layers, the tokens are split over the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import distgemm
 
 @dataclass(frozen=True)
 class Config:
-    """Extents of the model."""
+    """Sizes of the model."""
 
     vocabulary: int = 256
     hidden: int = 64
@@ -31,7 +31,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Causal attention in which several heads share keys and values, with rotary positions."""
+    """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * self.features, config.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # How many tokens and heads there are is read off the projections: with tensor parallelism x has only some
-        # tokens, and q has all of them for some heads.
+        # The projections have the numbers of tokens and heads. With tensor parallelism, x has this rank's tokens, and
+        # q has all tokens of this rank's heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.features)).permute(1, 2, 0, 3) for w in (self.wq, self.wk, self.wv))
         q, k = self.rotate(q), self.rotate(k)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward layer."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside the residual stream."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (tokens, batch) in, logits (tokens, batch, vocabulary) out."""
+    """From token ids (tokens, batch) to logits (tokens, batch, vocabulary)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -102,7 +102,10 @@ class Llama(nn.Module):
 
 
 def tensor_parallel_plan() -> dict[str, Any]:
-    """For parallelize_module. Logits are DTensors, each rank with a part of the vocabulary: torch's loss_parallel."""
+    """The styles for parallelize_module.
+
+    Logits are DTensors with a part of the vocabulary on each rank, as torch's loss_parallel takes them.
+    """
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         "blocks.*.attention_norm": SequenceParallel(sequence_dim=0, use_local_output=True),

@@ -1,12 +1,12 @@
-"""Serve layers of a Llama tensor parallel: prefill, then one token after another, with a cache of keys and values.
+"""Serve layers of a Llama with tensor parallelism: prefill and decode, with a cache of keys and values.
 
-    python examples/serve_tp.py                                                  # tiny, on 2 CPU processes over gloo
+    python examples/serve_tp.py                                                  # a tiny model on 2 CPU processes
     python examples/serve_tp.py --backend nccl --tp 4 --model llama-3-70b --prompt 4096 --bucket 1024 --check  # 4 GPUs
 
-Prefill has many tokens: they are split over the ranks between layers, gathered while the projections multiply and
-scattered while they are summed. Decoding has few: all ranks have all of them, and sums are all-reduced behind the
-output projections. On GPUs each decode shape is one CUDA graph. DISTGEMM_TUNE=0 in the environment leaves out measuring
-schedules at first use.
+Prefill has many tokens. Between layers they are split over the ranks: GEMMs overlap with an all-gather or with a
+reduce-scatter. Decode has few tokens, and every rank has all of them: GEMMs overlap with an all-reduce. On GPUs, each
+shape of decode is one CUDA graph. The first run compiles kernels and measures schedules. With DISTGEMM_TUNE=0 in the
+environment, it does not measure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,16 +29,16 @@ from distgemm.runtime.launch import init_from_env, launch
 
 TINY = Model(hidden=64, intermediate=160, heads=8, kv_heads=4, head=8)
 VOCABULARY = 512
-"""Embedding and head are the same on all ranks, and small: what is shown are the layers."""
+"""Embedding and head are small, and the same on all ranks: the example is about the layers."""
 SEED = 1
 REPEATS = 5
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Of logits, relative. Each layer rounds a dozen times."""
+"""Relative error of logits. Each layer rounds a dozen times."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The arguments of the command line."""
 
     model: str = "tiny"
     layers: int = 2
@@ -53,8 +52,8 @@ class Options:
     check: bool = False
 
     @property
-    def extents(self) -> Model:
-        """Of the model."""
+    def sizes(self) -> Model:
+        """The sizes of the model."""
         return TINY if self.model == "tiny" else MODELS[self.model]
 
 
@@ -63,8 +62,9 @@ class Options:
 
 @dataclass
 class Weights:
-    """Of one layer, as nn.Linear has them: (out_features, in_features). q, k and v are one product, and so are gate
-    and up; "of this rank" it holds its heads, and its part of the intermediate features.
+    """The weights of one layer on this rank, each (out_features, in_features) as in nn.Linear.
+
+    q, k and v are one weight, and so are gate and up. A rank has some heads and some intermediate features.
     """
 
     qkv: torch.Tensor
@@ -74,7 +74,7 @@ class Weights:
 
 
 def draw(model: Model, layer: int, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> Weights:
-    """A rank's part of a layer; with one rank all of it. Every rank draws the same numbers."""
+    """A rank's part of a layer. Every rank draws the same numbers and keeps its part."""
     generator = torch.Generator(device).manual_seed(SEED * 1000 + layer)
 
     def randn(rows: int, columns: int) -> torch.Tensor:
@@ -92,49 +92,54 @@ def draw(model: Model, layer: int, rank: int, ranks: int, device: torch.device, 
 
 
 class Projections:
-    """The products of a layer, where nothing is parallel. Tokens are (tokens, batch, features)."""
+    """The projections of a layer on one rank. Activations are (tokens, batch, features)."""
 
-    def spread(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Features of the residual stream to those of this rank: all tokens come out."""
+    def column_parallel(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """From the hidden features to this rank's features, for all tokens."""
         return functional.linear(x, weight)
 
-    def join(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Features of this rank to those of the residual stream, summed over the ranks."""
+    def row_parallel(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """From this rank's features to the hidden features, summed over the ranks."""
         return functional.linear(x, weight)
 
 
 class Prefill(Projections):
-    """Tokens are split over the ranks between layers."""
+    """The projections if the tokens are split over the ranks between layers."""
 
     def __init__(self, group: dist.ProcessGroup, schedule: str) -> None:
-        self.how: dict[str, Any] = {"group": group}
+        self.group = group
         self.gather, self.scatter = ("auto", "auto") if schedule == "auto" else ("ag+gemm", "gemm+rs")
 
-    def spread(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return distgemm.all_gather_matmul(x, weight, schedule=self.gather, **self.how)
+    def column_parallel(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return distgemm.all_gather_matmul(x, weight, group=self.group, schedule=self.gather)
 
-    def join(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return distgemm.matmul_reduce_scatter(x, weight, schedule=self.scatter, **self.how)
+    def row_parallel(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return distgemm.matmul_reduce_scatter(x, weight, group=self.group, schedule=self.scatter)
 
 
 class Decode(Projections):
-    """All ranks have all tokens."""
+    """The projections if every rank has all tokens."""
 
     def __init__(self, group: dist.ProcessGroup, schedule: str) -> None:
-        self.how: dict[str, Any] = {"group": group, "schedule": "auto" if schedule == "auto" else "gemm+ar"}
+        self.group, self.schedule = group, "auto" if schedule == "auto" else "gemm+ar"
 
-    def join(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return distgemm.matmul_all_reduce(x, weight, **self.how)
+    def row_parallel(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return distgemm.matmul_all_reduce(x, weight, group=self.group, schedule=self.schedule)
 
 
 class Server:
-    """Layers, and what has been said so far: keys and values, (layers, batch, heads, tokens, features).
+    """This rank's part of the layers, and the cache of keys and values, (layers, batch, heads, tokens, features).
 
-    ranks: over which the layers are split; 1: the program that is not parallel
+    Args:
+        options: the arguments of the command line.
+        rank: this rank.
+        ranks: number of ranks; 1 for the program without tensor parallelism.
+        device: device of all tensors.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(self, options: Options, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
-        model = self.model = options.extents
+        model = self.model = options.sizes
         self.options, self.ranks, self.device = options, ranks, device
         self.layers = [draw(model, layer, rank, ranks, device, dtype) for layer in range(options.layers)]
         generator = torch.Generator(device).manual_seed(SEED)
@@ -146,14 +151,14 @@ class Server:
         angles = torch.arange(self.longest, device=device, dtype=torch.float64)[:, None] * 500000.0**-half
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def run(self, x: torch.Tensor, products: Projections, at: torch.Tensor, length: int) -> torch.Tensor:
-        """All layers, for tokens at the positions ``at``; of the cache, the first ``length`` positions count."""
+    def run(self, x: torch.Tensor, projections: Projections, at: torch.Tensor, length: int) -> torch.Tensor:
+        """All layers for tokens at positions ``at``. They attend to the first ``length`` positions of the cache."""
         allowed = torch.arange(length, device=self.device) <= at[:, None]
         for number, weights in enumerate(self.layers):
-            y = products.spread(_norm(x), weights.qkv)
-            x = x + products.join(self._attention(number, y, at, allowed), weights.out)
-            gate, up = products.spread(_norm(x), weights.gate_up).chunk(2, -1)
-            x = x + products.join(functional.silu(gate) * up, weights.down)
+            y = projections.column_parallel(_norm(x), weights.qkv)
+            x = x + projections.row_parallel(self._attention(number, y, at, allowed), weights.out)
+            gate, up = projections.column_parallel(_norm(x), weights.gate_up).chunk(2, -1)
+            x = x + projections.row_parallel(functional.silu(gate) * up, weights.down)
         return x
 
     def _attention(self, layer: int, qkv: torch.Tensor, at: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -166,7 +171,7 @@ class Server:
         self.values[layer].index_copy_(2, at, v)
         k, v = self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
         k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
-        whole = length == len(at)  # the prompt, from its beginning
+        whole = length == len(at)  # prefill
         y = functional.scaled_dot_product_attention(
             self._rotated(q, at), k, v, attn_mask=None if whole else allowed, is_causal=whole
         )
@@ -182,7 +187,7 @@ class Server:
         return functional.embedding(ids, self.embedding)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the vocabulary, float32."""
+        """Logits of the vocabulary, in float32."""
         return functional.linear(_norm(x), self.embedding).float() / self.model.hidden**0.5
 
 
@@ -198,23 +203,24 @@ class Parallel:
 
     def __init__(self, server: Server, group: dist.ProcessGroup) -> None:
         self.server, self.group = server, group
-        self.prefill_products = Prefill(group, server.options.schedule)
-        self.decode_products = Decode(group, server.options.schedule)
+        self.prefill_projections = Prefill(group, server.options.schedule)
+        self.decode_projections = Decode(group, server.options.schedule)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
-        """The prompt (tokens, batch); the logits (batch, vocabulary) of what comes next, on all ranks."""
+        """From the prompt (tokens, batch) to the logits of the next token (batch, vocabulary), on all ranks."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         mine = ids.chunk(ranks)[rank]
         at = torch.arange(len(ids), device=ids.device)
-        x = self.server.run(self.server.embed(mine), self.prefill_products, at, len(ids))
-        last = x[-1].clone()  # of the last rank, it is the prompt's last token
+        x = self.server.run(self.server.embed(mine), self.prefill_projections, at, len(ids))
+        last = x[-1].clone()  # the last rank has the last token of the prompt
         dist.broadcast(last, group=self.group, group_src=ranks - 1)
         return self.server.logits(last)
 
     def decode(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """One token of each sequence, (batch,); the logits of the next. On a GPU the replay of a graph: valid until
-        the next call.
+        """From one token of each sequence (batch,) to the logits of the next token.
+
+        On a GPU this replays a graph, and the logits are valid until the next call.
         """
         bucket = self.server.options.bucket
         length = -(-(position + 1) // bucket) * bucket
@@ -230,19 +236,19 @@ class Parallel:
         return logits
 
     def step(self, ids: torch.Tensor, at: torch.Tensor, length: int) -> torch.Tensor:
-        """What a graph holds."""
-        x = self.server.run(self.server.embed(ids[None]), self.decode_products, at, length)
+        """One step of decode, which a graph captures."""
+        x = self.server.run(self.server.embed(ids[None]), self.decode_projections, at, length)
         return self.server.logits(x[0])
 
     def _record(
         self, ids: torch.Tensor, position: int, length: int
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The graph of a shape, and the tensors that it reads and writes."""
+        """The graph of a shape, and the tensors that it reads and writes: ids, position, logits."""
         ids_in, at = ids.clone(), torch.full((1,), position, device=ids.device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # makes executables; what it writes to the cache, the replay writes again
+            for _ in range(2):  # makes executables; the replay writes the same keys and values again
                 self.step(ids_in, at, length)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -253,13 +259,15 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank found.
+    """The results of a run. Times are medians in seconds on the slowest rank.
 
-    prefill, decode: seconds: of a prompt, and of each further token, medians, of the slowest rank
-    eager:   seconds of a token without a graph
-    tokens:  (tokens, batch) that were generated
-    error:   the largest relative error of logits, against the program on one rank; None: not checked
-    calls:   what ran
+    Attributes:
+        prefill: time of a prompt.
+        decode: time of each further token.
+        eager: time of a token without a graph.
+        tokens: the generated tokens, (tokens, batch).
+        error: the largest relative error of logits against the program on one rank; None if not checked.
+        calls: the calls that ran.
     """
 
     prefill: float
@@ -272,7 +280,7 @@ class Report:
 
 @torch.inference_mode()
 def serve(options: Options) -> Report:
-    """On every rank: a prompt, and the tokens after it."""
+    """Run a prompt and generate tokens, on this rank."""
     rank = init_from_env(options.backend)
     group = dist.group.WORLD
     assert group is not None
@@ -286,25 +294,25 @@ def serve(options: Options) -> Report:
     with distgemm.record_calls() as calls:
         parallel.prefill(prompt)  # makes executables
         prefill = _seconds([lambda: parallel.prefill(prompt)] * REPEATS, device)
-        said = [parallel.prefill(prompt)]
-        ids, generated = said[0].argmax(-1), []
+        logits = [parallel.prefill(prompt)]
+        ids, generated = logits[0].argmax(-1), []
         times = []
         for position in range(options.prompt, options.prompt + options.tokens):
             generated.append(ids)
-            parallel.decode(ids, position)  # records the graph of a new shape; again below, with the same result
+            parallel.decode(ids, position)  # captures the graph of a new shape; later calls write the same values
             times.append(_seconds([lambda ids=ids, at=position: parallel.decode(ids, at)], device))
-            said.append(parallel.decode(ids, position).clone())
-            ids = said[-1].argmax(-1)
+            logits.append(parallel.decode(ids, position).clone())
+            ids = logits[-1].argmax(-1)
         last = torch.tensor([options.prompt + options.tokens - 1], device=device)
         eager = _seconds([lambda: parallel.step(generated[-1], last, server.longest)] * REPEATS, device)
-    error = _error(options, prompt, generated, said, device, dtype) if options.check else None
+    error = _error(options, prompt, generated, logits, device, dtype) if options.check else None
     tokens = torch.stack(generated).tolist()
-    named = tuple(sorted({str(call) for call in calls}))
-    return Report(prefill, sorted(times)[len(times) // 2], eager, tokens, error, named)
+    distinct = tuple(sorted({str(call) for call in calls}))
+    return Report(prefill, sorted(times)[len(times) // 2], eager, tokens, error, distinct)
 
 
 def _seconds(runs: list[Callable[[], object]], device: torch.device) -> float:
-    """The median of single runs, each from a point where all ranks are; of the slowest rank."""
+    """The median time of runs on the slowest rank. Each run starts after a barrier."""
     times = []
     for run in runs:
         _wait(device)
@@ -328,35 +336,35 @@ def _error(
     options: Options,
     prompt: torch.Tensor,
     generated: list[torch.Tensor],
-    said: list[torch.Tensor],
+    logits: list[torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """All tokens once more, on one rank, at once and without a cache of what came before.
+    """The largest relative error of logits, against one forward pass of all tokens on one rank.
 
-    Raises RuntimeError where what was said is something else.
+    Raises RuntimeError if it is more than rounding.
     """
     whole = Server(options, 0, 1, device, dtype)
     ids = torch.cat([prompt, torch.stack(generated)])
     at = torch.arange(len(ids), device=device)
     x = whole.run(whole.embed(ids), Projections(), at, len(ids))
     wanted = whole.logits(x[options.prompt - 1 :])
-    error = float(((torch.stack(said) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    error = float(((torch.stack(logits) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
     if not error < TOLERANCES[dtype]:
-        raise RuntimeError(f"logits differ from those of one rank by {error:.1e}, allowed are {TOLERANCES[dtype]:.0e}")
+        raise RuntimeError(f"logits differ from those of one rank by {error:.1e}, more than {TOLERANCES[dtype]:.0e}")
     return error
 
 
 def show(options: Options, report: Report) -> None:
-    """The table, and what ran."""
-    model = options.extents
+    """Print a table of times, and the calls that ran."""
+    model = options.sizes
     title = f"{options.model}: {options.layers} layers, {options.tp} ranks, {options.batch} sequences"
     table = Table("", "", title=title)
     tokens = options.prompt * options.batch
     table.add_row(f"prefill of {options.prompt} tokens each", f"{report.prefill * 1e3:.2f} ms")
     table.add_row("", f"{tokens / report.prefill:.0f} tokens/s")
-    how = ", one graph" if options.backend == "nccl" else ""
-    table.add_row(f"a token of each sequence{how}", f"{report.decode * 1e3:.3f} ms")
+    graph = ", one graph" if options.backend == "nccl" else ""
+    table.add_row(f"a token of each sequence{graph}", f"{report.decode * 1e3:.3f} ms")
     if options.backend == "nccl":
         table.add_row("the same without a graph", f"{report.eager * 1e3:.3f} ms")
     if report.error is not None:
@@ -364,11 +372,11 @@ def show(options: Options, report: Report) -> None:
     console = Console()
     console.print(f"hidden {model.hidden}, intermediate {model.intermediate}, {model.heads} heads of {model.head}")
     console.print(table)
-    print("products:", *report.calls, sep="\n")
+    print("calls:", *report.calls, sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> Report | None:
-    """The command; returns the report, of rank 0."""
+    """The command. Returns the report of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in vars(Options()).items():
         option = "--" + name.replace("_", "-")
@@ -380,8 +388,8 @@ def main(arguments: list[str] | None = None) -> Report | None:
         else:
             parser.add_argument(option, type=type(default), default=default, help="%(default)s")
     options = Options(**vars(parser.parse_args(arguments)))
-    if options.prompt % options.tp or options.extents.kv_heads % options.tp:
-        parser.error(f"--prompt and the model's kv_heads are multiples of --tp; got {options}")
+    if options.prompt % options.tp or options.sizes.kv_heads % options.tp:
+        parser.error(f"--prompt and the kv_heads of the model are multiples of --tp; got {options}")
     if options.tokens < 1:
         parser.error(f"--tokens is 1 or more; got {options.tokens}")
     if "RANK" in os.environ:  # torchrun started this process, and one for each other rank

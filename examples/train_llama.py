@@ -1,12 +1,13 @@
-"""Train a small Llama, data-parallel x tensor-parallel, on CPUs or GPUs.
+"""Train a small Llama with data parallelism and tensor parallelism, on CPUs or GPUs.
 
     python examples/train_llama.py                       # 2 x 2 ranks on CPUs over gloo
-    python examples/train_llama.py --resume              # goes on from the last checkpoint, bit for bit
-    python examples/train_llama.py --backend nccl --dp 1 --tp 4 --graph       # on 4 GPUs, each step one CUDA graph
-    torchrun --nproc-per-node=8 examples/train_llama.py --backend nccl --tp 4 # as 2 x 4 ranks on 8 GPUs
+    python examples/train_llama.py --resume              # continue from the last checkpoint, with the same bits
+    python examples/train_llama.py --backend nccl --dp 1 --tp 4 --graph        # 4 GPUs, each step is one CUDA graph
+    torchrun --nproc-per-node=8 examples/train_llama.py --backend nccl --tp 4  # 2 x 4 ranks on 8 GPUs
 
-The text is sums in words, one letter a token. Checkpoints, losses and their curve go into --folder. On GPUs, the
-first run measures schedules and compiles kernels, for minutes; DISTGEMM_TUNE=0 in the environment leaves measuring out.
+The text is sums in words, and each letter is a token. Checkpoints, losses and a plot of the losses go to --folder. On
+GPUs, the first run compiles kernels and measures schedules, which takes minutes. With DISTGEMM_TUNE=0 in the
+environment, it does not measure.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from torch.nn import functional
 
 import distgemm
 from distgemm.runtime.launch import init_from_env, launch
-from distgemm.torch_ops import Call
+from distgemm.torch_ops import CallRecord
 
 LETTERS = " \n.abcdefghijklmnopqrstuvwxyz"
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
            "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
 SEED = 1
-WARM = 3
-"""Steps before one is recorded: by then kernels are compiled, executables made, and the optimizer has its state."""
+WARMUP_STEPS = 3
+"""Steps before one is captured. They compile kernels, make executables and create the optimizer's state."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The arguments of the command line."""
 
     steps: int = 100
     dp: int = 2
@@ -64,7 +65,7 @@ class Options:
 
 
 def text(letters: int, chance: random.Random) -> str:
-    """Sums in words, such as "two plus three is five"."""
+    """Text of so many letters: sums in words, such as "two plus three is five"."""
     found = ""
     while len(found) < letters:
         a, b = chance.randrange(9), chance.randrange(9)
@@ -73,40 +74,40 @@ def text(letters: int, chance: random.Random) -> str:
 
 
 def batch_of(step: int, options: Options) -> torch.Tensor:
-    """The batch of a step, (tokens + 1, batch): the same on all ranks, and after a restart."""
+    """The batch of a step, (tokens + 1, batch). It is the same on all ranks, and after a restart."""
     chance = random.Random(SEED * 1_000_003 + step)
     lines = [text(options.tokens + 1, chance) for _ in range(options.batch)]
     return torch.tensor([[LETTERS.index(letter) for letter in line] for line in lines]).t()
 
 
 def train(options: Options) -> list[float]:
-    """On every rank: all losses so far."""
+    """Train on this rank. Returns the losses of all steps."""
     rank = init_from_env(options.backend)
     device = torch.device("cuda", torch.cuda.current_device()) if options.backend == "nccl" else torch.device("cpu")
     mesh = init_device_mesh(device.type, (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(SEED)  # every rank draws the whole model, and keeps its part
+    torch.manual_seed(SEED)  # every rank draws the whole model and keeps its part
     model = parallelize_module(Llama(Config(vocabulary=len(LETTERS))).to(device), mesh["tp"], tensor_parallel_plan())
-    # Capturable: its count of steps lies on the GPU, too, whether or not steps are recorded.
+    # Capturable: the optimizer's step count is on the GPU, so that a graph can contain the step.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, capturable=device.type == "cuda")
     folder = Path(options.folder)
     losses = load(folder, model, optimizer) if options.resume else []
-    calls: list[Call] = []
+    calls: list[CallRecord] = []
 
     def one_step(ids: torch.Tensor) -> torch.Tensor:
         return train_step(model, optimizer, ids, mesh["dp"])
 
-    run = Recorded(one_step) if options.graph else one_step
+    run = GraphedStep(one_step) if options.graph else one_step
     with progress(rank, len(losses), options.steps) as report:
         for step in range(len(losses), options.steps):
             ids = batch_of(step, options).chunk(options.dp, 1)[mesh.get_local_rank("dp")].to(device)
             with distgemm.record_calls() as made:
                 losses.append(run(ids).item())
-            calls = made or calls  # a replay calls nothing
+            calls = made or calls  # a replay makes no calls
             report(losses[-1])
             if step + 1 == options.steps or (step + 1) % options.save_every == 0:
                 save(folder, model, optimizer, losses)
     if rank == 0:
-        print("products of a step:", *sorted({str(call) for call in calls}), sep="\n")
+        print("calls of a step:", *sorted({str(call) for call in calls}), sep="\n")
         draw(folder, losses)
     return losses
 
@@ -114,7 +115,7 @@ def train(options: Options) -> list[float]:
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, dp: DeviceMesh
 ) -> torch.Tensor:
-    """One step on this replica's part of the batch; the loss of the whole batch. Nothing here waits for a GPU."""
+    """One step on this replica's part of the batch. Returns the loss of the whole batch. The host does not wait."""
     optimizer.zero_grad()
     with loss_parallel():
         logits = model(ids[:-1])
@@ -128,32 +129,32 @@ def train_step(
     return loss
 
 
-class Recorded:
-    """A step as one CUDA graph: the first calls run it as it is, then it is recorded, and replayed from then on.
+class GraphedStep:
+    """A step as one CUDA graph. The first calls run the step itself; later calls replay the graph.
 
-    Calls bring tensors of one shape, which are copied to where the graph reads them. What a call returns is valid
-    until the next one. Replays run the same kernels in the same order: losses are those without a graph, bit for bit.
+    All calls have inputs of one shape. A result is valid until the next call. A replay runs the same kernels in the
+    same order, so losses have the same bits as without a graph.
     """
 
     def __init__(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.step, self.warm = step, WARM
+        self.step, self.warmup_steps = step, WARMUP_STEPS
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.warm:
-            self.warm -= 1
-            return self._aside(ids)
+        if self.warmup_steps:
+            self.warmup_steps -= 1
+            return self._run_on_side_stream(ids)
         if self.graph is None:
             self.ids, graph = ids.clone(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # runs nothing yet
+            with torch.cuda.graph(graph):  # captures and does not run
                 self.loss = self.step(self.ids)
             self.graph = graph
         self.ids.copy_(ids)
         self.graph.replay()
         return self.loss
 
-    def _aside(self, ids: torch.Tensor) -> torch.Tensor:
-        """On a stream of its own, as torch asks for before a backward pass is recorded."""
+    def _run_on_side_stream(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run the step on another stream, as torch requires before a backward pass is captured."""
         stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(stream)
         with torch.cuda.stream(side):
@@ -163,7 +164,7 @@ class Recorded:
 
 
 def local(x: Any) -> torch.Tensor:
-    """This rank's part of a DTensor."""
+    """The local tensor of a DTensor; other tensors as they are."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -171,11 +172,11 @@ def local(x: Any) -> torch.Tensor:
 
 
 def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-    """A checkpoint that a run with another number of ranks can read too."""
+    """Save a checkpoint, which a run with another number of ranks can load, too."""
     weights, moments = get_state_dict(model, optimizer)
     checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step-{len(losses)}")
     if dist.get_rank() == 0:
-        # Written last: it names a checkpoint that is complete.
+        # Written last, so that it refers to a complete checkpoint.
         partial = folder / "losses.partial"
         partial.write_text(json.dumps(losses))
         partial.replace(folder / "losses.json")
@@ -183,7 +184,7 @@ def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Load the last checkpoint; returns the losses before it."""
+    """Load the last checkpoint. Returns the losses before it."""
     if not (folder / "losses.json").exists():
         raise ValueError(f"{folder} has no checkpoint: run without --resume first")
     losses: list[float] = json.loads((folder / "losses.json").read_text())
@@ -194,12 +195,12 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     return losses
 
 
-# --- what one sees ----------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def progress(rank: int, done: int, steps: int) -> Iterator[Any]:
-    """A bar on rank 0, moved by each loss."""
+    """A progress bar on rank 0, which shows the last loss."""
     if rank:
         yield lambda loss: None
         return
@@ -210,9 +211,9 @@ def progress(rank: int, done: int, steps: int) -> Iterator[Any]:
 
 
 def draw(folder: Path, losses: list[float]) -> None:
-    """The loss curve, as loss.svg."""
+    """Plot the losses to loss.svg."""
     if importlib.util.find_spec("matplotlib") is None:
-        print("no picture of the losses: pip install 'distgemm[pictures]' draws one")
+        print("losses are not plotted: matplotlib is missing; pip install 'distgemm[pictures]' installs it")
         return
     import matplotlib.figure
 
@@ -222,11 +223,11 @@ def draw(folder: Path, losses: list[float]) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per letter", ylim=(0, None), title="Llama on sums in words")
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.svg")
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; curve in {folder / 'loss.svg'}")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; plot in {folder / 'loss.svg'}")
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """The command; returns the losses."""
+    """The command. Returns the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in vars(Options()).items():
         option = "--" + name.replace("_", "-")
@@ -244,13 +245,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if options.batch % options.dp or options.tokens % options.tp:
         parser.error(f"--batch is a multiple of --dp, --tokens of --tp; got {options}")
     if options.graph and options.backend != "nccl":
-        parser.error("--graph records CUDA graphs: it takes GPUs and --backend nccl")
+        parser.error("--graph captures CUDA graphs: it takes GPUs and --backend nccl")
     ranks = options.dp * options.tp
-    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
-    if started not in (None, ranks):
-        parser.error(f"--dp {options.dp} and --tp {options.tp} take {ranks} ranks, torchrun has started {started}")
+    launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    if launched not in (None, ranks):
+        parser.error(f"--dp {options.dp} and --tp {options.tp} take {ranks} ranks, torchrun has started {launched}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if options.backend == "nccl" and gpus < (1 if started else ranks):
+    if options.backend == "nccl" and gpus < (1 if launched else ranks):
         parser.error(f"--backend nccl takes a GPU for each of {ranks} ranks, found {gpus}; --backend gloo takes none")
     Path(options.folder).mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:  # torchrun started this process, and one for each other rank

@@ -146,8 +146,9 @@ def coalesce(layout: Layout) -> Layout:
 def composition(a: Layout, b: Layout) -> Layout:
     """The layout R with R(i) == A(B(i)) for every index i of B.
 
-    Raises ValueError where B leaves A's domain, or where no layout is found that equals the composed
-    function (compose the functions with ``ComposedLayout`` then).
+    Raises:
+        ValueError: where B leaves A's domain, or where no layout is found that equals the composed function (compose
+            the functions with ``ComposedLayout`` then).
     """
     inner = b.table
     if inner.min() < 0 or inner.max() >= a.size():

@@ -27,10 +27,11 @@ class Axis:
     with the value coordinate, passed through ``maps`` (an offset, a wrap, a swizzle). An index outside
     0..extent-1 lies outside the grid.
 
-    extent: number of tiles on the axis
-    rank:   stride of each mesh mode (0: the axis does not depend on the rank)
-    value:  stride of each value mode
-    maps:   functions applied to the sum, in order
+    Attributes:
+        extent: number of tiles on the axis.
+        rank: stride of each mesh mode (0: the axis does not depend on the rank).
+        value: stride of each value mode.
+        maps: functions applied to the sum, in order.
     """
 
     extent: int
@@ -61,10 +62,11 @@ def _check_order(order: Sequence[int], size: int) -> None:
 class TVLayout:
     """(rank, value) -> tile of a grid, or None outside the grid.
 
-    mesh:   shape of the rank mode; ranks count row-major over it, as in torch's DeviceMesh
-    values: shape of the value mode; values count with the first mode fastest, as in CuTe
-    modes:  one entry for each mode of the tile grid: its axes, the fastest first
-    order:  value i is number ``order[i]`` of the value shape; () leaves the values as they are. Time on top of
+    Attributes:
+        mesh: shape of the rank mode; ranks count row-major over it, as in torch's DeviceMesh.
+        values: shape of the value mode; values count with the first mode fastest, as in CuTe.
+        modes: one entry for each mode of the tile grid: its axes, the fastest first.
+        order: value i is number ``order[i]`` of the value shape; () leaves the values as they are. Time on top of
             space: the layout says which tiles, the order says when.
     """
 

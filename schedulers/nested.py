@@ -21,7 +21,7 @@ Mesh = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NestedGather:
-    """Across hosts to the ranks in the holder's place, and from each of them inside its host."""
+    """First across hosts, to the rank in the holder's place on each host; then from there inside the host."""
 
     across: GatherRoute
     inside: GatherRoute
@@ -43,7 +43,7 @@ class NestedGather:
 
 @dataclass(frozen=True)
 class NestedReduce:
-    """Inside each host to the rank in the reducer's place, and across hosts from there."""
+    """First inside each host, to the rank in the reducer's place; then across hosts from there."""
 
     across: ReduceRoute
     inside: ReduceRoute
@@ -77,9 +77,16 @@ def nest(
     """The product of two schedules: ``across`` over hosts, ``inside`` over the ranks of each host.
 
     Rank = host * ranks of a host + place in it; tile = outer tile * inner extent + inner tile in each mode;
-    iteration = outer iteration * inner iterations + inner iteration. Raises ValueError where ``across`` has
-    chunks: only the inner schedule's tiles can be subdivided; and where the route of D of either has a ``final_add``
-    that differs from its ``add``, as there is no one last product of both.
+    iteration = outer iteration * inner iterations + inner iteration.
+
+    Args:
+        across: over hosts, without chunks: only the inner schedule's tiles can be divided.
+        inside: over the ranks of a host.
+        name: of the product; None: made of both names.
+
+    Raises:
+        ValueError: if ``across`` has chunks, or the route of D of either schedule has a ``final_add`` that differs from
+            its ``add``: the product has no one last GEMM.
     """
     if set(across.chunks) != {1}:
         raise ValueError(f"the schedule across hosts has no chunks, {across.name} has {tuple(across.chunks)}")

@@ -59,8 +59,10 @@ def _chunk_order(shards: list[int], chunks: int) -> list[int]:
 
 
 def _staggered(name: str, work: TVLayout, stagger: int) -> TVLayout:
-    """Work of iterations (chunks, N) in which each shard begins ``stagger`` chunks behind the one before; 0: as it is. Of
-    several in one place, the chunk of the shard that began last comes first."""
+    """Work of iterations (chunks, N) in which each shard starts ``stagger`` chunks after the one before it.
+
+    Of chunks that get the same place, the one of the shard that starts last comes first. 0 leaves the work as it is.
+    """
     if not stagger:
         return work
     _check_stagger(name, stagger, work.values[0])
@@ -73,7 +75,7 @@ def _check_stagger(name: str, stagger: int, chunks: int) -> None:
 
 
 def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
-    """Work of iterations (chunks, N), sorted by a key of the number of the shard and of the chunk."""
+    """Work of iterations (chunks, N), sorted by a key of the numbers of the shard and the chunk."""
     chunks, shards = work.values
     pairs = [(shard, chunk) for shard in range(shards) for chunk in range(chunks)]
     pairs.sort(key=lambda pair: key(*pair))
@@ -207,7 +209,17 @@ def _scatter_m(
     route: ReduceRoute,
     chunk_mode: ChunkMode = "m",
 ) -> DistributedTileScheduler:
-    """D is sharded along M; work: the axis of chunks, and that of shards. Chunks are rows of a shard, or columns."""
+    """A schedule whose D is sharded along M.
+
+    Args:
+        name: of the schedule.
+        mesh: one axis of ranks.
+        chunks: of each shard of D.
+        iterations: shape of the iterations.
+        work: the axis of chunks and the axis of shards.
+        route: of partial sums.
+        chunk_mode: chunks are rows ("m") or columns ("n") of a shard.
+    """
     (ranks,) = mesh
     chunk, shard = work
     own, every = _own(ranks), (Axis(ranks, value=1),)
@@ -236,14 +248,18 @@ def _scatter_m(
 def reduce_scatter_1d_tiling_a_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """m = r - 1 - i, k = r; partial sums of D go round the ring, r to r + 1, each rank adding its part
+    """m = r - 1 - i, k = r; partial sums of D travel around the ring, r to r + 1, each rank adding its part
     (CUTLASS ReduceScatter1D_TilingA_RotatingC).
 
-    last: where an owner adds what arrives last: in the epilogue of its own "gemm", which waits for it, or in a "sum"
-          behind one that does not: the end is sooner, for more traffic of the memory.
-    stagger:  a shard begins so many chunks behind the one before, 1 to ``chunks``, so that the chunks of an owner's own
-          shard, which go nowhere, come between others, and sums are on their way until shortly before the end. 0:
-          shard by shard, the own one last.
+    Args:
+        mesh: one axis of ranks.
+        chunks: of each shard of D.
+        final_add: where the owner of a tile adds the sum that arrives last. "epilogue": in its own GEMM, which waits
+            for the sum. "kernel": in a kernel after its own GEMM, which waits for nothing: the replay ends sooner, for
+            more memory traffic.
+        stagger: each shard starts so many chunks after the one before it, 1 to ``chunks``. The chunks of an owner's own
+            shard, which travel nowhere, then come between others, and sums are on their way until shortly before the
+            end. 0: shard by shard, the own one last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -257,16 +273,21 @@ def reduce_scatter_1d_tiling_a_rotating_c(
 def reduce_scatter_1d_pairwise_a(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
-    """m = r + 1 + j, k = r; each partial result goes straight to its owner, which adds all N once.
+    """m = r + 1 + j, k = r; each partial result goes directly to its owner, which adds all N once.
 
-    S = chunks * N iterations; the own slice comes last (nvFuser's ring GEMM + reduce-scatter).
+    There are S = chunks * N iterations; the rank's own slice comes last (nvFuser's ring GEMM + reduce-scatter).
 
-    last:  where an owner adds: in a "sum" of its own, with i = chunk * N + j; or in the epilogue of its own "gemm",
-           with i = j * chunks + chunk: the own shard, which waits for all others, comes behind all of them.
-    stagger:   with final_add="epilogue", 1 to ``chunks``: chunk by chunk, and chunk c of the own shard just before chunk c + stagger of
-           the others. 0: shard by shard, the own one last.
-    chunk_mode: "m": a chunk is some rows of a shard of D, and multiplied by all of B; "n": some columns of all rows, by the
-           part of B that makes them: where shards have few rows, and chunks of these would be smaller than tiles.
+    Args:
+        mesh: one axis of ranks.
+        chunks: of each shard of D.
+        final_add: where an owner adds the partial results. "kernel": in a kernel of its own, with i = chunk * N + j.
+            "epilogue": in the epilogue of its own GEMM, with i = j * chunks + chunk; its own shard, which waits for all
+            others, comes after all of them.
+        stagger: with final_add="epilogue", 1 to ``chunks``: chunk by chunk, with chunk c of the own shard just before
+            chunk c + stagger of the others. 0: shard by shard, the own one last.
+        chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of
+            all rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be smaller
+            than tiles.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"

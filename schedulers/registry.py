@@ -1,7 +1,7 @@
 """Schedules by name.
 
-A schedule is registered as a function of the mesh and of its options. Names, aliases (the C++ names) and
-patterns ("ag+gemm": the default schedule of a kind) share one namespace; a name is given once.
+A schedule is registered as a function of the mesh and of its options. Names, aliases (the C++ names) and patterns
+("ag+gemm" names the default schedule of that pattern) share one namespace. A name is given once.
 """
 
 from __future__ import annotations
@@ -77,14 +77,19 @@ def register_schedule(
     default_for_pattern: str | None = None,
     mesh_rank: int = 1,
 ) -> Builder | Callable[[Builder], Builder]:
-    """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name (its own by default).
+    """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name, by default that of the function.
 
-    mesh_rank:  number of axes of the mesh it takes
-    default_for_pattern: the pattern whose default it is
+    The options are the function's keyword-only arguments, each with a default. As a decorator it may stand without
+    parentheses. The command line knows the schedules of a file after ``distgemm --import FILE``.
 
-    The options are the function's keyword-only arguments, each with a default. As a decorator it may be without
-    parentheses. Raises ValueError when a name, alias or pattern is taken already. The command line knows what a file
-    registers after ``distgemm --import FILE``.
+    Args:
+        name: of the schedule. The scheduler that ``build`` returns should have the same name: plans show it.
+        aliases: further names.
+        default_for_pattern: the pattern whose default schedule it becomes.
+        mesh_rank: number of axes of the mesh that it takes.
+
+    Raises:
+        ValueError: if a name, alias or pattern is taken already, or an option has no default.
     """
 
     if callable(name):
@@ -168,9 +173,9 @@ def schedule_doc(name: str) -> str:
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
-MOST_RANKS, MOST_CHUNKS = 2048, 4096
-"""The most ranks and chunks that a schedule is built for. A plan has ops for each chunk of each pair of ranks: with
-more of them it takes minutes and all memory, and no machine executes it well."""
+MAX_RANKS, MAX_CHUNKS = 2048, 4096
+"""Most ranks and chunks of a schedule. A plan has ops for each chunk of each pair of ranks: with more of them planning
+takes minutes and all memory."""
 
 
 def _count(what: str, value: object, most: int | None = None) -> int:
@@ -186,12 +191,12 @@ def _count(what: str, value: object, most: int | None = None) -> int:
 
 
 def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
-    size = None if world_size is None else _count("world_size", world_size, MOST_RANKS)
+    size = None if world_size is None else _count("world_size", world_size, MAX_RANKS)
     if mesh is not None:
         if not isinstance(mesh, (tuple, list)) or not mesh:
             raise ValueError(f"mesh is a tuple of integers >= 1, got {mesh!r}")
         sides = tuple(_count("each side of a mesh", side) for side in mesh)
-        _count("the number of ranks of a mesh", prod(sides), MOST_RANKS)
+        _count("the number of ranks of a mesh", prod(sides), MAX_RANKS)
         if size not in (None, prod(sides)):
             raise ValueError(f"mesh {sides} has {prod(sides)} ranks, world_size says {size}")
         if len(sides) != entry.mesh_rank:
@@ -207,15 +212,20 @@ def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -
 def get_schedule(
     name: str, world_size: int | None = None, *, mesh: tuple[int, ...] | None = None, **options: Hashable
 ) -> DistributedTileScheduler:
-    """The schedule of this name (or alias, or pattern) for a number of ranks.
+    """The schedule of this name, alias or pattern for a number of ranks.
 
-    world_size: number of ranks, >= 1
-    mesh:       their arrangement, for schedules on a mesh; fixes world_size
+    A second call with equal arguments returns the same object.
 
-    Raises ValueError for an unknown name or option (the message lists the known ones), for a world size or
-    mesh that the schedule cannot take, for an option out of range, for more than MOST_RANKS ranks or MOST_CHUNKS
-    chunks, and for a builder that raises anything else or returns no scheduler (BuilderError). A second call with
-    equal arguments returns the same object.
+    Args:
+        name: of the schedule, an alias, or a pattern for its default schedule.
+        world_size: number of ranks, >= 1.
+        mesh: arrangement of the ranks, for schedules on a mesh; it determines world_size.
+        **options: of the schedule.
+
+    Raises:
+        ValueError: for an unknown name or option (the message lists the known ones), for a world size or mesh that the
+            schedule cannot take, for an option out of range, and for more than MAX_RANKS ranks or MAX_CHUNKS chunks.
+        BuilderError: for a builder that raises another error or returns no scheduler.
     """
     entry = _entry(name)
     chosen = dict(entry.options)
@@ -225,7 +235,7 @@ def get_schedule(
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
         default = entry.options[key]
         counts = type(default) is int and (type(value), value) != (int, default)
-        chosen[key] = _count(f"{entry.name}: {key}", value, MOST_CHUNKS) if counts else value
+        chosen[key] = _count(f"{entry.name}: {key}", value, MAX_CHUNKS) if counts else value
     return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
 
 

@@ -34,8 +34,9 @@ Reduce."""
 class Hop(NamedTuple):
     """One transfer of a tile, or of a part of it, from one rank to another.
 
-    part, parts: which of ``parts`` equal row blocks of the tile travels; whole tiles by default
-    turn:        in which round of the plan it travels at the earliest; None: one iteration before it is used
+    Attributes:
+        part, parts: which of ``parts`` equal row blocks of the tile travels; whole tiles by default.
+        turn: in which round of the plan it travels at the earliest; None: one iteration before it is used.
     """
 
     src: int
@@ -79,7 +80,8 @@ class ReduceRoute(Protocol):
 def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[int]:
     """The ranks on the mesh axis that ``start`` and ``others`` share, in ascending order from ``start``.
 
-    Raises ValueError when they differ on more than one axis: a ring runs along one.
+    Raises:
+        ValueError: when they differ on more than one axis: a ring runs along one.
     """
     stride = prod(mesh)
     axes = []

@@ -35,9 +35,10 @@ UNCHUNKED = TileCoord(1, 1, 1, 1)
 class Partition:
     """Which rank holds which tiles: one TV layout (rank, value) -> tile for each operand.
 
-    a: tiles (m, k, l) a rank holds of A at the start
-    b: tiles (n, k, l) a rank holds of B at the start
-    d: tiles (m, n, l) a rank holds of D at the end; C is held alike
+    Attributes:
+        a: tiles (m, k, l) a rank holds of A at the start.
+        b: tiles (n, k, l) a rank holds of B at the start.
+        d: tiles (m, n, l) a rank holds of D at the end; C is held alike.
     """
 
     a: TVLayout
@@ -64,15 +65,17 @@ class Route:
 
 @dataclass(frozen=True)
 class DistributedTileScheduler:
-    """How the ranks of a mesh share one GEMM: pure data, checked when made.
+    """How the ranks of a mesh share one GEMM: pure data, checked when it is made.
 
-    name:      names the algorithm
-    partition: which rank holds which tiles of A, B and D
-    work:      TV layout (rank, iteration) -> (m, n, k, l) tile; outside the grid means that the rank idles
-    route:     the paths of what must move
-    chunks:    into how many chunks each mode's shards are subdivided (tile = shard * chunks + chunk)
+    Attributes:
+        name: names the algorithm.
+        partition: which rank holds which tiles of A, B and D.
+        work: TV layout (rank, iteration) -> (m, n, k, l) tile; outside the grid means that the rank idles.
+        route: the paths of what must move.
+        chunks: into how many chunks each mode's shards are subdivided (tile = shard * chunks + chunk).
 
-    Raises ValueError where the parts do not fit together, or where a tile has no holder.
+    Raises:
+        ValueError: if the parts do not fit together, or a tile has no holder.
     """
 
     name: str

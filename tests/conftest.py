@@ -1,8 +1,10 @@
-"""Reproducible property tests, and tests that say how many GPUs they need."""
+"""Reproducible property tests, tests that say how many GPUs they need, and samples of exhaustive tests."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -13,6 +15,15 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("distgemm", derandomize=True, deadline=None, print_blob=True)
     settings.load_profile("distgemm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        choices=["no", "only", "all"],
+        default="no",
+        help="tests marked sample(count): that many cases of each (no), the other cases (only), or all",
+    )
 
 
 @cache
@@ -28,8 +39,8 @@ def _devices() -> tuple[int, str]:
     return count, f"{count} found"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu(count)`` where there are fewer devices; torch is imported only for them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu(count)`` where there are fewer devices; deselect what --exhaustive leaves out."""
     for item in items:
         marker = item.get_closest_marker("gpu")
         if marker is None:
@@ -38,3 +49,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found, why = _devices()
         if found < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA device{'s' * (count != 1)}: {why}"))
+    wanted = config.getoption("--exhaustive")
+    named = any("::" in argument for argument in config.args)  # who names a test wants it
+    if wanted == "all" or named:
+        return
+    sampled = _sampled(items)
+    kept = [item for item in items if _marked(item) is None and wanted == "no"]
+    kept += [item for item in items if _marked(item) is not None and (item in sampled) == (wanted == "no")]
+    order = {item: number for number, item in enumerate(items)}
+    kept.sort(key=order.__getitem__)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _marked(item: pytest.Item) -> int | None:
+    marker = item.get_closest_marker("sample")
+    return None if marker is None else int(marker.args[0])
+
+
+def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test marked ``sample(count)``, that many cases.
+
+    The hash of a case's parameters selects it, so that tests with the same parameters, such as numbers of ranks, run
+    the same cases.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if _marked(item) is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    found: set[pytest.Item] = set()
+    for same in cases.values():
+        same.sort(key=lambda item: hashlib.sha256(item.nodeid.partition("[")[2].encode()).digest())
+        found.update(same[: _marked(same[0])])
+    return found

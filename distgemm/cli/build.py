@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from distgemm.gemm import GemmSpec, GemmTensors
+    from distgemm.gemm.spec import ScaleMode
 
 __all__ = ["DenseGemm", "Dtypes", "Majors", "Terms", "build_command", "compiler_errors", "gemms_of"]
 
@@ -85,7 +86,7 @@ class DenseGemm(NamedTuple):
 
         p = self.problem
         d = MatrixSpec(str(p.out_dtype), p.m, p.n)
-        scale = "row" if "row_scales" in self.terms else "none"
+        scale: ScaleMode = "row" if "row_scales" in self.terms else "none"
         return GemmSpec(
             MatrixSpec(p.dtype, p.m, p.k, row_major=self.majors[0] == "r"),
             MatrixSpec(p.dtype, p.n, p.k, row_major=self.majors[1] == "r"),

@@ -97,7 +97,7 @@ def demo(
     to_measure = None if tokens is None else measurements(tokens, torch.cuda.device_count())
     rows, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
     nccl = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-    backend, where = ("nccl", "CUDA devices over NCCL") if nccl else ("gloo", "the CPU over gloo")
+    where = "CUDA devices over NCCL" if nccl else "the CPU over gloo"
     problems = (
         ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=rows, n=2 * intermediate, k=hidden, dtype=dtype)),
         ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=rows, n=hidden, k=intermediate, dtype=dtype)),
@@ -112,7 +112,7 @@ def demo(
         f"[bold]MLP of Llama 70B, extents / {scale}:[/] {rows} tokens, hidden {hidden}, intermediate "
         f"{intermediate}, {dtype}; {world_size} ranks on {where}"
     )
-    by_rank = launch(_run_rank, world_size, plans, backend=backend)
+    by_rank = launch(_run_rank, world_size, plans, backend="nccl" if nccl else "gloo")
     failed = []
     for index, ((title, _, _), plan) in enumerate(zip(problems, plans, strict=True)):
         found = [results[index] for results in by_rank]

@@ -1,24 +1,31 @@
-"""GEMMs of one GPU: providers of kernels, and the choice among their configurations."""
+"""GEMMs on one GPU: providers of kernels, and the selection of their configurations.
+
+``spec``, ``provider``, ``registry``: what a GEMM is, and who offers kernels for it. ``cutlass``, ``cublas``: the two
+providers. ``tiles``, ``select``, ``cache``: the configurations, and which one a shape gets. ``nvcc``, ``libraries``:
+compiled kernels on disk and in this process. ``fused``: several GEMMs by one persistent kernel. ``sums``, ``flags``:
+kernels and operations that come with GEMMs of several ranks.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from distgemm.gemm.provider import GemmProvider, GemmTensors, Kernel, Launch, get_provider, list_providers
+from distgemm.gemm.provider import GemmProvider, GemmTensors, Kernel, Launch
+from distgemm.gemm.registry import get_provider, list_providers
 from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    # what is asked for
+    # what a GEMM is
     "GemmConfig",
     "GemmSpec",
     "GemmTensors",
     "MatrixSpec",
     "Status",
-    # who does it
+    # who computes it
     "GemmProvider",
     "Kernel",
     "Launch",
@@ -34,12 +41,16 @@ __all__ = [
 def bind(
     tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig | str | None = None, streams: int = 1
 ) -> Launch:
-    """A kernel for these tensors, compiled if need be, with its arguments encoded.
+    """A launch of a GEMM: its kernel, compiled if need be, with its arguments encoded.
 
-    config:  the configuration, or its name; None: chosen for the shape
-    streams: on how many streams such GEMMs alternate: what fits best depends on it
+    Args:
+        tensors: the tensors and numbers.
+        provider: a name of :func:`list_providers`.
+        config: the configuration or its text; None: selected for the shape.
+        streams: number of streams on which such GEMMs alternate; the selection depends on it.
 
-    Raises ValueError where the provider cannot compute it; nothing else is tried in its place.
+    Raises:
+        ValueError: if the provider cannot compute it. No other provider is tried.
     """
     from distgemm.gemm.tensors import check_device, spec_of
 
@@ -56,7 +67,7 @@ def _kernel(spec: GemmSpec, provider: str, config: GemmConfig | None, streams: i
 
 
 def forget_kernels() -> None:
-    """Select a configuration anew at the next call of every shape, after configurations have been recorded."""
+    """Drop cached kernels, so that the next call of each shape selects its configuration again."""
     _kernel.cache_clear()
 
 
@@ -78,12 +89,28 @@ def gemm(
 ) -> torch.Tensor:
     """``out = alpha * scale_a[:, None] * scale_b * (a @ b.mT) + bias + partial + beta * c``
 
-    All is summed in float32 and rounded once.
+    It sums in float32 and rounds once.
 
-    a: (m, k) or (l, m, k), b: (n, k) or (l, n, k): rows or columns contiguous (fp8: rows); any strides between them
-    out, c, partial: (m, n) or (l, m, n), rows contiguous; each may be the same memory
-    bias: (n,); scale_a, scale_b: float32, one number or one for each row
-    dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; else IEEE float32
+    Args:
+        a: (m, k) or (l, m, k). Rows or columns are contiguous (fp8: rows), with any stride between them.
+        b: (n, k) or (l, n, k), with the same freedom.
+        out: (m, n) or (l, m, n), rows contiguous.
+        c: as ``out``; it may be the same memory.
+        partial: a partial sum, as ``out``; it may be the same memory.
+        bias: (n,).
+        scale_a: float32, one number or one for each row of ``a``.
+        scale_b: float32, one number or one for each row of ``b``.
+        alpha: factor of the product.
+        beta: factor of ``c``; with 0, ``c`` is not read.
+        dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: IEEE float32.
+        provider: a name of :func:`list_providers`.
+        config: the configuration or its text; None: selected for the shape.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: if the tensors do not fit together, or if the provider cannot compute this.
     """
     tensors = GemmTensors(a, b, out, c, partial, bias, scale_a, scale_b, alpha, beta, dtype)
     bind(tensors, provider=provider, config=config)()

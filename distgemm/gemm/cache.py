@@ -1,4 +1,4 @@
-"""Files of tuned configurations: one for each kind and GPU, the user's own over the one that ships."""
+"""Files of tuned configurations, one for each kind and GPU. The user's own entries replace the shipped ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distgemm.gemm.nvcc import cache_dir
 __all__ = ["Entries", "TunedCache"]
 
 Entries = dict[str, dict[str, Any]]
-"""Tuned configurations as JSON holds them, by what they depend on."""
+"""Tuned configurations as they stand in JSON, by their keys."""
 
 
 class TunedCache:

@@ -1,4 +1,4 @@
-"""Provider "cublas": cuBLAS through torch. It chooses its own kernels, so there are no configurations."""
+"""Provider "cublas": cuBLAS through torch. cuBLAS selects its kernels, so there are no configurations."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CublasProvider:
     name = "cublas"
 
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
-        """Empty: cuBLAS chooses by itself."""
+        """Empty: cuBLAS selects its own kernels."""
         return []
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
-        """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+        """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
         added = spec.partial or spec.c
         if config is not None:
             return Status(f"cuBLAS chooses its own kernels, configuration {config} cannot be asked for")
@@ -63,11 +63,15 @@ class CublasProvider:
     def sources(
         self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
     ) -> list[KernelSource]:
-        """Empty: cuBLAS comes compiled."""
+        """Empty: cuBLAS is already compiled."""
         return []
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CublasKernel:
-        """The kernel. Raises ValueError where not supported."""
+        """The kernel.
+
+        Raises:
+            ValueError: if it is not supported.
+        """
         status = self.supports(spec, config)
         if not status:
             raise ValueError(f"provider cublas: {status.reason}")
@@ -75,21 +79,31 @@ class CublasProvider:
 
 
 class CublasKernel:
-    """torch's products; :class:`distgemm.gemm.Kernel` says what it offers."""
+    """torch's function for a GEMM; implements :class:`distgemm.gemm.Kernel`."""
 
     name = "cublas"
 
     def bind(self, tensors: GemmTensors) -> CublasLaunch:
-        """Chooses torch's function. Raises ValueError for what it cannot compute."""
+        """A launch with these tensors.
+
+        Raises:
+            ValueError: if torch cannot compute it.
+        """
         spec = spec_of(tensors)
         check_device(tensors)
         status = CublasProvider().supports(spec)
         if not status:
             raise ValueError(f"provider cublas: {status.reason}")
-        return CublasLaunch(tensors, _function(tensors, spec))
+        return CublasLaunch(tensors, torch_function(tensors, spec))
 
 
-def _function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
+def torch_function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
+    """A call of torch's function that computes this GEMM.
+
+    Raises:
+        ValueError: for fp8 with ``alpha``, which torch does not scale by.
+    """
+
     def batches(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[0] if tensor.dim() == 3 and spec.l == 1 else tensor
 
@@ -118,7 +132,7 @@ def _function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
 
 
 class CublasLaunch:
-    """A product with its tensors; see :class:`distgemm.gemm.Launch`."""
+    """torch's function with its tensors; implements :class:`distgemm.gemm.Launch`."""
 
     def __init__(self, tensors: GemmTensors, function: Callable[[], object]) -> None:
         self._tensors, self._function = tensors, function

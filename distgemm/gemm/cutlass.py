@@ -1,4 +1,7 @@
-"""Provider "cutlass": CUTLASS 3.x kernels, compiled at first use, called through ctypes."""
+"""Provider "cutlass": CUTLASS 3.x kernels, compiled at first use and called through ctypes.
+
+The tiles that it tries are listed in :mod:`distgemm.gemm.tiles`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.spec import RASTERS, GemmConfig, GemmSpec, MatrixSpec, Status
+from distgemm.gemm.select import order, select_config
+from distgemm.gemm.spec import RASTERS, Epilogue, GemmConfig, GemmSpec, KernelSchedule, MatrixSpec, Status
 from distgemm.gemm.tensors import check_device, spec_of
+from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
@@ -23,11 +28,15 @@ __all__ = [
     "CutlassKernel",
     "CutlassLaunch",
     "CutlassProvider",
+    "KernelKind",
     "Matrix",
     "as_matrix",
     "kernel_source",
     "sm_count",
 ]
+
+KernelKind = Literal["one_gemm", "gather", "reduce", "reduce_send"]
+"""``"one_gemm"``: one GEMM, or batches of it. The others compute several GEMMs; :mod:`distgemm.gemm.fused` has them."""
 
 ELEMENTS = {
     "bfloat16": "cutlass::bfloat16_t",
@@ -37,57 +46,58 @@ ELEMENTS = {
     "float8_e4m3fn": "cutlass::float_e4m3_t",
 }
 RESULTS = ("bfloat16", "float16", "float32")
-SCHEDULES = {"cooperative": "DG_COOPERATIVE", "pingpong": "DG_PINGPONG", "plain": "DG_PLAIN"}
-EPILOGUES = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
+SCHEDULE_MACROS: dict[KernelSchedule, str] = {
+    "cooperative": "DG_COOPERATIVE",
+    "pingpong": "DG_PINGPONG",
+    "plain": "DG_PLAIN",
+}
+EPILOGUE_MACROS: dict[Epilogue, str] = {"tma": "DG_TMA", "direct": "DG_DIRECT"}
+KIND_MACROS: dict[KernelKind, str] = {
+    "one_gemm": "DG_ONE_GEMM",
+    "gather": "DG_GATHER",
+    "reduce": "DG_REDUCE",
+    "reduce_send": "DG_REDUCE_SEND",
+}
+KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
+    "one_gemm": (),
+    "gather": ("fused.cuh", "flags.cuh"),
+    "reduce": ("fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "reduce_send": ("fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+}
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
-TMA_TILES = (
-    # tile m, n; cluster m, n; schedule
-    ((128, 256), (1, 2), "cooperative"),
-    ((128, 256), (2, 1), "cooperative"),
-    ((256, 128), (2, 1), "cooperative"),
-    ((256, 128), (1, 2), "cooperative"),
-    ((256, 144), (1, 2), "cooperative"),
-    ((256, 160), (2, 1), "cooperative"),
-    ((256, 160), (1, 2), "cooperative"),
-    ((256, 192), (2, 1), "cooperative"),
-    ((256, 208), (2, 1), "cooperative"),
-    ((128, 160), (2, 1), "cooperative"),
-    ((128, 192), (2, 1), "cooperative"),
-    ((128, 192), (1, 2), "cooperative"),
-    ((128, 224), (2, 1), "cooperative"),
-    ((128, 128), (2, 1), "pingpong"),
-    ((128, 128), (1, 2), "pingpong"),
-    ((64, 256), (1, 1), "pingpong"),
-    ((64, 128), (1, 1), "pingpong"),
-)
-
-
-_ARCH = re.compile(r"(\d{2,3})[af]?")
 INT32_MAX = 2**31 - 1
 
+_ARCH = re.compile(r"(\d{2,3})[af]?")
 
-def _depth(dtype: str, schedule: str) -> int:
-    size = PLAIN_DEPTH_BYTES.get(dtype, 64) if schedule == "plain" else TMA_DEPTH_BYTES
+
+def _depth(dtype: str, kernel_schedule: KernelSchedule) -> int:
+    """Elements of k in a tile."""
+    size = PLAIN_DEPTH_BYTES.get(dtype, 64) if kernel_schedule == "plain" else TMA_DEPTH_BYTES
     return size // DTYPE_BYTES[dtype]
 
 
 def _plain(dtype: str) -> GemmConfig:
-    return GemmConfig((128, 128, _depth(dtype, "plain")), (1, 1), "plain", "direct")
+    return GemmConfig((*PLAIN_TILE.extents, _depth(dtype, "plain")), (1, 1), "plain", "direct")
 
 
-def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "alone") -> KernelSource:
-    """What the kernel for this spec and configuration is compiled from; extents and orders of tiles do not matter,
-    strides only where they decide how much is loaded at once.
+def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKind = "one_gemm") -> KernelSource:
+    """The source of the kernel for a spec and a configuration.
 
-    gated: "operands", "results" or "deliveries": it computes several such products, see :mod:`distgemm.gemm.fused.gemms`
+    It does not depend on extents and orders of tiles, and on strides only if they decide how much one load reads.
+
+    Args:
+        spec: what is computed.
+        config: how.
+        arch: the architecture, as nvcc names it.
+        kind: one GEMM, or a kind of fused kernel.
     """
     source, aux = (spec.partial, spec.c) if spec.partial else (spec.c, None)
     plain, direct = config.kernel_schedule == "plain", config.epilogue == "direct"
     result = ELEMENTS[spec.d.dtype]
 
     def element(matrix: MatrixSpec | None) -> str:
-        # A direct epilogue sees at run time what there is: one library serves all.
+        # A direct epilogue sees at run time which terms there are: one library serves all of them.
         return ELEMENTS[matrix.dtype] if matrix else result if direct else "void"
 
     def vector(matrix: MatrixSpec) -> int:
@@ -108,28 +118,27 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, gated: str = "a
         "TILE_K": config.tile[2],
         "CLUSTER_M": config.cluster[0],
         "CLUSTER_N": config.cluster[1],
-        "SCHEDULE": SCHEDULES[config.kernel_schedule],
-        "EPILOGUE": EPILOGUES[config.epilogue],
+        "SCHEDULE": SCHEDULE_MACROS[config.kernel_schedule],
+        "EPILOGUE": EPILOGUE_MACROS[config.epilogue],
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
-        "GATED": f"DG_{gated.upper()}",
+        "KIND": KIND_MACROS[kind],
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
-    name += "" if gated == "alone" else f", waiting for {gated}"
+    name += "" if kind == "one_gemm" else f", fused, {kind}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    headers = {"alone": (), "operands": ("fused.cuh", "flags.cuh")}
-    return KernelSource(name, macros, arch, headers=headers.get(gated, ("fused.cuh", "fused_reduce.cuh", "flags.cuh")))
+    return KernelSource(name, macros, arch, headers=KIND_HEADERS[kind])
 
 
 class Matrix(ctypes.Structure):
-    """The struct Matrix of our kernels."""
+    """struct Matrix of the kernels."""
 
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("batch_stride", ctypes.c_int64))
 
 
 class Arguments(ctypes.Structure):
-    """The struct Arguments of kernel.cu."""
+    """struct Arguments of gemm.cu."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in "mnkl"),
@@ -142,24 +151,27 @@ class Arguments(ctypes.Structure):
 
 
 def _open(source: KernelSource, arguments: type[ctypes.Structure]) -> Library:
-    found = open_library(source, arguments)
-    found.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    found.functions.distgemm_encode.restype = None
-    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return found
+    library = open_library(source, arguments)
+    library.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.functions.distgemm_encode.restype = None
+    library.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library
 
 
 @functools.cache
 def sm_count(device: int) -> int:
-    """Streaming multiprocessors of a device."""
+    """The number of streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class CutlassKernel:
-    """A compiled kernel; :class:`distgemm.gemm.Kernel` says what it offers.
+    """A compiled kernel; implements :class:`distgemm.gemm.Kernel`.
 
-    source: what it was compiled from
-    config: its configuration
+    Attributes:
+        arguments: the struct that the kernel takes.
+        source: the source it was compiled from.
+        config: its configuration.
+        name: the source's name.
     """
 
     arguments: type[ctypes.Structure] = Arguments
@@ -172,16 +184,24 @@ class CutlassKernel:
         self._alignment = self._library.functions.distgemm_params_alignment()
 
     def bind(self, tensors: GemmTensors) -> CutlassLaunch:
-        """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
+        """A launch with these tensors.
+
+        Raises:
+            ValueError: for tensors that the kernel was not compiled for.
+        """
         spec = spec_of(tensors)
-        arguments = self.encoded(tensors, spec)
+        arguments = self.encode(tensors, spec)
         return self.launch([tensors], arguments if spec.m and spec.n and spec.l else None)
 
-    def encoded(self, tensors: GemmTensors, spec: GemmSpec, gated: str = "alone") -> Arguments:
-        """The arguments of one product. Raises ValueError for tensors that the kernel was not compiled for."""
+    def encode(self, tensors: GemmTensors, spec: GemmSpec, kind: KernelKind = "one_gemm") -> Arguments:
+        """The arguments of one GEMM.
+
+        Raises:
+            ValueError: for tensors that the kernel was not compiled for.
+        """
         check_device(tensors)
         self._provider.raise_unsupported(spec, self.config)
-        if kernel_source(spec, self.config, self.source.arch, gated).macros != self.source.macros:
+        if kernel_source(spec, self.config, self.source.arch, kind).macros != self.source.macros:
             raise ValueError(
                 f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
             )
@@ -213,7 +233,7 @@ class CutlassKernel:
         )
 
     def launch(self, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None) -> CutlassLaunch:
-        """A launch with these arguments, on tensors that it keeps alive; None: of nothing."""
+        """A launch with these arguments, which keeps the tensors alive. Arguments None: it launches nothing."""
         if arguments is None:
             return CutlassLaunch(self, tensors, None, 0)
         buffer = ctypes.create_string_buffer(self._size + self._alignment)
@@ -223,19 +243,25 @@ class CutlassKernel:
 
 
 def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
+    """The struct of a tensor; of zeros for None."""
     if tensor is None or spec is None:
         return Matrix(None, 0, 0)
     return Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
 
 
 class CutlassLaunch:
-    """A kernel with its encoded arguments; see :class:`distgemm.gemm.Launch`. An empty D launches nothing."""
+    """A kernel with its encoded arguments; implements :class:`distgemm.gemm.Launch`. An empty D launches nothing.
 
-    __slots__ = ("_address", "_buffer", "_function", "_library", "_tensors")
+    Attributes:
+        name: the kernel's name.
+    """
+
+    __slots__ = ("_address", "_buffer", "_function", "_library", "_tensors", "name")
 
     def __init__(self, kernel: CutlassKernel, tensors: Sequence[GemmTensors], buffer: Any, address: int) -> None:
         self._library, self._tensors, self._buffer, self._address = kernel._library, tensors, buffer, address
         self._function = kernel._library.functions.distgemm_launch
+        self.name = kernel.name
 
     def __call__(self, stream: int | None = None) -> None:
         if self._buffer is None:
@@ -248,11 +274,13 @@ class CutlassLaunch:
 
 
 class CutlassProvider:
-    """CUTLASS kernels for sm_90a with TMA and wgmma, and for sm_80 and newer without.
+    """CUTLASS kernels: with TMA and wgmma for sm_90a, without them for sm_80 and newer.
 
-    arch: the architecture to compile for, as nvcc names it; None: that of the current device
+    Args:
+        arch: the architecture to compile for, as nvcc names it; None: that of the current device.
 
-    Raises ValueError for another arch, and RuntimeError where it is left open and there is no device.
+    Raises:
+        ValueError: if ``arch`` is not written as nvcc does.
     """
 
     name = "cutlass"
@@ -264,7 +292,11 @@ class CutlassProvider:
 
     @property
     def arch(self) -> str:
-        """The architecture that kernels are compiled for."""
+        """The architecture that kernels are compiled for.
+
+        Raises:
+            RuntimeError: if it was not given and there is no CUDA device.
+        """
         if self._arch is None:
             if not torch.cuda.is_available():
                 raise RuntimeError("there is no CUDA device; where nothing is to run, name one: CutlassProvider('90a')")
@@ -273,20 +305,18 @@ class CutlassProvider:
         return self._arch
 
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
-        """Configurations worth trying for this spec, the one taken by default first."""
-        from distgemm.gemm.select import order
-
+        """Configurations worth trying for this spec, the default first: each tile with each of its clusters."""
         dtype = spec.a.dtype
-        epilogue = "tma" if spec.results_aligned else "direct"
+        epilogue: Epilogue = "tma" if spec.results_aligned else "direct"
         found = [
-            GemmConfig((*tile, _depth(dtype, schedule)), cluster, schedule, epilogue)
-            for tile, cluster, schedule in TMA_TILES
+            GemmConfig((*tile, _depth(dtype, kernel_schedule)), cluster, kernel_schedule, epilogue)
+            for tile, cluster, kernel_schedule in TMA_TILES
         ]
         found.append(_plain(dtype))
         return order(spec, [config for config in found if self.supports(spec, config)], streams)
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
-        """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+        """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
         dtype = spec.a.dtype
         if dtype not in ELEMENTS:
             return Status(f"A and B are of {', '.join(ELEMENTS)}, not {dtype}")
@@ -303,7 +333,7 @@ class CutlassProvider:
             return Status("rows of A and B are contiguous in fp8: neither can be column-major")
         if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
             return Status("scales per row are for one batch")
-        return self._fits(spec, config or _plain(dtype))  # what a plain kernel does not compute, none does
+        return self._fits(spec, config or _plain(dtype))  # the plain kernel supports all that any kernel supports
 
     def _fits(self, spec: GemmSpec, config: GemmConfig) -> Status:
         dtype, (m, n, k) = spec.a.dtype, config.tile
@@ -311,8 +341,8 @@ class CutlassProvider:
         if number < 80:
             return Status(f"kernels are for sm_80 and newer, this is sm_{self.arch}")
         if config.kernel_schedule == "plain":
-            if (m, n, k) != (128, 128, _depth(dtype, "plain")):
-                return Status(f"plain kernels for {dtype} have tiles of 128x128x{_depth(dtype, 'plain')}")
+            if (tile := _plain(dtype).tile) != (m, n, k):
+                return Status(f"plain kernels for {dtype} have tiles of {'x'.join(map(str, tile))}")
             if dtype == "float8_e4m3fn" and number < 89:
                 return Status(f"sm_{self.arch} does not multiply fp8")
             return Status()
@@ -342,32 +372,37 @@ class CutlassProvider:
     def sources(
         self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
     ) -> list[KernelSource]:
-        """What is to be compiled for these specs, each once. Raises ValueError where one is not supported."""
+        """The sources to compile for these specs, each once.
+
+        Raises:
+            ValueError: if a spec is not supported.
+        """
         found = {}
         for spec in specs:
-            taken = self._configuration(spec, config, streams)
-            source = kernel_source(spec, taken, self.arch)
+            source = kernel_source(spec, self._configuration(spec, config, streams), self.arch)
             found[source.macros] = source
         return list(found.values())
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
-        """The kernel; None: the configuration is chosen for the shape, as :mod:`distgemm.gemm.select` says.
+        """The kernel for a spec; with config None, of the configuration that :mod:`distgemm.gemm.select` selects.
 
-        Raises ValueError where not supported; CompilerNotFoundError and CompileError.
+        Raises:
+            ValueError: if it is not supported.
+            CompilerNotFoundError: if it is not compiled yet and there is no compiler.
+            CompileError: if the compiler fails.
         """
-        taken = self._configuration(spec, config, streams)
-        return _kernel(kernel_source(spec, taken, self.arch), taken, self)
+        config = self._configuration(spec, config, streams)
+        return _kernel(kernel_source(spec, config, self.arch), config, self)
 
     def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
-            from distgemm.gemm.select import select_config
-
             self.raise_unsupported(spec, None)
             config = select_config(self, spec, streams)
         self.raise_unsupported(spec, config)
         return config
 
     def raise_unsupported(self, spec: GemmSpec, config: GemmConfig | None) -> None:
+        """Raise ValueError with the reason if a spec is not supported."""
         status = self.supports(spec, config)
         if not status:
             raise ValueError(f"provider cutlass, {config or 'any configuration'}: {status.reason}")

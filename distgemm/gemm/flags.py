@@ -1,4 +1,4 @@
-"""FlagOps in memory that ranks signal through, as kernels wait for them and write them."""
+"""Operations on flags, as kernels perform them. A flag is an int32 in memory that ranks signal through."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["OPERATIONS", "PHASES", "MemOp", "FlagOps", "fits", "flag_ops"]
+__all__ = ["OPERATIONS", "PHASES", "FlagOps", "MemOp", "fits", "flag_ops"]
 
 OPERATIONS, PHASES = 192, 8
-"""Operations, and phases of them, that a kernel performs at most."""
+"""Operations, and phases of operations, that one kernel performs at most."""
 
 WAIT, WRITE, WRITE_DOUBLE = range(3)
 
 
 class MemOp(NamedTuple):
-    """A wait until the word at an address equals a value, or a write of it; double: of two words at once, to 0."""
+    """One operation on a flag.
+
+    Attributes:
+        wait: whether it waits until the flag equals the value; else it writes the value.
+        address: the flag's address.
+        value: the value.
+        double: whether the write also sets the next flag, to 0.
+    """
 
     wait: bool
     address: int
@@ -24,11 +31,13 @@ class MemOp(NamedTuple):
 
 
 class _Operation(ctypes.Structure):
+    """struct Operation of flags.cuh."""
+
     _fields_ = (("address", ctypes.c_uint64), ("value", ctypes.c_uint32), ("kind", ctypes.c_uint32))
 
 
 class FlagOps(ctypes.Structure):
-    """The struct FlagOps of flags.cuh."""
+    """struct FlagOps of flags.cuh."""
 
     _fields_ = (
         ("phases", ctypes.c_int32),
@@ -38,23 +47,27 @@ class FlagOps(ctypes.Structure):
 
 
 def fits(phases: Sequence[Sequence[MemOp]]) -> bool:
-    """Whether a kernel performs so many."""
+    """Whether one kernel can perform these phases."""
     return len(phases) <= PHASES and sum(map(len, phases)) <= OPERATIONS
 
 
 def flag_ops(phases: Sequence[Sequence[MemOp]]) -> FlagOps:
-    """The operations of each phase at once, the phases one after the other. Raises ValueError for too many."""
+    """The struct of these phases. The kernel performs the phases in order, and the operations of a phase at once.
+
+    Raises:
+        ValueError: if there are too many.
+    """
     if not fits(phases):
         raise ValueError(
             f"a kernel performs at most {OPERATIONS} operations in {PHASES} phases, got {sum(map(len, phases))} in "
             f"{len(phases)}"
         )
-    found = FlagOps(len(phases))
+    struct = FlagOps(len(phases))
     end = 0
     for number, phase in enumerate(phases):
         for op in phase:
             kind = WAIT if op.wait else WRITE_DOUBLE if op.double else WRITE
-            found.operations[end] = _Operation(op.address, op.value, kind)
+            struct.operations[end] = _Operation(op.address, op.value, kind)
             end += 1
-        found.ends[number] = end
-    return found
+        struct.ends[number] = end
+    return struct

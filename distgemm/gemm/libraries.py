@@ -1,4 +1,4 @@
-"""Compiled kernel libraries in this process: loaded once, their kernels on each device ahead of the first launch."""
+"""Compiled kernel libraries in this process. Each is opened once, and loaded on a device before the first launch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ __all__ = ["Library", "open_library"]
 
 
 class Library:
-    """A library with the functions that all of them have.
+    """An opened kernel library.
 
-    functions: the library: ``distgemm_launch``, which returns a cudaError_t, and what else it has
+    Attributes:
+        name: the kernel's name.
+        functions: the C functions. All libraries have ``distgemm_load`` and ``distgemm_launch``, which return a
+            cudaError_t, ``distgemm_arguments_size`` and ``distgemm_error_string``.
 
-    Raises RuntimeError where it was compiled for other arguments than ``arguments``.
+    Raises:
+        RuntimeError: if it was compiled for another struct than ``arguments``.
     """
 
     def __init__(self, source: KernelSource, arguments: type[ctypes.Structure]) -> None:
@@ -32,7 +36,7 @@ class Library:
         self._lock = threading.Lock()
 
     def load_on(self, device: int) -> None:
-        """Loads the kernel on a device: its first launch may be captured, or stand behind a kernel that waits."""
+        """Load the kernel on a device. A first launch could not: it may be captured, or follow a kernel that waits."""
         if device in self._devices:
             return
         with self._lock, torch.cuda.device(device):
@@ -41,13 +45,13 @@ class Library:
             self._devices.add(device)
 
     def check(self, error: int, what: str) -> None:
-        """Raises RuntimeError for a cudaError_t that is not success."""
+        """Raise RuntimeError for a cudaError_t that is not success."""
         if error:
-            said = self.functions.distgemm_error_string(error).decode()
-            raise RuntimeError(f"CUDA could not {what} kernel {self.name}: {said} (error {error})")
+            message = self.functions.distgemm_error_string(error).decode()
+            raise RuntimeError(f"CUDA could not {what} kernel {self.name}: {message} (error {error})")
 
 
 @functools.cache
 def open_library(source: KernelSource, arguments: type[ctypes.Structure]) -> Library:
-    """The library of a source, compiled where it is not; the same object for the same source."""
+    """The library of a source, compiled if need be. The same source gives the same object."""
     return Library(source, arguments)

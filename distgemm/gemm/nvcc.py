@@ -1,7 +1,8 @@
-"""Kernel libraries: compiled at first use with nvcc from CUTLASS's headers, kept on disk.
+"""Kernel libraries: nvcc compiles them at first use, with CUTLASS's headers, and they stay on disk.
 
-A library's name is a hash of all that it is made from: our source, the macros, CUTLASS, the architecture, the flags
-and the compiler. Beside it lies a manifest with its checksum, written last: what was cut short is compiled again.
+A library's name is a hash of everything it is made from: our source, the macros, CUTLASS's version, the architecture,
+nvcc's options and its version. A manifest with the library's checksum is written after the library. A library without a
+matching manifest is compiled again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 __all__ = [
+    "CacheError",
     "CompileError",
     "CompilerNotFoundError",
     "KernelSource",
@@ -36,6 +38,10 @@ __all__ = [
     "build_together",
     "cache_dir",
     "cached",
+    "check_writable",
+    "command",
+    "compiler_version",
+    "cutlass_include",
     "find_nvcc",
     "library",
     "missing",
@@ -44,30 +50,32 @@ __all__ = [
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
 SERIALISED = "C7510"
+"""The number of ptxas's warning that it serialised wgmma."""
 TOOLKIT = "/usr/local/cuda"
 
 
 class CompilerNotFoundError(RuntimeError):
-    """There is no compiler and no compiled library; the message says what to install."""
+    """There is neither a compiler nor a compiled library. The message says what to install."""
 
 
 class CompileError(RuntimeError):
-    """nvcc failed, or serialised wgmma; the message carries what it said."""
+    """nvcc failed, or serialised wgmma. The message has nvcc's output."""
 
 
 class CacheError(OSError):
-    """The cache folder cannot be written; the message says which, and what to do."""
+    """The cache folder cannot be written. The message says which, and what to do."""
 
 
 @dataclass(frozen=True)
 class KernelSource:
-    """What a library is compiled from: a file of this folder with these macros, for this architecture.
+    """The source of a library: a file of the folder ``kernels`` with macros, for one architecture.
 
-    name:    for people
-    macros:  (name, value) pairs
-    arch:    as nvcc names it: "90a", "80", ...
-    file:    the file's name
-    headers: names of files of this folder that it includes
+    Attributes:
+        name: for messages.
+        macros: (name, value) pairs.
+        arch: the architecture, as nvcc names it: "90a", "80", ...
+        file: name of the file.
+        headers: names of the files in ``kernels`` that it includes.
     """
 
     name: str
@@ -78,21 +86,28 @@ class KernelSource:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return Path(__file__).parent / "kernels" / self.file
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels and measured choices are kept: $DISTGEMM_CACHE_DIR, or distgemm in the user's cache."""
+    """The folder of compiled kernels and tuned configurations.
+
+    It is $DISTGEMM_CACHE_DIR, or ``distgemm`` in $XDG_CACHE_HOME, or ``~/.cache/distgemm``.
+    """
     if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distgemm"
 
 
 def find_nvcc() -> Path | None:
-    """nvcc: $DISTGEMM_NVCC, the PATH, $CUDA_HOME, /usr/local/cuda, or the PyPI packages of ``distgemm[nvcc]``.
+    """The path of nvcc; None if there is none.
 
-    Raises CompilerNotFoundError if $DISTGEMM_NVCC names no file.
+    It looks at $DISTGEMM_NVCC, the PATH, $CUDA_HOME, $CUDA_PATH, /usr/local/cuda, and the PyPI packages of
+    ``distgemm[nvcc]``, in this order.
+
+    Raises:
+        CompilerNotFoundError: if $DISTGEMM_NVCC is set but names no file.
     """
     if chosen := os.environ.get("DISTGEMM_NVCC"):
         if not Path(chosen).is_file():
@@ -112,19 +127,28 @@ def find_nvcc() -> Path | None:
 
 @functools.cache
 def compiler_version(nvcc: Path) -> str:
+    """The release of nvcc, as it prints it.
+
+    Raises:
+        CompilerNotFoundError: if the file does not run, or is no nvcc.
+    """
     try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompilerNotFoundError(f"{nvcc} does not run as a compiler: {error}") from error
-    found = re.search(r"release .*", said)
+    found = re.search(r"release .*", output)
     if not found:
-        raise CompilerNotFoundError(f"{nvcc} does not run as nvcc: asked for its version, it says {said[:200]!r}")
+        raise CompilerNotFoundError(f"{nvcc} does not run as nvcc: asked for its version, it says {output[:200]!r}")
     return found.group()
 
 
 @functools.cache
 def cutlass_include() -> Path:
-    """The headers in the nvidia-cutlass wheel. Raises CompilerNotFoundError where they are missing."""
+    """The folder of headers in the nvidia-cutlass wheel.
+
+    Raises:
+        CompilerNotFoundError: if they are missing.
+    """
     spec = importlib.util.find_spec("cutlass_library")
     for place in spec.submodule_search_locations or () if spec else ():
         include = Path(place) / "source" / "include"
@@ -135,18 +159,19 @@ def cutlass_include() -> Path:
 
 def _stem(source: KernelSource) -> str:
     """The part of a library's name that does not depend on the compiler."""
-    texts = [_text(source.path.with_name(name)) for name in (source.file, *source.headers)]
+    texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
     made_from = json.dumps([*texts, importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
 
 @functools.cache
-def _text(path: Path) -> str:
+def read_source(path: Path) -> str:
+    """The text of a file of kernels."""
     return path.read_text()
 
 
-def _whole(path: Path) -> bool:
-    """Whether the library is there and is what was compiled."""
+def _is_intact(path: Path) -> bool:
+    """Whether the library exists and matches its manifest."""
     try:
         manifest = json.loads(path.with_suffix(".json").read_text())
         return bool(hashlib.sha256(path.read_bytes()).hexdigest() == manifest["sha256"])
@@ -155,7 +180,7 @@ def _whole(path: Path) -> bool:
 
 
 def _cached(source: KernelSource) -> tuple[Path, Path | None]:
-    """The library's path, whether or not it is there, and the compiler. Without a compiler, that of any will do."""
+    """The library's path, which need not exist, and the compiler. Without a compiler: that of an existing library."""
     kernels = cache_dir() / "kernels"
     nvcc = find_nvcc()
     stem = _stem(source)
@@ -163,7 +188,7 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
         version = hashlib.sha256(compiler_version(nvcc).encode()).hexdigest()[:8]
         return kernels / f"{stem}-{version}.so", nvcc
     for path in sorted(kernels.glob(f"{stem}-*.so")):
-        if _whole(path):
+        if _is_intact(path):
             return path, None
     raise CompilerNotFoundError(
         f"kernel {source.name} is not compiled yet and nvcc was not found. Install it with: pip install "
@@ -173,24 +198,34 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
 
 
 def library(source: KernelSource) -> Path:
-    """The compiled library; compiles it if need be, with a spinner where standard error is a terminal.
+    """The path of the compiled library. It is compiled if need be, with a spinner if standard error is a terminal.
 
-    Safe when many processes ask at once: one compiles, the others wait for it.
+    Several processes may call this at once: one compiles, the others wait.
 
-    Raises CompilerNotFoundError, CompileError and CacheError.
+    Raises:
+        CompilerNotFoundError: if it is not compiled yet and there is no compiler.
+        CompileError: if the compiler fails.
+        CacheError: if the cache folder cannot be written.
     """
     path, _ = _cached(source)
-    if _whole(path):
+    if _is_intact(path):
         return path
     with _spinner(f"compiling {source.name} (once)"):
         return _compile_once(source)
 
 
 def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
-    """The compiled libraries of all sources. Missing ones are compiled, several at a time, with a progress bar.
+    """The paths of the compiled libraries of all sources. Missing ones are compiled, several at a time.
 
-    jobs:     compilers at a time; None: one for each core
-    progress: whether the bar is drawn
+    Args:
+        sources: the sources; they may repeat.
+        jobs: compilers that run at a time; None: one for each core.
+        progress: whether a progress bar is drawn.
+
+    Raises:
+        CompilerNotFoundError: if something is to be compiled and there is no compiler.
+        CompileError: if the compiler fails.
+        CacheError: if the cache folder cannot be written.
     """
     lacking = missing(sources)
     if lacking:
@@ -200,16 +235,18 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
 
 
 def build_together(sources: Sequence[KernelSource], rank: int, ranks: int) -> None:
-    """:func:`build` by all ranks of a machine at once: they begin at different kernels, and what one compiles the
-    others wait for. Rank 0 draws the bar."""
-    turn = rank * len(sources) // ranks
-    order = [*sources[turn:], *sources[:turn]]
-    build(order, jobs=max(1, (os.cpu_count() or 1) // ranks), progress=rank == 0)
+    """Build the sources on all ranks of a machine at once.
+
+    Each rank begins with another source, and waits for those that another rank compiles. Rank 0 draws the progress bar.
+    """
+    first = rank * len(sources) // ranks
+    rotated = [*sources[first:], *sources[:first]]
+    build(rotated, jobs=max(1, (os.cpu_count() or 1) // ranks), progress=rank == 0)
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
-    """Those of the sources that are not compiled yet, each once."""
-    return [source for source in dict.fromkeys(sources) if not _whole(_cached(source)[0])]
+    """The sources that are not compiled yet, each once."""
+    return [source for source in dict.fromkeys(sources) if not _is_intact(_cached(source)[0])]
 
 
 def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> None:
@@ -226,9 +263,9 @@ def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> No
 
 
 def cached() -> Iterator[tuple[Path, dict[str, Any] | None]]:
-    """The libraries in the cache, each with its manifest; None where that is missing or is of another library."""
+    """The libraries in the cache, each with its manifest; None if the manifest is missing or does not match."""
     for path in sorted((cache_dir() / "kernels").glob("*.so")):
-        yield path, json.loads(path.with_suffix(".json").read_text()) if _whole(path) else None
+        yield path, json.loads(path.with_suffix(".json").read_text()) if _is_intact(path) else None
 
 
 def _console() -> Console:
@@ -249,7 +286,7 @@ def _compile_once(source: KernelSource) -> Path:
     path, nvcc = _cached(source)
     check_writable(path.parent)
     with FileLock(path.with_suffix(".lock")):
-        if not _whole(path):
+        if not _is_intact(path):
             if nvcc is None:
                 raise CompilerNotFoundError(f"kernel {source.name} vanished from {path.parent}, and nvcc was not found")
             _compile(source, nvcc, path)
@@ -257,7 +294,11 @@ def _compile_once(source: KernelSource) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder of the cache. Raises CacheError where it cannot be made or written."""
+    """Make a folder of the cache.
+
+    Raises:
+        CacheError: if it cannot be made or written.
+    """
     reason = f"{folder} cannot be written"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -271,7 +312,7 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
     """The command that compiles a source."""
     macros = [f"-D{name}={value}" for name, value in source.macros]
     arch = f"-gencode=arch=compute_{source.arch},code=sm_{source.arch}"
-    # Of the PyPI packages, nvcc looks for its runtime in lib64, but it lies in lib.
+    # nvcc looks for its runtime in lib64; the PyPI packages have it in lib.
     packaged = nvcc.parent.parent / "lib"
     libraries = [f"-L{packaged}"] if (packaged / "libcudart_static.a").is_file() else []
     return [
@@ -285,11 +326,11 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
         out = Path(folder) / path.name
         start = time.monotonic()
         done = subprocess.run(command(source, nvcc, out), capture_output=True, text=True, check=False)
-        said = done.stdout + done.stderr
+        output = done.stdout + done.stderr
         if done.returncode:
-            raise CompileError(f"{' '.join(done.args)}\nfailed with exit status {done.returncode}:\n{_tail(said)}")
-        if SERIALISED in said:
-            raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_tail(said)}")
+            raise CompileError(f"{' '.join(done.args)}\nfailed with exit status {done.returncode}:\n{_excerpt(output)}")
+        if SERIALISED in output:
+            raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
         manifest = {
             "kernel": source.name,
             "arch": source.arch,
@@ -305,6 +346,7 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
         os.replace(written, path.with_suffix(".json"))
 
 
-def _tail(said: str, lines: int = 30) -> str:
-    kept = [line for line in said.splitlines() if "warning" not in line.lower()] or said.splitlines()
+def _excerpt(output: str, lines: int = 30) -> str:
+    """The first lines that are no warnings; all lines if there are only warnings."""
+    kept = [line for line in output.splitlines() if "warning" not in line.lower()] or output.splitlines()
     return "\n".join(kept[:lines])

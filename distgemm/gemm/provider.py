@@ -1,4 +1,4 @@
-"""What a provider of kernels offers. It knows nothing about ranks, plans and schedules."""
+"""The interface of a provider of GEMM kernels. It knows nothing about ranks, plans and schedules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GemmProvider", "GemmTensors", "Kernel", "Launch", "get_provider", "list_providers"]
+__all__ = ["GemmProvider", "GemmTensors", "Kernel", "Launch"]
 
 
 @dataclass(frozen=True)
 class GemmTensors:
-    """The tensors and numbers of one GEMM; see :class:`distgemm.gemm.GemmSpec` for what they are.
+    """The tensors and numbers of one GEMM: ``d = alpha * scale_a * scale_b * a @ b.mT + bias + partial + beta * c``.
 
-    dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: as the tensors say
-    beta:  with 0, C is not read
-    padded: whether columns between the end of D's rows and the next multiple of 16 bytes may be overwritten
+    Attributes:
+        a: (m, k) or (l, m, k).
+        b: (n, k) or (l, n, k).
+        d: (m, n) or (l, m, n), the output.
+        c: as ``d``; None: absent.
+        partial: a partial sum, as ``d``; None: absent.
+        bias: (n,); None: absent.
+        scale_a: float32, one number or one for each row of A; None: 1.
+        scale_b: float32, one number or one for each row of B; None: 1.
+        alpha: factor of the product.
+        beta: factor of C; with 0, C is not read.
+        dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: the tensors' type.
+        padded: whether the bytes between the end of D's rows and the next multiple of 16 may be overwritten.
     """
 
     a: torch.Tensor
@@ -39,59 +49,62 @@ class GemmTensors:
 
 
 class Launch(Protocol):
-    """A kernel with its arguments. Calling it puts it on a stream, captured or not; nothing is allocated, and the
-    host waits for nothing. It keeps its tensors alive.
+    """A kernel with its arguments. A call puts it on a stream, captured or not.
+
+    A call allocates nothing, and the host does not wait. The launch keeps its tensors alive.
     """
 
     def __call__(self, stream: int | None = None) -> None:
-        """stream: a cudaStream_t as a number; None: the current one"""
+        """Launch the kernel.
+
+        Args:
+            stream: a cudaStream_t as a number; None: the current stream.
+        """
 
 
 class Kernel(Protocol):
-    """A compiled kernel, loaded on demand, for all specs that differ in extents, strides and addresses only."""
+    """A compiled kernel for all specs that differ in extents, strides and addresses only. It is loaded on demand.
+
+    Attributes:
+        name: for messages.
+    """
 
     name: str
 
     def bind(self, tensors: GemmTensors) -> Launch:
-        """Encodes the arguments. Raises ValueError for tensors that the kernel was not compiled for."""
+        """A launch with these tensors; encodes the kernel's arguments.
+
+        Raises:
+            ValueError: for tensors that the kernel was not compiled for.
+        """
 
 
 class GemmProvider(Protocol):
-    """supports -> compile -> bind -> launch"""
+    """A source of GEMM kernels. The order of calls is: supports, compile, ``Kernel.bind``, ``Launch()``.
+
+    ``streams`` is the number of streams on which such GEMMs alternate; the fastest configuration depends on it.
+    ``config=None`` leaves the configuration to the provider.
+
+    Attributes:
+        name: the name in :func:`distgemm.gemm.list_providers`.
+    """
 
     name: str
 
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
-        """Configurations worth trying for this spec, the one taken by default first; empty if it has none to choose.
-
-        streams: on how many streams such GEMMs alternate
-        """
+        """Configurations worth trying, the default first; empty if the provider has no configurations."""
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
-        """Whether ``compile`` would give a kernel; falsy with the reason if not."""
+        """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
 
     def sources(
         self, specs: Sequence[GemmSpec], config: GemmConfig | None = None, streams: int = 1
     ) -> list[KernelSource]:
-        """What is to be compiled for these specs, each once; empty where nothing is."""
+        """The sources to compile for these specs, each once; empty if there is nothing to compile."""
 
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> Kernel:
-        """The kernel; None: the configuration is chosen for the shape. Raises ValueError where not supported."""
+        """The kernel for a spec.
 
-
-def list_providers() -> list[str]:
-    """Names of the providers."""
-    return ["cublas", "cutlass"]
-
-
-def get_provider(name: str) -> GemmProvider:
-    """The provider of that name. Raises ValueError for a name that is not listed."""
-    if name == "cutlass":
-        from distgemm.gemm.cutlass import CutlassProvider
-
-        return CutlassProvider()
-    if name == "cublas":
-        from distgemm.gemm.cublas import CublasProvider
-
-        return CublasProvider()
-    raise ValueError(f"provider is one of {', '.join(list_providers())}, got {name!r}")
+        Raises:
+            ValueError: if the provider does not support it.
+        """

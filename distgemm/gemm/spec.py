@@ -1,21 +1,57 @@
-"""What a GEMM asks of a kernel, and how a kernel does it: value objects, without torch."""
+"""What a GEMM computes, and how a CUTLASS kernel computes it: value objects, without torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["TMA_ALIGNMENT", "GemmConfig", "GemmSpec", "MatrixSpec", "Status"]
+__all__ = [
+    "TMA_ALIGNMENT",
+    "Epilogue",
+    "GemmConfig",
+    "GemmSpec",
+    "KernelSchedule",
+    "MatrixSpec",
+    "Moving",
+    "Raster",
+    "ScaleMode",
+    "Status",
+]
 
 TMA_ALIGNMENT = 16
-"""Bytes that pointers and strides of what TMA reads and writes are multiples of."""
+"""Bytes that divide every address and stride that TMA takes."""
+
+KernelSchedule = Literal["cooperative", "pingpong", "plain"]
+"""``"cooperative"``: two warp groups share a tile. ``"pingpong"``: two warp groups alternate, one multiplies while the
+other stores. ``"plain"``: neither TMA nor wgmma, for any alignment."""
+
+Epilogue = Literal["tma", "direct"]
+"""How results are stored: through TMA, or from registers (any alignment of D, C and the partial sum)."""
+
+Raster = Literal["heuristic", "m", "n"]
+"""The mode along which tiles follow each other; ``"heuristic"``: CUTLASS chooses."""
+
+ScaleMode = Literal["none", "tensor", "row"]
+"""No scale, one number for the tensor, or one number for each row of A or of B."""
+
+Moving = Literal["a", "b"]
+"""The operand that differs between the GEMMs of one fused kernel."""
+
+KERNEL_SCHEDULES = get_args(KernelSchedule)
+EPILOGUES = get_args(Epilogue)
+RASTERS = get_args(Raster)
+SHARES = (1, 2)
 
 
 class Status(NamedTuple):
-    """Whether something can be done; falsy with the reason where it cannot."""
+    """Whether something is possible. It is falsy if not, and then has the reason.
+
+    Attributes:
+        reason: why it is not possible; empty: it is.
+    """
 
     reason: str = ""
 
@@ -25,18 +61,22 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """Batches of a matrix in memory, without the address.
+    """A matrix in memory, or batches of matrices, without the address.
 
-    dtype:        a key of ``DTYPE_BYTES``
-    rows, columns, batches: extents
-    row_major:    whether the elements of a row are contiguous; else those of a column
-    stride:       elements from row to row (column to column)
-    batch_stride: elements from batch to batch
-    alignment:    the largest power of two, at most 16 bytes, that divides address and strides; what is given is
-                  reduced to what the strides allow
-    padded:       whether what lies between the end of a row and the next multiple of 16 bytes may be overwritten
+    Attributes:
+        dtype: element type, a key of ``DTYPE_BYTES``.
+        rows: extent.
+        columns: extent.
+        batches: number of matrices.
+        row_major: whether the elements of a row are contiguous; else those of a column are.
+        stride: elements from row to row (column-major: from column to column); -1: dense.
+        batch_stride: elements from batch to batch; -1: dense.
+        alignment: the largest power of two, at most 16 bytes, that divides the address and the strides. The given value
+            is reduced to what the strides allow.
+        padded: whether the bytes between the end of a row and the next multiple of 16 bytes may be overwritten.
 
-    Raises ValueError for an unknown type.
+    Raises:
+        ValueError: for an unknown element type.
     """
 
     dtype: str
@@ -44,7 +84,7 @@ class MatrixSpec:
     columns: int
     batches: int = 1
     row_major: bool = True
-    stride: int = field(default=-1)  # -1: dense
+    stride: int = field(default=-1)
     batch_stride: int = field(default=-1)
     alignment: int = TMA_ALIGNMENT
     padded: bool = False
@@ -63,18 +103,18 @@ class MatrixSpec:
 
     @property
     def vector(self) -> int:
-        """How many contiguous elements can be loaded at once: those divide the contiguous extent too."""
+        """Elements that one load can read: their number divides the contiguous extent, too."""
         contiguous = self.columns if self.row_major else self.rows
         return common_power_of_two(self.alignment, contiguous * DTYPE_BYTES[self.dtype]) // DTYPE_BYTES[self.dtype]
 
     @property
     def readable(self) -> bool:
-        """Whether TMA can read it: one matrix that stands for all batches, with stride 0, is not."""
+        """Whether TMA can read it. TMA cannot read one matrix for all batches (batch stride 0)."""
         return self.alignment == TMA_ALIGNMENT and (self.batches == 1 or self.batch_stride > 0)
 
     @property
     def writable(self) -> bool:
-        """Whether TMA can write it. TMA writes 16 bytes at a time, so that rows end at multiples or are padded."""
+        """Whether TMA can write it. TMA writes 16 bytes at a time, so rows must end at a multiple or be padded."""
         whole_rows = self.columns * DTYPE_BYTES[self.dtype] % TMA_ALIGNMENT == 0
         return self.alignment == TMA_ALIGNMENT and (whole_rows or self.padded)
 
@@ -90,14 +130,20 @@ def common_power_of_two(*values: int) -> int:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """D = alpha * scale_a * scale_b * A @ B.T + bias + partial + beta * C, without numbers and addresses.
+    """``D = alpha * scale_a * scale_b * A @ B.T + bias + partial + beta * C``, without numbers and addresses.
 
-    a, b, d: A (m, k), B (n, k), D (m, n)
-    c, partial: further terms, as D; None: absent. C may be D itself, so may the partial sum
-    bias:    element type of a row of n; None: absent
-    scale_a, scale_b: "none", "tensor" (one float32) or "row" (one per row of A, of B)
+    Attributes:
+        a: A, (m, k).
+        b: B, (n, k).
+        d: D, (m, n).
+        c: C, (m, n); None: absent. It may be the same memory as D.
+        partial: a partial sum, (m, n); None: absent. It may be the same memory as D.
+        bias: element type of the bias, a row of n; None: absent.
+        scale_a: the scales of A.
+        scale_b: the scales of B.
 
-    Raises ValueError where extents do not fit together.
+    Raises:
+        ValueError: if the extents or the types of A and B do not fit together.
     """
 
     a: MatrixSpec
@@ -106,8 +152,8 @@ class GemmSpec:
     c: MatrixSpec | None = None
     partial: MatrixSpec | None = None
     bias: str | None = None
-    scale_a: str = "none"
-    scale_b: str = "none"
+    scale_a: ScaleMode = "none"
+    scale_b: ScaleMode = "none"
 
     def __post_init__(self) -> None:
         a, b, d = self.a, self.b, self.d
@@ -140,7 +186,7 @@ class GemmSpec:
 
     @property
     def results_aligned(self) -> bool:
-        """Whether TMA can write D and read what is added to it. C beside a partial sum is read without TMA."""
+        """Whether TMA can write D and read the matrix added to it. If there is a partial sum, C is read without TMA."""
         added = self.partial or self.c
         return self.d.writable and (added is None or added.readable)
 
@@ -154,10 +200,6 @@ def _shape(matrix: MatrixSpec) -> str:
     return f"({matrix.rows}, {matrix.columns})"
 
 
-SCHEDULES = ("cooperative", "pingpong", "plain")
-EPILOGUES = ("tma", "direct")
-RASTERS = ("heuristic", "m", "n")
-SHARES = (1, 2)
 _CONFIG = re.compile(
     r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?"
 )
@@ -165,28 +207,31 @@ _CONFIG = re.compile(
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a CUTLASS kernel works. Written as ``128x256x64_1x2_cooperative``, with ``_direct``, ``_raster_m`` (or n),
-    ``_swizzle_4`` and ``_share_2`` where they differ from the defaults.
+    """How a CUTLASS kernel computes a GEMM.
 
-    tile:     m, n, k of what a thread block computes at a time, elements
-    cluster:  m, n of the thread blocks that share what TMA loads: powers of two, 8 blocks at most
-    kernel_schedule: "cooperative" (two warp groups share a tile), "pingpong" (they take turns: one multiplies while the
-              other writes), or "plain" (no TMA, no wgmma: any alignment)
-    epilogue: "tma", or "direct" (stores from registers: any alignment of D, C and the partial sum)
-    raster:   order of tiles: along "m", "n", or as CUTLASS's "heuristic" says
-    swizzle:  tiles are visited in stripes of up to so many, a power of two
-    share:    it occupies one of so many SMs, and leaves the others to what runs beside it
+    Its text is like ``128x256x64_1x2_cooperative``, followed by ``_direct``, ``_raster_m`` (or n), ``_swizzle_4`` and
+    ``_share_2`` if these differ from the defaults.
 
-    "plain" knows neither clusters nor orders of tiles nor shares, and its epilogue is "direct".
+    Attributes:
+        tile: elements (m, n, k) that a thread block computes at a time.
+        cluster: thread blocks (m, n) that share TMA loads; powers of two, 8 blocks at most.
+        kernel_schedule: how warp groups share the work.
+        epilogue: how results are stored.
+        raster: the order of tiles.
+        swizzle: tiles are computed in stripes of up to so many, a power of two.
+        share: the kernel occupies one of so many SMs and leaves the others to kernels beside it.
 
-    Raises ValueError for anything else.
+    A "plain" kernel has cluster (1, 1), epilogue "direct", raster "heuristic", swizzle 1 and share 1.
+
+    Raises:
+        ValueError: for anything else.
     """
 
     tile: tuple[int, int, int]
     cluster: tuple[int, int] = (1, 1)
-    kernel_schedule: str = "cooperative"
-    epilogue: str = "tma"
-    raster: str = "heuristic"
+    kernel_schedule: KernelSchedule = "cooperative"
+    epilogue: Epilogue = "tma"
+    raster: Raster = "heuristic"
     swizzle: int = 1
     share: int = 1
 
@@ -195,7 +240,7 @@ class GemmConfig:
             if len(extents) != count or not all(isinstance(x, int) and x > 0 for x in extents):
                 raise ValueError(f"{name} is a tuple of {count} integers > 0, got {extents!r}")
         for name, value, known in (
-            ("kernel_schedule", self.kernel_schedule, SCHEDULES),
+            ("kernel_schedule", self.kernel_schedule, KERNEL_SCHEDULES),
             ("epilogue", self.epilogue, EPILOGUES),
             ("raster", self.raster, RASTERS),
         ):
@@ -227,16 +272,21 @@ class GemmConfig:
 
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
-        """The configuration that ``str`` writes so. Raises ValueError for another text."""
+        """The configuration with this text.
+
+        Raises:
+            ValueError: for any other text.
+        """
         found = _CONFIG.fullmatch(text)
         if not found:
             raise ValueError(f"a configuration is written like 128x256x64_1x2_cooperative_swizzle_4, got {text!r}")
-        m, n, k, cm, cn, schedule, direct, raster, swizzle, share = found.groups()
+        parts: tuple[Any, ...] = found.groups()
+        m, n, k, cm, cn, kernel_schedule, direct, raster, swizzle, share = parts
         return cls(
             tile=(int(m), int(n), int(k)),
             cluster=(int(cm), int(cn)),
-            kernel_schedule=schedule,
-            epilogue="direct" if direct or schedule == "plain" else "tma",
+            kernel_schedule=kernel_schedule,
+            epilogue="direct" if direct or kernel_schedule == "plain" else "tma",
             raster=raster or "heuristic",
             swizzle=int(swizzle or 1),
             share=int(share or 1),

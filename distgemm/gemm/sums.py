@@ -1,4 +1,4 @@
-"""Sums of matrices: what completes a tile whose partial sums have all arrived."""
+"""Sums of matrices by a kernel. It completes a tile whose partial sums have all arrived."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from distgemm.plan.problem import DTYPE_BYTES
 __all__ = ["SumLaunch", "bind_sum", "sum_source", "sum_source_of"]
 
 SOURCES = 64
+"""Matrices that one launch adds, at most."""
 
 
 class _Arguments(ctypes.Structure):
-    """The struct Arguments of sum.cu."""
+    """struct Arguments of sum.cu."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("m", "n", "l", "count")),
@@ -33,34 +34,49 @@ class _Arguments(ctypes.Structure):
 
 
 def sum_source(source: str, result: str, vector: int, arch: str) -> KernelSource:
-    """What the kernel is compiled from."""
+    """The source of the kernel.
+
+    Args:
+        source: element type of what is added.
+        result: element type of the sum.
+        vector: elements that a thread loads at once.
+        arch: the architecture, as nvcc names it.
+    """
     macros = (("DG_SOURCE", ELEMENTS[source]), ("DG_D", ELEMENTS[result]), ("DG_VECTOR", str(vector)))
     return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu")
 
 
 def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource:
-    """What the sum of matrices of these specs, the sources first, is compiled from: as many bytes at once as all of
-    them allow, 16 at most."""
-    every = [*matrices, d]
-    for spec in every:
+    """The source of the kernel that adds these matrices, with loads as wide as all of them allow (16 bytes at most).
+
+    Args:
+        matrices: the sources, then C if there is one.
+        d: the sum.
+
+    Raises:
+        ValueError: for a type that is not added.
+    """
+    specs = [*matrices, d]
+    for spec in specs:
         if spec.dtype not in RESULTS:
             raise ValueError(f"sums are of {', '.join(RESULTS)}, not {spec.dtype}")
-    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in every), *(spec.vector for spec in every))
+    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in specs), *(spec.vector for spec in specs))
     return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
 
 
 def _open(source: KernelSource, device: int) -> Library:
-    found = open_library(source, _Arguments)
-    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-    found.load_on(device)
-    return found
+    library = open_library(source, _Arguments)
+    library.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    library.load_on(device)
+    return library
 
 
 class SumLaunch:
-    """A sum with its arguments; called like :class:`distgemm.gemm.Launch`."""
+    """A sum with its arguments; implements :class:`distgemm.gemm.Launch`."""
 
-    def __init__(self, found: Library, arguments: _Arguments, device: int, keep: object) -> None:
-        self._library, self._arguments, self._device, self._keep = found, arguments, device, keep
+    def __init__(self, library: Library, arguments: _Arguments, device: int, tensors: object) -> None:
+        self._library, self._arguments, self._device = library, arguments, device
+        self._tensors = tensors  # kept alive
         self._empty = not (arguments.m and arguments.n and arguments.l)
 
     def __call__(self, stream: int | None = None) -> None:
@@ -81,11 +97,19 @@ def bind_sum(
     beta: float = 0.0,
     bias: torch.Tensor | None = None,
 ) -> SumLaunch:
-    """``d = sources[0] + sources[1] + ... + beta * c + bias``, added in float32 in this order, rounded once.
+    """``d = sources[0] + sources[1] + ... + beta * c + bias``
 
-    sources: (m, n) or (l, m, n) of one type, rows contiguous, at most 64; d, c: as they, of one type; each may be d
-    bias: (n,), of d's type
-    beta: with 0, c is not read
+    The kernel adds in float32, in this order, and rounds once.
+
+    Args:
+        sources: (m, n) or (l, m, n), of one type, rows contiguous; at most 64. Each may be the same memory as ``d``.
+        d: as the sources, of any type.
+        c: as ``d``; it may be the same memory.
+        beta: factor of ``c``; with 0, ``c`` is not read.
+        bias: (n,), of ``d``'s type.
+
+    Raises:
+        ValueError: if these do not fit together.
     """
     if not 1 <= len(sources) <= SOURCES:
         raise ValueError(f"a sum has 1 to {SOURCES} sources, got {len(sources)}")
@@ -94,21 +118,21 @@ def bind_sum(
     specs = [matrix_spec("a source", source) for source in sources]
     d_spec = matrix_spec("D", d)
     c_spec = None if c is None else matrix_spec("C", c)
-    every = [*specs, d_spec, *([c_spec] if c_spec else [])]
-    if len({(spec.rows, spec.columns, spec.batches) for spec in every}) > 1:
-        raise ValueError(f"all matrices of a sum are alike, got {[(x.rows, x.columns) for x in every]}")
+    matrices = [*specs, d_spec, *([c_spec] if c_spec else [])]
+    if len({(spec.rows, spec.columns, spec.batches) for spec in matrices}) > 1:
+        raise ValueError(f"all matrices of a sum have the same shape, got {[(x.rows, x.columns) for x in matrices]}")
     if len({spec.dtype for spec in specs}) > 1 or (c_spec and c_spec.dtype != d_spec.dtype):
-        raise ValueError(f"sources are of one type, and so are C and D, got {[spec.dtype for spec in every]}")
-    if not all(spec.row_major for spec in every):
+        raise ValueError(f"sources are of one type, and so are C and D, got {[spec.dtype for spec in matrices]}")
+    if not all(spec.row_major for spec in matrices):
         raise ValueError("rows of all matrices of a sum are contiguous")
     if bias is not None and (bias.dtype != d.dtype or bias.shape != (d_spec.columns,) or bias.stride() != (1,)):
         raise ValueError(f"bias is a dense vector of {d_spec.columns} elements of {d.dtype}")
     device = d.device.index
-    found = _open(sum_source_of(every, d_spec), device)
+    library = _open(sum_source_of(matrices, d_spec), device)
     arguments = _Arguments(d_spec.rows, d_spec.columns, d_spec.batches, len(sources))
     for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
         arguments.sources[number] = as_matrix(source, spec)
     arguments.c, arguments.d = as_matrix(c, c_spec), as_matrix(d, d_spec)
     arguments.bias = None if bias is None else bias.data_ptr()
     arguments.beta = beta
-    return SumLaunch(found, arguments, device, (tuple(sources), d, c, bias))
+    return SumLaunch(library, arguments, device, (tuple(sources), d, c, bias))

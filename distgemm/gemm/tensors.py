@@ -1,4 +1,4 @@
-"""From tensors to specs, and the checks that need tensors."""
+"""Specs of tensors, and the checks that need tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, common_power_of_two
+from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, ScaleMode, common_power_of_two
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = ["check_device", "matrix_spec", "spec_of"]
@@ -16,9 +16,15 @@ DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if name != "tf
 
 
 def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> MatrixSpec:
-    """Metadata of a matrix (rows, columns) or of batches of one (l, rows, columns).
+    """The spec of a matrix (rows, columns), or of batches of matrices (l, rows, columns).
 
-    Raises ValueError for other ranks, unknown types, and tensors of which neither rows nor columns are contiguous.
+    Args:
+        name: the tensor's name in messages.
+        tensor: the tensor.
+        dtype: the element type of the spec; None: the tensor's.
+
+    Raises:
+        ValueError: for another number of dimensions, an unknown type, or if neither rows nor columns are contiguous.
     """
     if tensor.dim() not in (2, 3):
         raise ValueError(f"{name} has 2 or 3 dimensions, got shape {tuple(tensor.shape)}")
@@ -53,7 +59,11 @@ def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Ma
 
 
 def spec_of(tensors: GemmTensors) -> GemmSpec:
-    """The spec of these tensors. Raises ValueError where they do not fit together."""
+    """The spec of these tensors.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
     a, b, d = tensors.a, tensors.b, tensors.d
     present = {
         "A": a,
@@ -100,7 +110,7 @@ def spec_of(tensors: GemmTensors) -> GemmSpec:
 
 
 def check_device(tensors: GemmTensors) -> None:
-    """Raises ValueError where the tensors are not on a CUDA device."""
+    """Raise ValueError if the tensors are not on a CUDA device."""
     if tensors.d.device.type != "cuda":
         raise ValueError(f"kernels run on CUDA devices, the tensors are on {tensors.d.device}")
 
@@ -119,7 +129,7 @@ def _result(name: str, tensor: torch.Tensor) -> MatrixSpec:
 
 
 def _disjoint(tensor: torch.Tensor) -> bool:
-    """Whether all elements lie apart, one mode outside of the other."""
+    """Whether no two elements share memory, and each mode's stride exceeds the extent of the modes within."""
     reach = 0
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1:
@@ -129,7 +139,7 @@ def _disjoint(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _scale(name: str, scale: torch.Tensor | None, rows: int) -> str:
+def _scale(name: str, scale: torch.Tensor | None, rows: int) -> ScaleMode:
     if scale is None:
         return "none"
     if scale.dtype != torch.float32 or not scale.is_contiguous():

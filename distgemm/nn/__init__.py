@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: modules of their own, and styles for torch's parallelize_module."""
+"""Tensor-parallel layers: modules, and styles for ``torch.distributed.tensor.parallel.parallelize_module``."""
 
 from distgemm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from distgemm.nn.state import full_state_dict, load_full_state_dict

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank holds a part."""
+"""Linear layers whose weight is split over the ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distgemm.runtime.checks import Group, process_group
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
-from distgemm.torch_ops.dispatch import resolve
-from distgemm.torch_ops.functional import Group, check_schedule
+from distgemm.torch_ops.functional import check_schedule
 
 __all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
 
@@ -20,18 +20,37 @@ Tensor = torch.Tensor
 
 
 class ParallelLinear(nn.Module):
-    """What both kinds share: a part of the weight, which is split as torch.chunk does.
+    """The base of both layers: a linear layer with this rank's part of the weight.
 
-    Parameters are drawn by :meth:`reset_parameters`: ranks that are seeded alike draw different parts.
-    ``state_dict()`` has this rank's part. ``load_state_dict`` takes that, or the whole weight, of which it keeps this
-    rank's part; :func:`distgemm.nn.full_state_dict` makes the whole one.
+    Weights are split as torch.chunk splits them. ``state_dict()`` has this rank's parts. ``load_state_dict`` takes this
+    rank's parts or the whole parameters. :func:`distgemm.nn.full_state_dict` returns the whole parameters.
+
+    Args:
+        in_features: in_features over all ranks.
+        out_features: out_features over all ranks.
+        group: the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh.
+        bias: whether there is a bias.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+
+    Attributes:
+        weight: (out_features, in_features), this rank's part.
+        bias: (out_features,), this rank's part; None without a bias.
+        group: name of the process group.
+        ranks: number of ranks of the group.
+        rank: this rank in the group.
+
+    Raises:
+        ValueError: for wrong sizes, an unknown group or an unknown schedule.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     split: Mapping[str, int]
-    """The dimension along which each parameter is split. Those that are absent are the same on all ranks."""
+    """The dimension along which each parameter is split. A parameter that is absent is the same on all ranks."""
 
     def __init__(
         self,
@@ -52,26 +71,26 @@ class ParallelLinear(nn.Module):
         check_schedule(schedule, chunks)
         self.in_features, self.out_features = in_features, out_features
         self.group = group_name(group)
-        found = resolve(self.group)
-        self.ranks, self.rank = found.size(), dist.get_rank(found)
+        ranks = process_group(self.group)
+        self.ranks, self.rank = ranks.size(), dist.get_rank(ranks)
         self.schedule, self.chunks = schedule, chunks
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(self.part_shape("weight"), **made))
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(self.part_shape("weight"), **options))
         if bias:
-            self.bias = nn.Parameter(torch.empty(self.part_shape("bias"), **made))
+            self.bias = nn.Parameter(torch.empty(self.part_shape("bias"), **options))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within the bounds of an nn.Linear with all in_features; a bias that is not split begins with zeros.
+        """Draw new parameters: uniform, with the bounds of an nn.Linear with all in_features.
 
-        Each rank draws its part from a generator of its own, whose seed is a number drawn from torch's default
-        generator plus the rank in the group: ranks that are seeded alike (torch.manual_seed) have different parts, and
-        replicas that are seeded alike have the same. What the whole weight is depends on the number of ranks.
+        A bias that is not split starts with zeros. Each rank has its own generator. Its seed is a number from torch's
+        default generator plus the rank in the group. So with the same torch.manual_seed, ranks draw different parts,
+        and data-parallel replicas draw the same. The whole weight depends on the number of ranks.
         """
         bound = 1 / math.sqrt(self.in_features)
-        # Drawn also where the parameters have no values yet, so that what is drawn next is the same.
+        # Also drawn for parameters without values, so that torch's generator is in the same state afterwards.
         seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
         own = None if self.weight.is_meta else torch.Generator(self.weight.device).manual_seed(seed)
         nn.init.uniform_(self.weight, -bound, bound, generator=own)
@@ -82,14 +101,20 @@ class ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group, **options: Any) -> Any:
-        """This rank's part of a Linear, which is the same on all ranks; with the options of the constructor."""
+        """A layer with this rank's part of a Linear.
+
+        Args:
+            linear: a Linear with the same parameters on all ranks.
+            group: the ranks that take part.
+            **options: further options of the constructor.
+        """
         weight = linear.weight
         options = {"device": weight.device, "dtype": weight.dtype, **options}
-        made = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)
-        made.load_state_dict(linear.state_dict())
+        layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)
+        layer.load_state_dict(linear.state_dict())
         for name, parameter in linear.named_parameters():
-            getattr(made, name).requires_grad_(parameter.requires_grad)
-        return made
+            layer.get_parameter(name).requires_grad_(parameter.requires_grad)
+        return layer
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """The shape of "weight" or "bias" over all ranks."""
@@ -114,17 +139,17 @@ class ParallelLinear(nn.Module):
         return whole.narrow(dim, start, self.part_shape(name)[dim])
 
     def whole(self, name: str) -> Tensor:
-        """A parameter over all ranks, on each of them; a collective call."""
-        mine: Tensor = getattr(self, name).detach()
+        """The whole parameter, on each rank. A collective call."""
+        mine = self.get_parameter(name).detach()
         if name not in self.split or self.ranks == 1:
             return mine.clone()
         dim = self.split[name]
         length = -(-self.whole_shape(name)[dim] // self.ranks)
-        # Equal blocks, since a group may take no others.
+        # Not every backend gathers blocks of different sizes.
         block = mine.new_zeros(*mine.shape[:dim], length, *mine.shape[dim + 1 :])
         block.narrow(dim, 0, mine.shape[dim]).copy_(mine)
         blocks = [torch.empty_like(block) for _ in range(self.ranks)]
-        dist.all_gather(blocks, block, group=resolve(self.group))
+        dist.all_gather(blocks, block, group=process_group(self.group))
         return torch.cat(blocks, dim).narrow(dim, 0, self.whole_shape(name)[dim]).contiguous()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -135,11 +160,11 @@ class ParallelLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _even(self, extent: int) -> int | None:
-        """The extent that ops have to be told of: none where all ranks have the same share of it."""
+        """The extent as an argument of the function: None if all ranks have the same share."""
         return extent if extent % self.ranks else None
 
     def extra_repr(self) -> str:
-        """Its arguments, for print."""
+        """The arguments of the layer, for print."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"rank {self.rank} of {self.ranks}"
@@ -147,13 +172,16 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A Linear of which each rank holds some out_features: tokens of this rank in, all tokens of them out.
+    """A linear layer with some out_features on each rank: :func:`distgemm.all_gather_matmul`.
 
-    in_features, out_features: over all ranks; ranks hold as much of out_features as torch.chunk gives them
-    group:    the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh
-    schedule, chunks, keep_gathered: as :func:`distgemm.all_gather_matmul` takes them
+    The input is (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., out_features of this
+    rank). Out_features are split over the ranks as torch.chunk splits them.
 
-    Input (tokens of this rank, ..., in_features), output (tokens of all ranks, ..., out_features of this rank).
+    Args:
+        in_features: in_features over all ranks.
+        out_features: out_features over all ranks.
+        keep_gathered: as in :func:`distgemm.all_gather_matmul`.
+        **options: group, bias, schedule, chunks, device and dtype, as in :class:`ParallelLinear`.
     """
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012
@@ -163,7 +191,12 @@ class ColumnParallelLinear(ParallelLinear):
         self.keep_gathered = keep_gathered
 
     def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
-        """``m_per_rank``: tokens of each rank, where they are not as many on each."""
+        """The tokens of all ranks, with this rank's out_features.
+
+        Args:
+            x: (tokens of this rank, ..., in_features).
+            m_per_rank: tokens of each rank; None: as many on each.
+        """
         return all_gather_matmul(
             x,
             self.weight,
@@ -178,20 +211,22 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A Linear of which each rank holds some in_features: all tokens of them in, tokens of this rank out.
+    """A linear layer with some in_features on each rank: :func:`distgemm.matmul_reduce_scatter`.
 
-    in_features, out_features: over all ranks; ranks hold as much of in_features as torch.chunk gives them
-    group:    the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh
-    schedule, chunks: as :func:`distgemm.matmul_reduce_scatter` takes them
-
-    Input (tokens of all ranks, ..., in_features of this rank), output (tokens of this rank, ..., out_features). The
-    bias is the same on all ranks, and so is its gradient.
+    The input is (tokens of all ranks, ..., in_features of this rank), the output (tokens of this rank, ...,
+    out_features). In_features are split over the ranks as torch.chunk splits them. The bias is the same on all ranks,
+    and so is its gradient. The arguments are those of :class:`ParallelLinear`.
     """
 
     split = {"weight": 1}  # noqa: RUF012
 
     def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
-        """``m_per_rank``: tokens that each rank gets, where they are not as many for each."""
+        """This rank's tokens, with all out_features.
+
+        Args:
+            x: (tokens of all ranks, ..., in_features of this rank).
+            m_per_rank: tokens that each rank keeps; None: as many on each.
+        """
         return matmul_reduce_scatter(
             x,
             self.weight,

@@ -1,4 +1,4 @@
-"""State dicts of whole models, as one rank without tensor parallelism has them."""
+"""State dicts with the whole parameters, as the model without tensor parallelism has them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ Tensor = torch.Tensor
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model that is not sharded, on every rank; a collective call.
+    """The state dict of the model without tensor parallelism, on every rank. A collective call.
 
-    Knows the layers of this package and parameters that are DTensors.
+    Args:
+        model: a model with layers of :mod:`distgemm.nn`, or with DTensors as parameters.
+
+    Returns:
+        The parameters and buffers by name, each of them whole.
     """
     found: dict[str, Tensor] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))  # layers that are tied have several names
+    modules = dict(model.named_modules(remove_duplicate=False))  # a layer that is used twice has two names
     for key, value in model.state_dict().items():
         prefix, _, name = key.rpartition(".")
         module = modules[prefix]
@@ -35,9 +39,17 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load what :func:`full_state_dict` made, or the state dict of the model that is not sharded.
+    """Load the state dict of the model without tensor parallelism.
 
-    Every rank has all of it, and takes its part. For models without DTensors this is ``load_state_dict``.
+    Every rank passes the whole state dict and keeps its parts. For a model without DTensors this is
+    ``model.load_state_dict``.
+
+    Args:
+        model: a model with layers of :mod:`distgemm.nn`, or with DTensors as parameters.
+        state_dict: whole parameters and buffers by name, as :func:`full_state_dict` returns them.
+
+    Raises:
+        ValueError: if a parameter has another shape.
     """
     current = model.state_dict()
     parts = dict(state_dict)

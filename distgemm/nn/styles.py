@@ -1,6 +1,6 @@
-"""Styles for torch.distributed.tensor.parallel.parallelize_module: Linears whose products overlap with what they send.
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` that overlap GEMMs with communication.
 
-Parameters become DTensors, as with torch's own styles, so that optimizers, clipping and checkpoints know them.
+Parameters become DTensors, as with torch's own styles, so that optimizers, gradient clipping and checkpoints work.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ def _local(parameter: Tensor | None) -> Any:
 
 
 def _local_input(style: ParallelStyle, x: Tensor, mesh: DeviceMesh, *, features: bool) -> Tensor:
-    """This rank's part of an input. Raises ValueError for a DTensor that is not sharded as the style multiplies it:
-    along its last dimension with ``features``, else along its first."""
+    """This rank's part of an input.
+
+    Raises ValueError for a DTensor with another sharding than the style takes: along its last dimension with
+    ``features``, otherwise along its first.
+    """
     if not isinstance(x, DTensor):
         return x
     dim = x.dim() - 1 if features else 0
@@ -56,7 +59,7 @@ def _local_input(style: ParallelStyle, x: Tensor, mesh: DeviceMesh, *, features:
         remedy = f"x.redistribute(placements={wanted}) would do"
         if x.device_mesh != mesh:
             given += f" on {x.device_mesh}"
-            remedy = f"pass x.to_local() where it is this rank's part of {wanted}"
+            remedy = f"pass x.to_local() if that is this rank's part of {wanted}"
         elif not features:
             remedy += "; tokens are the first dimension, as after SequenceParallel(sequence_dim=0)"
         name = type(style).__name__
@@ -69,12 +72,12 @@ def _local_input(style: ParallelStyle, x: Tensor, mesh: DeviceMesh, *, features:
 
 
 def _uneven(extent: int, mesh: DeviceMesh) -> int | None:
-    """What ops have to be told of an extent: nothing where all ranks have the same share."""
+    """The extent as an argument of the function: None if all ranks have the same share."""
     return extent if extent % mesh.size() else None
 
 
 def _as_dtensor(y: Tensor, features: int, mesh: DeviceMesh) -> DTensor:
-    """Features of this rank as a part of those of all."""
+    """A DTensor of all features, from this rank's features."""
     shape = torch.Size((*y.shape[:-1], features))
     stride = torch.empty(shape, device="meta").stride()
     found: DTensor = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
@@ -82,14 +85,21 @@ def _as_dtensor(y: Tensor, features: int, mesh: DeviceMesh) -> DTensor:
 
 
 class ColwiseParallel(ParallelStyle):
-    """An nn.Linear with out_features split over the ranks: :func:`distgemm.all_gather_matmul`.
+    """Splits the out_features of an nn.Linear over the ranks: :func:`distgemm.all_gather_matmul`.
 
-    schedule, chunks, keep_gathered: as the op takes them
-    use_local_output: False: the output is a DTensor, sharded along its last dimension
+    The input is (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., out_features of this
+    rank). Tokens are the first dimension, so norms before the layer take torch's SequenceParallel(sequence_dim=0). An
+    input that is a DTensor has the placements [Shard(0)]; with others, the layer raises ValueError.
 
-    Input: this rank's tokens, along the first dimension. Output: all tokens, this rank's out_features. Tokens are the
-    first dimension, so norms before it take torch's SequenceParallel(sequence_dim=0). A DTensor is taken where its
-    placements are [Shard(0)]; for others ValueError is raised.
+    Args:
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        keep_gathered: as in :func:`distgemm.all_gather_matmul`.
+        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor that is sharded along its
+            last dimension.
+
+    Raises:
+        ValueError: for an unknown schedule or wrong chunks.
     """
 
     def __init__(
@@ -102,58 +112,64 @@ class ColwiseParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
-        self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
+        self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
-        group, how = group_name(device_mesh), self.how
+        group, options = group_name(device_mesh), self.options
         out_features = _uneven(linear.out_features, device_mesh)
         as_dtensor, style = not self.use_local_output, self
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             weight, bias = _local(self.weight), _local(self.bias)
             x = _local_input(style, x, device_mesh, features=False)
-            y = all_gather_matmul(x, weight, group=group, bias=bias, out_features=out_features, **how)
+            y = all_gather_matmul(x, weight, group=group, bias=bias, out_features=out_features, **options)
             return _as_dtensor(y, self.out_features, device_mesh) if as_dtensor else y
 
-        # Bound, and not closed over the module: a deep copy has its own parameters.
+        # A method and no closure over the module, so that a deep copy uses its own parameters.
         module.forward = MethodType(forward, module)
         return module
 
 
 class RowwiseParallel(ParallelStyle):
-    """An nn.Linear with in_features split over the ranks: :func:`distgemm.matmul_reduce_scatter`.
+    """Splits the in_features of an nn.Linear over the ranks: :func:`distgemm.matmul_reduce_scatter`.
 
-    schedule, chunks: as the op takes them
+    The input is (tokens of all ranks, ..., in_features of this rank), the output (tokens of this rank, ...,
+    out_features). An input that is a DTensor is sharded along its last dimension; with other placements, the layer
+    raises ValueError.
 
-    Input: all tokens, this rank's in_features. Output: this rank's tokens, along the first dimension, which is that of
-    the tokens. A DTensor is taken where it is sharded along its last dimension; for others ValueError is raised.
+    Args:
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+
+    Raises:
+        ValueError: for an unknown schedule or wrong chunks.
     """
 
     def __init__(self, *, schedule: str = "auto", chunks: int | None = None) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
-        self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
+        self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(1), "bias": Replicate()})
-        group, how = group_name(device_mesh), self.how
+        group, options = group_name(device_mesh), self.options
         in_features, style = _uneven(linear.in_features, device_mesh), self
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             weight, bias = _local(self.weight), _local(self.bias)
             x = _local_input(style, x, device_mesh, features=True)
-            return matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **how)
+            return matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **options)
 
         module.forward = MethodType(forward, module)
         return module
 
 
 class _Shared:
-    """Linears with one input, and those of their outputs that have not been asked for yet."""
+    """Linears that share one input, and their outputs that were not used yet."""
 
     def __init__(
         self,
@@ -161,14 +177,14 @@ class _Shared:
         linears: dict[str, nn.Linear],
         mesh: DeviceMesh,
         out_features: Sequence[int] | None,
-        how: dict[str, Any],
+        options: dict[str, Any],
     ) -> None:
-        self.style, self.linears, self.mesh, self.how = style, linears, mesh, how
+        self.style, self.linears, self.mesh, self.options = style, linears, mesh, options
         self.group, self.out_features = group_name(mesh), out_features
         self.clear()
 
     def clear(self, *_: Any) -> None:
-        """Keep nothing: after the module's forward pass, also where it raised."""
+        """Drop all outputs, after the module's forward pass or if it raises."""
         self.made_of: list[Tensor] = []
         self.state: Any = None
         self.outputs: dict[str, Tensor] = {}
@@ -187,13 +203,13 @@ class _Shared:
         return y
 
     def _made_of(self, x: Tensor) -> tuple[list[Tensor], Any]:
-        """The tensors that outputs are made of, and what else makes them what they are. No values: nothing waits."""
+        """The tensors and the state that the outputs depend on. Compares no values, so nothing waits for the GPU."""
         modes = torch.is_grad_enabled(), autocast_dtype(x.device.type)
         if torch.compiler.is_compiling():
             return [x], modes  # graphs have no versions
         parameters = [each for linear in self.linears.values() for each in (linear.weight, linear.bias)]
         made_of = [x, *(each for each in parameters if each is not None)]
-        with torch.no_grad():  # where a DTensor gives its own local tensor, without a view
+        with torch.no_grad():  # here to_local returns the local tensor itself and no view
             versions = [(each.requires_grad, _version(each), _version(_local(each))) for each in made_of]
         return made_of, (*modes, torch.is_inference_mode_enabled(), versions)
 
@@ -204,28 +220,34 @@ class _Shared:
             group=self.group,
             bias=[_local(linear.bias) for linear in self.linears.values()],
             out_features=self.out_features,
-            **self.how,
+            **self.options,
         )
         return dict(zip(self.linears, outputs, strict=True))
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor was changed in place; tensors of inference mode do not know."""
+    """The number of changes in place; None for a tensor of inference mode, which does not count them."""
     return None if x.is_inference() else x._version
 
 
 class SharedColwiseParallel(ParallelStyle):
-    """Several nn.Linear of one module, such as q, k and v, that multiply the same input: they share one gather.
+    """Shares one gather between several nn.Linear of a module that take the same input, such as q, k and v.
 
-    names:  of the Linears, in the module that the style is applied to
-    schedule, chunks, keep_gathered: as :func:`distgemm.all_gather_matmul` takes them
+    The code of the module stays the same: it calls each Linear once, with the same tensor. The first call computes all
+    outputs. The other calls take theirs, unless the tensor, a parameter, the gradient mode or autocast has changed.
+    Outputs that are not used are dropped at the end of the module's forward pass. Changes in place are not seen in
+    tensors that were made in inference mode, and inside torch.compile.
 
-    The module stays as it is: it calls each of them once with one tensor. The first call multiplies all; the others
-    take their outputs from it, unless the tensor, a parameter, or the mode of gradients or autocast has changed since
-    then. What nobody asked for is dropped at the end of the module's forward pass. Changes in place cannot be seen in
-    tensors that were made in inference mode, and inside of torch.compile.
+    Inputs and outputs are those of :class:`ColwiseParallel`.
 
-    Input and outputs are as those of :class:`ColwiseParallel`: tokens are the first dimension.
+    Args:
+        *names: names of the Linears in the module that the style is applied to.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        keep_gathered: as in :func:`distgemm.all_gather_matmul`.
+
+    Raises:
+        ValueError: without names, for an unknown schedule and for wrong chunks.
     """
 
     def __init__(
@@ -236,7 +258,7 @@ class SharedColwiseParallel(ParallelStyle):
             raise ValueError("SharedColwiseParallel takes the names of the Linears that share a gather, got none")
         check_schedule(schedule, chunks)
         self.names = names
-        self.how: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
+        self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         children = dict(module.named_children())
@@ -247,7 +269,7 @@ class SharedColwiseParallel(ParallelStyle):
             _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         widths = [linear.out_features for linear in linears.values()]
         uneven = any(width % device_mesh.size() for width in widths)
-        shared = _Shared(self, linears, device_mesh, widths if uneven else None, self.how)
+        shared = _Shared(self, linears, device_mesh, widths if uneven else None, self.options)
         for name, linear in linears.items():
             linear.forward = partial(shared.forward, name)  # type: ignore[method-assign]
         module.register_forward_hook(shared.clear, always_call=True)

@@ -70,12 +70,13 @@ def contains(outer: Box, inner: Box) -> bool:
 class View(NamedTuple):
     """A box of a matrix where it lies in one rank's memory.
 
-    rank:   whose memory
-    buffer: "A", "B", "C" or "D", the rank's shard; "slot", its workspace
-    slot:   number of the slot; -1 for a shard
-    frame:  the box that the buffer holds, row-major
-    box:    the part of it that is meant
-    pitch:  elements from row to row; a batch follows the rows of the one before
+    Attributes:
+        rank: whose memory.
+        buffer: "A", "B", "C" or "D", the rank's shard; "slot", its workspace.
+        slot: number of the slot; -1 for a shard.
+        frame: the box that the buffer holds, row-major.
+        box: the part of it that is meant.
+        pitch: elements from row to row; a batch follows the rows of the one before.
     """
 
     rank: int
@@ -106,7 +107,9 @@ class View(NamedTuple):
 class Slot(NamedTuple):
     """A place in a rank's workspace.
 
-    elements: capacity, with padding, for the element type ``dtype``; offset and bytes are multiples of the alignment
+    Attributes:
+        elements: capacity, with padding, for the element type ``dtype``; offset and bytes are multiples of the
+            alignment.
     """
 
     offset: int
@@ -118,9 +121,10 @@ class Slot(NamedTuple):
 class Flag(NamedTuple):
     """A word in the waiting rank's signal memory, 0 or 1. Signal sets it; Wait waits for 1 and resets it.
 
-    credit: whether it says "this slot may be written again" (1 before the first replay) or "a chunk has
-            arrived" (0 before the first replay). A credit that is spent within the replay in which it is
-            given starts at 0: ``initial`` says which.
+    Attributes:
+        credit: whether it says "this slot may be written again" (1 before the first replay) or "a chunk has arrived" (0
+            before the first replay). A credit that is spent within the replay in which it is given starts at 0:
+            ``initial`` says which.
     """
 
     rank: int
@@ -136,15 +140,16 @@ class Flag(NamedTuple):
 class Op:
     """What all ops share.
 
-    id:        names the op within its rank
-    rank:      the rank that executes it
-    round:     place in the plan's global order: whatever happens before this op, on any rank, has a smaller
-               or the same round, and a chunk sent in a round is first used in a later one
-    iteration: the iteration that it serves
-    operand:   "A", "B" or "D"
-    tile:      tile coordinates: (m, n, k, l) of a Gemm, else those of the operand
-    slot:      the slot it writes, or speaks of; -1 for none
-    deps:      ids of the ops that must have finished before
+    Attributes:
+        id: names the op within its rank.
+        rank: the rank that executes it.
+        round: place in the plan's global order: whatever happens before this op, on any rank, has a smaller or the same
+            round, and a chunk sent in a round is first used in a later one.
+        iteration: the iteration that it serves.
+        operand: "A", "B" or "D".
+        tile: tile coordinates: (m, n, k, l) of a Gemm, else those of the operand.
+        slot: the slot it writes, or speaks of; -1 for none.
+        deps: ids of the ops that must have finished before.
     """
 
     id: int

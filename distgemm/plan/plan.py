@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from distgemm.plan import ops as _ops
 from distgemm.plan.ops import Box, Flag, Op, Slot, View, accesses, box_extents, box_size, link_of
@@ -21,11 +21,18 @@ __all__ = [
     "ROW_ALIGNMENT",
     "SLOT_ALIGNMENT",
     "STORED_ALIGNMENT",
+    "Mechanism",
     "Plan",
     "PlanError",
+    "SyncMode",
+    "WorkspaceMode",
     "collector_paused",
     "slot_pitch",
 ]
+
+WorkspaceMode = Literal["full", "bounded"]
+SyncMode = Literal["credit", "barrier"]
+Mechanism = Literal["push", "pull", "store"]
 
 SLOT_ALIGNMENT = 256
 """Slots start at, and take up, multiples of this many bytes."""
@@ -72,23 +79,24 @@ class PlanError(Exception):
 class Plan:
     """The ops of every rank, and what they refer to. Made by :func:`distgemm.make_plan`.
 
-    problem:   the product
-    schedule:  the schedule's name
-    mesh:      arrangement of the ranks
-    workspace, sync, mechanism: as given to :func:`distgemm.make_plan`
-    iterations: local GEMMs of each rank
-    edges:     for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1]
-    shards:    the box of each rank, for "A", "B" and "D"
-    rank_ops:  the ops of each rank, in an order in which they can be issued one by one
-    slots:     the workspace of each rank
+    Attributes:
+        problem: the product.
+        schedule: the schedule's name.
+        mesh: arrangement of the ranks.
+        workspace, sync, mechanism: as given to :func:`distgemm.make_plan`.
+        iterations: local GEMMs of each rank.
+        edges: for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1].
+        shards: the box of each rank, for "A", "B" and "D".
+        rank_ops: the ops of each rank, in an order in which they can be issued one by one.
+        slots: the workspace of each rank.
     """
 
     problem: GemmProblem
     schedule: str
     mesh: tuple[int, ...]
-    workspace: str
-    sync: str
-    mechanism: str
+    workspace: WorkspaceMode
+    sync: SyncMode
+    mechanism: Mechanism
     iterations: int
     edges: tuple[tuple[int, ...], ...]
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]

@@ -43,14 +43,16 @@ def _dtype(name: str, value: object, known: tuple[str, ...]) -> str:
 class GemmProblem:
     """D[m, n] = alpha * sum over k of A[m, k] * B[n, k] + beta * C[m, n], for each of l batches.
 
-    m, n, k, l:    global extents, >= 1. A is (m, k), B (n, k) as a Linear's weight, C and D (m, n); with
-                   l > 1 a leading l axis
-    dtype:         element type of A and B: a key of ``DTYPE_BYTES``
-    out_dtype:     element type of C and D; None: dtype ("float32" for tfloat32, "bfloat16" for fp8)
-    partial_dtype: element type in which partial sums of D rest and travel; None: out_dtype
-    m_per_rank:    rows of each rank's shard where M is sharded, zeros allowed; None: as torch.chunk splits
+    Attributes:
+        m, n, k, l: global extents, >= 1. A is (m, k), B (n, k) as a Linear's weight, C and D (m, n); with l > 1 a
+            leading l axis.
+        dtype: element type of A and B: a key of ``DTYPE_BYTES``.
+        out_dtype: element type of C and D; None: dtype ("float32" for tfloat32, "bfloat16" for fp8).
+        partial_dtype: element type in which partial sums of D rest and travel; None: out_dtype.
+        m_per_rank: rows of each rank's shard where M is sharded, zeros allowed; None: as torch.chunk splits.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: for anything else.
     """
 
     m: int

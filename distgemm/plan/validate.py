@@ -38,9 +38,10 @@ FlagKey = tuple[int, int]
 class PlanIndex(NamedTuple):
     """What a look at all ops has found.
 
-    ops:            of each rank, by their ids
-    signals, waits: the one op of each flag
-    barriers:       by round, the Barrier of every rank
+    Attributes:
+        ops: of each rank, by their ids.
+        signals, waits: the one op of each flag.
+        barriers: by round, the Barrier of every rank.
     """
 
     ops: list[dict[int, Op]]

@@ -41,9 +41,10 @@ def verify(plan: Plan) -> None:
 class _Graph(NamedTuple):
     """Which ops directly happen before which, by their places in ``_Order.sequence``.
 
-    number:      the place of each op, by rank and id
-    direct, following: of each op, those directly before it, and after it, in the same replay
-    next_wait, last_signal: of a Signal, the Wait of the next replay that it ends; and the other way round
+    Attributes:
+        number: the place of each op, by rank and id.
+        direct, following: of each op, those directly before it, and after it, in the same replay.
+        next_wait, last_signal: of a Signal, the Wait of the next replay that it ends; and the other way round.
     """
 
     number: list[dict[int, int]]

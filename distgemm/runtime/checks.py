@@ -1,10 +1,10 @@
-"""What every runtime with a process per rank checks: the group, the plans of all ranks, the shards."""
+"""What every runtime with a process for each rank checks: the group, the plans of all ranks, the tensors of a call."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,15 @@ from distgemm.plan.plan import Plan, PlanError
 __all__ = [
     "TORCH_DTYPES",
     "Group",
-    "agree",
+    "Report",
+    "check_agreement",
     "check_bias",
     "check_gathered",
     "check_scales",
     "check_shards",
+    "exchange_reports",
     "process_group",
+    "raise_failures",
     "resolve_group",
     "shard_dtype",
     "share_memory",
@@ -43,14 +46,18 @@ Group = dist.ProcessGroup | DeviceMesh | str
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The process group that is meant. Raises ValueError for what is none."""
+    """The process group that ``group`` names.
+
+    Raises:
+        ValueError: for anything that names no process group of this rank.
+    """
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ("tp",)
             raise ValueError(
-                f"the mesh has {group.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]"
+                f"the mesh has {group.ndim} dimensions, and group takes one of them: group=mesh[{names[-1]!r}]"
             )
         return group.get_group()
     if not dist.is_initialized():
@@ -67,8 +74,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"group is a ProcessGroup that this rank is in; rank {dist.get_rank()} is not in the group: new_group "
-            "returns no group to ranks that it leaves out, and they make no call"
+            f"group is a ProcessGroup that this rank is in; rank {dist.get_rank()} is not in the group. new_group "
+            "returns no group to the ranks that it leaves out, and these ranks make no call"
         )
     raise ValueError(
         f"group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got {group!r}. dist.group.WORLD "
@@ -77,7 +84,11 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 
 def resolve_group(group: Group | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks. Raises ValueError where there is none, or this rank is not in it."""
+    """The process group that ``group`` names; None: all ranks.
+
+    Raises:
+        ValueError: where there is no such group, or this rank is not in it.
+    """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     found = process_group(group)  # type: ignore[arg-type]
@@ -86,32 +97,83 @@ def resolve_group(group: Group | None) -> dist.ProcessGroup:
     return found
 
 
-def agree(
-    plan: Plan, further: str, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
-) -> None:
-    """Compare the plans of all ranks, and ``further`` arguments. Raises ValueError on all ranks where they differ;
-    ``problem`` on the ranks that have one, PlanError on all others then.
+class Report(NamedTuple):
+    """What one rank reports of a step that all ranks of a group take.
 
-    device: one that the group serves, of the same type on all ranks
+    Attributes:
+        payload: bytes, as many on each rank.
+        failed: whether an error was raised on the rank.
     """
-    digest = hashlib.sha256(f"{plan.digest} {further}".encode()).digest()
-    mine = torch.tensor([*digest, int(problem is not None)], dtype=torch.uint8, device=device)
+
+    payload: bytes
+    failed: bool
+
+
+def exchange_reports(
+    payload: bytes, problem: Exception | None, group: dist.ProcessGroup, device: torch.device
+) -> list[Report]:
+    """The reports of all ranks, by rank. A collective call.
+
+    Args:
+        payload: this rank's, of the same length on all ranks.
+        problem: the error that was raised on this rank; None: there was none.
+        group: the ranks.
+        device: one that the group serves, of the same type on all ranks.
+    """
+    mine = torch.tensor([*payload, int(problem is not None)], dtype=torch.uint8, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group)
-    gathered = [bytes(row.tolist()) for row in every]
-    digests = [row[:-1] for row in gathered]
-    usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
-    if others := [rank for rank, found in enumerate(digests) if found != usual]:
-        alike = [rank for rank, found in enumerate(digests) if found == usual]
-        here = f"{plan.schedule} for {plan.world_size} ranks, {plan.problem}" + (f", {further}" if further else "")
-        raise ValueError(
-            f"the ranks of the group differ in their plans or arguments: ranks {others} differ from ranks {alike}; "
-            f"here {here}"
-        )
+    rows = [bytes(row.tolist()) for row in every]
+    return [Report(row[:-1], bool(row[-1])) for row in rows]
+
+
+def raise_failures(reports: Sequence[Report], problem: Exception | None, error: type[Exception], failure: str) -> None:
+    """Raise on all ranks of a group where one has failed.
+
+    Args:
+        reports: of all ranks, from :func:`exchange_reports`.
+        problem: the error that was raised on this rank; None: there was none.
+        error: the type of what the other ranks raise.
+        failure: what the failed ranks cannot do, as "cannot execute the plan".
+
+    Raises:
+        Exception: ``problem`` on the ranks that have one, ``error`` on all others, which names the failed ranks.
+    """
     if problem is not None:
         raise problem
-    if failed := [rank for rank, row in enumerate(gathered) if row[-1]]:
-        raise PlanError(f"ranks {failed} of the group cannot execute the plan; their errors say why")
+    if failed := [rank for rank, report in enumerate(reports) if report.failed]:
+        raise error(f"ranks {failed} of the group {failure}; their errors say why")
+
+
+def check_agreement(
+    plan: Plan, arguments: str, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
+) -> None:
+    """Compare the plans and arguments of all ranks. A collective call.
+
+    Args:
+        plan: this rank's.
+        arguments: further arguments that are the same on all ranks, as text.
+        group: the ranks.
+        device: one that the group serves, of the same type on all ranks.
+        problem: the error that was raised on this rank as it prepared the plan; None: there was none.
+
+    Raises:
+        ValueError: on all ranks where plans or arguments differ.
+        Exception: ``problem`` on the ranks that have one.
+        PlanError: on all other ranks then.
+    """
+    digest = hashlib.sha256(f"{plan.digest} {arguments}".encode()).digest()
+    reports = exchange_reports(digest, problem, group, device)
+    digests = [report.payload for report in reports]
+    usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
+    if odd := [rank for rank, found in enumerate(digests) if found != usual]:
+        others = [rank for rank, found in enumerate(digests) if found == usual]
+        here = f"{plan.schedule} for {plan.world_size} ranks, {plan.problem}" + (f", {arguments}" if arguments else "")
+        raise ValueError(
+            f"the ranks of the group differ in their plans or arguments: ranks {odd} differ from ranks {others}; "
+            f"this rank has {here}"
+        )
+    raise_failures(reports, problem, PlanError, "cannot execute the plan")
 
 
 def check_shards(
@@ -124,8 +186,22 @@ def check_shards(
     beta: float,
     out: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The shards by name, with D allocated where ``out`` is None. Raises ValueError where they do not fit, and where a
-    gradient would be lost: to be called in the caller's grad mode."""
+    """The tensors of a call by name, with a new one for D where ``out`` is None.
+
+    Args:
+        plan: what is executed.
+        rank: this rank.
+        device: where the tensors lie.
+        a_shard: this rank's shard of A.
+        b_shard: this rank's shard of B.
+        c_shard: this rank's shard of C; read only where ``beta`` is not 0.
+        beta: factor of C.
+        out: where D goes; None: a new tensor.
+
+    Raises:
+        ValueError: for tensors of another shape, dtype or device, for ``out`` that shares memory with a shard, and for
+            shards that require grad. Call it in the caller's grad mode.
+    """
     if beta and c_shard is None:
         raise ValueError(f"beta is {beta}, which needs c_shard")
     given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
@@ -140,13 +216,13 @@ def check_shards(
         what = "out" if name == "D" else f"{name}'s shard"
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{what} on rank {rank} is a torch.Tensor, got {type(tensor).__name__}")
-        for kind, is_, wanted in (
+        for aspect, actual, wanted in (
             ("shape", tuple(tensor.shape), shape),
             ("dtype", tensor.dtype, dtype),
             ("device", tensor.device, device),
         ):
-            if is_ != wanted:
-                raise ValueError(f"{what} on rank {rank} has {kind} {wanted}, got {is_}")
+            if actual != wanted:
+                raise ValueError(f"{what} on rank {rank} has {aspect} {wanted}, got {actual}")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{what} on rank {rank} requires grad, and executables know no gradients: call them under "
@@ -161,8 +237,18 @@ def check_shards(
 
 
 def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, Tensor]) -> None:
-    """Raises ValueError where ``gathered`` is not of the shape of all of A, and of the type and device of its shard, or
-    shares memory with what :func:`check_shards` found."""
+    """Check the tensor that all of A goes into.
+
+    Args:
+        plan: what is executed.
+        rank: this rank.
+        gathered: the tensor.
+        given: the tensors of the call by name, from :func:`check_shards`.
+
+    Raises:
+        ValueError: where it has another shape than all of A, or another dtype or device than A's shard, or shares
+            memory with another tensor of the call.
+    """
     if not isinstance(gathered, Tensor):
         raise ValueError(f"gathered on rank {rank} is a torch.Tensor, got {type(gathered).__name__}")
     p, a = plan.problem, given["A"]
@@ -178,7 +264,7 @@ def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, 
 
 
 def check_bias(rank: int, bias: Tensor | None, d: Tensor) -> None:
-    """Raises ValueError where the bias is no row of D's shard."""
+    """Raises ValueError where the bias is not one row of D's shard."""
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -191,21 +277,22 @@ def check_bias(rank: int, bias: Tensor | None, d: Tensor) -> None:
 
 
 def check_scales(plan: Plan, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
-    """Raises ValueError where a scale is neither one number nor one for each row of all of A, or B."""
+    """Raises ValueError where a scale is neither one number nor one number for each row of the whole A, or B."""
     for name, scale, rows in (("scale_a", scale_a, plan.problem.m), ("scale_b", scale_b, plan.problem.n)):
         if scale is not None and scale.numel() not in (1, rows):
             raise ValueError(
-                f"{name} is one number, or {rows} for the rows of all of {name[-1].upper()}, got {tuple(scale.shape)}"
+                f"{name} is one number, or {rows} for the rows of the whole {name[-1].upper()}, got "
+                f"{tuple(scale.shape)}"
             )
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:
-    """The type of a rank's shard of "A", "B", "C" or "D"."""
+    """The dtype of a rank's shard of "A", "B", "C" or "D"."""
     return TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)]
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether the ranges of memory that two tensors span overlap."""
+    """Whether the ranges of memory that the two tensors span overlap."""
     if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return False
     (x0, x1), (y0, y1) = _bytes_spanned(x), _bytes_spanned(y)

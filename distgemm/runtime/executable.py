@@ -1,4 +1,4 @@
-"""What all runtimes share: how GPUs execute a plan, and what an executable is."""
+"""What all runtimes share: the options of execution on GPUs, and the protocol of executables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ if TYPE_CHECKING:
 
     from distgemm.plan import Plan
 
-__all__ = ["EXECUTION_FIELDS", "Executable", "ExecutionConfig", "ExecutionMode", "Transport", "WaitBy"]
+__all__ = [
+    "EXECUTION_FIELDS",
+    "REPLAY_TIMEOUT_S",
+    "Executable",
+    "ExecutionConfig",
+    "ExecutionMode",
+    "OnTimeout",
+    "Transport",
+    "WaitBy",
+]
 
 ExecutionMode = Literal["multi_kernel", "single_kernel"]
 WaitBy = Literal["memory_op", "kernel"]
 Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
+OnTimeout = Literal["raise", "abort"]
+
+REPLAY_TIMEOUT_S = 300.0
+"""Time without a change after which a replay counts as stuck, unless the caller gives another."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +36,20 @@ class ExecutionConfig:
 
     Attributes:
         provider: provider of the GEMMs, a name of :func:`distgemm.gemm.list_providers`.
-        config: tile configuration of the provider for all GEMMs, by its name; None: chosen by shape.
+        config: name of the provider's tile configuration for all GEMMs; None: the shape decides.
         gemm_streams: streams on which the GEMMs of a rank alternate, 1 or 2.
         execution: "multi_kernel" launches a kernel for each GEMM. "single_kernel" computes all GEMMs of a rank in one
             persistent kernel, the fused kernel, which waits for each chunk itself.
         wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel" of one
-            warp, which needs ``gemm_streams=1``. "single_kernel" ignores it.
+            warp, which needs ``gemm_streams=1``. With "single_kernel" it stays "memory_op".
         merge_copies: copy neighbouring chunks as one; with "multi_kernel" also multiply them as one.
         transport: who copies shards and results to peers: a "copy_engine"; a copy engine that sends the shard that a
             peer multiplies last in slices along k ("copy_engine_slices"); or spare warps of the fused kernel ("sm").
             The last two need "single_kernel".
 
     Raises:
-        ValueError: if values are unknown or do not go together. Names of providers and configurations are checked by
-            those who look them up.
+        ValueError: if values are unknown or do not go together. Names of providers and configurations are checked where
+            they are looked up.
     """
 
     provider: str = "cutlass"
@@ -82,10 +95,10 @@ EXECUTION_FIELDS = tuple(ExecutionConfig.__dataclass_fields__)
 class Executable(Protocol):
     """One rank's part of an operation, ready to be called with shards.
 
-    All runtimes make executables of this form. All ranks of the group call them alike, in one order.
+    Executables of all runtimes satisfy this protocol. All ranks of the group call them in one order.
 
     Attributes:
-        plan: what is executed; of the unfused program, a plan that has the same shards.
+        plan: what is executed. The unfused program has a plan with the same shards, and does not execute it.
         rank: this rank in the group.
         provider: who computes the GEMMs, for reports.
         transfers: who moves data between ranks, for reports.
@@ -117,9 +130,27 @@ class Executable(Protocol):
         out: torch.Tensor | None = None,
         gathered: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """This rank's shard of D = alpha * A @ B.T + beta * C + bias."""
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias.
+
+        Args:
+            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
+            c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
+            alpha: factor of A @ B.T.
+            beta: factor of C.
+            bias: one row of D's shard, of ``problem.out_dtype``.
+            scale_a: float32 factor of the whole A, or one for each row of the whole A.
+            scale_b: float32 factor of the whole B, or one for each row of the whole B.
+            out: where D goes, instead of a new tensor. It shares no memory with the shards.
+            gathered: where all of A goes, (m, k), where this rank receives all of A. It shares no memory with the
+                others.
+
+        Raises:
+            ValueError: for tensors of another shape, dtype or device, for shards that require grad outside of
+                torch.no_grad(), and for what the runtime cannot compute.
+        """
         ...
 
     def release(self) -> None:
-        """Tell the runtime that this executable and its graphs are not used any more."""
+        """Tell the runtime that this executable and graphs with it are not used any more."""
         ...

@@ -1,11 +1,11 @@
-"""The unfused program, a collective and one product, called as a plan's executable is: what a plan has to beat."""
+"""The unfused program as an executable: a collective and one GEMM. It is what a plan has to beat."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from math import prod
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import (
     TORCH_DTYPES,
-    agree,
+    check_agreement,
     check_bias,
     check_gathered,
     check_shards,
     resolve_group,
     shard_dtype,
 )
+from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern, check_pattern
 
 __all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
@@ -31,44 +32,47 @@ Tensor = torch.Tensor
 
 Collective = Literal["nccl", "two-shot", "one-shot"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-"""What adds over ranks: torch.distributed, or for "gemm+ar" the kernels of torch's symmetric memory, in which each rank
-adds a part of the result and all read it, or each rank reads and adds everything."""
+"""What adds over ranks: NCCL, or gloo on CPUs; for "gemm+ar" also the kernels of torch's symmetric memory. With
+"two-shot" each rank adds a part of the result and all read it. With "one-shot" each rank reads and adds everything."""
 
-HALVES = ("bfloat16", "float16")
+SYMMETRIC_WORLD_SIZES = (2, 4, 8)
+"""Numbers of ranks that torch has all-reduce kernels of symmetric memory for."""
+SYMMETRIC_ALIGNMENT = 16
+"""Bytes that these kernels write at once."""
+BUFFER_ALIGNMENT = 256
+DTYPES_16_BITS = ("bfloat16", "float16")
 
-# Newer versions of torch have other names for the same, and warn of these.
+# Newer versions of torch have other names for these two, and warn of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def unfused_status(problem: GemmProblem, pattern: Pattern) -> Status:
-    """Whether torch's products compute it; falsy with the reason where they do not.
-
-    pattern: "ag+gemm", "gemm+rs" or "gemm+ar"
-    """
+    """Whether the unfused program computes the problem; falsy with the reason where it does not."""
     dtype, product = problem.dtype, _product_dtype(problem, pattern)
     if dtype in ("float8_e4m3fn", "tfloat32"):
         return Status(f"the unfused program has no products of {dtype}")
-    if product != dtype and not (dtype in HALVES and product == "float32"):
+    if product != dtype and not (dtype in DTYPES_16_BITS and product == "float32"):
         return Status(f"the unfused program multiplies {dtype} into {dtype} or, from 16 bits, float32, not {product}")
     return Status()
 
 
 def collective_status(problem: GemmProblem, pattern: Pattern, collective: Collective, world_size: int) -> Status:
-    """Whether one of ``COLLECTIVES`` adds on GPUs what the unfused program multiplies; falsy with the reason if not."""
+    """Whether a collective adds the unfused program's products on GPUs; falsy with the reason where it does not."""
     if collective == "nccl":
         return Status()
     if pattern != "gemm+ar":
         return Status(f"symmetric memory's {collective} collective is an all-reduce, and this is {pattern}")
-    sizes = (2, 4, 8)  # that torch has kernels for
-    if world_size not in sizes:
-        return Status(f"symmetric memory's {collective} all-reduce is of {sizes} ranks, here are {world_size}")
+    if world_size not in SYMMETRIC_WORLD_SIZES:
+        return Status(
+            f"symmetric memory's {collective} all-reduce is of {SYMMETRIC_WORLD_SIZES} ranks, here are {world_size}"
+        )
     dtype = _product_dtype(problem, pattern)
     size = problem.l * problem.m * problem.n * TORCH_DTYPES[dtype].itemsize
-    if dtype not in ("bfloat16", "float32") or size % 16:
+    if dtype not in ("bfloat16", "float32") or size % SYMMETRIC_ALIGNMENT:
         return Status(
-            f"symmetric memory's {collective} all-reduce adds multiples of 16 bytes of bfloat16 or float32, here are "
-            f"{size} of {dtype}"
+            f"symmetric memory's {collective} all-reduce adds multiples of {SYMMETRIC_ALIGNMENT} bytes of bfloat16 or "
+            f"float32, here are {size} of {dtype}"
         )
     return Status()
 
@@ -79,15 +83,19 @@ def _product_dtype(problem: GemmProblem, pattern: Pattern) -> str:
 
 _scratch: dict[tuple[str, torch.device], Tensor] = {}
 
+_symmetric: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Tensor]] = {}
+"""Like ``_scratch``, in symmetric memory; with the group, because a new group may get the name of one that is gone."""
 
 _kept: list[torch.UntypedStorage] = []
 """Buffers that graphs of callers use; for as long as the process lives."""
 
 
-@torch.inference_mode(False)  # what is made here is written outside of it, too
+@torch.inference_mode(False)  # the memory is written outside of inference mode too
 def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
-    """Bytes that all unfused executables of a group share; they run one after the other. Where they are too few for a
-    new one there are more, and earlier executables keep theirs."""
+    """Bytes that all unfused executables of a group share; they run one after the other.
+
+    Where a new executable needs more bytes, it gets a new buffer, and earlier executables keep theirs.
+    """
     key = (group.group_name, device)
     found = _scratch.get(key)
     if found is None or found.numel() < size:
@@ -95,18 +103,17 @@ def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> T
     return found
 
 
-_symmetric: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Tensor]] = {}
-"""As ``_scratch``, in memory that all GPUs of the group read; with the group, as names come again."""
-
-
 @torch.inference_mode(False)
 def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, size: int) -> Tensor:
-    """As :func:`_scratch_for`. A collective call, with one plan on all ranks: where a rank has no memory, all raise."""
+    """Like :func:`_scratch_for`, in memory that all GPUs of the group read.
+
+    A collective call with one plan on all ranks: where a rank has no memory, all ranks raise.
+    """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     key = (group.group_name, device)
-    of, found = _symmetric.get(key, (None, None))
-    if of is group and found is not None and found.numel() >= size:
+    of_group, found = _symmetric.get(key, (None, None))
+    if of_group is group and found is not None and found.numel() >= size:
         return found
     problem: Exception | None = None
     made = None
@@ -114,7 +121,7 @@ def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, s
         made = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     except Exception as error:  # raised below, once all ranks know of it
         problem = error
-    agree(plan, f"{size} bytes of symmetric memory", group, device, problem)
+    check_agreement(plan, f"{size} bytes of symmetric memory", group, device, problem)
     assert made is not None
     symmetric_memory.rendezvous(made, group)
     _symmetric[key] = group, made
@@ -124,18 +131,28 @@ def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, s
 class UnfusedExecutable:
     """The unfused program over torch.distributed (NCCL, or gloo on CPUs) and torch's products (cuBLAS).
 
-    plan:   of the op's default schedule; says which shards go in and come out, and is not executed
-    pattern:     "ag+gemm", "gemm+rs" or "gemm+ar"
-    collective: one of ``COLLECTIVES``, what adds over ranks
+    It satisfies :class:`distgemm.runtime.executable.Executable`. All ranks make it with the same arguments.
 
-    Where a rank does not come, NCCL's watchdog ends a call of NCCL; kernels of symmetric memory wait until the process
+    Buffers are allocated when it is made, and shared with the unfused executables of the same group. So these are
+    called one after the other, or ordered by events, as plans are.
+
+    Where a rank does not come, NCCL's watchdog ends a call of NCCL. Kernels of symmetric memory wait until the process
     ends.
 
-    Buffers are allocated when it is made, and shared with the unfused executables of the same group: as with plans,
-    they are called one after the other, or ordered by events.
+    Args:
+        problem: the problem.
+        pattern: what it computes.
+        group: the ranks; None: all.
+        device: where shards lie; None: the current CUDA device if the group has NCCL, else the CPU.
+        collective: what adds over ranks.
 
-    Made on all ranks alike. Raises ValueError for what :func:`unfused_status` or :func:`collective_status` says cannot
-    be computed.
+    Attributes:
+        plan: a plan of the pattern's default schedule. It says which shards go in and come out, and is not executed.
+        rank: this rank in the group.
+        workspace_bytes: size of the buffers.
+
+    Raises:
+        ValueError: for what :func:`unfused_status` or :func:`collective_status` says cannot be computed.
     """
 
     def __init__(
@@ -165,13 +182,24 @@ class UnfusedExecutable:
         self.provider = "cublas" if self.device.type == "cuda" else "torch"
         moved = "A" if pattern == "ag+gemm" else "D"
         boxes = [self.plan.box(moved, rank)[1] for rank in range(self.world_size)]
-        # Of a gather and a scatter, the rows of each rank; and the most of them: collectives want equal blocks.
+        # The rows of each rank in a gather or a scatter, and the most of them: collectives take equal blocks.
         self._rows = [slice(start, stop) for start, stop in boxes]
         self._most = max(stop - start for start, stop in boxes)
         equal = all(stop - start == self._most for start, stop in boxes)
         self._ieee = self.device.type == "cuda" and problem.dtype == "float32"
         self._blocked = pattern != "gemm+ar" and (problem.l > 1 or not equal)
         self._allocate()
+
+    @property
+    def transfers(self) -> str:
+        """Who moves data between ranks."""
+        if self.collective != "nccl":
+            return f"symmetric memory, {self.collective}"
+        backend = str(dist.get_backend(self.group))
+        return "NCCL" if backend == "nccl" else backend
+
+    def release(self) -> None:
+        """Do nothing: buffers are shared, and stay for the unfused executables of the group."""
 
     @torch.inference_mode(False)  # buffers outlive the mode that is on now
     def _allocate(self) -> None:
@@ -181,13 +209,17 @@ class UnfusedExecutable:
         )
         columns = p.k if self.pattern == "ag+gemm" else p.n
         block = (p.l, self._most, columns)
-        # All of A, or this rank's partial sum of all of D; what one rank sends or gets; blocks of all ranks.
+        # "whole" is all of A, or this rank's partial sum of all of D. "block" is what one rank sends or gets; "blocks"
+        # are those of all ranks.
         shapes: dict[str, tuple[int, ...]] = {"whole": (p.l, p.m, columns)}
         if self.pattern != "gemm+ar":
             shapes["block"] = block
         if self._blocked:
             shapes["blocks"] = (size, *block)
-        sizes = {name: -(-prod(shape) * moved.itemsize // 256) * 256 for name, shape in shapes.items()}
+        sizes = {
+            name: -(-prod(shape) * moved.itemsize // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+            for name, shape in shapes.items()
+        }
         self.workspace_bytes = sum(sizes.values())
         if self.collective == "nccl":
             scratch = _scratch_for(self.group, self.device, self.workspace_bytes)
@@ -201,7 +233,7 @@ class UnfusedExecutable:
             at += sizes[name]
 
     def _keep(self) -> None:
-        """A caller's graph may outlive this executable, and reads and writes the buffers."""
+        """Keep the buffers for a caller's graph, which may outlive this executable."""
         used = self._buffers["whole"].untyped_storage()
         if all(used.data_ptr() != kept.data_ptr() for kept in _kept):
             _kept.append(used)
@@ -220,10 +252,9 @@ class UnfusedExecutable:
         out: Tensor | None = None,
         gathered: Tensor | None = None,
     ) -> Tensor:
-        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it alike.
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it in one order.
 
-        Takes what :class:`distgemm.CudaExecutable` takes, without scales, and raises ValueError as that does. For
-        "ag+gemm" ::
+        For "ag+gemm" ::
 
             dist.all_gather_into_tensor(a, a_shard, group)
             d = alpha * a @ b_shard.T + beta * c_shard + bias
@@ -236,11 +267,26 @@ class UnfusedExecutable:
 
         where ``torch.ops.symm_mem`` has the all-reduces other than NCCL's.
 
-        The collective sums in an order of its own, and rounds to ``problem.partial_dtype`` as it does so; C and the
+        The collective sums in an order of its own, and rounds to ``problem.partial_dtype`` as it does so. C and the
         bias are rounded to ``problem.out_dtype`` one after the other.
+
+        Args:
+            a_shard: as :class:`distgemm.CudaExecutable` takes it, like all that follow.
+            b_shard: this rank's shard of B.
+            c_shard: this rank's shard of C; read only where ``beta`` is not 0.
+            alpha: factor of A @ B.T.
+            beta: factor of C.
+            bias: one row of D's shard.
+            scale_a: None; the unfused program has no scales.
+            scale_b: None; the unfused program has no scales.
+            out: where D goes, instead of a new tensor.
+            gathered: where all of A goes, with "ag+gemm".
+
+        Raises:
+            ValueError: for tensors of another shape, dtype or device, and for scales.
         """
         if scale_a is not None or scale_b is not None:
-            raise ValueError("the unfused program has no scales: those are of fp8, which it does not multiply")
+            raise ValueError("the unfused program has no scales: they are for fp8, which it does not multiply")
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         self._check(given, bias, gathered)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -267,7 +313,7 @@ class UnfusedExecutable:
         check_gathered(self.plan, self.rank, gathered, given)
 
     def _gather(self, a: Tensor, gathered: Tensor | None) -> Tensor:
-        """All of A, (l, m, k): in ``gathered`` where that is given."""
+        """All of A, (l, m, k), in ``gathered`` if there is one."""
         whole = self._buffers["whole"]
         if gathered is not None:
             whole = gathered if gathered.dim() == 3 else gathered.unsqueeze(0)
@@ -285,20 +331,21 @@ class UnfusedExecutable:
         return whole
 
     def _dense(self, a: Tensor) -> Tensor:
-        """A shard as collectives send it."""
+        """A shard in contiguous memory, as collectives send it."""
         if a.is_contiguous():
             return a
         return self._buffers["block"][:, : a.shape[1]].copy_(a)
 
     def _reduce(self, a: Tensor, b: Tensor, d: Tensor, alpha: float) -> None:
-        """The sum over ranks of the products, or this rank's rows of it, in D."""
+        """Put the sum of the products over ranks, or this rank's rows of it, in D."""
         partial = self._buffers["whole"]
         direct = d.is_contiguous() and d.dtype == partial.dtype
         if self.collective != "nccl":
             _multiply(a, b, partial, alpha)
-            # Its kernels write 16 bytes at once, and look at where a tensor begins in its memory.
-            begins = (d.data_ptr(), d.storage_offset() * d.element_size())
-            summed = d if direct and not any(at % 16 for at in begins) else torch.empty_like(partial)
+            # These kernels check the address of a tensor and its offset in its storage.
+            starts = (d.data_ptr(), d.storage_offset() * d.element_size())
+            aligned = not any(start % SYMMETRIC_ALIGNMENT for start in starts)
+            summed = d if direct and aligned else torch.empty_like(partial)
             name = self.collective.replace("-", "_")
             add = getattr(torch.ops.symm_mem, f"{name}_all_reduce_out")
             add(partial, "sum", self.group.group_name, summed)
@@ -320,24 +367,35 @@ class UnfusedExecutable:
         if summed is not d:
             d.copy_(summed)
 
-    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **how: Any) -> UnfusedReplay:
-        """A CUDA graph of one call on these tensors, to be replayed any number of times.
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> UnfusedReplay:
+        """A CUDA graph of one call on these tensors, to be replayed any number of times. It makes one call first.
 
-        Takes what a call takes, and makes one call first. Allocates D where ``out`` is None: ``replay.out``. Raises
-        ValueError on CPUs.
+        Args:
+            a_shard: as a call takes it.
+            b_shard: as a call takes it.
+            c_shard: as a call takes it.
+            **options: the keyword arguments of a call. Where ``out`` is None, D is a new tensor: ``replay.out``.
+
+        Raises:
+            ValueError: on CPUs.
         """
         if self.device.type != "cuda":
             raise ValueError(f"graphs are of GPUs, this executable is on {self.device}")
-        out = self(a_shard, b_shard, c_shard, **how)
-        how = how | {"out": out}
+        out = self(a_shard, b_shard, c_shard, **options)
+        options = options | {"out": out}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self(a_shard, b_shard, c_shard, **how)
-        return UnfusedReplay(graph, out, (self, a_shard, b_shard, c_shard, how))
+            self(a_shard, b_shard, c_shard, **options)
+        return UnfusedReplay(graph, out, (self, a_shard, b_shard, c_shard, options))
 
 
 class UnfusedReplay:
-    """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes, ``graph`` the graph."""
+    """A recorded call. Calling it replays it on the current stream.
+
+    Attributes:
+        graph: the graph.
+        out: the tensor that it writes.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, out: Tensor, kept: tuple[Any, ...]) -> None:
         self.graph, self.out = graph, out
@@ -350,7 +408,7 @@ class UnfusedReplay:
 
 @contextlib.contextmanager
 def _ieee() -> Iterator[None]:
-    """float32 is multiplied as such on GPUs, whatever torch is set to; as the GEMMs of plans do."""
+    """Multiply float32 in full precision on GPUs, whatever torch's setting, as the GEMMs of plans do."""
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "ieee"
@@ -400,3 +458,7 @@ def _add(out: Tensor, c: Tensor | None, beta: float, bias: Tensor | None) -> Non
         out.add_(c, alpha=beta)
     if bias is not None:
         out.add_(bias)
+
+
+if TYPE_CHECKING:
+    _satisfies_protocol: type[Executable] = UnfusedExecutable

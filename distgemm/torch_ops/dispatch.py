@@ -1,13 +1,13 @@
-"""From metadata to executables, and the record of what ran."""
+"""From the metadata of a call to its executable, and the record of what ran."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,82 +19,129 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
 from distgemm.schedulers import Pattern, list_schedules
 from distgemm.simulator import arrivals
-from distgemm.torch_ops.auto import measured_executable, select_schedule
 
 if TYPE_CHECKING:
-    from distgemm.tune.config import TunedConfig
+    from distgemm.tune import TunedConfig
 
-__all__ = ["CACHED", "CallRecord", "Product", "executable", "last_call", "product", "record_calls", "resolve"]
+__all__ = [
+    "CACHED",
+    "CHAIN_TOKENS",
+    "CallRecord",
+    "Function",
+    "PreparedCall",
+    "last_call",
+    "prepare",
+    "record_calls",
+    "select_schedule",
+]
 
 Tensor = torch.Tensor
+Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "gather"]
 
 CACHED = 64
-"""Executables that are kept for each group. The least recently used one goes first."""
+"""Number of executables that are kept for each group. The least recently used one is dropped first."""
+
+
+# --- the rule of "auto" on CPUs -----------------------------------------------------------------------------
+
+CHAIN_TOKENS = 6144
+"""From this number of tokens on, a chain is faster than pairwise sums, as docs/which_schedule.md predicts for Llama
+70B."""
+
+RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
+    "ag+gemm": ((0, "all_gather_1d_tiling_cd_rotating_a", 1),),
+    "gemm+rs": (
+        (CHAIN_TOKENS, "reduce_scatter_1d_tiling_a_rotating_c", 2),
+        (0, "reduce_scatter_1d_pairwise_a", 1),
+    ),
+    "gemm+ar": (
+        (CHAIN_TOKENS, "all_reduce_1d_tiling_a_rotating_c", 2),
+        (0, "all_reduce_1d_pairwise_a", 1),
+    ),
+}
+"""Rows (fewest tokens, schedule, chunks) of each pattern. The first row that has enough tokens is taken."""
+
+
+def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[str, Any]]:
+    """The schedule and its options that "auto" takes for CPU tensors, and for CUDA tensors with a number of chunks.
+
+    An all-gather takes each shard directly from its owner. Sums travel around the ring in two chunks if there are
+    many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its reduce-scatter.
+
+    Args:
+        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        problem: the GEMM over all ranks.
+    """
+    schedule, chunks = next((name, chunks) for tokens, name, chunks in RULES[pattern] if problem.m >= tokens)
+    return schedule, {"chunks": chunks}
+
+
+# --- what ran -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A product that ran on this rank.
+    """A call that ran on this rank.
 
-    op:      who asked for it: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or "gather", which
-             brings the input of all_gather_matmul a second time, for the gradient of its weights
-    plan:    what was executed; ``plan.schedule`` and ``plan.link_bytes()`` say how, and how much moved
-    options: of the schedule
-    runtime: that executed it
-    provider: of its GEMMs
-    config:  what "auto" chose on a GPU, or the caller's unfused program, of which ``plan`` only says which shards it
-             took; else None. ``config.text`` pins it: it may be given as the schedule
+    Attributes:
+        function: the function that was called: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+            "gather" is the second gather of all_gather_matmul's input, for the gradient of its weight.
+        plan: the plan that was executed. ``plan.schedule`` is its schedule, ``plan.link_bytes()`` what it moved. For
+            the unfused program, the plan only says which shards went in and out.
+        options: options of the schedule, as (name, value) pairs.
+        transfers: who moved data between ranks.
+        provider: who computed the GEMMs.
+        tuned: the configuration that "auto" selected on a GPU, or the unfused program of the caller; otherwise None.
+            ``schedule=tuned.text`` pins it.
     """
 
-    op: str
+    function: Function
     plan: Plan
     options: tuple[tuple[str, Any], ...]
-    runtime: str
+    transfers: str
     provider: str
-    config: TunedConfig | None = None
+    tuned: TunedConfig | None = None
 
     @property
     def unfused(self) -> bool:
-        """Whether a collective and one product ran, and no plan."""
-        return self.config is not None and self.config.method == "unfused"
+        """Whether the unfused program ran: a collective and one GEMM, and no plan."""
+        return self.tuned is not None and self.tuned.method == "unfused"
 
     @property
     def not_overlapped(self) -> str | None:
-        """Why nothing travels while something else is multiplied; None where it does."""
+        """Why no transfer overlaps with a GEMM; None if transfers do."""
         if self.plan.world_size == 1:
             return "one rank: nothing moves"
         if self.unfused:
-            return "unfused: a collective, and one product"
-        if self.op == "gather":
-            return "a gather alone: nothing is multiplied meanwhile"
+            return "unfused: a collective and one GEMM"
+        if self.function == "gather":
+            return "a gather alone: there is no GEMM"
         if _in_lockstep(self.plan):
-            return "a chain with one chunk: each GEMM waits for the sum that has just been sent"
+            return "a chain with one chunk: each GEMM waits for the sum of the GEMM before it"
         return None
 
     def __str__(self) -> str:
         p = self.plan.problem
         ran = "unfused" if self.unfused else self.plan.schedule
         options = "".join(f", {name}={value}" for name, value in self.options)
-        runtime = f"{self.runtime}, GEMMs by {self.provider}"
-        if self.config is not None:
-            gemm_streams = (
-                ""
-                if self.unfused
-                else f" on {self.config.execution.gemm_streams} stream{'s' * (self.config.execution.gemm_streams > 1)}"
-            )
-            runtime += f"{gemm_streams}, {self.config.source} config"
+        runtime = f"{self.transfers}, GEMMs by {self.provider}"
+        if self.tuned is not None:
+            if not self.unfused:
+                streams = self.tuned.execution.gemm_streams
+                runtime += f" on {streams} stream{'s' * (streams > 1)}"
+            runtime += f", {self.tuned.source} configuration"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
         return (
-            f"{self.op}: {ran}{options} on {self.plan.world_size} ranks, "
+            f"{self.function}: {ran}{options} on {self.plan.world_size} ranks, "
             f"m {p.m} x n {p.n} x k {p.k}, {p.dtype}; {runtime}; {overlap}"
         )
 
 
 def _in_lockstep(plan: Plan) -> bool:
-    """Whether each GEMM of a rank but the first one adds a sum that another rank has made in the iteration before."""
+    """Whether each GEMM of a rank, except the first, adds a sum that another rank made one iteration before."""
     every = {(op.rank, op.id): op for op in chain.from_iterable(plan.rank_ops)}
     waiting = 0
     for made, user in arrivals(plan):
@@ -104,128 +151,127 @@ def _in_lockstep(plan: Plan) -> bool:
             if any(op.iteration != user.iteration - 1 for op in gemms):
                 return False
             waiting += 1
-    multiplied = [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
-    return waiting > 0 and waiting == sum(count - 1 for count in multiplied if count)
+    counts = [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
+    return waiting > 0 and waiting == sum(count - 1 for count in counts if count)
 
 
-class _Last:
-    """What ran, for whoever asks."""
+@dataclass
+class CallLog:
+    """The calls of this process: the last one, and the lists of :func:`record_calls`."""
 
-    call: CallRecord | None = None
-    recorders: dict[int, list[CallRecord]] = {}  # noqa: RUF012
+    last: CallRecord | None = None
+    lists: dict[int, list[CallRecord]] = field(default_factory=dict)
+
+    def add(self, call: CallRecord) -> None:
+        """Note a call that ran."""
+        self.last = call
+        for calls in list(self.lists.values()):
+            calls.append(call)
+
+
+CALLS = CallLog()
 
 
 def last_call() -> CallRecord:
-    """What the last product of this process ran as: ``print(distgemm.last_call())``.
+    """The last call that ran in this process: ``print(distgemm.last_call())``.
 
-    A backward pass makes calls too: :func:`record_calls` has all of them. Raises ValueError before the first one.
+    A backward pass makes calls, too: :func:`record_calls` lists all calls.
+
+    Raises:
+        ValueError: before the first call.
     """
-    if _Last.call is None:
+    if CALLS.last is None:
         raise ValueError("nothing has run yet: call all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce")
-    return _Last.call
+    return CALLS.last
 
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[CallRecord]]:
-    """The list of calls that are made inside, forward and backward, of all threads of this process."""
+    """A list of the calls inside the ``with`` block, forward and backward, in all threads of this process."""
     calls: list[CallRecord] = []
-    _Last.recorders[id(calls)] = calls
+    CALLS.lists[id(calls)] = calls
     try:
         yield calls
     finally:
-        del _Last.recorders[id(calls)]
+        del CALLS.lists[id(calls)]
 
 
-def executable(
-    plan: Plan, group: dist.ProcessGroup, device: torch.device, how: ExecutionConfig | None = None
-) -> tuple[Any, str, str]:
-    """A plan made ready for tensors on a device, the runtime's name and that of its GEMMs' provider.
-
-    A collective call. What comes back is called as ``exe(a, b, c=None, alpha=, beta=, out=, gathered=)``. Raises
-    ValueError where it is said how GPUs execute the plan, and the device is none.
-    """
-    if device.type == "cuda":
-        from distgemm.runtime.cuda import compile_plan
-
-        made = compile_plan(plan, how, group=group, device=device)
-        return made, "CUDA runtime", made.provider
-    if how is not None and how != ExecutionConfig():
-        raise ValueError(
-            f"provider, config, gemm_streams, waits, merge and copies are for GPUs, got {how} for {device}"
-        )
-    return CollectiveExecutable(plan, group, device), f"collective runtime over {dist.get_backend(group)}", "torch"
+# --- executables --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Product:
-    """An executable and what it is called."""
+class PreparedCall:
+    """An executable, ready for tensors of its problem, and what to record of its calls.
 
-    plan: Plan
-    rank: int
-    run: Any
-    runtime: str
-    provider: str
+    Attributes:
+        executable: computes this rank's shard.
+        options: as in :class:`CallRecord`.
+        tuned: as in :class:`CallRecord`.
+    """
+
+    executable: Executable
     options: tuple[tuple[str, Any], ...]
-    config: TunedConfig | None = None
+    tuned: TunedConfig | None = None
 
     def __call__(
-        self, op: str, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
+        self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
     ) -> Tensor:
-        """This rank's shard of A @ B.T + bias; all of A goes into ``gathered``."""
-        more: dict[str, Any] = {} if gathered is None else {"gathered": gathered}
-        if bias is not None and a.is_cuda:
-            more["bias"] = bias
-        elif bias is not None:
-            # Added before the result is rounded, once: by the op that completes a tile.
-            more |= {"c_shard": bias.expand(self.plan.shard_shape("D", self.rank)), "beta": 1.0}
-        d: Tensor = self.run(_rows(a), _rows_or_columns(b), **more)
-        call = CallRecord(op, self.plan, self.options, self.runtime, self.provider, self.config)
-        _Last.call = call
-        for calls in list(_Last.recorders.values()):
-            calls.append(call)
+        """This rank's shard of A @ B.T + bias; writes all of A to ``gathered`` if that is given."""
+        executable = self.executable
+        d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
+        CALLS.add(
+            CallRecord(function, executable.plan, self.options, executable.transfers, executable.provider, self.tuned)
+        )
         return d
 
 
-def _rows(matrix: Tensor) -> Tensor:
-    """A matrix with contiguous rows that lie apart: copies between ranks move rows."""
-    return matrix if _lie_apart(*matrix.shape, *matrix.stride()) else matrix.contiguous()
+def with_rows(matrix: Tensor) -> Tensor:
+    """A matrix whose rows are contiguous and do not overlap: copies between ranks move rows."""
+    return matrix if _has_rows(*matrix.shape, *matrix.stride()) else matrix.contiguous()
 
 
-def _rows_or_columns(matrix: Tensor) -> Tensor:
-    """A matrix whose rows or columns are contiguous and lie apart, as GEMMs take it."""
+def with_rows_or_columns(matrix: Tensor) -> Tensor:
+    """A matrix whose rows or columns are contiguous and do not overlap, as GEMMs take it."""
     turned = matrix.t()
-    fits = _lie_apart(*matrix.shape, *matrix.stride()) or _lie_apart(*turned.shape, *turned.stride())
+    fits = _has_rows(*matrix.shape, *matrix.stride()) or _has_rows(*turned.shape, *turned.stride())
     return matrix if fits else matrix.contiguous()
 
 
-def _lie_apart(rows: int, columns: int, down: int, along: int) -> bool:
-    """Whether rows are contiguous and do not overlap; gradients that are expanded do."""
-    return (along == 1 or columns <= 1) and (down >= columns or rows <= 1)
+def _has_rows(rows: int, columns: int, row_stride: int, column_stride: int) -> bool:
+    """Whether rows are contiguous and do not overlap; the rows of an expanded gradient overlap."""
+    return (column_stride == 1 or columns <= 1) and (row_stride >= columns or rows <= 1)
 
 
-def resolve(group_name: str) -> dist.ProcessGroup:
-    """The group of this name: ops take names, which graphs can hold."""
-    return process_group(group_name)
+PREPARED: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, PreparedCall]]] = {}
+"""The prepared calls of each group, by the group's name."""
 
 
-_products: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, Product]]] = {}
-
-
-def product(
+def prepare(
     pattern: Pattern, problem: GemmProblem, group_name: str, device: torch.device, schedule: str, chunks: int | None
-) -> Product:
-    """The executable for a product of a pattern: "ag+gemm", "gemm+rs" or "gemm+ar".
+) -> PreparedCall:
+    """The prepared call for a problem, from the cache or new.
 
-    Kept by what all ranks of the group have in common, in a list of its own for each group: so all ranks make, and
-    drop, an executable in the same call. Making one is a collective call, and raises RuntimeError while the current
-    stream is captured.
+    The cache has a list for each group, with keys that all ranks of the group have in common. So all ranks make and
+    drop an executable in the same call. Making one is a collective call.
+
+    Args:
+        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        problem: the GEMM over all ranks.
+        group_name: name of the process group.
+        device: device of the tensors.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+
+    Raises:
+        RuntimeError: if an executable must be made while the current stream is captured.
+        ValueError: if the schedule does not fit.
     """
-    group = resolve(group_name)
-    kept_for, products = _products.get(group_name, (None, OrderedDict()))
-    if kept_for is not group:  # another group took the name of one that is gone
-        _products[group_name] = (group, products := OrderedDict())
+    group = process_group(group_name)
+    kept_for, calls = PREPARED.get(group_name, (None, OrderedDict()))
+    if kept_for is not group:  # the group of this name was destroyed, and another one made
+        PREPARED[group_name] = (group, calls := OrderedDict())
     key = (pattern, problem, schedule, chunks, device)
-    found = products.get(key)
+    found = calls.get(key)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -233,75 +279,66 @@ def product(
                 f"k {problem.k}, {problem.dtype}, schedule {schedule!r}: making one waits for the other ranks. Run the "
                 "same forward and backward pass once before torch.cuda.graph"
             )
-        found = products[key] = _make(pattern, problem, group, device, schedule, chunks)
-        while len(products) > CACHED:
-            products.popitem(last=False)
-    products.move_to_end(key)
+        found = calls[key] = make(pattern, problem, group, device, schedule, chunks)
+        while len(calls) > CACHED:
+            calls.popitem(last=False)
+    calls.move_to_end(key)
     return found
 
 
-def _make(
+def make(
     pattern: Pattern,
     problem: GemmProblem,
     group: dist.ProcessGroup,
     device: torch.device,
     schedule: str,
     chunks: int | None,
-) -> Product:
-    from distgemm.tune import TunedConfig, config_of
+) -> PreparedCall:
+    """:func:`prepare` without the cache."""
+    from distgemm import tune  # imported here so that layers can be made without the GPU code
 
-    size, rank = group.size(), dist.get_rank(group)
     if schedule == "auto" and chunks is None and device.type == "cuda":
-        made = measured_executable(pattern, problem, group, device)
-        selected = config_of(made)
+        measured = tune.executable(problem, pattern, group, device=device)
+        selected = tune.config_of(measured)
         assert selected is not None
-        runtime = _collective(selected, group) if selected.method == "unfused" else "CUDA runtime"
-        return Product(made.plan, rank, made, runtime, made.provider, selected.options, selected)
+        return PreparedCall(measured, selected.options, selected)
     if schedule == "auto":
-        schedule, options = select_schedule(pattern, problem, size)
-        config = TunedConfig("plan", schedule, tuple(options.items()))
+        name, rule = select_schedule(pattern, problem)
+        config = tune.TunedConfig("plan", name, tuple(rule.items()))
     else:
-        config = TunedConfig.parse(schedule)
+        config = tune.TunedConfig.parse(schedule)
     if config.method == "unfused":
-        return _unfused(pattern, problem, group, device, config, chunks)
+        if chunks is not None:
+            raise ValueError(f"the unfused program has no chunks, got {chunks}")
+        return PreparedCall(tune.make(problem, pattern, config, group, device), (), config)
     options = dict(config.options)
     if chunks is not None:
-        if schedule != config.schedule and "chunks" in options:
-            raise ValueError(f"schedule={schedule!r} says how many chunks there are, and chunks={chunks} does")
+        if schedule not in ("auto", config.schedule) and "chunks" in options:
+            raise ValueError(
+                f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them"
+            )
         options["chunks"] = chunks
-    # Messages arrive where they are awaited: between replays of the collective runtime nothing can be overwritten.
+    # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     sync = "barrier" if device.type == "cuda" else "credit"
-    plan = make_plan(problem, config.schedule, size, **({"sync": sync} | options))
+    plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
     if not does_pattern(plan, pattern):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
         )
-    run, runtime, provider = executable(plan, group, device, config.execution)
-    shown = tuple(sorted(options.items()))
-    return Product(plan, rank, run, runtime, provider, shown)
+    return PreparedCall(executable_of(plan, group, device, config.execution), tuple(sorted(options.items())))
 
 
-def _unfused(
-    pattern: Pattern,
-    problem: GemmProblem,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    config: TunedConfig,
-    chunks: int | None,
-) -> Product:
-    """The unfused program, for who asks for it."""
-    from distgemm.runtime.unfused import UnfusedExecutable
+def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, execution: ExecutionConfig) -> Executable:
+    """This rank's executable of a plan for tensors on a device. A collective call.
 
-    if chunks is not None:
-        raise ValueError(f"the unfused program has no chunks, got {chunks}")
-    made = UnfusedExecutable(problem, pattern, group, device, config.collective)
-    return Product(made.plan, made.rank, made, _collective(config, group), made.provider, (), config)
+    Raises:
+        ValueError: for an ``execution`` that is not the default, on a device that is no GPU.
+    """
+    if device.type == "cuda":
+        from distgemm.runtime.cuda import compile_plan  # needs the GPU code, as in make
 
-
-def _collective(config: TunedConfig, group: dist.ProcessGroup) -> str:
-    """By what the unfused program moves data."""
-    if config.collective != "nccl":
-        return f"symmetric memory, {config.collective}"
-    backend = str(dist.get_backend(group))
-    return "NCCL" if backend == "nccl" else backend
+        return compile_plan(plan, execution, group=group, device=device)
+    if execution != ExecutionConfig():
+        raise ValueError(f"{', '.join(EXECUTION_FIELDS)} are options for GPUs, got {execution} for tensors on {device}")
+    return CollectiveExecutable(plan, group, device)

@@ -1,4 +1,4 @@
-"""The operations that users call."""
+"""The functions that users call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from distgemm.runtime.checks import Group, process_group
 from distgemm.schedulers import schedule_options
-from distgemm.torch_ops import library as ops
+from distgemm.torch_ops import library
+from distgemm.torch_ops.dispatch import Function
 
 __all__ = [
     "Group",
+    "all_gather_matmul",
     "autocast_dtype",
     "check_schedule",
-    "all_gather_matmul",
     "group_name",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -26,9 +27,13 @@ Tensor = torch.Tensor
 
 
 def group_name(group: Group) -> str:
-    """The name by which ops know a group. Raises ValueError for what is none, or does not have this rank."""
+    """The name of a group, which the registered ops take.
+
+    Raises:
+        ValueError: if there is no such group, or if it does not contain this rank.
+    """
     if isinstance(group, str) and torch.compiler.is_compiling():
-        return group  # the op looks for it
+        return group  # the op checks it
     return process_group(group).group_name
 
 
@@ -40,16 +45,21 @@ def _matrix(name: str, x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _check_tensors(op: str, tensors: dict[str, Tensor | None]) -> None:
+def _check_tensors(function: Function, tensors: dict[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{op}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+            raise ValueError(f"{function}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
 
 
 def check_schedule(schedule: str, chunks: int | None) -> None:
-    """What layers ask where they are made. Raises ValueError for a schedule that is not known, and wrong chunks."""
+    """Check the arguments of a layer when it is made.
+
+    Raises:
+        ValueError: if ``schedule`` is neither "auto" nor a known schedule or configuration, or if ``chunks`` is neither
+            None nor an integer >= 1.
+    """
     if schedule != "auto":
-        from distgemm.tune.config import TunedConfig
+        from distgemm.tune import TunedConfig  # imported here so that layers can be made without the GPU code
 
         config = TunedConfig.parse(schedule)
         if config.method == "plan":
@@ -57,26 +67,26 @@ def check_schedule(schedule: str, chunks: int | None) -> None:
     _check_chunks(f"schedule {schedule!r}", chunks)
 
 
-def _check_chunks(op: str, chunks: int | None) -> None:
+def _check_chunks(what: str, chunks: int | None) -> None:
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"{op}: chunks is an integer >= 1, or None, got {chunks!r}")
+        raise ValueError(f"{what}: chunks is an integer >= 1, or None, got {chunks!r}")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type that torch.autocast asks for on devices of a type; None where it is not enabled."""
+    """The dtype of torch.autocast on a type of device; None if it is not enabled."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """A tensor as torch.autocast passes it to F.linear: float64 stays what it is."""
+    """A tensor cast as torch.autocast casts the arguments of F.linear, which keeps float64."""
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _rows(m_per_rank: Sequence[int] | None, between: Sequence[int]) -> list[int] | None:
-    """Rows of the flattened matrix, from entries of its first dimension."""
+    """Rows of the flattened matrix on each rank, from the tokens of each rank."""
     return None if m_per_rank is None else [tokens * prod(between) for tokens in m_per_rank]
 
 
@@ -159,32 +169,42 @@ def all_gather_matmul(
     keep_gathered: bool = False,
     return_gathered: bool = False,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
-    """The tokens of all ranks times this rank's part of a weight; all ranks of the group call it alike ::
+    """The tokens of all ranks times this rank's part of a weight.
+
+    The unfused program is ::
 
         a = torch.cat(all_gather(a_shard, group))  # along the first dimension
-        return torch.nn.functional.linear(a, b, bias)  # of each b; and a, with return_gathered
+        return torch.nn.functional.linear(a, b, bias)  # for each b; and a, with return_gathered
 
-    a_shard:  (tokens of this rank, ..., in_features)
-    b:        (out_features of this rank, in_features), as a Linear's weight. Several, such as those of q, k and v,
-              share one gather: the largest is multiplied while tokens arrive, the others afterwards
-    bias:     (out_features of this rank,); for several b a sequence, with None for those without
-    schedule: a name of ``distgemm.list_schedules()``; with options, as in "gemm+rs chunks=2 provider=cublas", whatever
-              :meth:`distgemm.tune.TunedConfig.parse` reads; or "auto": on CUDA tensors what was measured (docs/tuning.md),
-              on CPU tensors, and with chunks, the rule of :func:`distgemm.torch_ops.select_schedule`
-    chunks:   of the schedule; None: what "auto" takes, or the schedule's default
-    m_per_rank: tokens of each rank, zeros allowed; None: as many on each
-    out_features: of b over all ranks, where they are not the same number on each: rank r then has the r-th part of
-              ``torch.chunk``'s; a sequence for several b
-    keep_gathered: keep a for the gradient of b. It is an ordinary tensor, held until the backward pass, of the size
-              of all ranks' tokens; otherwise a_shard is kept, and gathered a second time
-    return_gathered: return a, too. No gradient goes through it
+    All ranks of the group make the same call. The gradient of ``a_shard`` is a :func:`matmul_reduce_scatter`. Under
+    torch.autocast, tensors are cast as for F.linear. The first call for each set of sizes makes a plan and compares the
+    arguments of all ranks; later calls do not.
 
-    The gradient of a_shard is a :func:`matmul_reduce_scatter`. Nobody is asked for sizes: what the arguments say is
-    compared with the other ranks in the first call with these sizes, which makes a plan, and not after that.
+    Args:
+        a_shard: (tokens of this rank, ..., in_features).
+        b: (out_features of this rank, in_features), as the weight of an nn.Linear. A sequence of several weights, such
+            as those of q, k and v, shares one gather: the GEMM of the largest overlaps with it, the others follow.
+        group: the ranks that take part.
+        bias: (out_features of this rank,). For several b a sequence, with None for a b without bias.
+        schedule: name of a schedule, see :func:`distgemm.list_schedules`; a name with options, as in
+            "gemm+rs chunks=2 provider=cublas", see :meth:`distgemm.tune.TunedConfig.parse`; or "auto". On CUDA tensors
+            without ``chunks``, "auto" takes the fastest measured configuration (docs/tuning.md). Otherwise it takes the
+            rule of :func:`distgemm.torch_ops.select_schedule`.
+        chunks: number of chunks of the schedule; None: the number that "auto" takes, or the schedule's default.
+        m_per_rank: tokens of each rank, zeros allowed; None: as many on each.
+        out_features: out_features of b over all ranks, if ranks have different shares: rank r has part r of
+            ``torch.chunk``. A sequence for several b. None: as many on each rank.
+        keep_gathered: keep the gathered a for the gradient of b. It is an ordinary tensor with the tokens of all
+            ranks, which lives until the backward pass. Otherwise a_shard is kept and gathered a second time.
+        return_gathered: also return the gathered a. It has no gradient.
 
-    Under torch.autocast, tensors are cast as F.linear's are.
+    Returns:
+        (tokens of all ranks, ..., out_features of this rank). For several b a list. With ``return_gathered`` a pair:
+        that, and the gathered a.
 
-    Raises ValueError for tensors that do not fit.
+    Raises:
+        ValueError: if tensors do not fit each other, the group or the schedule.
+        RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
     several = not isinstance(b, Tensor)
     bs = [b] if isinstance(b, Tensor) else list(b)
@@ -200,9 +220,9 @@ def all_gather_matmul(
         raise ValueError(f"all_gather_matmul: there are {len(bs)} b, so bias is a sequence of {len(bs)}, None for none")
     ns = [out_features] if isinstance(out_features, int) else out_features
     between = a_shard.shape[1:-1]
-    # What is kept serves only the gradients of b.
+    # Only the gradients of b need the gathered a.
     keeps = keep_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in bs)
-    found = ops.all_gather_matmul(
+    found = library.all_gather_matmul(
         _autocast(_matrix("a_shard", a_shard)),
         [_autocast(each) for each in bs],
         [_autocast(each) for each in biases if each is not None],
@@ -216,8 +236,8 @@ def all_gather_matmul(
         "forward",
     )
     results = [_unflattened(each, between) for each in found[: len(bs)]]
-    chosen = results if several else results[0]
-    return (chosen, _unflattened(found[-1].detach(), between)) if return_gathered else chosen
+    result = results if several else results[0]
+    return (result, _unflattened(found[-1].detach(), between)) if return_gathered else result
 
 
 def matmul_reduce_scatter(
@@ -231,28 +251,40 @@ def matmul_reduce_scatter(
     m_per_rank: Sequence[int] | None = None,
     in_features: int | None = None,
 ) -> Tensor:
-    """This rank's tokens of the product, summed over the ranks; all ranks of the group call it alike ::
+    """This rank's tokens of a product that is summed over the ranks.
 
-        d = torch.nn.functional.linear(a, b)  # one summand of each token
+    The unfused program is ::
+
+        d = torch.nn.functional.linear(a, b)  # this rank's partial sum of all tokens
         return reduce_scatter(d, group) + bias  # along the first dimension
 
-    a:        (all tokens, ..., in_features of this rank)
-    b:        (out_features, in_features of this rank)
-    bias:     (out_features,), the same on all ranks; added once. Its gradient is that of all tokens, on all ranks
-    schedule, chunks: as :func:`all_gather_matmul` takes them
-    m_per_rank: tokens that each rank keeps, zeros allowed; None: as many on each
-    in_features: over all ranks, where they are not the same number on each: as torch.chunk splits them
+    All ranks of the group make the same call. The gradient of ``a`` is an :func:`all_gather_matmul`; the gradients of
+    ``b`` and ``bias`` use the same gathered gradient. Under torch.autocast, tensors are cast as for F.linear.
 
-    The gradient of a is an :func:`all_gather_matmul`, whose gathered gradient serves b and bias, too.
+    Args:
+        a: (tokens of all ranks, ..., in_features of this rank).
+        b: (out_features, in_features of this rank), as the weight of an nn.Linear.
+        group: the ranks that take part.
+        bias: (out_features,), the same on all ranks, added once. Its gradient is the sum over all tokens, on all ranks.
+        schedule: as in :func:`all_gather_matmul`.
+        chunks: as in :func:`all_gather_matmul`.
+        m_per_rank: tokens that each rank keeps, zeros allowed; None: as many on each.
+        in_features: in_features over all ranks, if ranks have different shares: rank r has part r of ``torch.chunk``.
+            None: as many on each rank.
 
-    Raises ValueError for tensors that do not fit.
+    Returns:
+        (tokens of this rank, ..., out_features).
+
+    Raises:
+        ValueError: if tensors do not fit each other, the group or the schedule.
+        RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
     _check_tensors("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias})
     _check_chunks("matmul_reduce_scatter", chunks)
     between = a.shape[1:-1]
     rows = _rows(m_per_rank, between)
     flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
-    found = ops.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
+    found = library.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
     return _unflattened(found, between)
 
 
@@ -266,23 +298,35 @@ def matmul_all_reduce(
     chunks: int | None = None,
     in_features: int | None = None,
 ) -> Tensor:
-    """All tokens of the product, summed over the ranks, on every rank; all ranks of the group call it alike ::
+    """All tokens of a product that is summed over the ranks, on every rank.
 
-        d = torch.nn.functional.linear(a, b)  # a summand
+    The unfused program is ::
+
+        d = torch.nn.functional.linear(a, b)  # this rank's partial sum
         return all_reduce(d, group) + bias
 
-    a:        (all tokens, ..., in_features of this rank)
-    b:        (out_features, in_features of this rank)
-    bias:     (out_features,), the same on all ranks; added once
-    schedule, chunks: as :func:`all_gather_matmul` takes them
-    in_features: over all ranks, where they are not the same number on each: as torch.chunk splits them
+    All ranks of the group make the same call. Gradients need no communication: every rank has the whole result, and is
+    expected to do the same with it. Under torch.autocast, tensors are cast as for F.linear.
 
-    Every rank has the whole result, and is taken to do the same with it: gradients need no communication.
+    Args:
+        a: (tokens, ..., in_features of this rank).
+        b: (out_features, in_features of this rank), as the weight of an nn.Linear.
+        group: the ranks that take part.
+        bias: (out_features,), the same on all ranks, added once.
+        schedule: as in :func:`all_gather_matmul`.
+        chunks: as in :func:`all_gather_matmul`.
+        in_features: in_features over all ranks, if ranks have different shares: rank r has part r of ``torch.chunk``.
+            None: as many on each rank.
 
-    Raises ValueError for tensors that do not fit.
+    Returns:
+        (tokens, ..., out_features), the same on all ranks.
+
+    Raises:
+        ValueError: if tensors do not fit each other, the group or the schedule.
+        RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
     _check_tensors("matmul_all_reduce", {"a": a, "b": b, "bias": bias})
     _check_chunks("matmul_all_reduce", chunks)
     flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
-    found = ops.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
+    found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])

@@ -1,107 +1,114 @@
-"""The ops registered with torch: what runs, the shapes for tracing, and the gradients.
+"""The ops registered with torch: their implementations, their shapes for tracing, and their gradients.
 
-They take matrices and the group's name; :mod:`distgemm.torch_ops.functional` has what users call.
+They take matrices and the name of a group. Users call the functions of :mod:`distgemm.torch_ops.functional`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import TORCH_DTYPES
-from distgemm.torch_ops.dispatch import product, resolve
+from distgemm.runtime.checks import TORCH_DTYPES, process_group
+from distgemm.torch_ops.dispatch import Function, prepare
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
+Purpose = Literal["forward", "gradient", "gather"]
 
-# float32 is multiplied as such, and fp8 would need scales.
+# float32 tensors are multiplied in IEEE float32, and fp8 would need scales.
 DTYPE_NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name not in ("tfloat32", "float8_e4m3fn")}
 
 
 # --- sizes ----------------------------------------------------------------------------------------------
 
 
-def _split(extent: int, ranks: int) -> list[int]:
-    """An extent over ranks, by ceil-division: as torch.chunk, with zeros for ranks that have nothing."""
+def split_extent(extent: int, ranks: int) -> list[int]:
+    """The shares of an extent, as torch.chunk splits it; 0 for ranks without a share."""
     length = -(-extent // ranks)
     return [max(0, min(length, extent - rank * length)) for rank in range(ranks)]
 
 
-def _whole(op: str, name: str, mine: int, whole: int | None, group: str) -> int:
-    """An extent that is split over the ranks, from this rank's share; ``whole`` where the shares differ."""
-    size, rank = _size_and_rank(group)
+def _whole(function: Function, name: str, mine: int, whole: int | None, group: str) -> int:
+    """An extent over all ranks, from this rank's share, or from ``whole`` if the shares differ."""
+    size, rank = size_and_rank(group)
     if whole is None:
         return mine * size
-    shares = _split(whole, size)
+    shares = split_extent(whole, size)
     if shares[rank] != mine:
         raise ValueError(
-            f"{op}: {name}={whole} is split as {shares} over {size} ranks, so b has {shares[rank]} on rank {rank}, "
-            f"got {mine}"
+            f"{function}: {name}={whole} is split as {shares} over {size} ranks, so b has {shares[rank]} on rank "
+            f"{rank}, got {mine}"
         )
     return whole
 
 
-def _gathered_rows(op: str, mine: int, rows: Sizes, group: str) -> list[int]:
-    size, rank = _size_and_rank(group)
+def _gathered_rows(function: Function, mine: int, rows: Sizes, group: str) -> list[int]:
+    size, rank = size_and_rank(group)
     if rows is None:
         return [mine] * size
     if len(rows) != size or rows[rank] != mine:
         raise ValueError(
-            f"{op}: m_per_rank has the rows of each of {size} ranks, {mine} of them for rank {rank}, got {list(rows)}"
+            f"{function}: m_per_rank has the rows of each of {size} ranks, {mine} of them for rank {rank}, "
+            f"got {list(rows)}"
         )
     return list(rows)
 
 
-def _scattered_rows(op: str, whole: int, rows: Sizes, group: str) -> list[int]:
-    size, _ = _size_and_rank(group)
+def _scattered_rows(function: Function, whole: int, rows: Sizes, group: str) -> list[int]:
+    size, _ = size_and_rank(group)
     if rows is None:
         if whole % size:
             raise ValueError(
-                f"{op}: {whole} rows are not the same number for each of {size} ranks; "
-                f"m_per_rank={tuple(_split(whole, size))} would do"
+                f"{function}: {whole} rows are not the same number for each of {size} ranks; "
+                f"m_per_rank={tuple(split_extent(whole, size))} would do"
             )
         return [whole // size] * size
     if len(rows) != size or sum(rows) != whole:
         raise ValueError(
-            f"{op}: m_per_rank has {size} entries, one for each rank, with the sum {whole}, got {list(rows)}"
+            f"{function}: m_per_rank has {size} entries, one for each rank, with the sum {whole}, got {list(rows)}"
         )
     return list(rows)
 
 
-def _size_and_rank(group: str) -> tuple[int, int]:
-    found = resolve(group)
+def size_and_rank(group: str) -> tuple[int, int]:
+    """The number of ranks of a group, and this rank in it."""
+    found = process_group(group)
     return found.size(), dist.get_rank(found)
 
 
-def _check(op: str, tensors: dict[str, Tensor | None]) -> None:
-    """What concerns all tensors: a has the type and device of the others, matrices share K."""
+def _check(function: Function, tensors: dict[str, Tensor | None]) -> None:
+    """Check that all tensors have the dtype and device of a, and that all matrices share K."""
     a = tensors["a"]
     assert a is not None
     if a.dtype not in DTYPE_NAMES:
-        raise ValueError(f"{op}: a is one of {', '.join(DTYPE_NAMES.values())}, got {a.dtype}; a.to(...) converts it")
+        raise ValueError(
+            f"{function}: a is one of {', '.join(DTYPE_NAMES.values())}, got {a.dtype}; a.to(...) converts it"
+        )
     for name, x in tensors.items():
         if x is None:
             continue
         if x.dtype != a.dtype:
-            raise ValueError(f"{op}: a is of {a.dtype}, {name} of {x.dtype}; {name}.to({a.dtype}) would do")
+            raise ValueError(f"{function}: a has {a.dtype}, {name} has {x.dtype}; {name}.to({a.dtype}) would do")
         if x.device != a.device:
-            raise ValueError(f"{op}: a is on {a.device}, {name} on {x.device}; {name}.to({str(a.device)!r}) would do")
+            raise ValueError(
+                f"{function}: a is on {a.device}, {name} on {x.device}; {name}.to({str(a.device)!r}) would do"
+            )
     for name, x in tensors.items():
         if x is None:
             continue
         if name.startswith("bias"):
             n = tensors[name.replace("bias", "b")]
             if n is not None and tuple(x.shape) != (n.shape[0],):
-                raise ValueError(f"{op}: {name} is ({n.shape[0]},) as b's rows, got {tuple(x.shape)}")
+                raise ValueError(f"{function}: {name} is ({n.shape[0]},) as b's rows, got {tuple(x.shape)}")
         elif x.dim() != 2 or x.shape[1] != a.shape[1]:
             raise ValueError(
-                f"{op}: a is (tokens, in_features) and {name} (out_features, in_features), as a Linear's weight; "
+                f"{function}: a is (tokens, in_features) and {name} (out_features, in_features), as a Linear's weight; "
                 f"got {tuple(a.shape)} and {tuple(x.shape)}" + ("; b.t() would do" if _turned(a, x) else "")
             )
 
@@ -110,10 +117,12 @@ def _turned(a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and b.shape[0] == a.shape[1]
 
 
-def _problem(op: str, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int) -> GemmProblem:
+def _problem(
+    function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int
+) -> GemmProblem:
     if not m or not n or not k:
-        raise ValueError(f"{op}: there is something to multiply on some rank, got m {m}, n {n}, k {k} over all ranks")
-    unequal = rows is not None and list(rows) != _split(m, ranks)
+        raise ValueError(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
+    unequal = rows is not None and list(rows) != split_extent(m, ranks)
     return GemmProblem(m, n, k, dtype=DTYPE_NAMES[a.dtype], m_per_rank=tuple(rows) if unequal and rows else None)
 
 
@@ -121,7 +130,7 @@ def _problem(op: str, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | N
 
 
 def _by_index(biases: Sequence[Tensor], biased: Sequence[bool]) -> dict[int, Tensor]:
-    """Biases by the number of their b."""
+    """Biases by the index of their b."""
     return dict(zip([index for index, has in enumerate(biased) if has], biases, strict=True))
 
 
@@ -143,14 +152,15 @@ def _gather_sizes(
     ns: Sizes,
 ) -> tuple[list[int], list[int]]:
     """The rows of each rank, and the out_features of each b over all ranks."""
-    op = "all_gather_matmul"
-    _check(op, {"a": a, **_named(bs, biases, biased)})
+    function: Function = "all_gather_matmul"
+    _check(function, {"a": a, **_named(bs, biases, biased)})
     if ns is not None and len(ns) != len(bs):
-        raise ValueError(f"{op}: out_features has a number for each of {len(bs)} b, got {list(ns)}")
+        raise ValueError(f"{function}: out_features has a number for each of {len(bs)} b, got {list(ns)}")
     wholes = [
-        _whole(op, "out_features", b.shape[0], None if ns is None else ns[index], group) for index, b in enumerate(bs)
+        _whole(function, "out_features", b.shape[0], None if ns is None else ns[index], group)
+        for index, b in enumerate(bs)
     ]
-    return _gathered_rows(op, a.shape[0], rows, group), wholes
+    return _gathered_rows(function, a.shape[0], rows, group), wholes
 
 
 @torch.library.custom_op(
@@ -172,37 +182,47 @@ def all_gather_matmul(
     rows: Sizes,
     ns: Sizes,
     gathered: bool,
-    purpose: str,
+    purpose: Purpose,
 ) -> list[Tensor]:
-    """gathered A @ b.T + bias for each b, and the gathered A behind them where it is asked for.
+    """The gathered A @ b.T + bias for each b, then, with ``gathered``, the gathered A.
 
-    The largest b is multiplied while A arrives; the others afterwards, with the gathered A.
-    biased:  which b have a bias
-    purpose: "forward"; "gradient", where only ranks that have rows of b need the gathered A; or "gather"
+    The GEMM of the largest b overlaps with the gather. The others follow, with the gathered A.
+
+    Args:
+        a: (rows of this rank, K).
+        bs: each (N of this rank, K).
+        biases: (N of this rank,), of those b that have one.
+        biased: for each b whether it has a bias.
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        rows: rows of A on each rank; None: as many on each.
+        ns: N of each b over all ranks; None: as many on each rank.
+        gathered: whether the gathered A is returned, too.
+        purpose: "forward"; "gradient" if only ranks with rows of b need the gathered A; or "gather".
     """
     rows, ns = _gather_sizes(a, bs, biases, biased, group, rows, ns)
-    size, _ = _size_and_rank(group)
+    size, _ = size_and_rank(group)
     m, k = sum(rows), a.shape[1]
-    # A rank without rows of b multiplies nothing, so nothing is brought to it.
-    everywhere = [all(_split(n, size)) for n in ns]
+    # A rank without rows of b has no GEMM, so the plan sends it nothing.
+    everywhere = [all(split_extent(n, size)) for n in ns]
     first = max(range(len(bs)), key=lambda index: (everywhere[index], ns[index]))
     if (len(bs) > 1 or gathered) and not everywhere[first] and purpose == "forward":
-        idle = _split(ns[first], size).index(0)
+        idle = split_extent(ns[first], size).index(0)
         raise ValueError(
             f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, so "
-            "a is not gathered there; call it for each b by itself, without return_gathered and keep_gathered"
+            "a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
         )
-    of_bias = _by_index(biases, biased)
+    bias_of = _by_index(biases, biased)
     problem = _problem("all_gather_matmul", a, m, ns[first], k, rows, size)
-    run = product("ag+gemm", problem, group, a.device, schedule, chunks)
+    call = prepare("ag+gemm", problem, group, a.device, schedule, chunks)
     whole = a.new_empty(m, k) if len(bs) > 1 or gathered else None
-    found = {
-        first: run("gather" if purpose == "gather" else "all_gather_matmul", a, bs[first], of_bias.get(first), whole)
-    }
+    function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
+    found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
     for index, b in enumerate(bs):
         if index != first:
             assert whole is not None
-            found[index] = torch.nn.functional.linear(whole, b, of_bias.get(index))
+            found[index] = torch.nn.functional.linear(whole, b, bias_of.get(index))
     results = [found[index] for index in range(len(bs))]
     return [*results, whole] if gathered and whole is not None else results
 
@@ -219,7 +239,7 @@ def _(
     rows: Sizes,
     ns: Sizes,
     gathered: bool,
-    purpose: str,
+    purpose: Purpose,
 ) -> list[Tensor]:
     rows, _ = _gather_sizes(a, bs, biases, biased, group, rows, ns)
     m = sum(rows)
@@ -260,8 +280,8 @@ def _gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _input_gradient(ctx: Any, bs: Sequence[Tensor], given: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The sum over ranks, and over all b, of dY @ b: one product, whose K is the out_features of all b."""
-    size, _ = _size_and_rank(ctx.group)
+    """The sum over ranks, and over all b, of dY @ b: one GEMM, whose K is the out_features of all b."""
+    size, _ = size_and_rank(ctx.group)
     rows = [ctx.mine] * size if ctx.rows is None else ctx.rows
     (index, grad), *others = given
     if not others:
@@ -269,8 +289,8 @@ def _input_gradient(ctx: Any, bs: Sequence[Tensor], given: Sequence[tuple[int, T
     grads, weights = [grad for _, grad in given], [bs[index] for index, _ in given]
     widths = [bs[index].shape[0] for index, _ in given]
     if ctx.ns is not None:
-        # Shares of several b do not add up to shares of their sum: zeros make all ranks alike.
-        missing = sum(_split(ctx.ns[index], size)[0] for index, _ in given) - sum(widths)
+        # Shares of several b do not add up to a share of their sum. Padding with zeros makes the ranks equal.
+        missing = sum(split_extent(ctx.ns[index], size)[0] for index, _ in given) - sum(widths)
         grads.append(grad.new_zeros(grad.shape[0], missing))
         weights.append(bs[0].new_zeros(missing, bs[0].shape[1]))
     return _scatter(torch.cat(grads, 1), torch.cat(weights).t(), ctx.group, rows, None)
@@ -282,7 +302,7 @@ def _scatter(a: Tensor, b: Tensor, group: str, rows: Sizes, k: int | None) -> Te
 
 
 def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
-    """All of A: a plan gathers for a product, here that with one row of zeros on each rank."""
+    """All of A. Plans gather only for a GEMM; here b is one row of zeros on each rank."""
     _, whole = all_gather_matmul(
         a, [a.new_zeros(1, a.shape[1])], [], [False], group, "auto", None, rows, None, True, "gather"
     )
@@ -299,16 +319,16 @@ all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setu
 def _scatter_sizes(
     a: Tensor, b: Tensor, bias: Tensor | None, group: str, rows: Sizes, k: int | None
 ) -> tuple[list[int], int]:
-    op = "matmul_reduce_scatter"
-    _check(op, {"a": a, "b": b, "bias": bias})
-    k = _whole(op, "in_features", a.shape[1], k, group)
-    size, _ = _size_and_rank(group)
-    if bias is not None and not all(_split(k, size)):
+    function: Function = "matmul_reduce_scatter"
+    _check(function, {"a": a, "b": b, "bias": bias})
+    k = _whole(function, "in_features", a.shape[1], k, group)
+    size, _ = size_and_rank(group)
+    if bias is not None and not all(split_extent(k, size)):
         raise ValueError(
-            f"{op}: in_features={k} leaves some of {size} ranks without a column, and so their bias without a "
+            f"{function}: in_features={k} leaves some of {size} ranks without a column, and so their bias without a "
             "gradient; add the bias to the result instead"
         )
-    return _scattered_rows(op, a.shape[0], rows, group), k
+    return _scattered_rows(function, a.shape[0], rows, group), k
 
 
 @torch.library.custom_op(
@@ -331,8 +351,8 @@ def matmul_reduce_scatter(
     """This rank's rows of the sum over ranks of A @ B.T, plus bias."""
     rows, k = _scatter_sizes(a, b, bias, group, rows, k)
     problem = _problem("matmul_reduce_scatter", a, a.shape[0], b.shape[0], k, rows, len(rows))
-    run = product("gemm+rs", problem, group, a.device, schedule, chunks)
-    return run("matmul_reduce_scatter", a, b, bias)
+    call = prepare("gemm+rs", problem, group, a.device, schedule, chunks)
+    return call("matmul_reduce_scatter", a, b, bias)
 
 
 @matmul_reduce_scatter.register_fake
@@ -347,7 +367,7 @@ def _(
     k: int | None,
 ) -> Tensor:
     rows, _ = _scatter_sizes(a, b, bias, group, rows, k)
-    _, rank = _size_and_rank(group)
+    _, rank = size_and_rank(group)
     return a.new_empty(rows[rank], b.shape[0])
 
 
@@ -358,14 +378,14 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """One gather of dY serves the gradients of a, of b and of bias."""
+    """The gradients of a, b and bias, from one gather of dY."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
     da: Tensor | None = None
     db: Tensor | None = None
     whole: Tensor | None = None
     if wants_a:
-        # A rank without columns of b is brought nothing, and needs nothing.
+        # A rank without columns of b receives nothing, and needs nothing.
         wants_whole = bool(wants_b or (ctx.biased and wants_bias)) and bool(b.shape[1])
         ns = None if ctx.k is None else [ctx.k]
         da, *gathered = all_gather_matmul(
@@ -401,9 +421,10 @@ def matmul_all_reduce(
 ) -> Tensor:
     """The sum over ranks of A @ B.T, plus bias, on every rank."""
     k = _reduce_sizes(a, b, bias, group, k)
-    size, _ = _size_and_rank(group)
+    size, _ = size_and_rank(group)
     problem = _problem("matmul_all_reduce", a, a.shape[0], b.shape[0], k, None, size)
-    return product("gemm+ar", problem, group, a.device, schedule, chunks)("matmul_all_reduce", a, b, bias)
+    call = prepare("gemm+ar", problem, group, a.device, schedule, chunks)
+    return call("matmul_all_reduce", a, b, bias)
 
 
 @matmul_all_reduce.register_fake
@@ -420,7 +441,7 @@ def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Every rank has all of dY: nothing moves."""
+    """The gradients of a, b and bias. Every rank has all of dY, so nothing moves."""
     a, b = ctx.saved_tensors
     wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
     da = grad @ b if wants_a else None

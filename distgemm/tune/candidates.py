@@ -1,4 +1,4 @@
-"""What is worth measuring, by the cost model: schedules, and how GPUs execute them."""
+"""What "auto" considers: the registered candidates, and the cost model that says which of them are worth measuring."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 
 from distgemm.gemm import GemmSpec, MatrixSpec
+from distgemm.gemm.cublas import CublasProvider
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.spec import Status
-from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm, Reduce, View, box_extents
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
@@ -22,7 +23,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda.lowering import lower, on_one_stream
 from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transport, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
-from distgemm.schedulers import DistributedTileScheduler, Pattern, check_pattern, get_schedule, schedule_options
+from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
@@ -30,11 +31,11 @@ from distgemm.tune.config import UNFUSED, TunedConfig
 
 __all__ = [
     "Candidate",
-    "candidates",
     "list_candidates",
     "predicted",
     "providers",
     "register_candidate",
+    "shortlist",
     "single_kernel_status",
     "specs_of",
 ]
@@ -42,29 +43,36 @@ __all__ = [
 logger = logging.getLogger("distgemm")
 
 MACHINE = "h200"
-"""The machine on which candidates are predicted, whatever the GPU: it only says which are worth measuring."""
+"""The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
 Group = Literal["multi_kernel", "fused_with_copies", "fused_alone"]
+"""Candidates that are compared with one another: a kernel for each GEMM; the fused kernel and copy engines; the fused
+kernel alone."""
 
 SLOWDOWN_LIMIT: dict[Group, float] = {"multi_kernel": 1.25, "fused_with_copies": 1.4, "fused_alone": 1.4}
-"""A plan that is predicted to take this factor longer than the best plan of its group is not measured. The groups: a
-kernel for each GEMM; the fused kernel beside copy engines; the fused kernel alone. The model knows too little of what
-chunks cost in a fused kernel."""
+"""A plan is measured if its predicted time is at most this factor above the best one of its group. The limit of the
+fused kernel is higher because the model knows too little about what chunks cost there."""
 
 FLAG_LATENCY_US = 2.0
-"""Until what a kernel has stored at a peer has arrived there."""
+"""Time from a kernel's store at a peer until the peer sees it."""
+
+PLAN_OPTIONS = ("workspace", "mechanism", "send_slots")
+"""Options of :func:`distgemm.make_plan` that a candidate can set."""
+
+
+# --- registered candidates ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule that ``schedule="auto"`` considers, with options.
+    """A schedule, with options, that ``schedule="auto"`` considers.
 
     Attributes:
         schedule: name of a registered schedule.
-        options: of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs.
-        execution: "multi_kernel", with every provider, number of GEMM streams and way to wait that fits; or
-            "single_kernel", the fused kernel.
-        transport: of the fused kernel.
+        options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
+        execution: "multi_kernel" tries every provider, number of GEMM streams and ``wait_by`` that the plan allows.
+            "single_kernel" tries the fused kernel.
+        transport: transport of the fused kernel.
         min_ranks: the fewest ranks with which it is considered.
     """
 
@@ -74,8 +82,15 @@ class Candidate:
     transport: Transport = "copy_engine"
     min_ranks: int = 1
 
+    def plan(self, problem: GemmProblem, world_size: int) -> Plan:
+        """The plan of a problem. Raises ValueError as :func:`distgemm.make_plan`."""
+        return TunedConfig("plan", self.schedule, self.options).plan(problem, world_size)
 
-_candidates: dict[Pattern, list[Candidate]] = {}
+    def __str__(self) -> str:
+        return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
+
+
+REGISTERED: dict[Pattern, list[Candidate]] = {}
 
 
 def register_candidate(
@@ -85,88 +100,59 @@ def register_candidate(
     execution: ExecutionMode = "multi_kernel",
     transport: Transport = "copy_engine",
     min_ranks: int = 1,
-    **options: Any,
+    **options: int | str,
 ) -> None:
     """Let ``schedule="auto"`` consider a schedule, such as one of your own, for a pattern.
 
+    Every rank registers the same candidates. Configurations that are recorded already stay as they are: ``distgemm
+    tune`` measures them again.
+
     Args:
-        pattern: what the schedule does: "ag+gemm", "gemm+rs" or "gemm+ar".
-        schedule: name of a registered schedule.
-        execution: how the GEMMs are executed, as :class:`Candidate` says.
-        transport: of the fused kernel.
+        pattern: what the schedule does: "ag+gemm", "gemm+rs" or "gemm+ar". If its plan does something else,
+            :func:`shortlist` and ``schedule="auto"`` raise ValueError.
+        schedule: name of a registered schedule on one axis of ranks.
+        execution: how the GEMMs are executed, as in :class:`Candidate`.
+        transport: transport of the fused kernel.
         min_ranks: the fewest ranks with which it is considered.
-        **options: of the schedule and of :func:`distgemm.make_plan`.
+        **options: options of the schedule, and ``workspace``, ``mechanism`` and ``send_slots`` of
+            :func:`distgemm.make_plan`.
 
     Raises:
-        ValueError: for an unknown pattern or schedule, and for a candidate that is registered already.
+        ValueError: for an unknown pattern, schedule, option, execution or transport, for a schedule that needs a mesh,
+            and for a candidate that is registered already.
     """
-    schedule_options(schedule)  # refuses an unknown name
     ExecutionConfig(execution=execution, transport=transport)
-    found = Candidate(schedule, tuple(sorted(options.items())), execution, transport, min_ranks)
-    known = _candidates.setdefault(check_pattern(pattern), [])
-    if found in known:
-        raise ValueError(f"{found} is a candidate for {pattern} already")
-    known.append(found)
-    for cache in (_predictions, _multi_kernel_predictions):
-        cache.cache_clear()
+    known = (*schedule_options(schedule), *PLAN_OPTIONS)
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"candidate {schedule} has the options {', '.join(known)}, got {name!r}")
+        if not isinstance(value, (int, str)):
+            raise ValueError(f"candidate {schedule}: {name} is an integer or a string, got {value!r}")
+    if schedule_mesh_rank(schedule) != 1:
+        raise ValueError(f"a candidate has one axis of ranks, and schedule {schedule} takes a mesh")
+    candidate = Candidate(schedule, tuple(sorted(options.items())), execution, transport, min_ranks)
+    registered = REGISTERED.setdefault(check_pattern(pattern), [])
+    if candidate in registered:
+        raise ValueError(f"{candidate} is a candidate for {pattern} already")
+    registered.append(candidate)
+    forget_predictions()
 
 
 def list_candidates(pattern: Pattern) -> tuple[Candidate, ...]:
-    """The candidates of a pattern, in the order in which they were registered."""
-    return tuple(_candidates[check_pattern(pattern)])
+    """The candidates of a pattern, in the order in which they were registered.
+
+    Raises:
+        ValueError: for an unknown pattern.
+    """
+    return tuple(REGISTERED[check_pattern(pattern)])
 
 
-def _register_defaults() -> None:
-    gather, stem = "all_gather_1d_tiling_cd_rotating_a", {"gemm+rs": "reduce_scatter_1d", "gemm+ar": "all_reduce_1d"}
-    for chunks in (1, 2, 4):
-        register_candidate("ag+gemm", gather, chunks=chunks)
-    for chunks in (1, 2, 4):
-        register_candidate("ag+gemm", gather, execution="single_kernel", chunks=chunks)
-    by_kernel: tuple[Transport, ...] = ("copy_engine_slices", "sm")
-    for transport, chunks in product(by_kernel, (1, 2)):
-        register_candidate("ag+gemm", gather, execution="single_kernel", transport=transport, chunks=chunks)
-
-    patterns: tuple[Pattern, ...] = ("gemm+rs", "gemm+ar")
-    for pattern in patterns:
-        chain, pairwise = f"{stem[pattern]}_tiling_a_rotating_c", f"{stem[pattern]}_pairwise_a"
-        register_candidate(pattern, pairwise, chunks=1)
-        register_candidate(pattern, pairwise, chunks=1, mechanism="store")
-        register_candidate(pattern, pairwise, chunks=2)
-        register_candidate(pattern, chain, chunks=2)
-        register_candidate(pattern, chain, chunks=2, mechanism="store")
-        register_candidate(pattern, chain, chunks=4)
-        # Chains by a fused kernel: its sums are copied from send slots, or stored at the peer.
-        if pattern == "gemm+rs":
-            for chunks in (2, 4):
-                register_candidate(pattern, chain, execution="single_kernel", chunks=chunks, send_slots=chunks)
-        for options in STORED_CHAINS:
-            register_candidate(pattern, chain, execution="single_kernel", mechanism="store", **options)
-        if pattern == "gemm+ar":
-            for options in SENT_CHAINS:
-                register_candidate(
-                    pattern, chain, execution="single_kernel", transport="sm", mechanism="store", **options
-                )
-        # Pairwise sums by a fused kernel that stores every partial sum at the rank that adds it. Between two ranks
-        # they are the same as a chain, unless chunks are columns.
-        sums = PAIRWISE_SUMS if pattern == "gemm+rs" else PAIRWISE_SUMS[1:2]
-        for options in sums:
-            min_ranks = 1 if "chunk_mode" in options else 3
-            register_candidate(
-                pattern, pairwise, execution="single_kernel", mechanism="store", min_ranks=min_ranks, **options
-            )
-        if pattern == "gemm+ar":
-            for options in SENT_PAIRWISE_SUMS:
-                min_ranks = 1 if "chunk_mode" in options else 3
-                register_candidate(
-                    pattern,
-                    pairwise,
-                    execution="single_kernel",
-                    transport="sm",
-                    mechanism="store",
-                    min_ranks=min_ranks,
-                    **options,
-                )
-
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+REDUCTIONS: dict[Pattern, tuple[str, str]] = {
+    "gemm+rs": ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"),
+    "gemm+ar": ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"),
+}
+"""Of each pattern that adds over ranks: the chain around the ring, and pairwise sums."""
 
 STORED_CHAINS: tuple[dict[str, Any], ...] = (
     {"chunks": 2},
@@ -176,47 +162,103 @@ STORED_CHAINS: tuple[dict[str, Any], ...] = (
     {"chunks": 8, "stagger": 4},
     {"chunks": 16, "stagger": 2},
 )
+"""Chains by the fused kernel, which stores its partial sums at the peer."""
 SENT_CHAINS: tuple[dict[str, Any], ...] = (
     {"chunks": 2},
     {"chunks": 4},
     {"chunks": 8, "stagger": 2},
     {"chunks": 16, "stagger": 2},
 )
-"""The same where the kernel also sends finished tiles: a chunk leaves once it is complete."""
-PAIRWISE_SUMS: tuple[dict[str, Any], ...] = tuple(
-    {"final_add": "epilogue", **options}
-    for options in (
-        {"chunks": 1},
-        {"chunks": 2},
-        {"chunks": 4},
-        {"chunks": 4, "stagger": 1},
-        {"chunks": 8, "stagger": 2},
-        {"chunks": 16, "stagger": 2},
-        {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
-    )
+"""The same with ``transport="sm"``: the kernel also sends finished tiles, each chunk once it is complete."""
+PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
+    {"chunks": 1},
+    {"chunks": 2},
+    {"chunks": 4},
+    {"chunks": 4, "stagger": 1},
+    {"chunks": 8, "stagger": 2},
+    {"chunks": 16, "stagger": 2},
+    {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
 )
-"""No sum takes several hops, as in a chain of more than two ranks. Chunks of columns read B once, however few rows
-there are."""
+"""Pairwise sums by the fused kernel, which stores every partial sum at the rank that adds it. A sum takes one hop; in
+a chain it takes one for each rank but the last. Chunks of columns read B once, however few rows there are."""
 SENT_PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
-    {"final_add": "epilogue", "chunks": 8, "stagger": 2},
-    *(
-        {"final_add": "epilogue", "chunks": chunks, "stagger": stagger, "chunk_mode": "n"}
-        for chunks, stagger in ((4, 2), (8, 1), (8, 2))
-    ),
+    {"chunks": 8, "stagger": 2},
+    {"chunks": 4, "stagger": 2, "chunk_mode": "n"},
+    {"chunks": 8, "stagger": 1, "chunk_mode": "n"},
+    {"chunks": 8, "stagger": 2, "chunk_mode": "n"},
 )
-"""The same where the kernel also sends finished tiles."""
+"""The same with ``transport="sm"``."""
 
 
-def candidates(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
-    """What is worth measuring: plans by their predicted time, then the unfused program where it computes this.
+def _register_defaults() -> None:
+    for chunks in (1, 2, 4):
+        register_candidate("ag+gemm", GATHER, chunks=chunks)
+    transports: tuple[tuple[Transport, tuple[int, ...]], ...] = (
+        ("copy_engine", (1, 2, 4)),
+        ("copy_engine_slices", (1, 2)),
+        ("sm", (1, 2)),
+    )
+    for transport, counts in transports:
+        for chunks in counts:
+            register_candidate("ag+gemm", GATHER, execution="single_kernel", transport=transport, chunks=chunks)
 
-    Plans that are predicted to take more than ``SLOWDOWN_LIMIT`` times as long as the best plan of their group are left
-    out. So are plans with GEMMs that their provider does not compute, and schedules that refuse the problem.
+    for pattern, (chain, pairwise) in REDUCTIONS.items():
+        register_candidate(pattern, pairwise, chunks=1)
+        register_candidate(pattern, pairwise, chunks=1, mechanism="store")
+        register_candidate(pattern, pairwise, chunks=2)
+        register_candidate(pattern, chain, chunks=2)
+        register_candidate(pattern, chain, chunks=2, mechanism="store")
+        register_candidate(pattern, chain, chunks=4)
+    for chunks in (2, 4):
+        register_candidate(
+            "gemm+rs", REDUCTIONS["gemm+rs"][0], execution="single_kernel", chunks=chunks, send_slots=chunks
+        )
+    _register_stored("gemm+rs", "copy_engine", STORED_CHAINS, PAIRWISE_SUMS)
+    _register_stored("gemm+ar", "copy_engine", STORED_CHAINS, ())
+    _register_stored("gemm+ar", "sm", SENT_CHAINS, ())
+    _register_stored("gemm+ar", "copy_engine", (), ({"chunks": 2},))
+    _register_stored("gemm+ar", "sm", (), SENT_PAIRWISE_SUMS)
+
+
+def _register_stored(
+    pattern: Pattern, transport: Transport, chains: tuple[dict[str, Any], ...], sums: tuple[dict[str, Any], ...]
+) -> None:
+    """Register chains and pairwise sums by the fused kernel with ``mechanism="store"``."""
+    chain, pairwise = REDUCTIONS[pattern]
+    for options in chains:
+        register_candidate(pattern, chain, execution="single_kernel", transport=transport, mechanism="store", **options)
+    for options in sums:
+        register_candidate(
+            pattern,
+            pairwise,
+            execution="single_kernel",
+            transport=transport,
+            # With two ranks and chunks of rows, pairwise sums are the chain.
+            min_ranks=1 if "chunk_mode" in options else 3,
+            mechanism="store",
+            final_add="epilogue",
+            **options,
+        )
+
+
+# --- predictions --------------------------------------------------------------------------------------------
+
+
+def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
+    """The configurations that are worth measuring: plans by predicted time, then the unfused programs.
+
+    A plan is left out if its predicted time is more than ``SLOWDOWN_LIMIT`` times that of the best plan of its group,
+    if no provider computes its GEMMs, or if its schedule refuses the problem or the number of ranks.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
 
     Raises:
         ValueError: for an unknown pattern, and for a registered candidate whose plan does something else.
     """
-    times = _predictions(problem, check_pattern(pattern), world_size)
+    times = predictions(problem, check_pattern(pattern), world_size)
     plans = sorted((config for config in times if config.method == "plan"), key=lambda config: times[config])
     best: dict[Group, float] = {}
     for config in plans:
@@ -237,38 +279,50 @@ def _group(config: TunedConfig, pattern: Pattern) -> Group:
 
 
 def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
-    """The candidate that the cost model predicts to be fastest, of those with a kernel for each GEMM.
+    """The configuration that the cost model predicts to be fastest, with a kernel for each GEMM.
 
-    Only these run with tensors of any strides. Where a plan and the unfused program are predicted to be as fast, it is
-    the unfused program; of several providers it is the first one that computes the plan.
+    The fused kernel is left out because it cannot read tensors of any strides. If a plan and the unfused program have
+    the same predicted time, the unfused program is taken; if two providers have, the first one that computes the plan.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
 
     Raises:
-        ValueError: if there is no candidate.
+        ValueError: if no candidate computes the problem, for an unknown pattern, and for a registered candidate whose
+            plan does something else.
     """
-    times = _multi_kernel_predictions(problem, check_pattern(pattern), world_size)
+    times = multi_kernel_predictions(problem, check_pattern(pattern), world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
     best = min(times, key=lambda config: (times[config], config.method != "unfused"))
     return replace(best, source="predicted")
 
 
+def forget_predictions() -> None:
+    """Predict anew, after candidates have been registered."""
+    predictions.cache_clear()
+    multi_kernel_predictions.cache_clear()
+
+
 @lru_cache(maxsize=256)
-def _predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
-    """us of every candidate."""
-    times = _multi_kernel_predictions(problem, pattern, world_size)
+def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+    """Predicted us of every configuration."""
+    times = multi_kernel_predictions(problem, pattern, world_size)
     if world_size == 1:
         return times
     return times | dict(_single_kernel(problem, pattern, world_size, Machine.load(MACHINE)))
 
 
 @lru_cache(maxsize=256)
-def _multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
-    """us of the candidates with a kernel for each GEMM, and of the unfused program."""
+def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+    """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
     machine = Machine.load(MACHINE)
     times = dict(_multi_kernel(problem, pattern, world_size, machine))
     if unfused_status(problem, pattern):
         time = predict_unfused(problem, machine, pattern, world_size)
-        for collective in COLLECTIVES:  # NCCL first: it is taken where nothing is measured
+        for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
     return times
@@ -277,34 +331,31 @@ def _multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size
 def _plans(
     problem: GemmProblem, pattern: Pattern, world_size: int, execution: ExecutionMode
 ) -> Iterator[tuple[Candidate, Plan]]:
+    """The candidates with such an execution that take the problem and the number of ranks."""
     for candidate in list_candidates(pattern):
         if candidate.execution != execution or world_size < candidate.min_ranks:
             continue
         try:
-            scheduler, plan_options = _scheduler(candidate, world_size)
+            plan = candidate.plan(problem, world_size)
         except BuilderError:
             raise
-        except ValueError as error:  # such as a schedule for powers of two
-            logger.info("not a candidate on %d ranks: %s: %s", world_size, candidate.schedule, error)
+        except PlanError as error:
+            raise PlanError(f"candidate {candidate} for {pattern}: {error}") from error
+        except ValueError as error:  # for example, the schedule takes only powers of two
+            logger.info("no candidate for %s on %d ranks: %s: %s", pattern, world_size, candidate, error)
             continue
-        plan = make_plan(problem, scheduler, sync="barrier", **plan_options)
         if not does_pattern(plan, pattern):
-            raise ValueError(f"candidate {candidate.schedule} does not start and end with the shards of {pattern}")
+            raise ValueError(
+                f"candidate {candidate} does not do {pattern}: its plan begins or ends with other shards; register it "
+                "for the pattern that it does"
+            )
         yield candidate, plan
-
-
-def _scheduler(candidate: Candidate, world_size: int) -> tuple[DistributedTileScheduler, dict[str, Any]]:
-    """The candidate's scheduler, and the options that are of the plan."""
-    known = schedule_options(candidate.schedule)
-    own = {name: value for name, value in candidate.options if name in known}
-    rest = {name: value for name, value in candidate.options if name not in known}
-    return get_schedule(candidate.schedule, world_size, **own), rest
 
 
 def _multi_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
 ) -> Iterator[tuple[TunedConfig, float]]:
-    """Plans with a kernel for each GEMM."""
+    """Configurations with a kernel for each GEMM, and their predicted us."""
     for candidate, plan in _plans(problem, pattern, world_size, "multi_kernel"):
         able = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
         most = max(sum(isinstance(op, Gemm) for op in plan.ops(rank)) for rank in range(world_size))
@@ -324,10 +375,13 @@ def _multi_kernel(
 def _single_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
 ) -> Iterator[tuple[TunedConfig, float]]:
-    """Plans with the fused kernel."""
-    inside = _without_launches(machine)
+    """Configurations with the fused kernel, and their predicted us."""
+    kernel_alone = without_launches(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "single_kernel"):
-        if not (_computes("cutlass", plan) and single_kernel_status(plan, candidate.transport)):
+        if not _computes("cutlass", plan):
+            continue
+        if not (status := single_kernel_status(plan, candidate.transport)):
+            logger.info("no candidate for %s on %d ranks: %s: %s", pattern, world_size, candidate, status.reason)
             continue
         plain = ExecutionConfig(gemm_streams=1, execution="single_kernel", transport=candidate.transport)
         executions = [plain]
@@ -337,19 +391,19 @@ def _single_kernel(
                 executions.append(merged)
         for execution in executions:
             config = TunedConfig("plan", candidate.schedule, candidate.options, execution)
-            # Tiles of the next GEMM fill the SMs that one leaves idle, as on two streams.
-            alone = _group(config, pattern) == "fused_alone"
-            yield config, simulate(plan, inside if alone else machine, gemm_streams=2).time
+            # Tiles of the next GEMM fill the SMs that one GEMM leaves idle, as on two streams.
+            used = kernel_alone if _group(config, pattern) == "fused_alone" else machine
+            yield config, simulate(plan, used, gemm_streams=2).time
 
 
-def _without_launches(machine: Machine) -> Machine:
-    """The machine for a fused kernel alone: nothing is launched, and flags are seen at once."""
+def without_launches(machine: Machine) -> Machine:
+    """The machine of a fused kernel without copy engines: no launches, and flags that take ``FLAG_LATENCY_US``."""
     link = machine.nvlink._replace(gap=0.0, latency=FLAG_LATENCY_US)
     return replace(machine, gemm_launch=0.0, wait=0.0, copy_launch=0.0, signal_gap=0.0, nvlink=link)
 
 
 def single_kernel_status(plan: Plan, transport: Transport = "copy_engine") -> Status:
-    """Whether the GEMMs of each rank can be one kernel; falsy with the reason."""
+    """Whether the fused kernel can compute the GEMMs of each rank; falsy with the reason."""
     execution = ExecutionConfig(execution="single_kernel", transport=transport)
     try:
         kernels = [
@@ -358,22 +412,23 @@ def single_kernel_status(plan: Plan, transport: Transport = "copy_engine") -> St
     except PlanError as error:
         return Status(str(error))
     if any(len(action.ops) > PRODUCTS or (action.kernel and len(action.kernel.sends) > SENDS) for action in kernels):
-        return Status(f"one kernel computes {PRODUCTS} products and sends {SENDS} chunks, at most")
+        return Status(f"the fused kernel computes at most {PRODUCTS} products and sends at most {SENDS} chunks")
     gemms = specs_of(plan)
     if plan.problem.l > 1 or plan.problem.dtype == "float32":
-        return Status("single products are multiplied by kernels that wait, and not of IEEE float32")
+        return Status("the fused kernel takes no batches (l > 1) and no IEEE float32")
     if any(spec.partial for spec in gemms) and len({spec.d.dtype for spec in gemms}) > 1:
-        return Status("sums that are passed on are of D's type")
+        return Status("the fused kernel takes partial sums of the type of D only")
     if not all(spec.operands_aligned and (spec.results_aligned or spec.partial is None) for spec in gemms):
-        return Status("TMA wants addresses and strides in multiples of 16 bytes")
+        return Status("the fused kernel uses TMA, which takes addresses and strides in multiples of 16 bytes")
     return Status()
 
 
 def _computes(provider: str, plan: Plan) -> bool:
-    """Whether a provider multiplies what a plan has."""
+    """Whether a provider computes all GEMMs of a plan."""
     found = providers().get(provider)
     sums_in_float64 = "float64" in (plan.problem.out_dtype, plan.problem.partial_dtype)
-    # Sums behind a GEMM add C and a bias, too, where the GEMM has added a partial sum and its provider adds no more.
+    # The kernel for sums does not add in float64. Reduce ops use it, and so do GEMMs that add a partial sum, for C and
+    # the bias.
     if sums_in_float64 and any(isinstance(op, (Gemm, Reduce)) and op.sources for ops in plan.rank_ops for op in ops):
         return False
     return found is not None and all(found.supports(spec) for spec in specs_of(plan))
@@ -381,10 +436,7 @@ def _computes(provider: str, plan: Plan) -> bool:
 
 @lru_cache(maxsize=1)
 def providers() -> dict[str, Any]:
-    """By name. Without a GPU, those for Hopper."""
-    from distgemm.gemm.cublas import CublasProvider
-    from distgemm.gemm.cutlass import CutlassProvider
-
+    """The providers of candidates by name. Without a GPU, they are those for Hopper."""
     return {
         "cutlass": CutlassProvider() if torch.cuda.is_available() else CutlassProvider("90a"),
         "cublas": CublasProvider(),
@@ -392,7 +444,7 @@ def providers() -> dict[str, Any]:
 
 
 def specs_of(plan: Plan) -> list[GemmSpec]:
-    """The GEMMs of all ranks with dense shards, each once, without C and bias."""
+    """The distinct GEMMs of all ranks for dense shards, without C and bias."""
     p = plan.problem
 
     def matrix(view: View) -> MatrixSpec:

@@ -1,10 +1,10 @@
-"""A tuned configuration: what ``schedule="auto"`` selects, records and pins, as a value."""
+"""A tuned configuration as a value: what ``schedule="auto"`` selects and records, and what a text can pin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan import GemmProblem, Plan, make_plan
@@ -12,31 +12,33 @@ from distgemm.plan.options import parse_mesh, parse_options
 from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig
 from distgemm.runtime.unfused import COLLECTIVES, Collective
 
-__all__ = ["UNFUSED", "Source", "TunedConfig"]
+__all__ = ["UNFUSED", "Method", "Source", "TunedConfig"]
 
+Method = Literal["plan", "unfused"]
 Source = Literal["", "measured", "recorded", "predicted", "pinned"]
 
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """How a product is executed.
+    """How a tensor-parallel GEMM is executed.
 
     Attributes:
-        method: "plan", or "unfused": a collective and one GEMM.
-        schedule: of the plan; "" for the unfused program.
-        options: of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs, sorted by name.
-        execution: how GPUs execute the plan; with ``config=None`` the shape decides for each GEMM.
-        collective: of the unfused program, see :class:`distgemm.runtime.unfused.UnfusedExecutable`.
-        source: where it comes from: "measured" just now, "recorded" earlier, "predicted" by the cost model, "pinned"
-            by the caller, "" unknown. Not compared.
-        fallback: what is executed where the rows do not divide into equal chunks, which the fused kernel needs; None:
-            what the cost model predicts to be fastest. Not compared.
+        method: "plan" executes a plan. "unfused" executes the unfused program: a collective and one GEMM.
+        schedule: name of the plan's schedule; "" for the unfused program.
+        options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
+        execution: how GPUs execute the plan; with ``config=None`` the shape of each GEMM selects its tiles.
+        collective: collective of the unfused program, see :class:`distgemm.runtime.unfused.UnfusedExecutable`; "nccl"
+            for a plan.
+        source: where the configuration comes from: "measured" now, "recorded" earlier, "predicted" by the cost model,
+            "pinned" by the caller, "" if unknown. Not compared.
+        fallback: the configuration for rows that do not divide into equal chunks, which the fused kernel needs. None:
+            the one that the cost model predicts to be fastest. Not compared.
 
     Raises:
-        ValueError: if values are unknown or do not go together.
+        ValueError: if a value is unknown, or if values do not go together.
     """
 
-    method: Literal["plan", "unfused"] = "plan"
+    method: Method = "plan"
     schedule: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
@@ -46,25 +48,31 @@ class TunedConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(sorted(self.options)))
-        if self.method not in ("plan", "unfused") or (self.method == "plan") != bool(self.schedule):
+        if self.method not in get_args(Method) or (self.method == "plan") != bool(self.schedule):
             raise ValueError(
-                f"method is 'plan', with a schedule, or 'unfused', without; got {self.method!r} and {self.schedule!r}"
+                "method is 'plan', with a schedule, or 'unfused', without one; "
+                f"got {self.method!r} and {self.schedule!r}"
             )
         if self.execution.provider not in list_providers():
             raise ValueError(f"provider is one of {', '.join(list_providers())}, got {self.execution.provider!r}")
         if self.collective not in (COLLECTIVES if self.method == "unfused" else ("nccl",)):
-            raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, of no plan, got {self.collective!r}")
+            raise ValueError(
+                f"collective is one of {', '.join(COLLECTIVES)} for the unfused program, and 'nccl' for a plan; "
+                f"got {self.collective!r} for method {self.method!r}"
+            )
         if self.execution.config is not None:
             GemmConfig.parse(self.execution.config)
 
     @property
     def text(self) -> str:
-        """What :meth:`parse` reads. It may stand where ops and layers take a schedule's name."""
+        """The configuration as text, which :meth:`parse` reads.
+
+        Functions and layers accept it in place of a schedule's name.
+        """
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused collective={self.collective}"
-        changed = {
-            name: value for name, value in asdict(self.execution).items() if value != getattr(ExecutionConfig, name)
-        }
+        default = asdict(ExecutionConfig())
+        changed = {name: value for name, value in asdict(self.execution).items() if value != default[name]}
         pairs = [*self.options, *changed.items()]
         return " ".join([self.schedule, *(f"{name}={str(value).lower()}" for name, value in pairs)])
 
@@ -72,34 +80,41 @@ class TunedConfig:
     def parse(cls, text: str, source: Source = "pinned") -> TunedConfig:
         """The configuration that a text names.
 
-        The text has a schedule's name, options of the plan and fields of ``execution`` that differ from their defaults,
-        as in "gemm+rs chunks=4 provider=cublas". Or it is "unfused", with another collective than NCCL's as
-        "unfused collective=two-shot". Whether the schedule and its options are known shows when a plan is made.
+        Args:
+            text: a schedule's name, options of the plan, and fields of ``execution`` that differ from their defaults,
+                as in "gemm+rs chunks=4 provider=cublas". Or "unfused", or with another collective
+                "unfused collective=two-shot".
+            source: the ``source`` of the configuration.
 
         Raises:
-            ValueError: if the text has another form.
+            ValueError: if the text has another form. An unknown schedule or an unknown option of it raises only when
+                the plan is made.
         """
-        name, *words = text.split() or [""]
+        name, *pairs = text.split() or [""]
         if not name or "=" in name:
             raise ValueError(
                 "a configuration is a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas', "
                 f"got {text!r}"
             )
-        options = parse_options(words)
+        options = parse_options(pairs)
         if name == "unfused":
             collective = options.pop("collective", "nccl")
             if options:
-                raise ValueError(f"the unfused program has a collective, and no {', '.join(options)}: got {text!r}")
+                raise ValueError(f"the unfused program has a collective and no {', '.join(options)}: got {text!r}")
             return replace(UNFUSED, collective=collective, source=source)
         execution = {each: options.pop(each) for each in EXECUTION_FIELDS if each in options}
         return cls("plan", name, tuple(options.items()), ExecutionConfig(**execution), source=source)
 
     def option(self, name: str) -> Any:
-        """The value of an option; None where it is not given."""
+        """The value of an option; None if it is not given."""
         return dict(self.options).get(name)
 
     def plan(self, problem: GemmProblem, world_size: int) -> Plan:
-        """The plan of a problem, as the CUDA runtime takes it. Raises ValueError as :func:`distgemm.make_plan`."""
+        """The plan of a problem, with ``sync="barrier"`` as the CUDA runtime executes it.
+
+        Raises:
+            ValueError: as :func:`distgemm.make_plan`.
+        """
         options = dict(self.options)
         size = None if "mesh" in options else world_size
         if isinstance(options.get("mesh"), str):  # "mesh=2x2" in a text
@@ -120,17 +135,17 @@ class TunedConfig:
         return ", ".join(parts)
 
     def arguments(self) -> dict[str, Any]:
-        """What :func:`distgemm.compile` takes, beside the problem, to make the same again.
+        """The keyword arguments with which :func:`distgemm.compile` makes the same executable again.
 
         Raises:
-            ValueError: for the unfused program, which is :class:`distgemm.runtime.unfused.UnfusedExecutable`.
+            ValueError: for the unfused program.
         """
         if self.method == "unfused":
-            raise ValueError("the unfused program is no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
+            raise ValueError("the unfused program has no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
         return {"schedule": self.schedule, **asdict(self.execution), **dict(self.options)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
+        """The fields as JSON stores them."""
         if self.method == "unfused":
             return {"method": "unfused", "collective": self.collective}
         found = {
@@ -143,20 +158,22 @@ class TunedConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], source: Source = "") -> TunedConfig:
-        """What :meth:`to_dict` wrote; further fields are ignored.
+        """The configuration that :meth:`to_dict` wrote. Ignores further fields.
 
         Raises:
-            ValueError, KeyError, TypeError: if a field is missing or wrong.
+            ValueError: if a value is wrong.
+            KeyError: if a field is missing.
+            TypeError: if a field has a wrong type.
         """
         if fields["method"] == "unfused":
             return replace(UNFUSED, collective=fields.get("collective", "nccl"), source=source)
         options = fields["options"]
         if not isinstance(options, dict) or not all(isinstance(value, (int, str)) for value in options.values()):
-            raise ValueError(f"options are numbers and texts by name, got {options!r}")
+            raise ValueError(f"options map names to integers and strings, got {options!r}")
         execution = ExecutionConfig(**{name: fields[name] for name in EXECUTION_FIELDS})
         config = execution.config
         if not isinstance(fields["schedule"], str) or not isinstance(config, (str, type(None))):
-            raise ValueError(f"schedule and config are texts, got {fields['schedule']!r} and {config!r}")
+            raise ValueError(f"schedule and config are strings, got {fields['schedule']!r} and {config!r}")
         fallback = cls.from_dict(fields["fallback"], source) if "fallback" in fields else None
         pairs = tuple(options.items())
         return cls(fields["method"], fields["schedule"], pairs, execution, source=source, fallback=fallback)

@@ -12,7 +12,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, Kernel, forget_kern
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.select import CACHE, key_of
-from distgemm.gemm.spec import SHARES
+from distgemm.gemm.spec import RASTERS, SHARES
 from distgemm.gemm.streams import new_stream
 from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.measure.timing import time_launches
@@ -21,7 +21,7 @@ __all__ = ["Measured", "alternate", "candidates", "tune"]
 
 GEMMS_PER_STREAM = 3
 """GEMMs on each stream when several streams are measured."""
-TILE_ORDERS = tuple((raster, swizzle) for raster in ("m", "n") for swizzle in (1, 2, 4, 8))
+TILE_ORDERS = tuple((raster, swizzle) for raster in RASTERS[1:] for swizzle in (1, 2, 4, 8))
 
 
 def alternate(launches: Sequence[Callable[[int], object]], streams: Sequence[torch.cuda.Stream]) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks of a group do alike."""
+"""Steps that all ranks of a group take together."""
 
 from __future__ import annotations
 
@@ -22,52 +22,56 @@ T = TypeVar("T")
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:
-    """None: the current GPU; the CPU where there is none, for what needs no GPU."""
+    """A device with its index. None is the current GPU, or the CPU if there is no GPU."""
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
     at = torch.device("cuda" if device is None else device)
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 
-def refuse_capture(problem: GemmProblem, pattern: Pattern, size: int, device: torch.device) -> None:
-    """Raises RuntimeError while the current stream is captured."""
+def refuse_capture(problem: GemmProblem, pattern: Pattern, world_size: int, device: torch.device) -> None:
+    """Raise RuntimeError if the current stream is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"schedule='auto' has no executable for {key_of(problem, pattern, size)} yet, and none can be made while a "
-            f"graph is captured: make this call once before capturing; distgemm.tune.tune(problem, {pattern!r}, group) "
-            "before that measures ahead"
+            f"schedule='auto' has no executable for {key_of(problem, pattern, world_size)} yet, and none can be made "
+            "while a graph is captured: make this call once before capturing; distgemm.tune.tune(problem, "
+            f"{pattern!r}, group) before that measures ahead"
         )
 
 
 def from_first(group: dist.ProcessGroup, device: torch.device, make: Callable[[], T]) -> T:
-    """What the group's rank 0 makes, on all ranks; so is the error that it raises."""
-    found: list[Any] = [None, None]
+    """The result of ``make`` on rank 0 of the group, on all ranks. An error of rank 0 is raised on all ranks."""
+    sent: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
-            found[0] = make()
+            sent[0] = make()
         except Exception as error:  # raised below, on all ranks
-            found[1] = error
+            sent[1] = error
     at = device if dist.get_backend(group) == "nccl" else None
-    dist.broadcast_object_list(found, group=group, group_src=0, device=at)
-    if found[1] is not None:
-        raise found[1]
-    made: T = found[0]
-    return made
+    dist.broadcast_object_list(sent, group=group, group_src=0, device=at)
+    if sent[1] is not None:
+        raise sent[1]
+    result: T = sent[0]
+    return result
 
 
 def from_all(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
-    """What each rank makes, on all ranks; the error of any rank on all of them."""
+    """The results of ``make`` on each rank, on all ranks.
+
+    Raises:
+        RuntimeError: on all ranks, if ``make`` raises on one.
+    """
     mine: tuple[T | None, str | None]
     try:
         mine = make(), None
-    except Exception as error:  # told to all, which would wait for this rank
+    except Exception as error:  # raised below, on all ranks
         mine = None, f"{type(error).__name__}: {error}"
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, mine, group=group)
-    for rank, (_, failed) in enumerate(every):
-        if failed is not None:
-            raise RuntimeError(f"rank {rank} cannot measure GEMMs: {failed}")
-    return [found for found, _ in every]
+    for rank, (_, failure) in enumerate(every):
+        if failure is not None:
+            raise RuntimeError(f"rank {rank} cannot measure GEMMs: {failure}")
+    return [result for result, _ in every]
 
 
 def make(
@@ -76,21 +80,34 @@ def make(
     config: TunedConfig,
     group: dist.ProcessGroup,
     device: torch.device,
-    **more: Any,
+    **options: Any,
 ) -> CudaExecutable | UnfusedExecutable:
-    """This rank's executable of a configuration. A collective call. ``more`` is what ``compile_plan`` takes."""
+    """This rank's executable of a configuration. A collective call.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        config: the configuration, the same on all ranks.
+        group: the ranks that take part.
+        device: this rank's device.
+        **options: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, for a plan.
+
+    Raises:
+        ValueError: on all ranks, if the configuration does not execute the problem.
+        PlanError: on all ranks, if the CUDA runtime cannot execute the plan.
+    """
     made: CudaExecutable | UnfusedExecutable
     if config.method == "unfused":
         made = UnfusedExecutable(problem, pattern, group, device, config.collective)
     else:
         plan = config.plan(problem, group.size())
-        made = compile_plan(plan, config.execution, group=group, device=device, fallback=True, **more)
+        made = compile_plan(plan, config.execution, group=group, device=device, fallback=True, **options)
     _configs[made] = config
     return made
 
 
 def config_of(executable: object) -> TunedConfig | None:
-    """What ``schedule="auto"`` selected for an executable; None if the caller named the schedule."""
+    """The configuration that ``schedule="auto"`` selected for an executable; None if the caller named a schedule."""
     return _configs.get(executable)
 
 

@@ -1,4 +1,4 @@
-"""The candidates measured against each other."""
+"""Measures the shortlist of a GEMM on the GPUs and takes the fastest."""
 
 from __future__ import annotations
 
@@ -12,51 +12,61 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distgemm.gemm import GemmSpec, MatrixSpec
+from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
+from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
-from distgemm.gemm.fused.gemms import storing_first, together
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.fused.gemms import combined_spec
+from distgemm.gemm.fused.kernel import pingpong_first
+from distgemm.gemm.nvcc import build_together
 from distgemm.gemm.spec import Status
-from distgemm.measure import timing as bench
+from distgemm.measure.operation import Operation, WrongResultError, executable_method
+from distgemm.measure.timing import attempt, sample
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
+from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
+from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
 from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
-from distgemm.tune.candidates import candidates, providers, specs_of
+from distgemm.tune.candidates import providers, shortlist, specs_of
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
-__all__ = ["Tuned", "finalists", "measurable", "measure", "tune"]
+__all__ = ["Tuned", "finalists", "measurable", "search", "tune"]
 
 MIN_SPEEDUP = 0.02
-"""Share of an unfused program's time by which a plan has to be faster: what two runs of one thing differ by."""
+"""A plan is taken if it saves this share of the unfused program's time: two runs of one program differ by as much."""
 FINALISTS = 4
-FINALS = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
-"""So many of the fastest are measured again, so often, with pauses as between a model's products: products in a row
-throttle a GPU, and then the one that takes the least power wins."""
-KERNEL_SLOWDOWN_LIMIT, KERNELS = 1.25, 6
-"""Of plans whose GEMMs are one kernel, the best of each way to move things is measured with so many configurations,
-where it takes at most this factor longer than the fastest."""
-TRANSPORT_SLOWDOWN_LIMIT = 1.05
-"""The second of a way, too, with half as many, where it takes at most this factor longer than the first: with tiles
-chosen by shape the best of all may be behind."""
+"""Number of the fastest configurations that are measured again."""
+FINALS: dict[str, Any] = {"rounds": 9, "burst_ms": 4.0, "rest": 1.0}
+"""Settings of the second measurement, with pauses as between the GEMMs of a model. Without pauses a GPU throttles, and
+the configuration that takes the least power is the fastest."""
+KERNEL_SLOWDOWN_LIMIT = 1.25
+"""The fastest fused kernel of each kind is measured with other tiles if it takes at most this factor longer than the
+fastest configuration. A kind has one schedule, transport and mechanism."""
+OTHER_TILES = 6
+"""Number of other tiles for the fastest fused kernel of a kind; half as many for the second."""
+SECOND_SLOWDOWN_LIMIT = 1.05
+"""The second of a kind is measured with other tiles if it takes at most this factor longer than the first."""
 
 ALIGNED = 8
-"""Elements that are a multiple of 16 bytes, in all types that are measured."""
+"""Number of elements that is a multiple of 16 bytes in all types that are measured."""
 
 logger = logging.getLogger("distgemm")
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a measurement found.
+    """The result of a measurement.
 
-    config:  the fastest
-    times:   ms of all that were measured, by their text; of the slowest rank
-    refused: candidates that could not be compiled or measured, with the reason
-    path:    the file that the config was written to; None: to none
+    Attributes:
+        config: the fastest configuration.
+        times: ms on the slowest rank of each configuration that was measured, by its text.
+        refused: reason for each configuration that could not be compiled or measured, by its text.
+        path: the file that ``config`` was written to; None if it was not written.
     """
 
     config: TunedConfig
@@ -66,21 +76,21 @@ class Tuned:
 
     @property
     def ms(self) -> float:
-        """Of the config."""
+        """The time of ``config``."""
         return self.times[str(self.config)]
 
     @property
     def unfused_ms(self) -> float | None:
-        """Of the unfused program; None where it was not measured."""
+        """The time of the unfused program with NCCL; None if it was not measured."""
         return self.times.get(str(UNFUSED))
 
 
 def measurable(problem: GemmProblem) -> Status:
-    """Whether :func:`tune` can measure such products; falsy with the reason where it cannot."""
+    """Whether :func:`tune` can measure a problem; falsy with the reason."""
     if problem.l > 1:
-        return Status(f"single products are measured, not l = {problem.l} of them")
+        return Status(f"batches are not measured: l is 1, got {problem.l}")
     if problem.dtype == "float8_e4m3fn":
-        return Status("products of fp8 are not measured: they have no unfused program to be checked against")
+        return Status("fp8 is not measured: there is no unfused program to check the results against")
     return Status()
 
 
@@ -94,89 +104,100 @@ def tune(
     kernels: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> Tuned:
-    """Measures the :func:`candidates` against each other, in graphs, and takes the fastest. A collective call.
+    """Measure the configurations of :func:`distgemm.tune.shortlist` as CUDA graphs, and take the fastest.
 
-    write:    whether rank 0 records the config
-    kernels:  whether configurations of the plans' GEMMs that have no measured one are measured before
-              (:func:`distgemm.tune.gemm.tune`), spread over the ranks, and recorded; compiles several kernels for each
-              kind of GEMM
-    progress: is told, on every rank, what is being done
+    A collective call. All inputs are drawn at random. Extents that the number of ranks does not divide are rounded up.
 
-    Extents are measured as they are, rounded up to multiples of the number of ranks; all operands are drawn anew.
-    Raises ValueError for products that :func:`measurable` says cannot be measured; RuntimeError where no candidate is
-    left, or where one computes something wrong (:class:`distgemm.measure.timing.WrongResultError`).
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        group: the ranks that take part; None: all.
+        device: this rank's GPU; None: the current one.
+        write: whether rank 0 records the configuration in its cache folder.
+        kernels: whether tiles are measured first for the GEMMs that have no recorded tiles. The GEMMs are spread over
+            the ranks, and their tiles are recorded. Compiles several kernels for each GEMM.
+        progress: called on every rank with a line about each step.
+
+    Raises:
+        ValueError: for a problem that is not :func:`measurable`, and for a broken file in the cache folder.
+        RuntimeError: if no configuration can be measured, and while the current stream is captured.
+        WrongResultError: if a configuration computes a wrong result.
     """
     whole, at = resolve_group(group), device_of(device)
     refuse_capture(problem, pattern, whole.size(), at)
-    return measure(problem, pattern, whole, at, write, kernels, progress)
+    return search(problem, pattern, whole, at, write=write, kernels=kernels, progress=progress)
 
 
-def measure(
+def search(
     problem: GemmProblem,
     pattern: Pattern,
     group: dist.ProcessGroup,
     device: torch.device,
+    *,
     write: bool = True,
     kernels: bool = False,
     progress: Callable[[str], object] | None = None,
     must_write: bool = True,
 ) -> Tuned:
-    """What :func:`tune` does, for a group and a device that are known.
+    """:func:`tune` for a given group and device.
 
-    must_write: whether a file that cannot be written is an error; else it is logged
+    With ``must_write=False``, a file that cannot be written is a warning and not an error.
     """
     if not (status := measurable(problem)):
         raise ValueError(status.reason)
-    say = progress or (lambda text: None)
+    report = progress or (lambda line: None)
     size = group.size()
-    whole = _divisible(problem, pattern, size)
-    if write:  # a file that is broken is found before anything is measured
+    key = key_of(problem, pattern, size)
+    whole = round_up(problem, pattern, size)
+    if write:  # finds a broken file before anything is measured
         from_first(group, device, lambda: look_up(problem, pattern, size, gpu_name(device)))
-    tried = from_first(group, device, lambda: candidates(whole, pattern, size))
+    tried = from_first(group, device, lambda: shortlist(whole, pattern, size))
     if kernels:
-        _tune_gemms(whole, tried, group, device, say)
-    operation, failed = bench.attempt(group, device, lambda: bench.Operation(whole, pattern, group, device))
+        _tune_gemms(whole, tried, group, device, report)
+    operation, failed = attempt(group, device, lambda: Operation(whole, pattern, group, device))
     if operation is None:
-        raise RuntimeError(f"{key_of(problem, pattern, size)} cannot be measured: {failed.error}")
-    trial = _Trial(operation, say)
+        raise RuntimeError(f"{key} cannot be measured: {failed.error}")
+    trial = _Trial(operation, report)
     ran = trial.run(tried)
     again = from_first(group, device, lambda: finalists(whole, pattern, size, ran, trial.times))
-    if len(again) > 1:
-        # What differs by less than clocks do in the first run is told apart by one more.
+    if len(again) > 1:  # clocks vary by more than the fastest configurations differ
         ran = trial.run(again, **FINALS)
     times = trial.times
-    fastest = _clearly_fastest(ran, times)
+    fastest = fastest_of(ran, times)
     if fastest.execution.single_kernel:
         others = [config for config in tried if not config.execution.single_kernel and str(config) in times]
         others.sort(key=lambda config: times[str(config)])
         if others:
-            fastest = replace(fastest, fallback=replace(_clearly_fastest(others, times), source="measured"))
+            fastest = replace(fastest, fallback=replace(fastest_of(others, times), source="measured"))
 
-    def settle() -> tuple[TunedConfig, dict[str, float], Path | None]:
+    def record() -> tuple[TunedConfig, dict[str, float], Path | None]:
         if not write:
             return fastest, times, None
         entry = fastest.to_dict() | {"ms": round(times[str(fastest)], 5)}
         if str(UNFUSED) in times:
             entry["unfused_ms"] = round(times[str(UNFUSED)], 5)
         try:
-            path = CACHE.record(gpu_name(device), {key_of(problem, pattern, size): entry})
+            return fastest, times, CACHE.record(gpu_name(device), {key: entry})
         except OSError as error:
             if must_write:
                 raise
-            logger.warning("%s was measured, and cannot be recorded: %s", key_of(problem, pattern, size), error)
-            path = None
-        return fastest, times, path
+            logger.warning("%s was measured, and cannot be recorded: %s", key, error)
+            return fastest, times, None
 
-    config, times, path = from_first(group, device, settle)
-    logger.info("%s: %s, %.4f ms; tried %s", key_of(problem, pattern, size), config, times[str(config)], times)
+    config, times, path = from_first(group, device, record)
+    logger.info("%s: %s, %.4f ms; tried %s", key, config, times[str(config)], times)
     return Tuned(replace(config, source="measured"), times, trial.refused, path)
 
 
-def _clearly_fastest(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:
-    """The first of what ran, the fastest; or, where that is hardly faster, an unfused program: NCCL's, if that is as
-    fast."""
+def fastest_of(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:
+    """The fastest configuration, or an unfused program that is slower by less than ``MIN_SPEEDUP``.
+
+    Args:
+        ran: the configurations that were measured, the fastest first.
+        times: their ms, by their text.
+    """
     unfused = [config for config in ran if config.method == "unfused"]
-    for simpler in (UNFUSED, *unfused):
+    for simpler in (UNFUSED, *unfused):  # NCCL's before the others
         if simpler in unfused and times[str(ran[0])] > (1 - MIN_SPEEDUP) * times[str(simpler)]:
             return simpler
     return ran[0]
@@ -184,36 +205,36 @@ def _clearly_fastest(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> 
 
 @dataclass
 class _Trial:
-    """What has been measured of one operation so far: ms by a config's text, and why others have none."""
+    """The measurements of one operation so far: ms by a configuration's text, and the reasons of those without."""
 
-    operation: bench.Operation
-    say: Callable[[str], object]
+    operation: Operation
+    report: Callable[[str], object]
     times: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def run(self, wanted: list[TunedConfig], **how: Any) -> list[TunedConfig]:
-        """Those of them that ran, the fastest first. ``how`` is what :func:`distgemm.measure.timing.sample` takes."""
+    def run(self, wanted: list[TunedConfig], **settings: Any) -> list[TunedConfig]:
+        """Measure configurations with settings of ``sample``. Returns those that ran, the fastest first."""
         operation = self.operation
-        made, failures = _executables(operation, wanted, self.say)
+        executables, failures = _executables(operation, wanted, self.report)
         self.refused |= failures
-        if not made:
+        if not executables:
             raise RuntimeError(f"no candidate for {self._key} can be compiled: {self.refused}")
-        self.say(f"measuring {len(made)} candidates")
-        methods = [bench.executable_method(operation, str(config), exe) for config, exe in made.items()]
+        self.report(f"measuring {len(executables)} candidates")
+        methods = [executable_method(operation, str(config), exe) for config, exe in executables.items()]
         try:
-            samples = bench.sample(operation, methods, **how)
+            samples = sample(operation, methods, **settings)
         finally:
             for method in methods:
                 method.release()
-        for name, one in samples.items():
-            if one.wrong:
-                raise bench.WrongResultError(f"{name}: {one.error}")
-            if one.error:
-                self.refused[name] = one.error
-                logger.warning("not measured: %s: %s", name, one.error)
+        for name, each in samples.items():
+            if each.wrong:
+                raise WrongResultError(f"{name}: {each.error}")
+            if each.error:
+                self.refused[name] = each.error
+                logger.warning("not measured: %s: %s", name, each.error)
             else:
-                self.times[name] = one.ms
-        ran = [config for config in made if str(config) in samples and not samples[str(config)].error]
+                self.times[name] = each.ms
+        ran = [config for config in executables if str(config) in samples and not samples[str(config)].error]
         if not ran:
             raise RuntimeError(f"no candidate for {self._key} can be measured: {self.refused}")
         return sorted(ran, key=lambda config: self.times[str(config)])
@@ -226,87 +247,94 @@ class _Trial:
 def finalists(
     problem: GemmProblem, pattern: Pattern, world_size: int, ran: Sequence[TunedConfig], times: Mapping[str, float]
 ) -> list[TunedConfig]:
-    """The fastest, the unfused program, and the fastest plans by one kernel with other configurations of it, where that
-    may become the fastest of all. No other measurement done_flags which of them is best at waiting, or at sending."""
+    """The configurations that are measured a second time.
+
+    They are the fastest ones, the unfused program, and the fastest fused kernels with other tiles. A GEMM that is
+    measured alone does not show which tiles wait or send best in the fused kernel.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
+        ran: the configurations that were measured, the fastest first.
+        times: their ms, by their text.
+    """
     found = [*ran[:FINALISTS], *(config for config in ran if config == UNFUSED)]
-    by_way: dict[tuple[Any, ...], list[TunedConfig]] = {}
+    kinds: dict[tuple[Any, ...], list[TunedConfig]] = {}
     for config in ran:
         if config.execution.single_kernel and times[str(config)] <= KERNEL_SLOWDOWN_LIMIT * times[str(ran[0])]:
-            way = config.schedule, config.execution.transport, config.option("mechanism")
-            by_way.setdefault(way, []).append(config)
-    for best, *others in by_way.values():
-        second = [one for one in others[:1] if times[str(one)] <= TRANSPORT_SLOWDOWN_LIMIT * times[str(best)]]
-        for one, most in zip([best, *second], (KERNELS, KERNELS // 2), strict=False):
-            found += [one, *_in_other_tiles(one.plan(problem, world_size), one, pattern)[:most]]
+            kind = config.schedule, config.execution.transport, config.option("mechanism")
+            kinds.setdefault(kind, []).append(config)
+    for first, *others in kinds.values():
+        second = [config for config in others[:1] if times[str(config)] <= SECOND_SLOWDOWN_LIMIT * times[str(first)]]
+        for config, count in zip([first, *second], (OTHER_TILES, OTHER_TILES // 2), strict=False):
+            found += [config, *with_other_tiles(config.plan(problem, world_size), config, pattern)[:count]]
     return list(dict.fromkeys(found))
 
 
-def _in_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[TunedConfig]:
-    """One with each configuration of its kernel, by what multiplies everything fastest, and what multiplies a chunk
-    fastest: the rest once the last one has come."""
-    from distgemm.gemm.select import order
+def with_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[TunedConfig]:
+    """A configuration of the fused kernel with each tile configuration that it takes, the most promising first.
 
+    Tiles that are fast for the whole product alternate with tiles that are fast for one chunk: when the last chunk
+    arrives, only that chunk is left to compute.
+    """
     chunk = _chunk(plan)
     configs = providers()["cutlass"].configs(chunk)
-    best = [order(chunk, configs, count=number) for number in (_count(plan), 1)]
-    found = [config for config in chain.from_iterable(zip(*best, strict=True)) if config.kernel_schedule != "plain"]
+    orders = [gemm_select.order(chunk, configs, count=count) for count in (_count(plan), 1)]
+    tiles = [tile for tile in chain.from_iterable(zip(*orders, strict=True)) if tile.kernel_schedule != "plain"]
     if config.option("mechanism") == "store":
-        found = storing_first(found)
-    if _delivers(config, pattern):
-        found = [config for config in found if config.kernel_schedule == "pingpong"]
-    executions = (replace(config.execution, config=str(config)) for config in dict.fromkeys(found))
+        tiles = pingpong_first(tiles)
+    if pattern == "gemm+ar" and config.execution.transport == "sm":
+        # Buffers of the kernel's copies leave the largest tiles two pipeline stages, which makes them slow.
+        tiles = [tile for tile in tiles if tile.kernel_schedule == "pingpong"]
+    executions = (replace(config.execution, config=str(tile)) for tile in dict.fromkeys(tiles))
     return [replace(config, execution=execution) for execution in executions]
 
 
-def _delivers(config: TunedConfig, pattern: Pattern) -> bool:
-    """Whether a kernel copies results. Beside its buffers the largest tiles (128x256, 256x128, 256x192) are left two
-    stages, with which 128x256 took 1.5 times as long as with copies by engines; 128x192, with three, was slower than
-    pingpong tiles, too."""
-    return pattern == "gemm+ar" and config.execution.transport == "sm"
-
-
 def _whole(plan: Plan) -> GemmSpec:
-    """A product as large as all of rank 0's, as if they differed in A."""
-    return together(_chunk(plan), _count(plan), "a")
+    """One GEMM as large as all GEMMs of rank 0, as if they differed in A."""
+    return combined_spec(_chunk(plan), _count(plan), "a")
 
 
 def _count(plan: Plan) -> int:
-    """How many products rank 0 computes."""
+    """Number of GEMMs of rank 0."""
     return sum(isinstance(op, Gemm) for op in plan.ops(0))
 
 
 def _chunk(plan: Plan) -> GemmSpec:
-    """One of the products, with a partial sum if there are any."""
+    """One GEMM of the plan, if possible one that adds a partial sum."""
     return max(specs_of(plan), key=lambda spec: spec.partial is not None)
 
 
-def _divisible(problem: GemmProblem, pattern: Pattern, size: int) -> GemmProblem:
-    """With equal shards: what is split rounded up, and nothing else. Where rows of shards would be aligned for TMA they
-    still are."""
+def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmProblem:
+    """The problem with equal shards: the extents that are split are rounded up.
+
+    Shards that TMA can read stay so.
+    """
 
     def rounded(extent: int) -> int:
-        unit = size if extent % ALIGNED else size * ALIGNED
+        unit = world_size if extent % ALIGNED else world_size * ALIGNED
         return -(-extent // unit) * unit
 
-    m = -(-problem.m // size) * size
+    m = -(-problem.m // world_size) * world_size
     if pattern == "ag+gemm":
         return replace(problem, m=m, n=rounded(problem.n), m_per_rank=None)
     return replace(problem, m=m, k=rounded(problem.k), m_per_rank=None)
 
 
 def _executables(
-    operation: bench.Operation, tried: list[TunedConfig], say: Callable[[str], object]
-) -> tuple[dict[TunedConfig, Any], dict[str, str]]:
-    """Executables of the candidates, and why some have none: the same on all ranks."""
-    made: dict[TunedConfig, Any] = {}
+    operation: Operation, tried: list[TunedConfig], report: Callable[[str], object]
+) -> tuple[dict[TunedConfig, Executable], dict[str, str]]:
+    """Executables of configurations, and the reasons of those without one. All ranks get the same configurations."""
+    made: dict[TunedConfig, Executable] = {}
     refused: dict[str, str] = {}
     problem, pattern, group, device = operation.problem, operation.pattern, operation.group, operation.device
-    # The largest workspace first: all the others fit in.
+    # The largest workspace comes first, so that all others fit into it.
     for config in sorted(tried, key=lambda config: _workspace_bytes(problem, config, group.size()), reverse=True):
-        say(f"compiling {config}")
+        report(f"compiling {config}")
         try:
             made[config] = ranks.make(problem, pattern, config, group, device)
-        except Exception as error:  # of whatever kind: the other ranks were told that this one cannot
+        except Exception as error:  # any error: every rank raises if one rank does
             refused[str(config)] = str(error)
             logger.warning("not measured: %s: %s", config, error)
     return made, refused
@@ -324,55 +352,46 @@ def _tune_gemms(
     tried: list[TunedConfig],
     group: dist.ProcessGroup,
     device: torch.device,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> None:
-    """Measures configurations for the CUTLASS GEMMs of these plans that have none, each on one rank, and records them
-    where every rank finds them."""
-    from distgemm import gemm
-    from distgemm.gemm import select as gemm_select
-    from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-    from distgemm.gemm.nvcc import build_together
-    from distgemm.tune.gemm import candidates as configurations
-    from distgemm.tune.gemm import tune as tune_gemm
-
+    """Measure tiles for the CUTLASS GEMMs that have no recorded ones, each on one rank, and record them on all."""
     rank, size = dist.get_rank(group), group.size()
     known = from_first(group, device, lambda: set(gemm_select.CACHE.read(gpu_name(device))))
     wanted: dict[str, tuple[GemmSpec, int]] = {}
     for config in tried:
-        how = config.execution
-        if config.method == "plan" and how.provider == "cutlass":
-            plan = config.plan(problem, group.size())
-            for spec in [_whole(plan)] if config.execution.single_kernel else specs_of(plan):
-                key = gemm_select.key_of(spec, how.gemm_streams)
+        execution = config.execution
+        if config.method == "plan" and execution.provider == "cutlass":
+            plan = config.plan(problem, size)
+            for spec in [_whole(plan)] if execution.single_kernel else specs_of(plan):
+                key = gemm_select.key_of(spec, execution.gemm_streams)
                 if key not in known:
-                    wanted.setdefault(key, (spec, how.gemm_streams))
+                    wanted.setdefault(key, (spec, execution.gemm_streams))
 
     def measured() -> Entries:
-        say(f"compiling kernels for {len(wanted)} kinds of GEMMs")
+        report(f"compiling kernels for {len(wanted)} GEMMs")
         provider = CutlassProvider()
-        every = [
-            (spec, config) for spec, streams in wanted.values() for config in configurations(provider, spec, streams)
+        sources = [
+            kernel_source(spec, tile, provider.arch)
+            for spec, streams in wanted.values()
+            for tile in gemm_tuning.candidates(provider, spec, streams)
         ]
-        sources = list(dict.fromkeys(kernel_source(spec, config, provider.arch) for spec, config in every))
-        build_together(sources, rank, size)
-        found: Entries = {}
+        build_together(list(dict.fromkeys(sources)), rank, size)
+        entries: Entries = {}
         for key, (spec, streams) in list(wanted.items())[rank::size]:
-            say(f"measuring GEMMs {key}")
-            best = tune_gemm(_tensors(spec, device), streams=streams, write=False)
-            found[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
-        return found
+            report(f"measuring GEMM {key}")
+            best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
+            entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
+        return entries
 
     if not wanted:
         return
-    found = from_all(group, measured)
-    every = {key: config for each in found for key, config in each.items()}
+    every = {key: entry for entries in from_all(group, measured) for key, entry in entries.items()}
     from_all(group, lambda: gemm_select.CACHE.record(gpu_name(device), every))
-    gemm.forget_kernels()  # so that this process takes the configs too
+    forget_kernels()  # so that this process uses the new tiles
 
 
-def _tensors(spec: GemmSpec, device: torch.device) -> Any:
-    """Random ones of a GEMM without batches."""
-    from distgemm.gemm import GemmTensors
+def _tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
+    """Random tensors of a GEMM without batches."""
 
     def drawn(matrix: MatrixSpec) -> torch.Tensor:
         whole = torch.randn(matrix.rows, matrix.stride, device=device).to(TORCH_DTYPES[matrix.dtype])

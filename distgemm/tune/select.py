@@ -1,4 +1,4 @@
-"""One config for all ranks, and its executable."""
+"""Selects one configuration for all ranks, and makes its executable."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from distgemm.tune import ranks
 from distgemm.tune.cache import bucketed, gpu_name, look_up
 from distgemm.tune.candidates import predicted, single_kernel_status
 from distgemm.tune.config import UNFUSED, TunedConfig
-from distgemm.tune.ranks import config_of, device_of, from_first, refuse_capture
-from distgemm.tune.search import measurable, measure
+from distgemm.tune.ranks import device_of, from_first, refuse_capture
+from distgemm.tune.search import measurable, search
 
-__all__ = ["config_of", "executable", "fitting", "select"]
+__all__ = ["executable", "fitting", "select"]
 
 
 def select(
@@ -32,35 +32,46 @@ def select(
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
 ) -> TunedConfig:
-    """The config for a product, the same on all ranks: rank 0 looks it up in its files. A collective call.
+    """The configuration for a problem, the same on all ranks. A collective call.
 
-    tune: where nothing is recorded: True: measure now, at the :func:`bucket` of m, and record it; False: what the cost
-          model predicts; None: True, unless DISTGEMM_TUNE is 0 in the environment of rank 0
+    Rank 0 looks it up in its cache folder. If nothing is recorded, ``tune`` decides. A problem that is not
+    :func:`measurable` (batches, fp8) gets the prediction of the cost model. If the file cannot be written, the
+    measured configuration serves this call alone, and a warning says so.
 
-    Products that are not :func:`measurable` (batches, fp8) are predicted. Where the file cannot be written, a config
-    serves this process alone, and a warning says so.
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        group: the ranks that take part; None: all.
+        device: this rank's GPU; None: the current one.
+        tune: what happens if nothing is recorded. True: measure now, at the :func:`bucket` of m, and record the
+            result. False: take the prediction of the cost model. None: True, unless the environment of rank 0 has
+            DISTGEMM_TUNE=0.
 
-    Raises RuntimeError while the current stream is captured; on all ranks, ValueError where rank 0's file is broken.
+    Raises:
+        RuntimeError: while the current stream is captured.
+        ValueError: on all ranks, if a file of rank 0 is broken.
     """
     whole, at = resolve_group(group), device_of(device)
     size = whole.size()
     refuse_capture(problem, pattern, size, at)
 
-    def decide() -> TunedConfig | None:
-        found = look_up(problem, pattern, size, gpu_name(at))
-        wanted = os.environ.get("DISTGEMM_TUNE") != "0" if tune is None else tune
-        return found or (None if wanted and measurable(problem) else predicted(problem, pattern, size))
+    def look_up_or_predict() -> TunedConfig | None:
+        recorded = look_up(problem, pattern, size, gpu_name(at))
+        measure = os.environ.get("DISTGEMM_TUNE") != "0" if tune is None else tune
+        return recorded or (None if measure and measurable(problem) else predicted(problem, pattern, size))
 
-    found = from_first(whole, at, decide)
-    if found is None:
-        found = measure(bucketed(problem), pattern, whole, at, must_write=False).config
-    return fitting(found, problem, pattern, size)
+    config = from_first(whole, at, look_up_or_predict)
+    if config is None:
+        config = search(bucketed(problem), pattern, whole, at, must_write=False).config
+    return fitting(config, problem, pattern, size)
 
 
 def fitting(config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
-    """A config for other rows than it was measured at: one kernel for all GEMMs takes chunks of equal size, and where
-    these rows are in none it is what was measured as its ``fallback``, or the prediction. NCCL adds what no other collective
-    does."""
+    """A configuration that executes a problem whose rows differ from those that were measured.
+
+    The fused kernel needs chunks of equal size. If these rows do not divide so, the ``fallback`` of the configuration
+    is taken, or the prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
+    """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
@@ -80,11 +91,24 @@ def executable(
     *,
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
-    **more: Any,
+    **options: Any,
 ) -> CudaExecutable | UnfusedExecutable:
-    """This rank's executable of what :func:`select` selects; :func:`config_of` says what that is. A collective call.
+    """This rank's executable of the configuration that :func:`select` selects. A collective call.
 
-    more: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, where a plan is chosen
+    :func:`config_of` returns the configuration.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        group: the ranks that take part; None: all.
+        device: this rank's GPU; None: the current one.
+        tune: as in :func:`select`.
+        **options: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, for a plan.
+
+    Raises:
+        RuntimeError: while the current stream is captured.
+        ValueError: on all ranks, if a file of rank 0 is broken.
     """
     whole, at = resolve_group(group), device_of(device)
-    return ranks.make(problem, pattern, select(problem, pattern, whole, device=at, tune=tune), whole, at, **more)
+    config = select(problem, pattern, whole, device=at, tune=tune)
+    return ranks.make(problem, pattern, config, whole, at, **options)

@@ -1,4 +1,4 @@
-"""GEMMs to try on a GPU: types, majors, terms, strides and configurations; and their float64 reference."""
+"""GEMMs to run on a GPU, of all types, majors, terms, strides and configurations; and their float64 reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider, kernel_source
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.tiles import TMA_TILES
 
 TORCH = {
     "bfloat16": torch.bfloat16,
@@ -21,11 +22,11 @@ TORCH = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 OUT = {"float32": "float32", "tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
-# How finely tensor cores and FMA add: relative to the sum of magnitudes, for each instruction along k.
+# The error of tensor cores, relative to the sum of magnitudes, for each instruction along k.
 ADDITION = {"float8_e4m3fn": 2.0**-13}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""On the CPU, what the cases are compiled from can be found out."""
+"""On the CPU, the sources of the cases can be listed."""
 GUARD = 7
 """Rows and batches around D, and columns between rows, that must stay as they are."""
 
@@ -34,10 +35,19 @@ GUARD = 7
 class Case:
     """One GEMM.
 
-    terms:   of "alpha", "c", "in_place", "bias", "partial", "scales", "row_scales"
-    pad:     elements between the end of a row (column) and the next one, for A, B, D and C
-    offset:  elements from an aligned address to A, B and D
-    config:  "" for the default, or as :class:`GemmConfig` writes it
+    Attributes:
+        dtype: element type of A and B.
+        majors: "r" or "c" for A and for B: rows or columns are contiguous.
+        terms: of "alpha", "c", "in_place", "bias", "partial", "scales", "row_scales".
+        m: rows of D.
+        n: columns of D.
+        k: columns of A and B.
+        l: batches.
+        pad: elements between the end of a row (column) and the next one, for A, B, D and C.
+        offset: elements from an aligned address to A, B and D.
+        out: element type of D; "": the default of ``dtype``.
+        partial: element type of the partial sum; "": that of D.
+        config: text of a :class:`GemmConfig`; "": the default.
     """
 
     dtype: str = "bfloat16"
@@ -55,8 +65,8 @@ class Case:
 
     def __str__(self) -> str:
         size = f"{self.m}x{self.n}x{self.k}" + (f"x{self.l}" if self.l > 1 else "")
-        words = [self.dtype, self.majors, size, f"pad{self.pad}", f"off{self.offset}", *self.terms]
-        return "-".join([*words, *(x for x in (self.out, self.partial, self.config) if x)])
+        parts = [self.dtype, self.majors, size, f"pad{self.pad}", f"off{self.offset}", *self.terms]
+        return "-".join([*parts, *(x for x in (self.out, self.partial, self.config) if x)])
 
     @property
     def out_dtype(self) -> str:
@@ -65,7 +75,7 @@ class Case:
 
 @dataclass
 class Made:
-    """Tensors of a case with the buffers around them, and the magnitudes that rounding errors follow."""
+    """Tensors of a case, the buffers around them, and the magnitudes that bound rounding errors."""
 
     tensors: GemmTensors
     buffers: dict[str, torch.Tensor]
@@ -142,10 +152,10 @@ def make(case: Case, integers: bool, seed: int = 0) -> Made:
 
 
 def bound(case: Case, made: Made) -> torch.Tensor:
-    """What the types allow: one rounding of the result, and an error of each addition along k.
+    """The largest error that the types allow: one rounding of the result, and an error of each addition along k.
 
-    Tensor cores add the products of one instruction at once, k of at least 8 of them; four further terms are added
-    in float32. tf32 drops all but 10 bits of each factor.
+    A tensor core instruction adds at least 8 products along k at once. Four more terms are added in float32. tf32 keeps
+    10 bits of each factor.
     """
     addition = ADDITION.get(case.dtype, 2.0**-23)
     steps = case.k if case.dtype == "float32" else -(-case.k // 8)
@@ -197,13 +207,13 @@ def cases() -> Iterator[Case]:
         yield Case("float8_e4m3fn", "rr", terms, m=264, n=328, k=144, pad=16)
     yield Case("float8_e4m3fn", "rr", ("row_scales", "bias"), m=137, n=75, k=61, pad=1)
     yield Case("float8_e4m3fn", "rr", ("scales",), m=264, n=328, k=144, pad=16, out="float16")
-    for tile, cluster, schedule in TMA_TILES:
-        plain = GemmConfig((*tile, 64), cluster, schedule)
+    for tile, cluster, kernel_schedule in TMA_TILES:
+        config = GemmConfig((*tile, 64), cluster, kernel_schedule)
         for raster, swizzle in (("heuristic", 1), ("m", 4), ("n", 2)):
-            config = str(replace(plain, raster=raster, swizzle=swizzle, share=1 + (raster == "m")))
-            yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=config)
-        yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(plain))
-    # Wgmmas of widths that are no powers of two, for types, majors and ways to store that the tiles above have not.
+            ordered = replace(config, raster=raster, swizzle=swizzle, share=1 + (raster == "m"))
+            yield Case("bfloat16", "rr", (), m=1096, n=1352, k=200, config=str(ordered))
+        yield Case("bfloat16", "rr", ("partial",), m=1096, n=1352, k=200, config=str(config))
+    # wgmma widths that are no powers of two, with the types, majors and epilogues that the cases above lack.
     wide: dict[str, Any] = {"m": 1096, "n": 1352, "k": 208, "pad": 16}
     yield Case("float16", "rr", (), config="256x208x64_2x1_cooperative", **wide)
     yield Case("tfloat32", "rr", (), config="256x160x32_2x1_cooperative", **wide)
@@ -217,7 +227,7 @@ def cases() -> Iterator[Case]:
 
 
 def kernels(found: Iterable[Case], arch: str | None = None) -> list[KernelSource]:
-    """What the cases are compiled from, each once."""
+    """The sources of the cases, each once."""
     provider = CutlassProvider(arch)
     sources = {}
     for case in found:

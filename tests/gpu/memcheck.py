@@ -1,4 +1,4 @@
-"""Every mechanism of the CUDA runtime once, small, to be run under compute-sanitizer on 2 GPUs or more:
+"""Small cases of every mechanism of the CUDA runtime, to run under compute-sanitizer on 2 GPUs or more:
 
 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
 """
@@ -17,7 +17,7 @@ ALL_REDUCE, ALL_REDUCE_CHAIN = "all_reduce_1d_pairwise_a", "all_reduce_1d_tiling
 
 
 def cases(ranks: int) -> list[Case]:
-    """Eager, recorded and replayed; by memory operations and by kernels that wait; ragged extents."""
+    """Each case runs eagerly, recorded and replayed. They wait by memory operations or kernels; some are ragged."""
     return [
         Case(GATHER, (ranks,)),
         Case(RING, (ranks,), chunks=2, m=389, n=328, k=456, workspace="bounded", sync="credit", config=None),
@@ -48,7 +48,6 @@ def cases(ranks: int) -> list[Case]:
         ),
         Case(GATHER, (ranks,), chunks=2, k=1160, execution="single_kernel", transport="sm"),
         Case(GATHER, (ranks,), chunks=2, k=1160, execution="single_kernel", transport="copy_engine_slices"),
-        Case(GATHER, (ranks,), chunks=2, k=1160, execution="single_kernel", copies="both"),
     ]
 
 

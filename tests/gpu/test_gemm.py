@@ -1,4 +1,4 @@
-"""Kernels of one GPU against float64: poisoned outputs, guarded surroundings, graphs, host time."""
+"""Kernels on one GPU against float64: poisoned outputs, guarded surroundings, graphs, host time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CASES = list(cases())
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """The kernels of all selected cases at once, on all cores: one after the other would take an hour."""
+    """Compile the kernels of all selected cases on all cores. One after the other would take an hour."""
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    chosen = {
+    selected = {
         item.callspec.params["case"] for item in items if hasattr(item, "callspec") and "case" in item.callspec.params
     }
-    build(kernels(sorted(chosen, key=str)))
+    build(kernels(sorted(selected, key=str)))
 
 
 def run(case: Case, made: Made) -> None:
@@ -59,7 +59,7 @@ def test_error_stays_within_what_the_types_allow(case: Case) -> None:
     assert excess <= 1
 
 
-def test_tf32_is_only_used_where_it_is_asked_for() -> None:
+def test_tf32_is_only_used_if_requested() -> None:
     errors = {}
     for dtype in ("float32", "tfloat32"):
         made = make(Case(dtype, m=256, n=256, k=256, pad=0), integers=False)
@@ -94,7 +94,7 @@ def test_replays_see_changed_inputs(provider: str, terms: tuple[str, ...]) -> No
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[str]:
-    """The kinds of nodes in a graph that keeps them."""
+    """The types of the nodes of a graph."""
     from cuda.bindings import runtime
 
     handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
@@ -176,7 +176,7 @@ def test_captured_launches_are_one_kernel_node_each() -> None:
 def test_config_is_part_of_the_launch() -> None:
     tensors: GemmTensors = make(Case(m=264, n=328, k=144, pad=16), integers=True).tensors
     config = GemmConfig((128, 128, 64), (2, 1), "pingpong")
-    assert str(config) in bind(tensors, config=config)._kernel.name  # type: ignore[attr-defined]
+    assert str(config) in bind(tensors, config=config).name  # type: ignore[attr-defined]
 
 
 def test_specs_that_do_not_fit_raise() -> None:

@@ -1,4 +1,4 @@
-"""The torch ops, their gradients, layers and graphs on 2 and 4 GPUs, against the unsharded program."""
+"""The torch functions, their gradients, layers and graphs on 2 and 4 GPUs, against the program on one GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RANKS = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 
 def failures(ranks: int, name: str) -> list[str]:
-    """What went wrong in a check, on any rank."""
-    return [failure for of_rank in results(ranks) for failure in of_rank[name]]
+    """The failures of a check, on all ranks."""
+    return [failure for found in results(ranks) for failure in found[name]]
 
 
 @once
 def results(ranks: int) -> list[dict[str, list[str]]]:
-    """One group of processes for all checks."""
+    """One launch runs all checks."""
     with tempfile.TemporaryDirectory() as folder:
         checks: list[Any] = [
             (worker.after_inference, ()),
@@ -42,7 +42,7 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_was_made_in_inference_mode_serves_training(ranks: int) -> None:
+def test_an_executable_from_inference_mode_serves_training(ranks: int) -> None:
     assert failures(ranks, "after_inference") == []
 
 
@@ -52,22 +52,22 @@ def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_recorded_step_is_the_eager_step_bit_by_bit(ranks: int) -> None:
+def test_a_captured_step_has_the_bits_of_an_eager_step(ranks: int) -> None:
     assert failures(ranks, "recorded_steps") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_graphed_callables(ranks: int) -> None:
+def test_graphed_callables_have_the_bits_of_the_module(ranks: int) -> None:
     assert failures(ranks, "graphed_callables") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_capture_that_would_have_to_make_something_is_refused(ranks: int) -> None:
+def test_a_capture_that_needs_a_new_executable_is_refused(ranks: int) -> None:
     assert failures(ranks, "refused_captures") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_shapes_that_come_and_go_take_a_bounded_memory(ranks: int) -> None:
+def test_many_shapes_take_bounded_memory(ranks: int) -> None:
     assert failures(ranks, "many_shapes") == []
 
 
@@ -77,30 +77,30 @@ def test_layers_share_executables_and_a_workspace(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_modules_are_the_linears_on_one_gpu(ranks: int) -> None:
+def test_modules_compute_what_linears_compute_on_one_gpu(ranks: int) -> None:
     assert failures(ranks, "modules") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_styles_are_the_model_on_one_gpu(ranks: int) -> None:
+def test_styles_compute_what_the_model_computes_on_one_gpu(ranks: int) -> None:
     assert failures(ranks, "styles") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_compiled_without_a_graph_break(ranks: int) -> None:
+def test_torch_compile_needs_no_graph_break(ranks: int) -> None:
     assert failures(ranks, "compiled") == []
 
 
 @pytest.mark.gpu(4)
-def test_groups_of_a_mesh() -> None:
+def test_both_groups_of_a_mesh_run_at_once() -> None:
     assert failures(4, "subgroups") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_automatic_schedules(ranks: int) -> None:
+def test_auto_without_measuring(ranks: int) -> None:
     assert failures(ranks, "automatic") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_training_run_follows_one_gpu_and_is_resumed_bit_by_bit(ranks: int) -> None:
+def test_training_follows_one_gpu_and_resumes_with_the_same_bits(ranks: int) -> None:
     assert failures(ranks, "training") == []

@@ -21,7 +21,7 @@ def test_the_unfused_program_is_exact_on_integers(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_is_measured_is_taken_and_can_be_pinned_and_captured(ranks: int, tmp_path: Path) -> None:
-    """Set DISTGEMM_CACHE_DIR to an empty folder to keep the kernels for the next run; choices there must be absent."""
+def test_the_measured_configuration_is_taken_pinned_and_captured(ranks: int, tmp_path: Path) -> None:
+    """DISTGEMM_CACHE_DIR may name a folder that keeps kernels for the next run, without tuned configurations."""
     found = launch(worker.run_all, ranks, [(worker.measured, (str(tmp_path),))], backend="nccl", timeout=580)
     assert [failure for each in found for failure in each["measured"]] == []

@@ -1,4 +1,4 @@
-"""What each rank of the tests of the torch ops on GPUs does. The whole product is at hand on every rank, in float64."""
+"""The ranks of the tests of the torch functions on GPUs. Every rank computes the whole product, too, in float64."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
 from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.runtime.executable import ExecutionConfig
-from distgemm.torch_ops import dispatch as calls
-from distgemm.torch_ops import library as ops
-from distgemm.tune import ranks as tuning
+from distgemm.schedulers import Pattern
+from distgemm.torch_ops import dispatch, library
+from distgemm.tune import ranks as tune_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Tensor = torch.Tensor
@@ -47,22 +47,22 @@ CONFIG = "128x128x64_2x1_pingpong"
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 ALL_REDUCE, ALL_REDUCE_PAIRWISE = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
-NAMED: dict[str, tuple[str, int]] = {"ag+gemm": (GATHER, 1), "gemm+rs": (CHAIN, 2), "gemm+ar": (ALL_REDUCE, 2)}
+NAMED: dict[Pattern, tuple[str, int]] = {"ag+gemm": (GATHER, 1), "gemm+rs": (CHAIN, 2), "gemm+ar": (ALL_REDUCE, 2)}
 EPS = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
-STUCK = 60.0
-"""Seconds for a replay, and for ranks to end a check: one that raised leaves the others waiting."""
+TIMEOUT_S = 60.0
+"""Timeout of a replay. The timeout of a check is longer: a rank that raises leaves the others waiting."""
 
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# --- one spawn for many checks ----------------------------------------------------------------------------
+# --- one launch for many checks ----------------------------------------------------------------------------
 
 
 def run_all(checks: Sequence[tuple[Callable[..., list[str]], tuple[Any, ...]]]) -> dict[str, list[str]]:
-    """The failures of each check by its name, tracebacks among them; a check that raised does not end the others."""
+    """The failures of each check by its name, with tracebacks. After a check that raises, the others still run."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # the bounds are of float32 sums
     compile_ahead()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -79,9 +79,11 @@ def run_all(checks: Sequence[tuple[Callable[..., list[str]], tuple[Any, ...]]]) 
             print(f"rank {rank}, {check.__name__}: {failure}", flush=True)
         store.set(f"{number}/{rank}", "")
         try:
-            store.wait([f"{number}/{other}" for other in range(ranks)], timedelta(seconds=3 * STUCK))
+            store.wait([f"{number}/{other}" for other in range(ranks)], timedelta(seconds=3 * TIMEOUT_S))
         except Exception as error:
-            raise RuntimeError(f"{check.__name__} has not ended on all ranks; here: {found[check.__name__]}") from error
+            raise RuntimeError(
+                f"{check.__name__} has not ended on all ranks; on rank {rank}: {found[check.__name__]}"
+            ) from error
         if rank == 0:
             print(f"{check.__name__}: {time.monotonic() - start:.1f} s", flush=True)
     return found
@@ -91,39 +93,40 @@ def run_all(checks: Sequence[tuple[Callable[..., list[str]], tuple[Any, ...]]]) 
 
 
 def _aligned(problem: distgemm.GemmProblem, ranks: int) -> bool:
-    """Whether kernels with TMA take all shards, and those of B turned."""
+    """Whether TMA can read all shards, and B transposed."""
     return problem.dtype == "bfloat16" and not problem.n % (8 * ranks) and not problem.k % (8 * ranks)
 
 
 @contextlib.contextmanager
 def quick(named: bool = True) -> Iterator[None]:
-    """GEMMs by one configuration of CUTLASS where all is aligned, else by cuBLAS: few kernels are compiled.
+    """Compiles few kernels: GEMMs by one tile configuration of CUTLASS if all is aligned, otherwise by cuBLAS.
 
-    named: also what is "auto", as all backward passes are, becomes a schedule of NAMED
+    Args:
+        named: whether "auto", which all backward passes use, becomes a schedule of NAMED.
     """
-    make, product = cuda.compile_plan, ops.product
+    make, prepare = cuda.compile_plan, library.prepare
 
-    def compile_quickly(plan: distgemm.Plan, how: ExecutionConfig | None = None, **more: Any) -> Any:
+    def compile_quickly(plan: distgemm.Plan, execution: ExecutionConfig | None = None, **options: Any) -> Any:
         cutlass = _aligned(plan.problem, plan.world_size)
         gemms: dict[str, Any] = {"provider": "cutlass", "config": CONFIG} if cutlass else {"provider": "cublas"}
-        execution = dataclasses.replace(how or ExecutionConfig(), **({"config": None} | gemms))
-        return make(plan, execution, **(more | {"timeout": STUCK}))
+        execution = dataclasses.replace(execution or ExecutionConfig(), **({"config": None} | gemms))
+        return make(plan, execution, **(options | {"timeout": TIMEOUT_S}))
 
-    def by_name(kind: str, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *more: Any) -> Any:
+    def by_name(pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None) -> Any:
         if schedule == "auto":
-            schedule, chunks = NAMED[kind]
-        return product(kind, problem, group, at, schedule, chunks, *more)
+            schedule, chunks = NAMED[pattern]
+        return prepare(pattern, problem, group, at, schedule, chunks)
 
     with contextlib.ExitStack() as stack:
-        for module in (cuda, tuning):
+        for module in (cuda, tune_ranks):
             stack.enter_context(mock.patch.object(module, "compile_plan", compile_quickly))
         if named:
-            stack.enter_context(mock.patch.object(ops, "product", by_name))
+            stack.enter_context(mock.patch.object(library, "prepare", by_name))
         yield
 
 
 def compile_ahead() -> None:
-    """The kernels that quick() leads to, all at once and each rank its own, instead of one after the other."""
+    """Compile the kernels of quick() together. Each rank begins with another one."""
     a = torch.empty(256, 256, dtype=torch.bfloat16, device=device())
     d, row = torch.empty_like(a), a[0]
     specs = [
@@ -133,24 +136,32 @@ def compile_ahead() -> None:
         for bias in (None, row)
     ]
     sources = get_provider("cutlass").sources(specs, GemmConfig.parse(CONFIG), 2)
-    turn = dist.get_rank() * len(sources) // dist.get_world_size()
-    build(sources[turn:] + sources[:turn], jobs=2, progress=dist.get_rank() == 0)
+    first = dist.get_rank() * len(sources) // dist.get_world_size()
+    build(sources[first:] + sources[:first], jobs=2, progress=dist.get_rank() == 0)
     dist.barrier(device_ids=[device().index])
 
 
-# --- ops against the whole product --------------------------------------------------------------------------
+# --- functions against the whole product --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of an op, and of its gradients.
+    """A call of a function, and of its gradients.
 
-    rows: tokens of each rank; None: 96 on each
-    ns, k: out_features of each b, and in_features, over all ranks
-    expanded: the gradient that comes in is one row for all tokens
+    Attributes:
+        function: "gather", "scatter" or "reduce".
+        ns: out_features of each b over all ranks.
+        k: in_features over all ranks.
+        rows: tokens of each rank; None: 96 on each.
+        between: size of a dimension between tokens and features; None: no such dimension.
+        bias: whether there is a bias for each b.
+        keep: value of ``keep_gathered``.
+        returned: value of ``return_gathered``.
+        schedule, chunks: as in the functions.
+        expanded: whether the gradient of the output is one row for all tokens.
     """
 
-    op: str
+    function: str
     ns: tuple[int, ...]
     k: int
     rows: tuple[int, ...] | None = None
@@ -198,11 +209,14 @@ def part(x: Tensor, sizes: Sequence[int], rank: int, dim: int) -> Tensor:
 
 @dataclasses.dataclass
 class Drawn:
-    """What a case multiplies, the same on all ranks, and what comes out: all in float64.
+    """The inputs of a case, the same on all ranks, and the expected results in float64.
 
-    results:    of the forward pass and of the gradients
-    magnitudes: the same, of absolute values
-    partial:    of the one that is summed over ranks, the sum of the ranks' contributions without their signs
+    Attributes:
+        inputs: the tensors that have gradients, by name.
+        grads: the gradient of each output.
+        results: outputs and gradients, by name.
+        magnitudes: the same, computed from absolute values.
+        partial: name of the result that is summed over ranks, and the sum of the ranks' contributions without signs.
     """
 
     inputs: dict[str, Tensor]
@@ -231,8 +245,8 @@ def draw(case: Case, tokens: Sequence[int], ranks: int, seed: int) -> Drawn:
         names = [f"gradient of {name}" for name in leaves]
         return {f"y{i}": y.detach() for i, y in enumerate(ys)} | dict(zip(names, found, strict=True))
 
-    if case.op == "gather":
-        shares = [ops._split(n, ranks) for n in case.ns]
+    if case.function == "gather":
+        shares = [library.split_extent(n, ranks) for n in case.ns]
         contributions = [
             sum(
                 part(grad, share, rank, 1).double() @ part(inputs[f"b{i}"], share, rank, 0).double()
@@ -242,7 +256,7 @@ def draw(case: Case, tokens: Sequence[int], ranks: int, seed: int) -> Drawn:
         ]
         summed = "gradient of a"
     else:
-        share = ops._split(case.k, ranks)
+        share = library.split_extent(case.k, ranks)
         contributions = [
             part(inputs["a"], share, rank, 1).double() @ part(inputs["b0"], share, rank, 1).double().t()
             for rank in range(ranks)
@@ -253,47 +267,57 @@ def draw(case: Case, tokens: Sequence[int], ranks: int, seed: int) -> Drawn:
 
 
 def run_case(case: Case, seed: int, group: Any = None) -> list[str]:
-    """What is wrong with a case."""
+    """The differences of a case from the whole product."""
     group = dist.group.WORLD if group is None else group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = case.rows or (96,) * ranks
     drawn = draw(case, tokens, ranks, seed)
     rows = [each * (case.between or 1) for each in tokens]
-    gathers, uneven = case.op == "gather", any(n % ranks for n in (case.ns if case.op == "gather" else (case.k,)))
+    gathers, uneven = (
+        case.function == "gather",
+        any(n % ranks for n in (case.ns if case.function == "gather" else (case.k,))),
+    )
 
     def mine(name: str, x: Tensor) -> Tensor:
         """This rank's part of an input, of its gradient, or of a result."""
-        if case.op == "gather":
+        if case.function == "gather":
             return (
                 part(x, rows, rank, 0)
                 if name == "a"
-                else part(x, ops._split(x.shape[-1 if name[0] == "y" else 0], ranks), rank, -1 if name[0] == "y" else 0)
+                else part(
+                    x,
+                    library.split_extent(x.shape[-1 if name[0] == "y" else 0], ranks),
+                    rank,
+                    -1 if name[0] == "y" else 0,
+                )
             )
         if name.startswith("y"):
-            return x if case.op == "reduce" else part(x, rows, rank, 0)
-        return x if name.startswith("bias") else part(x, ops._split(case.k, ranks), rank, 1)
+            return x if case.function == "reduce" else part(x, rows, rank, 0)
+        return x if name.startswith("bias") else part(x, library.split_extent(case.k, ranks), rank, 1)
 
     leaves = {name: mine(name, x).clone().requires_grad_() for name, x in drawn.inputs.items()}
     bs = [leaves[f"b{i}"] for i in range(len(case.ns))]
     biases = [leaves.get(f"bias{i}") for i in range(len(case.ns))]
     a = leaves["a"] if case.between is None else leaves["a"].unflatten(0, (-1, case.between))
-    how: dict[str, Any] = {"group": group, "schedule": case.schedule, "chunks": case.chunks}
-    if case.op != "reduce":
-        how["m_per_rank"] = case.rows
+    options: dict[str, Any] = {"group": group, "schedule": case.schedule, "chunks": case.chunks}
+    if case.function != "reduce":
+        options["m_per_rank"] = case.rows
     whole = None
     if gathers:
         several = len(bs) > 1
-        how |= {"keep_gathered": case.keep, "return_gathered": case.returned}
+        options |= {"keep_gathered": case.keep, "return_gathered": case.returned}
         if uneven:
-            how["out_features"] = list(case.ns) if several else case.ns[0]
+            options["out_features"] = list(case.ns) if several else case.ns[0]
         found: Any = distgemm.all_gather_matmul(
-            a, bs if several else bs[0], bias=biases if several else biases[0], **how
+            a, bs if several else bs[0], bias=biases if several else biases[0], **options
         )
         found, whole = found if case.returned else (found, None)
         ys = list(found) if several else [found]
     else:
-        op = distgemm.matmul_reduce_scatter if case.op == "scatter" else distgemm.matmul_all_reduce
-        ys = [op(a, bs[0], bias=biases[0], **how, **({"in_features": case.k} if uneven else {}))]
+        function = distgemm.matmul_reduce_scatter if case.function == "scatter" else distgemm.matmul_all_reduce
+        if uneven:
+            options["in_features"] = case.k
+        ys = [function(a, bs[0], bias=biases[0], **options)]
     ys = [y if case.between is None else y.flatten(0, 1) for y in ys]
     incoming = [mine(f"y{i}", grad) for i, grad in enumerate(drawn.grads)]
     got = dict(
@@ -310,15 +334,15 @@ def run_case(case: Case, seed: int, group: Any = None) -> list[str]:
     for name, wanted in drawn.results.items():
         allowed = EPS * wanted.abs() + terms * 2.0**-23 * drawn.magnitudes[name]
         if name == drawn.partial[0]:
-            allowed += ranks * EPS * drawn.partial[1]  # contributions are rounded on their way
+            allowed += ranks * EPS * drawn.partial[1]  # contributions are rounded before they are added
         key = name.removeprefix("gradient of ")
-        is_, right, bound = got[name], mine(key, wanted), mine(key, allowed)
-        if is_.shape != right.shape:
-            wrong.append(f"rank {rank}: {name} of {case} has shape {tuple(is_.shape)}, not {tuple(right.shape)}")
-        elif is_.numel():
-            excess = float(((is_.double() - right).abs() / (bound + 1e-30)).max())
+        actual, expected, bound = got[name], mine(key, wanted), mine(key, allowed)
+        if actual.shape != expected.shape:
+            wrong.append(f"rank {rank}: {name} of {case} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+        elif actual.numel():
+            excess = float(((actual.double() - expected).abs() / (bound + 1e-30)).max())
             if not excess <= 1:
-                wrong.append(f"rank {rank}: {name} of {case}: {excess:.2f} times what is allowed")
+                wrong.append(f"rank {rank}: the error of {name} of {case} is {excess:.2f} times the bound")
     return wrong
 
 
@@ -328,7 +352,7 @@ def equal_to_the_whole() -> list[str]:
 
 
 def automatic() -> list[str]:
-    """schedule="auto", forward and backward, without measuring first."""
+    """schedule="auto", forward and backward, without measuring."""
     n = 128 * dist.get_world_size()
     todo = [Case("gather", (n,), 256), Case("scatter", (256,), n), Case("reduce", (256,), n)]
     with quick(named=False), mock.patch.dict(os.environ, {"DISTGEMM_TUNE": "0"}):
@@ -336,7 +360,7 @@ def automatic() -> list[str]:
 
 
 def subgroups() -> list[str]:
-    """A data-parallel x tensor-parallel mesh: both tensor-parallel groups work on their own tokens at once."""
+    """A mesh of data parallelism and tensor parallelism: both tensor-parallel groups run at the same time."""
     ranks = dist.get_world_size() // 2
     mesh = init_device_mesh("cuda", (2, ranks), mesh_dim_names=("dp", "tp"))
     row = mesh.get_local_rank("dp")
@@ -350,14 +374,14 @@ def subgroups() -> list[str]:
 
 
 def compiler() -> str:
-    """Inductor, where what it needs is there."""
+    """The backend for torch.compile: Inductor, if triton, Python's headers and a C compiler are installed."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    whole = importlib.util.find_spec("triton") and headers and (shutil.which("gcc") or shutil.which("cc"))
-    return "inductor" if whole else "aot_eager"
+    installed = importlib.util.find_spec("triton") and headers and (shutil.which("gcc") or shutil.which("cc"))
+    return "inductor" if installed else "aot_eager"
 
 
 def compiled() -> list[str]:
-    """torch.compile without a graph break: forward and backward of all ops, against what runs without it."""
+    """torch.compile without a graph break: forward and backward of all functions, against eager calls."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator(device()).manual_seed(1)
 
@@ -390,13 +414,13 @@ def compiled() -> list[str]:
 
 
 def relative(x: Tensor, y: Tensor) -> float:
-    """The distance of x from y."""
+    """The relative distance of x from y."""
     x, y = x.detach().double(), y.detach().double()
     return float((x - y).norm() / (y.norm() + 1e-30))
 
 
 def modules() -> list[str]:
-    """Layers behind one another against both Linears on one GPU, in float32; hidden features that do not divide."""
+    """Two layers in float32 against both Linears on one GPU, also with hidden features that ranks do not divide."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     wrong = []
     for tokens, hidden in ((None, 64 * ranks), ((40, 0, 7, 16)[:ranks], 24 * ranks - 3)):
@@ -418,24 +442,24 @@ def modules() -> list[str]:
         for layer, linear in ((first, up), (second, down)):
             for name, parameter in linear.named_parameters():
                 found[f"{type(layer).__name__}.{name}"] = getattr(layer, name).grad, layer.part(name, parameter.grad)
-        for name, (is_, right) in found.items():
-            if is_.shape != right.shape or not relative(is_, right) < 1e-5:
-                wrong.append(f"rank {rank}: {name}, tokens {tokens}: {relative(is_, right):.1e}")
+        for name, (actual, expected) in found.items():
+            if actual.shape != expected.shape or not relative(actual, expected) < 1e-5:
+                wrong.append(f"rank {rank}: {name}, tokens {tokens}: {relative(actual, expected):.1e}")
     return wrong
 
 
 def styles() -> list[str]:
-    """The Llama of the examples under parallelize_module: loss and gradients of the one that is not sharded."""
+    """The Llama of the examples with parallelize_module has the loss and the gradients of the model on one GPU."""
     sys.path.insert(0, str(EXAMPLES))
     import llama
 
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     torch.manual_seed(5)
-    # Vocabulary and intermediate do not divide by the ranks.
-    chosen = llama.Config(vocabulary=12 * ranks + 1, hidden=64, intermediate=40 * ranks - 1, heads=8, kv_heads=4)
-    ids = torch.randint(chosen.vocabulary, (8 * ranks + 1, 4), device=device())
-    plain = llama.Llama(chosen).to(device())
+    # The ranks do not divide the vocabulary and the intermediate size.
+    config = llama.Config(vocabulary=12 * ranks + 1, hidden=64, intermediate=40 * ranks - 1, heads=8, kv_heads=4)
+    ids = torch.randint(config.vocabulary, (8 * ranks + 1, 4), device=device())
+    plain = llama.Llama(config).to(device())
     parallel = parallelize_module(copy.deepcopy(plain), mesh, llama.tensor_parallel_plan())
 
     def loss_of(model: nn.Module) -> Any:
@@ -457,14 +481,14 @@ def styles() -> list[str]:
 
 
 def after_inference() -> list[str]:
-    """To be run first: the workspace is made in inference mode, and serves gradients and the watchdog."""
+    """Runs first: a workspace that is made in inference mode serves gradients and the watchdog."""
     case = Case("gather", (128 * dist.get_world_size(),), 256, schedule=GATHER)
     a, b = (torch.randn(128, 256, device=device()).bfloat16() for _ in range(2))
     with quick():
         with torch.inference_mode():
             distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
         wrong = run_case(case, 900)
-    time.sleep(1.0)  # the watchdog looks at its words meanwhile
+    time.sleep(1.0)  # time for the watchdog to read its flags
     return wrong + ["the watchdog has failed"] * any(watched.failed for watched in watchdog()._watched.values())
 
 
@@ -472,16 +496,16 @@ def after_inference() -> list[str]:
 
 
 def mlp(depth: int, width: int = 256) -> nn.Sequential:
-    """Blocks of two layers, bfloat16, schedules by name; each rank draws its own part."""
+    """Blocks of two layers in bfloat16 with named schedules. Each rank draws its own part."""
     ranks = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    how: dict[str, Any] = {"group": dist.group.WORLD, "device": device(), "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"group": dist.group.WORLD, "device": device(), "dtype": torch.bfloat16}
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [
-            distgemm.nn.ColumnParallelLinear(width, 128 * ranks, schedule=GATHER, **how),
+            distgemm.nn.ColumnParallelLinear(width, 128 * ranks, schedule=GATHER, **options),
             nn.SiLU(),
-            distgemm.nn.RowParallelLinear(128 * ranks, width, schedule=CHAIN, chunks=2, **how),
+            distgemm.nn.RowParallelLinear(128 * ranks, width, schedule=CHAIN, chunks=2, **options),
         ]
     return nn.Sequential(*layers)
 
@@ -495,7 +519,7 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor)
 
 
 def recorded_steps() -> list[str]:
-    """Forward, backward and optimizer as one graph, replayed over changing inputs: each step as without, bit by bit."""
+    """A graph of forward, backward and optimizer, with changing inputs: each replay has the bits of an eager step."""
     models = [mlp(depth=2) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True) for model in models]
     x = torch.randn(64, 256, device=device()).bfloat16()
@@ -522,7 +546,7 @@ def recorded_steps() -> list[str]:
             x_before = x.clone()
             recorded.fill_(float("nan"))
             if dist.get_rank() == step % dist.get_world_size():
-                torch.cuda._sleep(3_000_000)  # some rank is late
+                torch.cuda._sleep(3_000_000)  # one rank is late
             graph.replay()
             loss = training_step(models[0], optimizers[0], batch)
             losses.add(float(loss))
@@ -536,7 +560,7 @@ def recorded_steps() -> list[str]:
 
 
 def graphed_callables() -> list[str]:
-    """torch.cuda.make_graphed_callables: results and gradients of the module, bit by bit."""
+    """torch.cuda.make_graphed_callables: results and gradients have the bits of the module's."""
     plain = mlp(depth=1)
     other = copy.deepcopy(plain)
     x = torch.randn(64, 256, device=device()).bfloat16().requires_grad_()
@@ -557,11 +581,11 @@ def graphed_callables() -> list[str]:
 
 
 def refused_captures() -> list[str]:
-    """What a capture would have to make raises before anything is done, and names the way; then that way works."""
+    """A capture that would have to make an executable raises before it begins. What the error says then works."""
     group, rank = dist.group.WORLD, dist.get_rank()
     a = torch.randn(40, 256, device=device()).bfloat16()
     b = torch.randn(128, 256, device=device()).bfloat16().requires_grad_()
-    named = "Run the same forward and backward pass once before torch.cuda.graph"
+    remedy = "Run the same forward and backward pass once before torch.cuda.graph"
     wrong = []
 
     def capture(run: Callable[[], Tensor], what: str) -> None:
@@ -571,7 +595,7 @@ def refused_captures() -> list[str]:
                 run()
             wrong.append(f"{what}: nothing was raised")
         except RuntimeError as error:
-            if named not in str(error):
+            if remedy not in str(error):
                 wrong.append(f"rank {rank}, {what}: {error}")
         torch.cuda.synchronize()
 
@@ -592,7 +616,7 @@ def refused_captures() -> list[str]:
             y, found = forward(), backward()
         graph.replay()
         if not torch.equal(y, wanted) or not torch.equal(found, gradient):
-            wrong.append(f"rank {rank}: the recorded results are others")
+            wrong.append(f"rank {rank}: the captured results differ")
     return wrong
 
 
@@ -600,10 +624,10 @@ def refused_captures() -> list[str]:
 
 
 def made() -> list[Any]:
-    """The executables that the ops keep for all ranks."""
+    """The executables that are kept for the group of all ranks."""
     world = dist.group.WORLD
     assert world is not None
-    return [product.run for product in calls._products[world.group_name][1].values()]
+    return [call.executable for call in dispatch.PREPARED[world.group_name][1].values()]
 
 
 def workspaces() -> dict[int, int]:
@@ -612,19 +636,19 @@ def workspaces() -> dict[int, int]:
 
 
 def many_shapes() -> list[str]:
-    """Few executables are kept; a graph that has one that is not kept still runs; no shape makes a workspace."""
+    """Few executables are kept, the graph of a dropped one still runs, and no shape makes a new workspace."""
     group, ranks, wrong = dist.group.WORLD, dist.get_world_size(), []
     b = torch.randn(128, 256, device=device()).bfloat16()
 
     def run(a: Tensor) -> Tensor:
         return distgemm.all_gather_matmul(a, b, group=group, schedule=GATHER)
 
-    def right(a: Tensor, y: Tensor) -> bool:
+    def correct(a: Tensor, y: Tensor) -> bool:
         whole = a.new_empty(ranks * a.shape[0], a.shape[1])
         dist.all_gather_into_tensor(whole, a)
         return relative(y, whole.double() @ b.double().t()) < EPS
 
-    with quick(), mock.patch.object(calls, "CACHED", 3):
+    with quick(), mock.patch.object(dispatch, "CACHED", 3):
         first = torch.randn(96, 256, device=device()).bfloat16()
         run(first)
         before = workspaces()
@@ -633,7 +657,7 @@ def many_shapes() -> list[str]:
             recorded = run(first)
         for tokens in (80, 72, 64, 80, 48, 40, 32, 80):
             a = torch.randn(tokens, 256, device=device()).bfloat16()
-            wrong += [f"{tokens} tokens"] * (not right(a, run(a)))
+            wrong += [f"{tokens} tokens"] * (not correct(a, run(a)))
             graph.replay()
         if len(made()) != 3:
             wrong.append(f"{len(made())} executables are kept")
@@ -641,12 +665,12 @@ def many_shapes() -> list[str]:
             wrong.append(f"workspaces {workspaces()} after {before}")
         first.copy_(torch.randn(96, 256, device=device()).bfloat16())
         graph.replay()
-        wrong += ["the graph of an executable that is not kept"] * (not right(first, recorded))
+        wrong += ["the graph of a dropped executable"] * (not correct(first, recorded))
     return wrong
 
 
 def depth() -> list[str]:
-    """Executables, workspaces and their bytes of a deep model are those of a shallow one."""
+    """A deep model needs no more executables and no more workspace than a shallow one."""
     found = []
     for layers in (1, 6):
         model = mlp(depth=layers)
@@ -661,8 +685,7 @@ def depth() -> list[str]:
 
 
 def training(folder: str, steps: int = 200) -> list[str]:
-    """examples/train_llama.py: eager and recorded steps have the same losses, which follow the run on one GPU; a run
-    that goes on is the run that was not stopped, bit by bit."""
+    """examples/train_llama.py: eager steps, graphs and a resumed run have the same losses, close to one GPU's."""
     sys.path.insert(0, str(EXAMPLES))
     import llama
     import train_llama
@@ -695,8 +718,10 @@ def training(folder: str, steps: int = 200) -> list[str]:
     wrong = [f"{name} differs from eager" for name in ("graph", "again") if losses[name] != losses["eager"]]
     errors = [abs(x - y) / y for x, y in zip(losses["eager"], losses["plain"], strict=True)]
     if rank == 0:
-        print(f"loss {losses['plain'][0]:.3f} to {losses['plain'][-1]:.3f}; off by {max(errors):.1e}", flush=True)
-    # On CPUs, half of the way they are off by 1e-6, at the end by 3e-3: roundings grow.
+        print(
+            f"loss {losses['plain'][0]:.3f} to {losses['plain'][-1]:.3f}; largest error {max(errors):.1e}", flush=True
+        )
+    # Rounding errors grow: on CPUs they are 1e-6 after half of the steps, and 3e-3 at the end.
     if not max(errors[: steps // 2]) < 1e-3 or not max(errors) < 5e-2:
         wrong.append(f"the losses do not follow one GPU: {max(errors[: steps // 2]):.1e}, {max(errors):.1e}")
     if not losses["plain"][-1] < 0.2 * losses["plain"][0]:

@@ -1,4 +1,4 @@
-"""What each rank of the tests of the layers does."""
+"""The ranks of the tests of the layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def differs(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def layers() -> list[str]:
-    """A column-parallel and a row-parallel layer behind one another, against both Linears on one rank."""
+    """A column-parallel layer, then a row-parallel one, against both Linears on one rank."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     wrong = []
     for tokens, bias, hidden, keep in product(
@@ -67,7 +67,7 @@ def layers() -> list[str]:
 
 
 def initial() -> list[str]:
-    """Ranks that are seeded alike draw different parts of one weight, all of them within the bounds of the whole."""
+    """Ranks with the same seed draw different parts of one weight, within the bounds of the whole weight."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     wrong = []
     for kind in (distgemm.nn.ColumnParallelLinear, distgemm.nn.RowParallelLinear):
@@ -96,7 +96,7 @@ def initial() -> list[str]:
 
 
 def states() -> list[str]:
-    """State dicts, whole and of this rank, in and out."""
+    """Whole state dicts and those of this rank are saved and loaded."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(4)
     plain = nn.Sequential(nn.Linear(5, 3 * ranks - 1), nn.Tanh(), nn.Linear(3 * ranks - 1, 3))
@@ -134,7 +134,7 @@ def states() -> list[str]:
 
 
 def config(ranks: int) -> llama.Config:
-    """Vocabulary and intermediate that do not divide by the ranks, as far as there are several."""
+    """A model whose vocabulary and intermediate size several ranks do not divide."""
     heads = {1: 4, 2: 4, 3: 6, 4: 8}[ranks]
     return llama.Config(
         vocabulary=12 * ranks + 1,
@@ -148,10 +148,10 @@ def config(ranks: int) -> llama.Config:
 def models(mesh: DeviceMesh) -> tuple[llama.Llama, nn.Module, Tensor]:
     ranks = mesh.size()
     torch.manual_seed(5)
-    chosen = config(ranks)
-    plain = llama.Llama(chosen).double()
+    sizes = config(ranks)
+    plain = llama.Llama(sizes).double()
     parallel = parallelize_module(copy.deepcopy(plain), mesh, llama.tensor_parallel_plan())
-    return plain, parallel, torch.randint(chosen.vocabulary, (3 * ranks + 1, 4))
+    return plain, parallel, torch.randint(sizes.vocabulary, (3 * ranks + 1, 4))
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def training() -> list[str]:
 
 
 def replicated_training() -> list[str]:
-    """As before, with half of the batch on each of two replicas."""
+    """The same with two replicas, and half of the batch on each."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     return _training(mesh["tp"], mesh["dp"])
 
@@ -198,9 +198,9 @@ def follow(
     ids: Tensor,
     dp: DeviceMesh | None,
     steps: int,
-    behind_backward: Callable[[], None] = lambda: None,
+    after_backward: Callable[[], None] = lambda: None,
 ) -> tuple[list[str], list[float]]:
-    """Train both, replicas on their parts of the batch: where losses and gradients differ, and the losses."""
+    """Train both models, replicas on their parts of the batch. Returns the differences and the losses."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
     mine = ids if dp is None else ids.chunk(dp.size(), 1)[dp.get_local_rank()]
     wrong, losses = [], []
@@ -212,7 +212,7 @@ def follow(
         with loss_parallel():
             part = loss_of(parallel, mine)
             part.backward()
-        behind_backward()
+        after_backward()
         found = whole(part).detach().clone()
         if dp is not None:
             dist.all_reduce(found, group=dp.get_group())
@@ -229,8 +229,7 @@ def follow(
 
 
 def long_training(steps: int = 200) -> float:
-    """The largest relative difference of a loss from the unsharded model's, another batch in each step; -1 if nothing
-    is learned."""
+    """The largest relative difference of a loss from that of the model on one rank; -1 if nothing is learned."""
     plain, parallel, _ = models(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
     text = torch.arange(4000) ** 2 % 23 % config(dist.get_world_size()).vocabulary  # something to learn
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, parallel)]
@@ -252,7 +251,7 @@ def long_training(steps: int = 200) -> float:
 
 
 def shared_gathers() -> list[Any]:
-    """The calls of one layer forward; a deep copy is a model of its own; a whole state dict is loaded."""
+    """The calls of a forward pass. A deep copy has its own parameters, and loads a whole state dict."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plain, parallel, ids = models(mesh)
     ids = ids[:-1]
@@ -263,11 +262,11 @@ def shared_gathers() -> list[Any]:
     distgemm.nn.load_full_state_dict(other, plain.state_dict())
     with torch.no_grad(), distgemm.record_calls() as calls:
         again = whole(other(ids))
-    right = plain(ids)
+    wanted = plain(ids)
     return [
-        not differs(again, right),
-        differs(whole(parallel(ids)), right),
-        dict(Counter(call.op for call in calls)),
+        not differs(again, wanted),
+        differs(whole(parallel(ids)), wanted),
+        dict(Counter(call.function for call in calls)),
         _error(lambda: distgemm.nn.load_full_state_dict(other, {**plain.state_dict(), "head.weight": torch.ones(1)})),
     ]
 
@@ -300,8 +299,7 @@ def compiled() -> list[str]:
 
 
 def placements() -> list[str]:
-    """DTensors as inputs of the styles: those that are sharded as they should be give what one rank gives, all others
-    raise."""
+    """DTensors as inputs of the styles: with the right sharding results are those of one rank, others raise."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     square = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
@@ -317,7 +315,7 @@ def placements() -> list[str]:
     for style, plan in styles.items():
         name, dim = ("o", 2) if style == "Rowwise" else ("q", 0)
         module = parallelize_module(copy.deepcopy(plain), mesh, plan)
-        # The dimension that each rank has a part of in the result.
+        # Each rank has a part of the result, along this dimension.
         wanted = plain[name](x).chunk(ranks, 0 if name == "o" else 2)[rank]
         sharded = distribute_tensor(x, mesh, [Shard(dim)])
         fast = torch.compile(module[name], fullgraph=True, backend="aot_eager")
@@ -336,7 +334,7 @@ def placements() -> list[str]:
             named = f"[Shard({dim})]", ", ".join(map(str, each)), f"distgemm.nn.{style}Parallel takes"
             if not error.startswith("ValueError: ") or not all(part in error for part in named):
                 wrong.append(f"{style} of {each}: {error or 'no error'}")
-    # A model whose tokens are the second dimension, as torch's styles have them by default.
+    # A model with tokens as the second dimension, which is the default of torch's styles.
     batch_first = nn.Sequential(nn.LayerNorm(4 * ranks), nn.Linear(4 * ranks, ranks)).double()
     parallelize_module(batch_first, mesh, {"0": SequenceParallel(), "1": distgemm.nn.ColwiseParallel()})
     error = _error(lambda: batch_first(distribute_tensor(x, mesh, [Shard(1)])))
@@ -346,7 +344,7 @@ def placements() -> list[str]:
 
 
 class TwoOfOne(nn.Module):
-    """Two Linears of one input, with something in between."""
+    """Two Linears of one input, and an action between their calls."""
 
     def __init__(self, between: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -360,11 +358,11 @@ class TwoOfOne(nn.Module):
 
 
 def shared_changes() -> list[str]:
-    """A shared output is taken only where a product of its own would be the same, and nothing is left behind."""
+    """A shared output is used only if a separate call would compute the same, and no output is kept."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
     def change_input(module: Any, x: Tensor) -> None:
-        x.data.mul_(1)  # not seen, as by autograd
+        x.data.mul_(1)  # not seen, and autograd does not see it either
         with torch.no_grad():
             x.copy_(2 * x + 1)
 
@@ -402,7 +400,7 @@ def shared_changes() -> list[str]:
         parallel = parallelize_module(copy.deepcopy(plain), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             if mode is torch.inference_mode and gathers > 1:
-                continue  # cannot be seen there
+                continue  # changes cannot be seen there
             with mode():
                 x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
                 every = whole_tokens(x)
@@ -414,24 +412,24 @@ def shared_changes() -> list[str]:
                 wrong.append(what)
             if len(calls) != gathers:
                 wrong.append(f"{what}: {len(calls)} gathers")
-    # Without gradients first, with them then.
+    # First without gradients, then with them.
     parallel = parallelize_module(TwoOfOne(nothing), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
     x = torch.ones(2, 3)
     with torch.no_grad():
         parallel.q(x)
     if not parallel.k(x).requires_grad:
         wrong.append("the gradient is lost")
-    # What is left behind.
+    # Nothing is kept after an error of the module.
     parallel = parallelize_module(TwoOfOne(fail), mesh, distgemm.nn.SharedColwiseParallel("q", "k"))
     error = _error(lambda: parallel(x))
     shared = parallel.q.forward.func.__self__
     if error != "ArithmeticError: between" or shared.outputs or shared.made_of:
-        wrong.append(f"left behind: {error}, {shared.outputs}, {shared.made_of}")
-    # A product that cannot be computed leaves nothing of the one before.
+        wrong.append(f"kept: {error}, {shared.outputs}, {shared.made_of}")
+    # Nothing is kept after an error of the function.
     parallel.q(x)
     error = _error(lambda: parallel.k(x.double()))
     if not error.startswith("ValueError: ") or shared.outputs or shared.made_of:
-        wrong.append(f"left behind by the op: {error}, {shared.outputs}")
+        wrong.append(f"kept after an error: {error}, {shared.outputs}")
     return wrong
 
 
@@ -450,7 +448,7 @@ def _error(run: Callable[[], Any]) -> str:
 
 
 def misuse() -> dict[str, str]:
-    """What is said to modules that do not fit."""
+    """The messages for wrong modules."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     block = nn.ModuleDict({"q": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
 

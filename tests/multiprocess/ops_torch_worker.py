@@ -1,4 +1,4 @@
-"""What each rank of the tests of the torch ops does. The whole product is at hand on every rank, in float64."""
+"""The ranks of the tests of the torch functions. Every rank computes the whole product, too, in float64."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distgemm
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.torch_ops import dispatch as calls
-from distgemm.torch_ops import library as ops
+from distgemm.torch_ops import dispatch, library
 
 Tensor = torch.Tensor
 BOUND = 1e-10
 K = 6
 BETWEEN = 2
-"""Extent of the dimension between tokens and features."""
+"""Size of the dimension between tokens and features."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of an op. ``ns``: out_features over all ranks; ``k``: in_features over all ranks."""
+    """A call: ``function`` is "gather", "scatter" or "reduce"; ``ns`` and ``k`` are features over all ranks."""
 
-    op: str
+    function: str
     rows: tuple[int, ...] | None = None
     ns: tuple[int, ...] = ()
     even: bool = True
@@ -62,7 +61,11 @@ def cases(ranks: int) -> list[Case]:
             Case("reduce", None, (4,), even=False, k=3 * ranks - 1, bias=bias, schedule="gemm+ar", chunks=2),
         ]
     found += [Case("gather", None, (2 * ranks, ranks), bias=True, frozen=each) for each in ("a", "b", "bias")]
-    found += [Case(op, None, (4,), k=2 * ranks, bias=True, frozen=f) for op in ("scatter", "reduce") for f in "ab"]
+    found += [
+        Case(function, None, (4,), k=2 * ranks, bias=True, frozen=frozen)
+        for function in ("scatter", "reduce")
+        for frozen in "ab"
+    ]
     found.append(Case("gather", unequal, (2 * ranks,), schedule="all_gather_1d_ring_a", chunks=2))
     summed = "reduce_scatter_1d_pairwise_a chunks=2 final_add=epilogue send_slots=4"
     found += [Case("scatter", rows, (4,), k=ranks, bias=True, schedule=schedule) for rows in (None, unequal)
@@ -71,7 +74,7 @@ def cases(ranks: int) -> list[Case]:
         Case("gather", unequal, (2 * ranks, ranks), bias=True, schedule="unfused"),
         Case("reduce", None, (4,), k=ranks, bias=True, schedule="unfused"),
     ]
-    if ranks == 4:  # 5 as 2, 2, 1, 0: the last rank multiplies nothing
+    if ranks == 4:  # 5 is split as 2, 2, 1, 0: the last rank has no GEMM
         found += [Case("gather", rows, (5,), even=False, bias=True) for rows in (None, unequal)]
         found += [Case("scatter", rows, (4,), even=False, k=5) for rows in (None, unequal)]
         found.append(Case("reduce", None, (4,), even=False, k=5))
@@ -84,13 +87,13 @@ def split(x: Tensor, sizes: Sequence[int], rank: int, dim: int = 0) -> Tensor:
 
 
 def run_case(case: Case, seed: int, group: Any = None) -> str | None:
-    """What is wrong with a case, or None."""
+    """The first difference of a case from the whole product, or None."""
     group = dist.group.WORLD if group is None else group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     torch.manual_seed(seed)
     tokens = case.rows or (3,) * ranks
     m = sum(tokens)
-    gathers = case.op == "gather"
+    gathers = case.function == "gather"
     k = K if gathers else case.k
     a = torch.randn(m, BETWEEN, k, dtype=torch.float64, requires_grad=case.frozen != "a")
     bs = [torch.randn(n, k, dtype=torch.float64, requires_grad=case.frozen != "b") for n in case.ns]
@@ -103,47 +106,47 @@ def run_case(case: Case, seed: int, group: Any = None) -> str | None:
         return split(x, tokens, rank)
 
     def part(x: Tensor, dim: int) -> Tensor:
-        return split(x, ops._split(x.shape[dim], ranks), rank, dim)
+        return split(x, library.split_extent(x.shape[dim], ranks), rank, dim)
 
     take_a = rows_of if gathers else lambda x: part(x, 2)
     take_b: Callable[[Tensor], Tensor] = (lambda x: part(x, 0)) if gathers else lambda x: part(x, 1)
     take_bias: Callable[[Tensor], Tensor] = (lambda x: part(x, 0)) if gathers else lambda x: x
     take_y: Callable[[Tensor], Tensor] = (lambda x: part(x, 2)) if gathers else rows_of
-    if case.op == "reduce":
+    if case.function == "reduce":
         take_y = lambda x: x  # noqa: E731
 
     def leaf(x: Tensor) -> Tensor:
         return x.detach().clone().requires_grad_(x.requires_grad)
 
     mine = leaf(take_a(a)), [leaf(take_b(b)) for b in bs], [leaf(take_bias(bias)) for bias in biases]
-    how: dict[str, Any] = {"group": group, "schedule": case.schedule, "chunks": case.chunks}
-    if case.op != "reduce":
-        how["m_per_rank"] = case.rows
+    options: dict[str, Any] = {"group": group, "schedule": case.schedule, "chunks": case.chunks}
+    if case.function != "reduce":
+        options["m_per_rank"] = case.rows
     bias: Any = mine[2] if case.bias else None
     if gathers:
         several = len(bs) > 1
         if not case.even:
-            how["out_features"] = list(case.ns) if several else case.ns[0]
+            options["out_features"] = list(case.ns) if several else case.ns[0]
         bias = bias if several or bias is None else bias[0]
         got: Any = distgemm.all_gather_matmul(
-            mine[0], mine[1] if several else mine[1][0], bias=bias, keep_gathered=case.keep, **how
+            mine[0], mine[1] if several else mine[1][0], bias=bias, keep_gathered=case.keep, **options
         )
         got = got if several else [got]
     else:
         if not case.even:
-            how["in_features"] = case.k
-        op = distgemm.matmul_reduce_scatter if case.op == "scatter" else distgemm.matmul_all_reduce
-        got = [op(mine[0], mine[1][0], bias=bias[0] if case.bias else None, **how)]
+            options["in_features"] = case.k
+        function = distgemm.matmul_reduce_scatter if case.function == "scatter" else distgemm.matmul_all_reduce
+        got = [function(mine[0], mine[1][0], bias=bias[0] if case.bias else None, **options)]
     sum((y * take_y(w)).sum() for y, w in zip(got, weights, strict=True)).backward()
 
-    def right(x: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def expected(x: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor | None:
         return None if x.grad is None else take(x.grad)
 
-    wanted = {"a.grad": (mine[0].grad, right(a, take_a))}
+    wanted = {"a.grad": (mine[0].grad, expected(a, take_a))}
     wanted |= {f"y[{i}]": (y, take_y(w)) for i, (y, w) in enumerate(zip(got, ys, strict=True))}
     for name, leaves, wholes, take in (("b", mine[1], bs, take_b), ("bias", mine[2], biases, take_bias)):
         for i, (x, w) in enumerate(zip(leaves, wholes, strict=True)):
-            wanted[f"{name}[{i}].grad"] = x.grad, right(w, take)
+            wanted[f"{name}[{i}].grad"] = x.grad, expected(w, take)
     for name, (found, true) in wanted.items():
         if (found is None) != (true is None):
             return f"{name} of {case}: {found} instead of {true}"
@@ -192,7 +195,7 @@ def messages() -> Iterator[Counter[tuple[int, int]]]:
         return post(todo)
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a collective of the library")
+        raise AssertionError("a collective of torch.distributed")
 
     names = (
         "all_gather",
@@ -216,7 +219,7 @@ def messages() -> Iterator[Counter[tuple[int, int]]]:
 
 
 def what_ran() -> dict[str, Any]:
-    """For each op, forward and backward: its calls, the bytes sent, and the bytes of the plans' links."""
+    """For each function, forward and backward: its calls, the bytes sent, and the bytes of the plans' links."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
     a = torch.randn(4, K, requires_grad=True)
@@ -231,7 +234,7 @@ def what_ran() -> dict[str, Any]:
         "reduce": lambda: distgemm.matmul_all_reduce(whole, b, group=world),
     }
     for name, run in todo.items():
-        run().sum().backward()  # makes the executables, which asks the other ranks
+        run().sum().backward()  # makes the executables, with collectives
         with messages() as sent, distgemm.record_calls() as ran:
             y = run()
             last = str(distgemm.last_call())
@@ -239,16 +242,16 @@ def what_ran() -> dict[str, Any]:
         links: Counter[tuple[int, int]] = Counter()
         for call in ran:
             links.update({link: size for link, size in call.plan.link_bytes().items() if link[0] == rank})
-        found[name] = [(call.op, call.plan.schedule) for call in ran], dict(sent), dict(links), last
+        found[name] = [(call.function, call.plan.schedule) for call in ran], dict(sent), dict(links), last
     return found
 
 
 def executables() -> dict[str, Any]:
-    """How many are made, and kept; the same values of other tensors make none."""
+    """The numbers of executables that are made and kept. Other tensors of the same sizes make none."""
     world = dist.group.WORLD
     assert world is not None
     made: list[Any] = []
-    make = calls.executable
+    make = dispatch.executable_of
 
     def counted(*args: Any) -> Any:
         made.append(args)
@@ -258,14 +261,14 @@ def executables() -> dict[str, Any]:
         distgemm.all_gather_matmul(torch.randn(tokens, 3), torch.randn(2, 3), group=world)
 
     found: dict[str, Any] = {}
-    calls._products.clear()
-    with mock.patch.object(calls, "executable", counted), mock.patch.object(calls, "CACHED", 2):
-        for tokens in (1, 1, 2, 1, 3, 1, 2):  # 2 was used before 1, and has gone
+    dispatch.PREPARED.clear()
+    with mock.patch.object(dispatch, "executable_of", counted), mock.patch.object(dispatch, "CACHED", 2):
+        for tokens in (1, 1, 2, 1, 3, 1, 2):  # 2 was used before 1, so it is dropped first
             run(tokens)
             found.setdefault("made", []).append(len(made))
-        found["kept"] = len(calls._products[world.group_name][1])
-        # A group that took the name of one that is gone.
-        calls._products[world.group_name] = (dist.new_group(), calls._products[world.group_name][1])
+        found["kept"] = len(dispatch.PREPARED[world.group_name][1])
+        # A new group with the name of a destroyed one.
+        dispatch.PREPARED[world.group_name] = (dist.new_group(), dispatch.PREPARED[world.group_name][1])
         run(2)
         found["another group"] = len(made)
     return found
@@ -275,7 +278,7 @@ def executables() -> dict[str, Any]:
 
 
 class Shard(torch.autograd.Function):
-    """A rank's part of what all ranks have; the gradient is put together again."""
+    """A rank's part of a tensor that all ranks have. The gradient is that of the whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -307,7 +310,7 @@ def whole(x: Tensor, dim: int) -> Tensor:
 
 
 def gradients() -> list[str]:
-    """torch's gradcheck of functions from whole to whole; all ranks perturb the same number at the same time."""
+    """torch's gradcheck of functions of whole tensors. All ranks perturb the same element at the same time."""
     ranks = dist.get_world_size()
     world = dist.group.WORLD
 
@@ -341,7 +344,7 @@ def gradients() -> list[str]:
 
 
 def twice() -> list[str]:
-    """Second derivatives: those that need no gathered input are right, the others raise."""
+    """Second derivatives are right if they need no gathered input, and raise otherwise."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
     a = torch.linspace(-1, 1, 2 * ranks * 3, dtype=torch.float64).view(2 * ranks, 3).requires_grad_()
     b = torch.linspace(1, 2, 6, dtype=torch.float64).view(2, 3).requires_grad_()
@@ -364,7 +367,7 @@ def twice() -> list[str]:
 
 
 def after_inference() -> list[str]:
-    """Ops that were first called in inference mode, called again with gradients: buffers are the same."""
+    """A first call in inference mode, then one with gradients: both use the same buffers."""
     ranks, group = dist.get_world_size(), dist.group.WORLD
     wrong = []
     calls: dict[str, tuple[Callable[..., Tensor], tuple[int, int], tuple[int, int]]] = {
@@ -372,22 +375,22 @@ def after_inference() -> list[str]:
         "scatter": (distgemm.matmul_reduce_scatter, (5 * ranks, 7), (6, 7)),
         "reduce": (distgemm.matmul_all_reduce, (5, 7), (6, 7)),
     }
-    for name, (op, of_a, of_b) in calls.items():
+    for name, (function, a_shape, b_shape) in calls.items():
         torch.manual_seed(17 + dist.get_rank())
-        # Every other column, so that what is sent is gathered in a buffer first.
-        a, b = (torch.randn(rows, 2 * columns, dtype=torch.float64)[:, ::2] for rows, columns in (of_a, of_b))
+        # Every second column, so that rows are copied before they are sent.
+        a, b = (torch.randn(rows, 2 * columns, dtype=torch.float64)[:, ::2] for rows, columns in (a_shape, b_shape))
         with torch.inference_mode():
-            wanted = op(a, b, group=group)
+            wanted = function(a, b, group=group)
         leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
-        y = op(*leaves, group=group)
+        y = function(*leaves, group=group)
         torch.autograd.grad(y.sum(), leaves)
         if not torch.equal(y, wanted):
-            wrong.append(f"{name}: differs from what it was in inference mode")
+            wrong.append(f"{name}: differs from the result in inference mode")
     return wrong
 
 
 def compiled() -> list[str]:
-    """torch.compile without a graph break, forward and backward, and with tokens as a symbol."""
+    """torch.compile without a graph break, forward and backward, also with a dynamic number of tokens."""
     ranks = dist.get_world_size()
     group = dist.group.WORLD
     torch.manual_seed(2)
@@ -419,21 +422,24 @@ def compiled() -> list[str]:
 
 
 def checked_by_torch() -> None:
-    """opcheck: schema, fake kernels, registration of autograd, tracing with symbols."""
+    """torch's opcheck: schema, fake kernels, registration of autograd, tracing with dynamic sizes."""
     group = dist.group.WORLD
     assert group is not None
     name, ranks = group.group_name, dist.get_world_size()
     a, b, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2 * ranks, 3), (2, 3), (2,)))
-    for op, args in (
-        (ops.all_gather_matmul, (a, [b, b], [bias], [False, True], name, "auto", None, None, None, False, "forward")),
-        (ops.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
-        (ops.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
+    for registered, args in (
+        (
+            library.all_gather_matmul,
+            (a, [b, b], [bias], [False, True], name, "auto", None, None, None, False, "forward"),
+        ),
+        (library.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
+        (library.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
     ):
-        torch.library.opcheck(op, args)
+        torch.library.opcheck(registered, args)
 
 
 def autocast() -> list[str]:
-    """Under torch.autocast: types as F.linear has them, results and gradients those of operands cast before."""
+    """Under torch.autocast: the dtypes of F.linear, and the bits of calls with arguments that are cast before."""
     world = dist.group.WORLD
     ranks = dist.get_world_size()
     torch.manual_seed(9)
@@ -451,28 +457,28 @@ def autocast() -> list[str]:
         return distgemm.matmul_all_reduce(a, b, group=world, bias=bias)
 
     wrong = []
-    for op, a in ((gather, rows), (scatter, whole), (reduce, whole)):
+    for function, a in ((gather, rows), (scatter, whole), (reduce, whole)):
         results = []
         for cast in (False, True):
             leaves = [x.clone().requires_grad_() for x in (a, columns, bias)]
-            # As after a Linear under autocast, whose output is bfloat16 already.
+            # The output of a Linear under autocast is bfloat16 already.
             given = [leaves[0].bfloat16(), *leaves[1:]] if cast else [x.bfloat16() for x in leaves]
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                y = op(*given)
-                compiled = torch.compile(op, fullgraph=True, backend="aot_eager")(*given) if cast else y
+                y = function(*given)
+                compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*given) if cast else y
             y.float().square().sum().backward()
             results.append([y, compiled, *(x.grad for x in leaves)])
         for cast_before, cast_inside in zip(*results, strict=True):
             if not torch.equal(cast_before, cast_inside) or cast_before.dtype != cast_inside.dtype:
-                wrong.append(f"{op.__name__}: {cast_inside} instead of {cast_before}")
+                wrong.append(f"{function.__name__}: {cast_inside} instead of {cast_before}")
         with torch.autocast("cpu", torch.bfloat16):
-            if op(a.double(), columns.double(), bias.double()).dtype != torch.float64:
-                wrong.append(f"{op.__name__} of float64")
+            if function(a.double(), columns.double(), bias.double()).dtype != torch.float64:
+                wrong.append(f"{function.__name__} of float64")
     return wrong
 
 
 def no_gradients() -> dict[str, str]:
-    """What executables say to tensors that require grad; without grad mode they take them."""
+    """The messages of executables for tensors that require grad. Without grad mode they take them."""
     world, ranks = dist.group.WORLD, dist.get_world_size()
     problem = distgemm.GemmProblem(m=2 * ranks, n=2 * ranks, k=3, dtype="float64")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
@@ -497,7 +503,7 @@ def no_gradients() -> dict[str, str]:
 
 
 def misuse() -> dict[str, str]:
-    """What is said to calls that do not fit. All ranks make the same mistake, unless the test says otherwise."""
+    """The messages of wrong calls. All ranks make the same mistake, unless the test says otherwise."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     world: Any = dist.group.WORLD
     ag, rs, ar = distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce
@@ -554,13 +560,13 @@ def misuse() -> dict[str, str]:
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-    # Nothing has been sent: calls still work.
+    # No wrong call has sent anything, so calls still work.
     found["after"] = str(distgemm.all_gather_matmul(a, b, group=mesh["tp"]).shape[0])
     return found
 
 
 def replicas() -> list[str]:
-    """A data-parallel x tensor-parallel mesh: both tensor-parallel groups work on their own tokens at once."""
+    """A mesh of data parallelism and tensor parallelism: both tensor-parallel groups run at the same time."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     row = mesh.get_local_rank("dp")
     tokens = ((3, 0), (1, 4))[row]
@@ -573,5 +579,5 @@ def replicas() -> list[str]:
 
 
 def run_all(checks: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
-    """Everything for one launch."""
+    """The results of checks, by name, for one launch."""
     return {check.__name__: check(*args) for check, args in checks}

@@ -1,4 +1,4 @@
-"""The torch ops over gloo, against the whole product on one rank. All of a world size runs in one launch."""
+"""The torch functions over gloo, against the whole product. One launch runs all checks of a number of ranks."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, checks, timeout=90)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> None:
     assert [failure for found in results(ranks) for failure in found["equal_to_the_whole"]] == []
@@ -54,7 +55,7 @@ def test_second_derivatives_are_right_or_raise() -> None:
     assert [found["twice"] for found in results(1)] == [[]]
 
 
-def test_compiled_without_a_graph_break() -> None:
+def test_torch_compile_needs_no_graph_break() -> None:
     assert [found["compiled"] for found in results(2)] == [[], []]
 
 
@@ -63,7 +64,7 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "ops"),
+    ("what", "wanted"),
     [
         ("gather", [("all_gather_matmul", GATHER), ("matmul_reduce_scatter", PAIRWISE), ("gather", GATHER)]),
         ("gather, kept", [("all_gather_matmul", GATHER), ("matmul_reduce_scatter", PAIRWISE)]),
@@ -72,13 +73,13 @@ def test_opcheck() -> None:
         ("reduce", [("matmul_all_reduce", "all_reduce_1d_pairwise_a")]),
     ],
 )
-def test_what_runs_is_the_plan(what: str, ops: list[tuple[str, str]]) -> None:
+def test_only_the_plan_runs(what: str, wanted: list[tuple[str, str]]) -> None:
     """Forward and backward send what the plans' links carry, and nothing else moves."""
     for found in results(3):
         ran, sent, links, last = found["what_ran"][what]
-        assert ran == ops
+        assert ran == wanted
         assert sent == links and len(links) == 2
-        assert ops[0][1] in last and "collective runtime over gloo, GEMMs by torch; overlapped" in last
+        assert wanted[0][1] in last and "collective runtime over gloo, GEMMs by torch; overlapped" in last
     ((_, sent, _, last),) = (found["what_ran"][what] for found in results(1))
     assert sent == {} and last.endswith("not overlapped, because one rank: nothing moves")
 
@@ -88,28 +89,28 @@ def test_executables_are_made_once_and_a_bounded_number_is_kept() -> None:
         assert found["executables"] == {"made": [1, 1, 2, 2, 3, 3, 4], "kept": 2, "another group": 5}
 
 
-def test_what_was_made_in_inference_mode_serves_training() -> None:
+def test_an_executable_from_inference_mode_serves_training() -> None:
     assert [found["after_inference"] for found in results(2)] == [[], []]
 
 
-def test_autocast_is_that_of_a_linear() -> None:
+def test_autocast_casts_as_for_a_linear() -> None:
     assert [found["autocast"] for found in results(2)] == [[], []]
 
 
-def test_executables_refuse_what_would_lose_its_gradient() -> None:
+def test_executables_refuse_tensors_that_would_lose_their_gradient() -> None:
     for found in results(2):
         for name in ("collective", "unfused"):
             assert "B's shard on rank" in found["no_gradients"][name]
             assert "executables know no gradients: call them under torch.no_grad()" in found["no_gradients"][name]
-            assert {found["no_gradients"][f"{name}, {how}"] for how in ("no_grad", "detached")} == {"24.0"}
+            assert {found["no_gradients"][f"{name}, {mode}"] for mode in ("no_grad", "detached")} == {"24.0"}
 
 
-def test_groups_of_a_mesh() -> None:
+def test_both_groups_of_a_mesh_run_at_once() -> None:
     assert [found["replicas"] for found in results(4)] == [[]] * 4
 
 
 @pytest.mark.parametrize(
-    ("what", "named"),
+    ("what", "message"),
     [
         ("dtype", "b.to(torch.float32) would do"),
         ("dtype of several", "b[1].to(torch.float32) would do"),
@@ -128,11 +129,11 @@ def test_groups_of_a_mesh() -> None:
         ("number of rows", "got [4]"),
         ("out_features", "out_features=100 is split as [50, 50] over 2 ranks, so b has 50 on rank "),
         ("in_features", "in_features=100 is split as [50, 50] over 2 ranks"),
-        ("chunks twice", "schedule='ag+gemm chunks=2' says how many chunks there are, and chunks=2 does"),
-        ("of GPUs", "provider, config, gemm_streams, waits, merge and copies are for GPUs"),
+        ("chunks twice", "schedule='ag+gemm chunks=2' and chunks=2 both set the number of chunks: give one of them"),
+        ("of GPUs", "provider, config, gemm_streams, execution, wait_by, merge_copies, transport are options for GPUs"),
         ("chunks of nothing", "the unfused program has no chunks, got 2"),
-        ("options of nothing", "the unfused program has a collective, and no stagger"),
-        ("no name", "a choice is a schedule's name and options"),
+        ("options of nothing", "the unfused program has a collective and no stagger"),
+        ("no name", "a configuration is a schedule's name and options"),
         ("no option", "chunk"),
         ("schedule", "is no schedule for ag+gemm; schedule='auto', or one of all_gather_1d_bidirectional_full_a"),
         ("no schedule", "all_gather_1d_ring_a"),
@@ -147,18 +148,18 @@ def test_groups_of_a_mesh() -> None:
         ("no chunks", "matmul_all_reduce: chunks is an integer >= 1, or None, got 0"),
         ("executable", "the mesh has 2 dimensions, and the ranks of one take part: group=mesh['tp']"),
         ("executable's group", "group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got 3"),
-        ("no tokens", "there is something to multiply on some rank, got m 0"),
+        ("no tokens", "m, n and k over all ranks are at least 1, got m 0"),
         ("empty rank", "leaves rank 1 without a row of b"),
         ("empty rank's bias", "add the bias to the result instead"),
     ],
 )
-def test_misuse(what: str, named: str) -> None:
+def test_wrong_calls_are_refused(what: str, message: str) -> None:
     for found in results(2):
         assert found["misuse"][what].startswith("ValueError: ")
-        assert named in found["misuse"][what]
+        assert message in found["misuse"][what]
 
 
-def test_misuse_that_only_one_rank_sees() -> None:
+def test_a_group_without_this_rank_is_refused_on_this_rank() -> None:
     first, second = (found["misuse"] for found in results(2))
     assert first["outside"] == ""
     assert "group is a ProcessGroup that this rank is in; rank 1 is not in the group" in second["outside"]

@@ -1,4 +1,4 @@
-"""The tensor-parallel layers over gloo, against the same model on one rank. One launch for each world size."""
+"""The tensor-parallel layers over gloo, against the same model on one rank. One launch for each number of ranks."""
 
 from __future__ import annotations
 
@@ -38,16 +38,19 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in checks], timeout=90)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
-def test_layers_are_the_linears_on_one_rank(ranks: int) -> None:
+def test_layers_compute_what_linears_compute_on_one_rank(ranks: int) -> None:
     assert [found["layers"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
-def test_state_dicts(ranks: int) -> None:
+def test_state_dicts_are_whole_or_of_one_rank(ranks: int) -> None:
     assert [found["states"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
     assert [found["training"] for found in results(ranks)] == [[]] * ranks
@@ -58,13 +61,13 @@ def test_two_hundred_steps_follow_the_unsharded_run() -> None:
         assert 0 <= found["long_training"] < 1e-9, found["long_training"]
 
 
-def test_data_parallel_and_tensor_parallel() -> None:
+def test_training_with_data_parallel_replicas() -> None:
     assert [found["replicated_training"] for found in results(4)] == [[]] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_projections_share_a_gather(ranks: int) -> None:
-    """Per layer one for q, k, v and one for gate and up; one for the head."""
+    """Each layer has a gather for q, k and v, and one for gate and up. The head has one."""
     for found in results(ranks):
         loaded, own, calls, error = found["shared_gathers"]
         assert loaded and own, "a deep copy has parameters of its own"
@@ -72,24 +75,24 @@ def test_several_projections_share_a_gather(ranks: int) -> None:
         assert error.startswith("ValueError: head.weight is (")
 
 
-def test_ranks_that_are_seeded_alike_draw_different_parts_of_one_weight() -> None:
+def test_ranks_with_the_same_seed_draw_different_parts() -> None:
     assert [found["initial"] for found in results(2)] == [[], []]
 
 
-def test_dtensors_are_sharded_as_the_styles_multiply_them() -> None:
+def test_dtensors_with_another_sharding_are_refused() -> None:
     assert [found["placements"] for found in results(2)] == [[], []]
 
 
-def test_a_shared_output_is_what_a_product_of_its_own_would_be() -> None:
+def test_a_shared_output_is_what_a_separate_call_computes() -> None:
     assert [found["shared_changes"] for found in results(2)] == [[], []]
 
 
-def test_compiled_without_a_graph_break() -> None:
+def test_torch_compile_needs_no_graph_break() -> None:
     assert [found["compiled"] for found in results(2)] == [[], []]
 
 
 @pytest.mark.parametrize(
-    ("what", "named"),
+    ("what", "message"),
     [
         (
             "norm",
@@ -106,6 +109,6 @@ def test_compiled_without_a_graph_break() -> None:
         ("no names", "takes the names of the Linears that share a gather, got none"),
     ],
 )
-def test_misuse(what: str, named: str) -> None:
+def test_wrong_modules_are_refused(what: str, message: str) -> None:
     for found in results(2):
-        assert found["misuse"][what].startswith("ValueError: ") and named in found["misuse"][what]
+        assert found["misuse"][what].startswith("ValueError: ") and message in found["misuse"][what]

@@ -1,4 +1,4 @@
-"""The layers beside FSDP2 and activation checkpoints, over gloo, against the same model on one rank."""
+"""The layers with FSDP2 and activation checkpoints, over gloo, against the same model on one rank."""
 
 from __future__ import annotations
 

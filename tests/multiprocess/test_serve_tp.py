@@ -1,4 +1,4 @@
-"""examples/serve_tp.py as a user runs it: prefill and decoding say what the program on one rank says."""
+"""examples/serve_tp.py as a user runs it: prefill and decode compute what the program on one rank computes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "ranks"), [("auto", "4"), ("named", "2")])
-def test_what_is_said_is_that_of_one_rank(schedule: str, ranks: str) -> None:
-    """Over several lengths of the cache that counts; raises where logits differ."""
+def test_logits_are_those_of_one_rank(schedule: str, ranks: str) -> None:
+    """For several lengths of the cache. The program raises if logits differ."""
     done = run(
         *("--tp", ranks, "--batch", "3", "--prompt", "12", "--tokens", "9", "--bucket", "8"),
         *("--schedule", schedule, "--check"),
     )
     assert done.returncode == 0, done.stderr
     assert "logits, relative error" in done.stdout and "tokens/s" in done.stdout
-    for op, rows in (("all_gather_matmul", 36), ("matmul_reduce_scatter", 36), ("matmul_all_reduce", 3)):
-        (used,) = {line.split(", m ")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(op)}
+    for function, rows in (("all_gather_matmul", 36), ("matmul_reduce_scatter", 36), ("matmul_all_reduce", 3)):
+        (used,) = {line.split(", m ")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(function)}
         assert int(used) == rows
 
 
-def test_extents_that_do_not_divide_are_refused() -> None:
+def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
     done = run("--tp", "3")
     assert done.returncode == 2 and "multiples of --tp" in done.stderr

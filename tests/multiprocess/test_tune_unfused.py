@@ -1,4 +1,4 @@
-"""The unfused program over gloo, against float64. All of a world size runs in one launch."""
+"""The unfused program over gloo, against float64. One launch runs all checks of a number of ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from distgemm import GemmProblem, make_plan
 from distgemm.runtime import unfused
 from distgemm.runtime.checks import check_gathered
 from distgemm.runtime.launch import launch
+from distgemm.schedulers import PATTERNS
 from tests.multiprocess import tune_worker as worker
 from tests.once import once
 
@@ -25,20 +26,21 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, checks, timeout=120)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_integers_come_out_exactly(ranks: int) -> None:
+def test_integers_are_exact(ranks: int) -> None:
     assert [failure for found in results(ranks) for failure in found["equal_to_numpy"]] == []
 
 
 def test_every_value_of_every_argument_occurs() -> None:
     cases = worker.unfused_cases()
-    for op in worker.OPS:
-        of_op = [case for case in cases if case.op == op]
-        names = ["alpha", "beta", "bias", "l", "strided", "out", "dtypes", *["rows"] * (op != "gemm+ar")]
+    for pattern in PATTERNS:
+        found = [case for case in cases if case.pattern == pattern]
+        names = ["alpha", "beta", "bias", "l", "strided", "out", "dtypes", *["rows"] * (pattern != "gemm+ar")]
         for name in names:
-            assert len({getattr(case, name) for case in of_op}) > 1, (op, name)
-        assert {(case.l > 1, case.rows) for case in of_op} >= {(False, False), (True, False)}
-        assert len({case.shape for case in of_op}) == 5
+            assert len({getattr(case, name) for case in found}) > 1, (pattern, name)
+        assert {(case.l > 1, case.rows) for case in found} >= {(False, False), (True, False)}
+        assert len({case.shape for case in found}) == 5
     assert any(case.gathered and case.rows for case in cases)
     assert any(case.gathered and case.l > 1 for case in cases)
 
@@ -47,7 +49,7 @@ def test_warm_calls_allocate_nothing() -> None:
     assert [found["no_allocation"] for found in results(2)] == [[], []]
 
 
-def test_wrong_calls() -> None:
+def test_wrong_calls_are_refused() -> None:
     for found in results(2):
         wanted = [
             "ValueError: the unfused program has no scales",
@@ -59,34 +61,34 @@ def test_wrong_calls() -> None:
             "ValueError: the unfused program has no products of float8_e4m3fn",
             "ValueError: the unfused program has no products of tfloat32",
             "ValueError: the unfused program multiplies bfloat16 into bfloat16 or, from 16 bits, float32, not float16",
-            "ValueError: op is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'",
+            "ValueError: pattern is one of ag+gemm, gemm+rs, gemm+ar, got 'ag'",
             "ValueError: collective is one of nccl, two-shot, one-shot, got 'ring'",
             "ValueError: symmetric memory's two-shot collective is an all-reduce, and this is gemm+rs",
             "ValueError: symmetric memory's one-shot all-reduce is of GPUs, this is a cpu",
         ]
-        for said, start in zip(found["misuse"], wanted, strict=True):
-            assert said.startswith(start)
+        for text, start in zip(found["misuse"], wanted, strict=True):
+            assert text.startswith(start)
 
 
-def test_ieee_is_set_while_it_is_needed_and_what_was_set_comes_back() -> None:
+def test_ieee_is_set_during_a_call_and_the_setting_is_restored() -> None:
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision
     try:
-        for chosen in ("tf32", "ieee"):
-            setting.fp32_precision = chosen
+        for value in ("tf32", "ieee"):
+            setting.fp32_precision = value
             with contextlib.suppress(KeyError), unfused._ieee():
                 assert setting.fp32_precision == "ieee"
                 raise KeyError
-            assert setting.fp32_precision == chosen
+            assert setting.fp32_precision == value
     finally:
         setting.fp32_precision = before
 
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once; and float32 is multiplied as such."""
+    """Each buffer is kept once. GEMMs of float32 use IEEE float32."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
-    exe.op, exe.collective, exe.group, exe.rank, exe._ieee = "gemm+ar", "nccl", None, 0, True
+    exe.pattern, exe.collective, exe.group, exe.rank, exe._ieee = "gemm+ar", "nccl", None, 0, True
     exe.device, exe.plan = SimpleNamespace(type="cuda"), None
     exe._buffers = {"whole": torch.empty(1, 8, 8)}
     seen: list[str] = []
@@ -95,7 +97,7 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
     monkeypatch.setattr(unfused, "_kept", kept)
     monkeypatch.setattr(unfused, "check_shards", lambda *args: {"D": args[-1]})
     monkeypatch.setattr(unfused, "_multiply", lambda *args: seen.append(matmul.fp32_precision))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **how: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **options: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     a, d = torch.ones(8, 4), torch.ones(8, 8)
     before = matmul.fp32_precision
@@ -110,25 +112,25 @@ def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pyt
 
 
 def test_gathered_shares_no_memory_with_what_is_read_or_written() -> None:
-    plan = make_plan(GemmProblem(8, 8, 8), unfused.DEFAULTS["ag+gemm"], 2)
+    plan = make_plan(GemmProblem(8, 8, 8), "ag+gemm", 2)
     memory = torch.zeros(256, dtype=torch.bfloat16)
     gathered = memory[:64].view(8, 8)
     beyond = {"A": memory[64:96].view(4, 8), "B": memory[96:128].view(4, 8), "D": memory[128:160].view(8, 4)}
     check_gathered(plan, 0, gathered, beyond)
-    for name, said in (("A", "the shard of A"), ("B", "the shard of B"), ("D", "out")):
+    for name, other in (("A", "the shard of A"), ("B", "the shard of B"), ("D", "out")):
         within = beyond | {name: memory[48:80].view(beyond[name].shape)}
-        with pytest.raises(ValueError, match=f"^gathered shares memory with {said}$"):
+        with pytest.raises(ValueError, match=f"^gathered shares memory with {other}$"):
             check_gathered(plan, 0, gathered, within)
 
 
-def test_symmetric_memory_adds_into_aligned_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels write 16 bytes at once: elsewhere, and for other types, D is copied from a tensor of their own."""
+def test_symmetric_memory_adds_into_aligned_results_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels write 16 bytes at once. For another address or dtype they add into a new tensor, copied to D."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
-    exe.op, exe.collective, exe.group = "gemm+ar", "two-shot", SimpleNamespace(group_name="0")
+    exe.pattern, exe.collective, exe.group = "gemm+ar", "two-shot", SimpleNamespace(group_name="0")
     exe._buffers = {"whole": torch.empty(1, 8, 8, dtype=torch.bfloat16)}
     added: list[int] = []
 
-    def add(partial: torch.Tensor, how: str, group: str, out: torch.Tensor) -> torch.Tensor:
+    def add(partial: torch.Tensor, reduction: str, group: str, out: torch.Tensor) -> torch.Tensor:
         added.append(out.data_ptr())
         return out.copy_(2 * partial)
 

@@ -1,4 +1,4 @@
-"""What each rank of the tests of layers beside other means of torch does."""
+"""The ranks of the tests of the layers with FSDP2 and activation checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = llama.Config(vocabulary=32, hidden=16, intermediate=24, heads=4, kv_hea
 
 
 def _follows(prepare: Callable[[nn.Module, Any], None], dp: int, steps: int = 3) -> list[str]:
-    """What differs from the model on one rank: losses and gradients of some steps, and the state after them."""
+    """The differences from the model on one rank: losses and gradients of some steps, and the state after them."""
     mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(5)
     plain = llama.Llama(CONFIG).double()
@@ -44,23 +44,23 @@ def _shard(model: Any, mesh: Any) -> None:
 
 
 def sharded_training() -> list[str]:
-    """Parameters are sharded over replicas, too, and gathered for each block."""
+    """Parameters are also sharded over replicas, and gathered for each block."""
     return _follows(_shard, 2)
 
 
-def _forget(model: Any, mesh: Any) -> None:
+def _checkpoint_blocks(model: Any, mesh: Any) -> None:
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def checkpointed_training() -> list[str]:
-    """What a block has computed is forgotten, and computed again for the backward pass, gathers as well."""
+    """Blocks are computed again for the backward pass, with their gathers."""
     wrong: list[str] = []
     gathers = []
-    for prepare in (_forget, lambda model, mesh: None):
+    for prepare in (_checkpoint_blocks, lambda model, mesh: None):
         with distgemm.record_calls() as calls:
             wrong += _follows(prepare, 1, steps=1)
-        gathers.append(sum(call.op == "all_gather_matmul" for call in calls))
+        gathers.append(sum(call.function == "all_gather_matmul" for call in calls))
     again, once = gathers
     if not again > once > 0:
         wrong.append(f"nothing was computed again: {again} gathers, and {once} without checkpoints")
@@ -68,10 +68,10 @@ def checkpointed_training() -> list[str]:
 
 
 def both() -> list[str]:
-    """Sharded, and forgotten."""
+    """Sharding and checkpoints together."""
 
     def prepare(model: Any, mesh: Any) -> None:
-        _forget(model, mesh)
+        _checkpoint_blocks(model, mesh)
         _shard(model, mesh)
 
     return _follows(prepare, 2)

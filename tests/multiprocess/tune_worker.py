@@ -1,15 +1,14 @@
-"""What each rank does in the tests of the unfused program and of schedule="auto". Runs on gloo."""
+"""The ranks of the tests of the unfused program and of schedule="auto", over gloo."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,32 +17,38 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701  (has no public name)
+from torch.utils._pytree import tree_leaves  # noqa: PLC2701  (has no public name)
 
 import distgemm
 from distgemm import GemmProblem, PlanError, tune
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm import select as gemm_choices
+from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import spec_of
-from distgemm.measure import timing as bench
+from distgemm.measure.operation import Method, Operation
+from distgemm.measure.timing import Sample
 from distgemm.runtime import unfused
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.torch_ops import dispatch as calls
-from distgemm.tune import UNFUSED, TunedConfig
-from distgemm.tune import cache as records
+from distgemm.schedulers import PATTERNS, Pattern
+from distgemm.torch_ops import dispatch
+from distgemm.tune import UNFUSED, TunedConfig, config_of
+from distgemm.tune import gemm as gemm_tuning
+from distgemm.tune.cache import bucketed
+from distgemm.tune.search import MIN_SPEEDUP
 
 CPU = torch.device("cpu")
-GPU = "NVIDIA Test"
-OPS = ("ag+gemm", "gemm+rs", "gemm+ar")
+GPU = "none"
+"""The name of the CPU in the cache's files."""
+FILE = "plans_none.json"
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
 ROWS = {1: (10,), 2: (3, 7), 3: (3, 0, 7), 4: (3, 0, 5, 2)}
 
 
 def device() -> torch.device:
-    """Where the tensors of this rank are."""
+    """The device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else CPU
 
 
@@ -56,9 +61,9 @@ def run_all(checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem and how it is called."""
+    """A problem, and the arguments of a call."""
 
-    op: str
+    pattern: Pattern
     shape: tuple[int, int, int] = (8, 12, 16)
     l: int = 1  # noqa: E741
     dtypes: tuple[str, str | None, str | None] = ("float64", None, None)
@@ -78,7 +83,7 @@ class Case:
 
 
 def unfused_cases() -> list[Case]:
-    """For each op 16 combinations in which every value of every argument occurs."""
+    """For each pattern 16 combinations, in which every value of every argument occurs."""
     axes: dict[str, list[Any]] = {
         "shape": [(8, 12, 16), (10, 7, 9), (1, 9, 6), (5, 1, 7), (13, 6, 1)],
         "l": [1, 1, 3],
@@ -99,30 +104,30 @@ def unfused_cases() -> list[Case]:
         "out": [False, True],
     }
     found = []
-    for op in OPS:
-        rng = random.Random(op)
+    for pattern in PATTERNS:
+        rng = random.Random(pattern)
         columns = {key: (values * 16)[:16] for key, values in axes.items()}
         for column in columns.values():
             rng.shuffle(column)
         for number in range(16):
             values = {key: column[number] for key, column in columns.items()}
-            case = Case(op, **values | {"rows": values["rows"] and op != "gemm+ar"})
-            ok = unfused.unfused_status(case.problem(1), op)
+            case = Case(pattern, **values | {"rows": values["rows"] and pattern != "gemm+ar"})
+            ok = unfused.unfused_status(case.problem(1), pattern)
             case = case if ok else dataclasses.replace(case, dtypes=("bfloat16", None, None))
-            found.append(dataclasses.replace(case, gathered=case.gathered and op == "ag+gemm"))
+            found.append(dataclasses.replace(case, gathered=case.gathered and pattern == "ag+gemm"))
     return found
 
 
 def equal_to_numpy(collective: str = "nccl") -> list[str]:
-    """Integers come out exactly, in two calls on poisoned buffers."""
+    """Two calls on integers, with poisoned buffers before each, compute exactly what numpy computes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     failures, tried = [], 0
     for case in unfused_cases():
         problem = case.problem(ranks)
-        if not unfused.collective_status(problem, case.op, collective, ranks):
+        if not unfused.collective_status(problem, case.pattern, collective, ranks):
             continue
         tried += 1
-        exe = UnfusedExecutable(problem, case.op, collective=collective)
+        exe = UnfusedExecutable(problem, case.pattern, collective=collective)
         for seed in (0, 1):
             a, b, c, bias = drawn(problem, seed)
             product = a @ b.swapaxes(-1, -2)
@@ -137,14 +142,14 @@ def equal_to_numpy(collective: str = "nccl") -> list[str]:
                 shards = {name: widened(x) for name, x in shards.items()}
             if case.out:
                 shape = plan.shard_shape("D", rank)
-                more["out"] = nans((1 + math.prod(shape),), "D", problem)[1:].view(shape)  # aligned to an element
+                more["out"] = nans((1 + math.prod(shape),), "D", problem)[1:].view(shape)  # aligned to one element only
                 if case.strided:
                     more["out"] = widened(more["out"])
             if case.gathered:
                 more["gathered"] = nans(a.shape, "A", problem)
             for scratch in (*unfused._scratch.values(), *(found for _, found in unfused._symmetric.values())):
                 scratch.fill_(0xFF)
-            if collective != "nccl":  # a peer reads what this rank poisons
+            if collective != "nccl":  # a peer reads the buffer that this rank poisons
                 torch.cuda.synchronize()
                 dist.barrier()
             found = exe(
@@ -160,7 +165,7 @@ def equal_to_numpy(collective: str = "nccl") -> list[str]:
 
 
 def drawn(problem: GemmProblem, seed: int) -> list[np.ndarray[Any, Any]]:
-    """A, B, C and a bias, the same on all ranks: integers whose sums 8 bits of mantissa hold."""
+    """A, B, C and a bias, the same on all ranks: integers whose sums fit in 8 bits of mantissa."""
     rng = np.random.default_rng(seed)
     l, m, n, k = problem.l, problem.m, problem.n, problem.k  # noqa: E741
     shapes = [(l, m, k), (l, n, k), (l, m, n), (n,)]
@@ -181,35 +186,35 @@ def nans(shape: tuple[int, ...], name: str, problem: GemmProblem) -> torch.Tenso
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """The same with rows apart."""
+    """A copy with gaps between the rows."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
     return wide[..., : x.shape[-1]].copy_(x)
 
 
 def no_allocation() -> list[str]:
-    """A warm call on equal shards, without C, allocates nothing; executables share their buffers."""
+    """A second call on equal shards, without C, allocates nothing, and executables share their buffers."""
     rank, failures = dist.get_rank(), []
     unfused._scratch.clear()
-    for op in OPS:
+    for pattern in PATTERNS:
         problem = GemmProblem(64, 64, 64, dtype="float32")
-        with torch.inference_mode():  # as where a model is served; the call below is outside of it
-            exe = UnfusedExecutable(problem, op)
+        with torch.inference_mode():  # as in serving; the call below is outside of it
+            exe = UnfusedExecutable(problem, pattern)
         before = dict(unfused._scratch)
-        other = UnfusedExecutable(GemmProblem(32, 64, 64, dtype="float32"), op)
+        other = UnfusedExecutable(GemmProblem(32, 64, 64, dtype="float32"), pattern)
         if unfused._scratch != before or other.workspace_bytes > exe.workspace_bytes:
-            failures.append(f"{op}: buffers are not shared")
+            failures.append(f"{pattern}: buffers are not shared")
         a, b, d = (torch.ones(exe.plan.shard_shape(name, rank)) for name in "ABD")
         exe(a, b, out=d)
         known = {x.untyped_storage().data_ptr() for x in (a, b, d, *unfused._scratch.values())}
-        with Made(known) as mode:
+        with NewTensors(known) as mode:
             exe(a, b, out=d)
         if mode.new or "mm" not in mode.seen:
-            failures.append(f"{op}: {mode.new}, {mode.seen}")
+            failures.append(f"{pattern}: {mode.new}, {mode.seen}")
     return failures
 
 
-class Made(TorchDispatchMode):
-    """Notes the ops that give tensors in other memory than is known."""
+class NewTensors(TorchDispatchMode):
+    """Notes the torch ops that return tensors in memory that is not known."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
@@ -219,7 +224,7 @@ class Made(TorchDispatchMode):
         found = func(*args, **kwargs or {})
         self.seen.add(func.__name__.split(".")[0])
         for x in tree_leaves(found):
-            # "split" is gloo's, of memory of its own.
+            # gloo splits a tensor in memory of its own.
             if func is torch.ops.aten.split.Tensor:
                 continue
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
@@ -229,7 +234,7 @@ class Made(TorchDispatchMode):
 
 def misuse() -> list[str]:
     """The messages of wrong calls."""
-    exe, reduce = (UnfusedExecutable(GemmProblem(8, 8, 8), op) for op in ("ag+gemm", "gemm+rs"))
+    exe, reduce = (UnfusedExecutable(GemmProblem(8, 8, 8), pattern) for pattern in ("ag+gemm", "gemm+rs"))
     a, b = (torch.zeros(exe.plan.shard_shape(name, exe.rank), dtype=torch.bfloat16) for name in "AB")
     half = torch.zeros(8, 4, dtype=torch.bfloat16)
     wrong: list[Callable[[], Any]] = [
@@ -268,7 +273,7 @@ TILES = GemmConfig.parse("64x128x64_1x1_pingpong")
 
 
 def own_cache(folder: str, name: str) -> Path:
-    """A cache folder of this rank's own."""
+    """A cache folder for this rank alone."""
     path = Path(folder) / name / str(dist.get_rank())
     path.mkdir(parents=True, exist_ok=True)
     os.environ["DISTGEMM_CACHE_DIR"] = str(path)
@@ -276,54 +281,55 @@ def own_cache(folder: str, name: str) -> Path:
     return path
 
 
-def recorded(choice: TunedConfig, problem: GemmProblem = PROBLEM, op: str = "gemm+rs") -> None:
-    tune.record(GPU, {tune.key_of(problem, op, dist.get_world_size()): choice.to_dict()})
+def record(config: TunedConfig, problem: GemmProblem = PROBLEM, pattern: Pattern = "gemm+rs") -> None:
+    """Write a configuration to this rank's cache folder."""
+    tune.CACHE.record(GPU, {tune.key_of(problem, pattern, dist.get_world_size()): config.to_dict()})
 
 
 def agreement(folder: str) -> dict[str, Any]:
-    """What ranks choose whose files differ."""
+    """The selection if the files of the ranks differ."""
     rank, found = dist.get_rank(), {}
-    with mock.patch.object(records, "gpu_name", return_value=GPU):
-        own_cache(folder, "different")
-        recorded(PLAN if rank == 0 else OTHER)
-        found["different"] = tune.choose(PROBLEM, "gemm+rs", device=CPU)
-        own_cache(folder, "elsewhere")
-        if rank == 1:
-            recorded(OTHER)
-        found["elsewhere"] = tune.choose(PROBLEM, "gemm+rs", device=CPU, tune=False)
-        path = own_cache(folder, "broken")
-        if rank == 0:
-            (path / "plans_NVIDIA_Test.json").write_text("{")
-        else:
-            recorded(OTHER)
-        found["broken on rank 0"] = message(lambda: tune.choose(PROBLEM, "gemm+rs", device=CPU))
-        path = own_cache(folder, "broken elsewhere")
-        if rank == 0:
-            recorded(PLAN)
-        else:
-            (path / "plans_NVIDIA_Test.json").write_text("{")
-        found["broken elsewhere"] = tune.choose(PROBLEM, "gemm+rs", device=CPU)
+    own_cache(folder, "different")
+    record(PLAN if rank == 0 else OTHER)
+    found["different"] = tune.select(PROBLEM, "gemm+rs", device=CPU)
+    own_cache(folder, "on rank 1")
+    if rank == 1:
+        record(OTHER)
+    found["on rank 1"] = tune.select(PROBLEM, "gemm+rs", device=CPU, tune=False)
+    path = own_cache(folder, "broken on rank 0")
+    if rank == 0:
+        (path / FILE).write_text("{")
+    else:
+        record(OTHER)
+    found["broken on rank 0"] = message(lambda: tune.select(PROBLEM, "gemm+rs", device=CPU))
+    path = own_cache(folder, "broken on rank 1")
+    if rank == 0:
+        record(PLAN)
+    else:
+        (path / FILE).write_text("{")
+    found["broken on rank 1"] = tune.select(PROBLEM, "gemm+rs", device=CPU)
     return found
 
 
 class FakeExecutable:
-    """Stands for a plan's executable: takes its shards, and gives zeros."""
+    """Stands for the executable of a plan: takes its shards and returns zeros."""
 
-    def __init__(self, problem: GemmProblem, choice: TunedConfig, released: list[Any]) -> None:
-        self.rank, self.choice = dist.get_rank(), choice
-        size = dist.get_world_size()
-        self.plan = choice.plan(problem, size)
-        released.append(self)
-        self.workspace = SimpleNamespace(release=released.remove)
+    def __init__(self, problem: GemmProblem, config: TunedConfig, kept: list[Any]) -> None:
+        self.rank, self.plan = dist.get_rank(), config.plan(problem, dist.get_world_size())
+        self._kept = kept
+        kept.append(self)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         assert tuple(a.shape) == self.plan.shard_shape("A", self.rank)
         assert tuple(b.shape) == self.plan.shard_shape("B", self.rank)
         return out.zero_()
 
+    def release(self) -> None:
+        self._kept.remove(self)
+
 
 class Bench:
-    """Fakes of what measures: executables, and times by a candidate's text."""
+    """Fakes of the executables and of the timing loop. Times depend on a configuration's text."""
 
     def __init__(
         self,
@@ -335,41 +341,39 @@ class Bench:
     ) -> None:
         self.time, self.refused, self.fails, self.wrong, self.errors = time, refused, fails, wrong, errors
         self.measured: list[tuple[GemmProblem, tuple[str, ...]]] = []
-        self.finals: list[tuple[str, ...]] = []  # measured again, for longer
+        self.finals: list[tuple[str, ...]] = []
+        """The names of each second measurement."""
         self.kept: list[Any] = []
         self.real = tune.ranks.make
 
-    def make(self, problem: Any, op: str, choice: TunedConfig, group: Any, device: Any, **more: Any) -> Any:
-        if self.refused in str(choice):
+    def make(self, problem: Any, pattern: Pattern, config: TunedConfig, group: Any, device: Any, **options: Any) -> Any:
+        if self.refused in str(config):
             rank = dist.get_rank()
             raise self.errors[rank % len(self.errors)](f"no kernel on rank {rank}")
-        if choice.method == "unfused":
-            return self.real(problem, op, choice, group, device)
-        return FakeExecutable(problem, choice, self.kept)
+        if config.method == "unfused":
+            return self.real(problem, pattern, config, group, device)
+        return FakeExecutable(problem, config, self.kept)
 
-    def sample(
-        self, operation: bench.Operation, methods: list[bench.Method], **longer: float
-    ) -> dict[str, bench.Sample]:
+    def sample(self, operation: Operation, methods: list[Method], **settings: float) -> dict[str, Sample]:
         for method in methods:
             found = method.run()
             assert found is not None
         names = tuple(method.name for method in methods)
-        if longer:
+        if settings:
             self.finals.append(names)
         else:
             self.measured.append((operation.problem, names))
         return {method.name: self.sampled(method.name) for method in methods}
 
-    def sampled(self, name: str) -> bench.Sample:
+    def sampled(self, name: str) -> Sample:
         if self.fails in name:
-            return bench.Sample(error="no memory", wrong=self.wrong)
-        return bench.Sample((self.time(name),))
+            return Sample(error="no memory", wrong=self.wrong)
+        return Sample((self.time(name),))
 
     def __enter__(self) -> Bench:
         self.patches = [
-            mock.patch.object(records, "gpu_name", return_value=GPU),
             mock.patch.object(tune.ranks, "make", self.make),
-            mock.patch.object(bench, "sample", self.sample),
+            mock.patch("distgemm.tune.search.sample", self.sample),
         ]
         for patch in self.patches:
             patch.start()
@@ -384,56 +388,61 @@ def by_name(fast: str, ms: float = 1.0, others: float = 2.0) -> Callable[[str], 
     return lambda name: ms if fast in name else others
 
 
+@contextlib.contextmanager
+def only_cutlass() -> Iterator[None]:
+    """CUTLASS for Hopper is the only provider."""
+    with contextlib.ExitStack() as stack:
+        for module in ("candidates", "search"):
+            providers = {"cutlass": CutlassProvider("90a")}
+            stack.enter_context(mock.patch(f"distgemm.tune.{module}.providers", return_value=providers))
+        yield
+
+
 def measuring(folder: str) -> dict[str, Any]:
     """Tuning with fakes."""
     rank, found = dist.get_rank(), {}
     group = dist.group.WORLD
 
     path = own_cache(folder, "fastest")
-    file = path / "plans_NVIDIA_Test.json"
-    said: list[str] = []
+    steps: list[str] = []
     with Bench(by_name("pairwise_a chunks=1, GEMMs by cutlass, 1")) as fakes:
-        found["fastest"] = tune.tune(PROBLEM, "gemm+rs", group, device=CPU, progress=said.append)
-        found["kept"], found["said"] = len(fakes.kept), said
+        found["fastest"] = tune.tune(PROBLEM, "gemm+rs", group, device=CPU, progress=steps.append)
+        found["kept"], found["steps"] = len(fakes.kept), steps
         found["files"] = sorted(each.name for each in path.iterdir())
-        found["written"] = list(json.loads(file.read_text())["choices"].values()) if rank == 0 else []
-        again = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
-        found["again"] = again, again.how, len(fakes.measured)
+        found["written"] = list(json.loads((path / FILE).read_text())["configs"].values()) if rank == 0 else []
+        again = tune.select(PROBLEM, "gemm+rs", group, device=CPU)
+        found["again"] = again, again.source, len(fakes.measured)
         found["finals"] = fakes.finals
 
-    own_cache(folder, "one kernel")
-    large = LARGE
+    own_cache(folder, "fused kernel")
     with (
-        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
-        Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "waits by gemm" in name else 1.05) as fakes,
+        only_cutlass(),
+        Bench(lambda name: 0.5 if "cooperative" in name else 1.0 if "fused kernel" in name else 1.05) as fakes,
     ):
-        found["one kernel"] = tune.tune(large, "gemm+rs", group, device=CPU)
-        found["one kernel finals"] = fakes.finals
+        found["fused kernel"] = tune.tune(LARGE, "gemm+rs", group, device=CPU)
+        found["fused kernel finals"] = fakes.finals
         for m in (1024, 1022, 1020):
-            of_m = tune.choose(dataclasses.replace(large, m=m), "gemm+rs", group, device=CPU)
-            found.setdefault("of m", []).append((of_m.how, of_m.by_one_kernel, str(of_m)))
-        found["otherwise"] = str(found["one kernel"].choice.otherwise)
-    with (
-        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
-        Bench(lambda name: 1.3 if "waits by gemm" in name else 1.0) as fakes,
-    ):
-        tune.tune(large, "gemm+rs", group, device=CPU, write=False)
+            config = tune.select(dataclasses.replace(LARGE, m=m), "gemm+rs", group, device=CPU)
+            found.setdefault("of m", []).append((config.source, config.execution.single_kernel, str(config)))
+        found["fallback"] = str(found["fused kernel"].config.fallback)
+    with only_cutlass(), Bench(lambda name: 1.3 if "fused kernel" in name else 1.0) as fakes:
+        tune.tune(LARGE, "gemm+rs", group, device=CPU, write=False)
         found["far behind"] = fakes.finals
 
     own_cache(folder, "tie")
     with Bench(lambda name: 1.0):
-        found["tie"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+        found["tie"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).config
     own_cache(folder, "slower")
     with Bench(by_name("unfused", others=1.0001)):
-        found["slower"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+        found["slower"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).config
 
     own_cache(folder, "hardly faster")
     with Bench(by_name("unfused", ms=1.0, others=0.99)):
-        found["hardly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+        found["hardly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).config
     with Bench(by_name("unfused", ms=1.0, others=0.97)):
-        found["clearly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice
+        found["clearly faster"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU).config
     with Bench(by_name("cutlass"), refused="cublas", errors=(PlanError, OSError)):
-        found["refused by one rank"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU, write=False).choice
+        found["refused by one rank"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU, write=False).config
 
     own_cache(folder, "refused")
     with Bench(by_name("cublas"), refused="cublas") as fakes:
@@ -447,21 +456,21 @@ def measuring(folder: str) -> dict[str, Any]:
         found["fails"] = tune.tune(PROBLEM, "ag+gemm", group, device=CPU)
     with Bench(by_name("cublas"), fails=""):
         found["all fail"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
-    with Bench(by_name("cublas"), fails="1 branch", wrong=True):
+    with Bench(by_name("cublas"), fails="1 GEMM stream", wrong=True):
         found["wrong"] = message(lambda: tune.tune(PROBLEM, "ag+gemm", group, device=CPU))
 
     own_cache(folder, "ranks disagree")
     with Bench(by_name("cutlass" if rank == 0 else "unfused")):
-        found["ranks disagree"] = str(tune.tune(PROBLEM, "ag+gemm", group, device=CPU).choice)
+        found["ranks disagree"] = str(tune.tune(PROBLEM, "ag+gemm", group, device=CPU).config)
 
     own_cache(folder, "buckets")
     with Bench(by_name("chunks=2")) as fakes:
         for m in (100, 65, 128, 127, 129, 1, 2, 64, 1000):
             problem = dataclasses.replace(PROBLEM, m=m)
-            choice = tune.choose(problem, "gemm+rs", group, device=CPU)
-            found.setdefault("buckets", []).append((m, choice.how, [each[0].m for each in fakes.measured]))
+            config = tune.select(problem, "gemm+rs", group, device=CPU)
+            found.setdefault("buckets", []).append((m, config.source, [each[0].m for each in fakes.measured]))
         uneven = dataclasses.replace(PROBLEM, m=99, m_per_rank=(99, *[0] * (dist.get_world_size() - 1)))
-        found["uneven"] = tune.choose(uneven, "gemm+rs", group, device=CPU).how
+        found["uneven"] = tune.select(uneven, "gemm+rs", group, device=CPU).source
         odd = GemmProblem(101, 127, 63)
         tune.tune(odd, "gemm+rs", group, device=CPU)
         found["rounded up"] = fakes.measured[-1][0]
@@ -469,53 +478,54 @@ def measuring(folder: str) -> dict[str, Any]:
 
     own_cache(folder, "off")
     with Bench(by_name("chunks=2")) as fakes:
-        found["off"] = [tune.choose(PROBLEM, "gemm+rs", group, device=CPU, tune=False)]
+        found["off"] = [tune.select(PROBLEM, "gemm+rs", group, device=CPU, tune=False)]
         if rank == 0:
             os.environ["DISTGEMM_TUNE"] = "0"
-        found["off"].append(tune.choose(PROBLEM, "gemm+rs", group, device=CPU))
+        found["off"].append(tune.select(PROBLEM, "gemm+rs", group, device=CPU))
         os.environ.pop("DISTGEMM_TUNE", None)
         batches = dataclasses.replace(PROBLEM, l=2)
-        found["off"].append(tune.choose(batches, "gemm+rs", group, device=CPU))
+        found["off"].append(tune.select(batches, "gemm+rs", group, device=CPU))
         found["off measured"] = len(fakes.measured)
         found["batches"] = message(lambda: tune.tune(batches, "gemm+rs", group, device=CPU))
 
     read_only = own_cache(folder, "unwritable")
-    (read_only / "plans_NVIDIA_Test.lock").mkdir()
+    (read_only / FILE).with_suffix(".lock").mkdir()
     with Bench(by_name("chunks=2")):
         found["unwritable"] = message(lambda: tune.tune(PROBLEM, "gemm+rs", group, device=CPU))
-        found["unwritable auto"] = tune.choose(PROBLEM, "gemm+rs", group, device=CPU)
+        found["unwritable auto"] = tune.select(PROBLEM, "gemm+rs", group, device=CPU)
     return found
 
 
 def kernels(folder: str) -> dict[str, Any]:
-    """Tuning that measures configurations of GEMMs before, with fakes."""
+    """Tuning that measures tiles of GEMMs first, with fakes."""
     rank, found = dist.get_rank(), {}
-    of_gemms = importlib.import_module("distgemm.tune.gemm")
-    gather = TunedConfig("plan", tune.candidates.GATHER, (("chunks", 2),), ExecutionConfig("cutlass"))
-    one_kernel = dataclasses.replace(
+    gather = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cutlass"))
+    single_kernel = dataclasses.replace(
         gather, execution=ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
     )
     tried = [
-        *(gather, one_kernel, dataclasses.replace(gather, options=(("chunks", 1),))),
+        *(gather, single_kernel, dataclasses.replace(gather, options=(("chunks", 1),))),
         *(dataclasses.replace(gather, execution=ExecutionConfig("cublas")), UNFUSED),
     ]
-    asked: list[str] = []
+    keys: list[str] = []
     built: list[Any] = []
     failing: list[int] = []
 
     def measured(tensors: GemmTensors, streams: int, write: bool) -> Any:
-        asked.append(gemm_choices.key_of(spec_of(tensors), streams))
+        keys.append(gemm_select.key_of(spec_of(tensors), streams))
         if rank in failing:
             raise ValueError("no memory")
-        return of_gemms.Measured(TILES, 0.123456 + rank, {}, None)
+        return SimpleNamespace(config=TILES, ms=0.123456 + rank)
 
     patches = (
         mock.patch.object(CutlassProvider, "arch", "90a"),
-        mock.patch.object(tune.measuring, "candidates", return_value=tried),
-        mock.patch.object(tune.predicting, "providers", return_value={"cutlass": CutlassProvider("90a")}),
-        mock.patch.object(of_gemms, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]),
-        mock.patch.object(of_gemms, "tune", measured),
-        mock.patch("distgemm.gemm.nvcc.build_together", lambda *given: built.append(given)),
+        mock.patch("distgemm.tune.search.shortlist", return_value=tried),
+        only_cutlass(),
+        mock.patch.object(
+            gemm_tuning, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]
+        ),
+        mock.patch.object(gemm_tuning, "tune", measured),
+        mock.patch("distgemm.tune.search.build_together", lambda *arguments: built.append(arguments)),
         Bench(lambda name: 1.0),
     )
     with contextlib.ExitStack() as stack:
@@ -524,50 +534,50 @@ def kernels(folder: str) -> dict[str, Any]:
         own_cache(folder, "kernels")
         for name in ("fails", "measures", "again"):
             failing[:] = [1] if name == "fails" else []
-            asked.clear()
+            keys.clear()
             built.clear()
-            said = message(lambda: tune.tune(LARGE, "ag+gemm", device=CPU, write=False, kernels=True))
-            of_sources = [(len(set(sources)), len(sources), *ranks) for sources, *ranks in built]
-            found[name] = said, list(asked), of_sources, gemm_choices.measured(GPU)
+            text = message(lambda: tune.tune(LARGE, "ag+gemm", device=CPU, write=False, kernels=True))
+            counts = [(len(set(sources)), len(sources), *ranks) for sources, *ranks in built]
+            found[name] = text, list(keys), counts, gemm_select.CACHE.read(GPU)
     return found
 
 
 def compiled(folder: str) -> dict[str, Any]:
-    """distgemm.compile with "auto", and the torch ops; the unfused program is recorded, which runs here too."""
+    """distgemm.compile with "auto", and the torch functions. The recorded configuration is the unfused program."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), {}
     own_cache(folder, "compiled")
     problem = GemmProblem(8 * size, 4 * size, 16, dtype="float64")
-    with mock.patch.object(records, "gpu_name", return_value=GPU):
-        recorded(UNFUSED, records.bucketed(problem), "ag+gemm")
-        exe = distgemm.compile(problem, "auto", op="ag+gemm", device="cpu")
-        a, b, _, bias = drawn(problem, 0)
-        shards = [torch.from_numpy(x[exe.plan.shard(name, rank)]) for name, x in (("A", a), ("B", b))]
-        wanted = (a @ b.T)[exe.plan.shard("D", rank)]
-        found["equal"] = np.array_equal(exe(*shards).numpy(), wanted)
-        found["choice"] = exe.choice, exe.choice and exe.choice.how, type(exe).__name__
-        recorded(PLAN, problem)
-        found["a plan on CPUs"] = message(lambda: distgemm.compile(problem, "auto", op="gemm+rs", device="cpu"))
-        # As on a GPU, but for the tensors.
-        real = tune.executable
-        with mock.patch.object(tune, "executable", lambda *args, **more: real(*args, **more | {"device": CPU})):
-            made = calls._make("ag+gemm", problem, dist.group.WORLD, torch.device("cuda", 0), "auto", None)
-        row = torch.from_numpy(bias)[exe.plan.shard("D", rank)[-1]]
-        whole = torch.empty(problem.m, problem.k, dtype=torch.float64)
-        d = made("all_gather_matmul", *shards, row, whole)
-        found["op"] = np.array_equal(d.numpy(), wanted + row.numpy()) and np.array_equal(whole.numpy(), a)
-        found["last"] = str(distgemm.last_call()), distgemm.last_call().choice
+    record(UNFUSED, bucketed(problem), "ag+gemm")
+    exe = distgemm.compile(problem, "auto", pattern="ag+gemm", device="cpu")
+    a, b, _, bias = drawn(problem, 0)
+    shards = [torch.from_numpy(x[exe.plan.shard(name, rank)]) for name, x in (("A", a), ("B", b))]
+    wanted = (a @ b.T)[exe.plan.shard("D", rank)]
+    found["equal"] = np.array_equal(exe(*shards).numpy(), wanted)
+    config = config_of(exe)
+    found["config"] = config, config and config.source, type(exe).__name__
+    record(PLAN, problem)
+    found["a plan on CPUs"] = message(lambda: distgemm.compile(problem, "auto", pattern="gemm+rs", device="cpu"))
+    # As on a GPU, with tensors on the CPU.
+    real = tune.executable
+    with mock.patch.object(tune, "executable", lambda *args, **options: real(*args, **options | {"device": CPU})):
+        prepared = dispatch.make("ag+gemm", problem, dist.group.WORLD, torch.device("cuda", 0), "auto", None)
+    row = torch.from_numpy(bias)[exe.plan.shard("D", rank)[-1]]
+    whole = torch.empty(problem.m, problem.k, dtype=torch.float64)
+    d = prepared("all_gather_matmul", *shards, row, whole)
+    found["function"] = np.array_equal(d.numpy(), wanted + row.numpy()) and np.array_equal(whole.numpy(), a)
+    found["last"] = str(distgemm.last_call()), distgemm.last_call().tuned
     wrong: list[Callable[[], Any]] = [
         lambda: distgemm.compile(problem, "auto"),
-        lambda: distgemm.compile(problem, "ag+gemm", op="ag+gemm"),
-        lambda: distgemm.compile(exe.plan, "auto", op="ag+gemm"),
-        lambda: distgemm.compile(problem, "auto", op="ag+gemm", chunks=2),
-        lambda: distgemm.compile(problem, "auto", op="ag+gemm", gemm_streams=1),
-        lambda: distgemm.compile(problem, "auto", op="ag"),
+        lambda: distgemm.compile(problem, "ag+gemm", pattern="ag+gemm"),
+        lambda: distgemm.compile(exe.plan, "auto", pattern="ag+gemm"),
+        lambda: distgemm.compile(problem, "auto", pattern="ag+gemm", chunks=2),
+        lambda: distgemm.compile(problem, "auto", pattern="ag+gemm", gemm_streams=1),
+        lambda: distgemm.compile(problem, "auto", pattern="ag"),
     ]
     found["wrong"] = [message(call) for call in wrong]
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         gpu = torch.device("cuda", 0)
-        found["capturing"] = message(lambda: distgemm.compile(problem, "auto", op="ag+gemm", device=gpu))
+        found["capturing"] = message(lambda: distgemm.compile(problem, "auto", pattern="ag+gemm", device=gpu))
     return found
 
 
@@ -575,42 +585,45 @@ def compiled(folder: str) -> dict[str, Any]:
 
 
 def measured(folder: str) -> list[str]:
-    """Tuning, looking up, pinning and capturing, for real."""
+    """Tuning, looking up, pinning and capturing on GPUs."""
     os.environ["DISTGEMM_CACHE_DIR"] = os.environ.get("DISTGEMM_CACHE_DIR") or folder
     rank, size, failures = dist.get_rank(), dist.get_world_size(), []
-    for op in OPS:
+    for pattern in PATTERNS:
         problem = GemmProblem(1000, 512 * size, 512 * size)  # its bucket is 1024
-        first = distgemm.compile(problem, "auto", op=op)
-        again = distgemm.compile(problem, "auto", op=op)
-        if first.choice != again.choice or (first.choice.how, again.choice.how) != ("measured", "recorded"):
-            failures.append(f"{op}: {first.choice} {first.choice.how}, then {again.choice} {again.choice.how}")
-        tuned = tune.tune(dataclasses.replace(problem, m=1024), op, write=False)
+        executables = [distgemm.compile(problem, "auto", pattern=pattern) for _ in range(2)]
+        first, second = (config_of(exe) for exe in executables)
+        assert first is not None and second is not None
+        if first != second or (first.source, second.source) != ("measured", "recorded"):
+            failures.append(f"{pattern}: {first} {first.source}, then {second} {second.source}")
+        tuned = tune.tune(dataclasses.replace(problem, m=1024), pattern, write=False)
         # The unfused program is taken unless a plan is clearly faster.
-        clearly = tune.measuring.CLEARLY if tuned.choice == UNFUSED else 0.0
-        if tuned.refused or tuned.ms * (1 - clearly) > min(tuned.times.values()) or tuned.unfused_ms is None:
-            failures.append(f"{op}: {tuned}")
-        print(rank, op, tuned.choice, tuned.times, flush=True)
+        margin = MIN_SPEEDUP if tuned.config == UNFUSED else 0.0
+        if tuned.refused or tuned.ms * (1 - margin) > min(tuned.times.values()) or tuned.unfused_ms is None:
+            failures.append(f"{pattern}: {tuned}")
+        print(rank, pattern, tuned.config, tuned.times, flush=True)
+        again = executables[1]
         a, b = (torch.randn(again.plan.shard_shape(name, rank), device=device()).bfloat16() for name in "AB")
         d = again(a, b)
-        if again.choice.method == "plan":
-            pinned = distgemm.compile(problem, **again.choice.arguments())
+        if second.method == "plan":
+            pinned = distgemm.compile(problem, **second.arguments())
             if not torch.equal(pinned(a, b), d):
-                failures.append(f"{op}: {again.choice} by name gives other bits")
-        plain = UnfusedExecutable(problem, op)
+                failures.append(f"{pattern}: {second} by name gives other bits")
+        plain = UnfusedExecutable(problem, pattern)
         wanted = plain(a, b)
         error = float((d.float() - wanted.float()).norm() / wanted.float().norm())
         if not error < 1e-2:
-            failures.append(f"{op}: {again.choice} differs from the unfused program by {error}")
+            failures.append(f"{pattern}: {second} differs from the unfused program by {error}")
         replay = plain.capture(a, b)
         replay.out.fill_(torch.nan)
         if not torch.equal(replay(), wanted):
-            failures.append(f"{op}: the unfused program's graph")
+            failures.append(f"{pattern}: the graph of the unfused program")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = again(a, b)
-            said = message(lambda op=op: distgemm.compile(GemmProblem(64, 512 * size, 512 * size), "auto", op=op))
+            small = GemmProblem(64, 512 * size, 512 * size)
+            text = message(lambda small=small, pattern=pattern: distgemm.compile(small, "auto", pattern=pattern))
         graph.replay()
         torch.cuda.synchronize()
-        if not torch.equal(captured, d) or "once before capturing" not in said:
-            failures.append(f"{op}: captured, {said}")
+        if not torch.equal(captured, d) or "once before capturing" not in text:
+            failures.append(f"{pattern}: captured, {text}")
     return failures

@@ -1,8 +1,9 @@
-"""Bytes per link and workspace equal the closed formulas of docs/formulas.md, which are read from there."""
+"""Bytes per link and workspace equal the closed formulas in docs/formulas.json, which docs/formulas.md shows."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ import distgemm
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 
-PAGE = Path(__file__).parents[2] / "docs" / "formulas.md"
-pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the formulas are in docs/, which a source archive lacks")
+DATA = Path(__file__).parents[2] / "docs" / "formulas.json"
+pytestmark = pytest.mark.skipif(not DATA.is_file(), reason="the formulas are in docs/, which a source archive lacks")
 
 MESHES = {
     1: [(size,) for size in range(1, 9)],
@@ -32,7 +34,7 @@ SIDES = {
     "tensor_parallel_2d_nested": "HL",
 }
 GATHERS = ("direct", "ring", "bidirectional_full", "bidirectional_split")
-OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "last": ("gemm", "sum")}
+OPTIONS = {"gather": GATHERS, "reduce": ("chain", "pairwise"), "final_add": ("epilogue", "kernel")}
 SHAPES = {
     "aligned": (26, 40, 24),
     "padded": (26, 34, 37),  # rows of 68 and 74 bytes in bfloat16
@@ -41,12 +43,9 @@ SHAPES = {
 
 
 @cache
-def table(title: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading, by their first cell."""
-    section = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0].strip("`"): row[1:] for row in rows}
+def formulas() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return found
 
 
 def value(formula: str, **symbols: int | Fraction) -> int:
@@ -65,7 +64,7 @@ def links(mesh: tuple[int, ...], axis: int, route: str, share: int) -> Counter[t
     """What the table of routes says, for every rank of a mesh."""
     found: Counter[tuple[int, int]] = Counter()
     extent = mesh[axis]
-    after, before, every = (value(cell, X=extent, T=share) for cell in table("Routes")[route])
+    after, before, every = (value(cell, X=extent, T=share) for cell in formulas()["routes"][route].values())
     ranks = {place: rank for rank, place in enumerate(itertools.product(*map(range, mesh)))}
     for place, rank in ranks.items():
         for distance in range(1, extent):
@@ -114,15 +113,18 @@ def sizes(problem: distgemm.GemmProblem, grid: distgemm.TileCoord, aligned_to: i
 
 
 def compare_links(
-    plan: distgemm.Plan, moves: str, sides: str, symbols: dict[str, int], by: dict[str, str], where: str
+    plan: distgemm.Plan,
+    moves: list[dict[str, str]],
+    sides: str,
+    symbols: dict[str, int],
+    by: dict[str, str],
+    where: str,
 ) -> None:
     """``by``: the route for each name in the formula that is not a route itself."""
     wanted: Counter[tuple[int, int]] = Counter()
-    for move in moves.split("; "):
-        match = re.fullmatch(r"(\S+) by `(\w+)` along (\w)", move)
-        assert match, move
-        share, route, axis = match.groups()
-        wanted += links(plan.mesh, sides.index(axis), by.get(route, route), value(share, **symbols))
+    for move in moves:
+        route = by.get(move["route"], move["route"])
+        wanted += links(plan.mesh, sides.index(move["axis"]), route, value(move["share"], **symbols))
     assert plan.link_bytes() == dict(sorted(wanted.items())), where
 
 
@@ -135,8 +137,8 @@ def compare_workspace(plan: distgemm.Plan, formula: str, waiting: str, symbols: 
 def compare(
     name: str, mesh: tuple[int, ...], options: dict[str, object], shape: str = "aligned", **more: object
 ) -> None:
-    rows = table("Schedules")
-    moves, workspace, waiting = rows[name]
+    rows = formulas()["schedules"]
+    moves, workspace, waiting = rows[name].values()
     scheduler = distgemm.get_schedule(name, mesh=mesh, **options)  # type: ignore[arg-type]
     problem = problem_for(scheduler.grid, shape, **more)
     plan = distgemm.make_plan(problem, scheduler)
@@ -147,18 +149,17 @@ def compare(
     }
     # The route of a level of a nested schedule is that of its first move.
     by = {key: str(option) for key, option in options.items()}
-    by |= {key: rows[option][0].split("`")[1] for key, option in by.items() if option in rows}
+    by |= {key: rows[option]["moves"][0]["route"] for key, option in by.items() if option in rows}
     where = f"{name} on {mesh} with {options}, {problem}"
     compare_links(plan, moves, sides, symbols | sizes(problem, scheduler.grid), by, where)
-    if ": " in waiting:
-        by_option = dict(part.split(": ") for part in waiting.split("; "))
-        (chosen,) = by_option.keys() & {f"`{option}`" for option in options.values()}
-        waiting = by_option[chosen]
-    compare_workspace(plan, workspace, waiting, symbols | sizes(problem, scheduler.grid, 16), where)
+    chosen = waiting.keys() & {"", *map(str, options.values())}
+    assert len(chosen) == bool(waiting), where
+    needed = waiting[chosen.pop()] if chosen else ""
+    compare_workspace(plan, workspace, needed, symbols | sizes(problem, scheduler.grid, 16), where)
 
 
 def test_every_schedule_has_a_formula_and_every_formula_a_schedule():
-    assert sorted(table("Schedules")) == distgemm.list_schedules()
+    assert sorted(formulas()["schedules"]) == distgemm.list_schedules()
 
 
 @pytest.mark.parametrize("partial", [None, "float32"])
@@ -223,13 +224,13 @@ def nested() -> list[tuple[str, str, str]]:
 
 
 def test_every_nested_reduction_has_a_formula():
-    assert list(table("Nested reductions")) == NESTED
+    assert list(formulas()["nested_reductions"]) == NESTED
 
 
 @pytest.mark.parametrize(("shape", "partial"), [("aligned", None), ("padded", "float32"), ("padded", None)])
 @pytest.mark.parametrize(("row", "across", "inside"), nested())
 def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str, shape: str, partial: str | None):
-    moves, workspace, waiting = table("Nested reductions")[row]
+    moves, workspace, waiting = formulas()["nested_reductions"][row].values()
     for mesh, chunks in itertools.product([*MESHES[2], (3, 2), (2, 4), (3, 3), (4, 4)], (1, 2, 3)):
         scheduler = distgemm.get_schedule(
             "tensor_parallel_2d_nested", mesh=mesh, across=across, inside=inside, chunks=chunks
@@ -237,19 +238,18 @@ def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str
         problem = problem_for(scheduler.grid, shape, partial_dtype=partial)
         plan = distgemm.make_plan(problem, scheduler)
         symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "F": int(problem.partial_dtype != problem.out_dtype)}
-        route = {"gather": table("Schedules")[across][0].split("`")[1]}
+        route = {"gather": formulas()["schedules"][across]["moves"][0]["route"]}
         where = f"{across} across {inside} on {mesh}, {chunks} chunks, {problem}"
         compare_links(plan, moves, "HL", symbols | sizes(problem, scheduler.grid), route, where)
-        compare_workspace(plan, workspace, waiting, symbols | sizes(problem, scheduler.grid, 16), where)
+        compare_workspace(plan, workspace, waiting[""], symbols | sizes(problem, scheduler.grid, 16), where)
 
 
 @pytest.mark.parametrize("partial", [None, "float32"])
-def test_nested_all_reduces_add_what_is_delivered(partial: str | None):
-    page = PAGE.read_text()
-    formula = re.search(r"All-reduce schedules add what is delivered: (\S+)", page)
-    assert formula
-    reductions = {row: rest for row, rest in table("Nested reductions").items() if "gather" not in row}
-    for row, (_, workspace, waiting) in reductions.items():
+def test_nested_all_reduces_add_the_final_copies(partial: str | None):
+    formula = formulas()["nested_all_reduce"]
+    reductions = {row: each for row, each in formulas()["nested_reductions"].items() if "gather" not in row}
+    for row, each in reductions.items():
+        workspace, waiting = each["workspace"], each["waiting"][""]
         levels = [list(LEVELS[level]) for level in row.split(", ")]
         options = [names + [name.replace("reduce_scatter", "all_reduce") for name in names] for names in levels]
         for across, inside, mesh, chunks in itertools.product(*options, [(2, 2), (2, 3), (3, 2), (1, 2)], (1, 2)):
@@ -264,7 +264,7 @@ def test_nested_all_reduces_add_what_is_delivered(partial: str | None):
             owners = math.prod(side for side, all_of_it in zip(mesh, everywhere, strict=True) if all_of_it)
             symbols = {"H": mesh[0], "L": mesh[1], "c": chunks, "o": owners} | sizes(problem, scheduler.grid, 16)
             symbols["F"] = int(problem.partial_dtype != problem.out_dtype)
-            compare_workspace(plan, f"{workspace} + {formula[1]}", waiting, symbols, f"{across} {inside} {mesh}")
+            compare_workspace(plan, f"{workspace} + {formula}", waiting, symbols, f"{across} {inside} {mesh}")
 
 
 @pytest.mark.parametrize("results", [1, 2, 3, 4, 9])
@@ -284,24 +284,31 @@ def test_results_that_wait_take_as_many_slots_as_a_plan_says(name: str, results:
         assert arrive < len(plan.slots[0]) <= arrive + min(results, arrive)
     assert plan.link_bytes() == two.link_bytes()
     plan.verify()
-    with pytest.raises(ValueError, match="results is a number of partial sums, at least 1, got 0"):
+    with pytest.raises(ValueError, match="send_slots is an integer >= 1, got 0"):
         distgemm.make_plan(problem, name, ranks, send_slots=0)
 
 
 @pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)])
 def test_a_lag_takes_no_more(name: str) -> None:
     """The same bytes over the same links; the same workspace or a slot less."""
-    for size, chunks, last, mechanism in itertools.product((1, 2, 3, 4), (1, 2, 4), OPTIONS["last"], ("push", "store")):
+    for size, chunks, final_add, mechanism in itertools.product(
+        (1, 2, 3, 4), (1, 2, 4), OPTIONS["final_add"], ("push", "store")
+    ):
 
         def made(
-            *, last: str = last, size: int = size, chunks: int = chunks, mechanism: str = mechanism, **stagger: int
+            *,
+            final_add: str = final_add,
+            size: int = size,
+            chunks: int = chunks,
+            mechanism: str = mechanism,
+            **stagger: int,
         ) -> distgemm.Plan:
-            grid = distgemm.get_schedule(name, size, chunks=chunks, last=last, **stagger).grid
+            grid = distgemm.get_schedule(name, size, chunks=chunks, final_add=final_add, **stagger).grid
             return distgemm.make_plan(
-                problem_for(grid), name, size, chunks=chunks, last=last, mechanism=mechanism, **stagger
+                problem_for(grid), name, size, chunks=chunks, final_add=final_add, mechanism=mechanism, **stagger
             )
 
-        if "pairwise" in name and last == "sum":
+        if "pairwise" in name and final_add == "kernel":
             with pytest.raises(
                 ValueError, match="stagger goes with final_add='epilogue', where an owner adds chunk by chunk"
             ):
@@ -314,4 +321,4 @@ def test_a_lag_takes_no_more(name: str) -> None:
             assert lagging.link_bytes() == plain.link_bytes()
             for rank in range(size):
                 saved = plain.workspace_bytes(rank) - lagging.workspace_bytes(rank)
-                assert 0 <= saved <= slot, (size, chunks, stagger, last, mechanism, rank)
+                assert 0 <= saved <= slot, (size, chunks, stagger, final_add, mechanism, rank)

@@ -26,7 +26,8 @@ from distgemm import api as compiling
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import WAIT, WRITE, WRITE_DOUBLE, MemOp, flag_ops
-from distgemm.gemm.fused.gemms import FusedGemms, fused_source
+from distgemm.gemm.fused.gemms import FusedGemms
+from distgemm.gemm.fused.kernel import fused_source
 from distgemm.plan.ops import Barrier, Copy, Gemm, Signal, Wait
 from distgemm.plan.plan import PlanError
 from distgemm.runtime.checks import TORCH_DTYPES
@@ -174,42 +175,42 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def bind_fused(gemms: FusedGemms, config: Any) -> Callable[[int], None]:
         def words(first: int, columns: int) -> list[int]:
-            slices = -(-columns // (gemms.slice or columns))
+            slices = -(-columns // (gemms.slice_k or columns))
             return [first + WORD * number for number in range(slices if first else 0)]
 
         opened = memops.wait_for(-next(kernels))  # a word of the kernel's own
         enters: list[Task] = [opened] if gemms.entry else []
         waits: list[list[Task]] = []
         each: list[list[Task]] = []
-        entire = gemms.entire or [False] * len(gemms.products)
-        further = gemms.further or [()] * len(gemms.products)
-        for t, word, told, away, whole, added in zip(
-            *(gemms.products, gemms.waits, gemms.done_flags, gemms.away, entire, further), strict=True
+        whole_operands = gemms.whole_operands or [False] * len(gemms.products)
+        addends = gemms.addends or [()] * len(gemms.products)
+        for t, word, told, remote, whole, added in zip(
+            *(gemms.products, gemms.wait_flags, gemms.done_flags, gemms.remote, whole_operands, addends), strict=True
         ):
             every = words(word, t.a.shape[1])
-            every = [*(every[:1] if whole else every), *(one.waits for one in added)]
+            every = [*(every[:1] if whole else every), *(one.wait_flag for one in added)]
             waits.append([memops.wait_for(one) for one in every])
             product = multiplied(t, [one.matrix for one in added])
-            each.append([*(enters if away else []), product, *([memops.write(told)] if told else [])])
+            each.append([*(enters if remote else []), product, *([memops.write(told)] if told else [])])
         products: list[Task] = []
         at = 0
         for size in gemms.tile_interleave or [1] * len(each):
             # A single resident block waits for each of them before the first one has all of its tiles.
             products += chain.from_iterable(waits[at : at + size] + each[at : at + size])
             at += size
-        sent: list[Task] = [*enters, *([memops.wait_for(gemms.opens)] if gemms.opens else [])]
-        taken: list[Task] = []
+        sent: list[Task] = [*enters]
+        copied: list[Task] = []
         for send in gemms.sends:
-            queue = sent if send.away else taken
-            along = gemms.slice or send.source.shape[1]
-            queue += [memops.wait_for(send.waits)] if send.waits else []
-            for number, word in enumerate(words(send.word, send.source.shape[1]) or [0]):
+            queue = sent if send.remote else copied
+            along = gemms.slice_k or send.source.shape[1]
+            queue += [memops.wait_for(send.wait_flag)] if send.wait_flag else []
+            for number, word in enumerate(words(send.flag, send.source.shape[1]) or [0]):
                 columns = slice(number * along, (number + 1) * along)
                 queue += [functools.partial(send.target[:, columns].copy_, send.source[:, columns])]
                 queue += [memops.write(word)] if word else []
         entry = [*chain.from_iterable(gemms.entry), *([memops.write(opened.address)] if gemms.entry else [])]
         closed = [memops.write(opened.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
-        parts = [part for part in (entry, products, sent, taken) if part]
+        parts = [part for part in (entry, products, sent, copied) if part]
         return lambda stream: tasks.extend([Together(parts), *closed] if len(parts) > 1 else products)
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
@@ -741,11 +742,11 @@ def test_kernels_of_all_ranks_are_known_ahead(
             binder = Emulated(plan, rank, workspace, 2, "gemm", copies=copies).binder
             monkeypatch.setattr(binding, "get_provider", lambda name: CutlassProvider("90a"))
             (kernel, words) = binder.sources(c=c, bias=bias)
-            wanted = "DG_OPERANDS" if schedule.startswith("all_gather") or ranks == 1 else "DG_RESULTS"
-            wanted = "DG_DELIVERIES" if copies == "gemm" else wanted
-            assert dict(kernel.macros)["DG_FUSED"] == wanted and words.file == "flags.cu"
+            wanted = "DG_GATHER" if schedule.startswith("all_gather") or ranks == 1 else "DG_REDUCE"
+            wanted = "DG_REDUCE_SEND" if copies == "gemm" else wanted
+            assert dict(kernel.macros)["DG_KIND"] == wanted and words.file == "flags.cu"
     for gemms in placed:
-        assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.away, strict=True))
+        assert not any(away and one.bias is not None for one, away in zip(gemms.products, gemms.remote, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -951,13 +952,11 @@ def test_what_kernels_write_at_peers_takes_turns(
     one = Emulated(plan, 1, machine.workspaces[1], 2, "gemm", copies=copies)
     one.tasks(Data(plan, 0, 1.0, 0.0, False).calls[1], recorded, 0)
     (gemms,) = told
-    assert gemms.rate == rate
-    to_peers = [send.away for send in gemms.sends]
+    assert gemms.link_rate == rate
+    to_peers = [send.remote for send in gemms.sends]
     assert to_peers == ([True, False] * 2 if schedule.startswith("all_reduce") else [True] * len(to_peers))
-    assert all(bool(send.word) == send.away for send in gemms.sends)
-    # Behind an engine's copy of the first of two chunks, if there is one.
-    assert bool(gemms.opens) == (copies == "both") and (not gemms.opens or gemms.opens not in gemms.waits)
-    assert list(gemms.entire) == [False, False, copies in ("slices", "both"), False]
+    assert all(bool(send.flag) == send.remote for send in gemms.sends)
+    assert list(gemms.whole_operands) == [False, False, copies in ("slices", "both"), False]
 
 
 def test_a_kernel_alone_enters_and_leaves_the_replay(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ class Tree:
 class Halving:
     """A reduction by a binary tree; every rank adds what it receives in a sum of its own."""
 
-    fold: bool = False
+    add: str = "kernel"
+    final_add: str = "kernel"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         ranks, found = [reducer, *contributors], []
@@ -75,14 +76,14 @@ def stationary_a(mesh: tuple[int, ...], route: Route, chunks: int = 1) -> Distri
 ROUTES = {
     "direct and pairwise": Route(d=distgemm.schedulers.Pairwise()),
     "ring and chain": Route(b=distgemm.schedulers.Ring()),
-    "both ways and chain without fold": Route(
+    "both ways and chain with sums in kernels": Route(
         b=distgemm.schedulers.BidirectionalSplit(), d=distgemm.schedulers.Chain(add="kernel", final_add="kernel")
     ),
     "tree and halving": Route(b=Tree(), d=Halving()),
 }
 
 
-def test_a_chain_without_fold_folds_nowhere():
+def test_where_partial_sums_are_added():
     """Whatever the number of ranks, unless it says that the reducer does."""
     problem = distgemm.GemmProblem(60, 60, 60)
     for size in (2, 3):
@@ -127,7 +128,8 @@ class Broken:
     """A route whose hops are given."""
 
     given: tuple[Hop, ...]
-    fold: bool = True
+    add: str = "epilogue"
+    final_add: str = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], holders: object, needers: object) -> Sequence[Hop]:
         return self.given
@@ -137,7 +139,8 @@ class Broken:
 class Circle:
     """A reduction in which the contributors send to one another."""
 
-    fold: bool = True
+    add: str = "epilogue"
+    final_add: str = "epilogue"
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(contributors[0], contributors[1]), Hop(contributors[1], contributors[0])]
@@ -158,6 +161,20 @@ class Circle:
 def test_a_route_that_cannot_work_is_refused_with_the_reason(route: Route, message: str):
     with pytest.raises(ValueError, match=message):
         distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), stationary_a((3,), route))
+
+
+@pytest.mark.parametrize(
+    ("route", "named"),
+    [
+        (Route(b=Broken((Hop(0, 3),))), "the route Broken of B.*rank 3 is none of the 3 ranks 0 to 2"),
+        (Route(b=Broken((Hop(-1, 1),))), "the route Broken of B.*rank -1 is none of the 3 ranks"),
+        (Route(d=Broken((Hop(0, 7),))), "the route Broken of D.*rank 7 is none of the 3 ranks"),
+    ],
+)
+def test_a_route_with_a_rank_that_does_not_exist_is_refused(route: Route, named: str):
+    schedule = stationary_a((3,), route)
+    with pytest.raises(distgemm.PlanError, match=f"{schedule.name}: {named}"):
+        distgemm.make_plan(distgemm.GemmProblem(m=9, n=9, k=9), schedule)
 
 
 def test_tiles_that_do_not_make_up_a_box_are_refused():

@@ -15,7 +15,7 @@ from distgemm.gemm.cutlass import TMA_TILES
 from distgemm.gemm.nvcc import cache_dir, cached
 from distgemm.gemm.tensors import spec_of
 from distgemm.plan.problem import GemmProblem
-from tests.unit.test_gemm_compiler import WRITES, Nvcc, nvcc
+from tests.unit.test_gemm_kernel_cache import WRITES, Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture
 ONE = "128x256x64_1x2_cooperative"

@@ -1,4 +1,4 @@
-"""Provider cublas without a GPU: what torch computes and what not; its functions, run on the CPU."""
+"""Provider cublas without a GPU: the GEMMs that it supports, and torch's functions, run on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, MatrixSpec
-from distgemm.gemm.cublas import CublasLaunch, CublasProvider, _function
+from distgemm.gemm.cublas import CublasLaunch, CublasProvider, torch_function
 from distgemm.gemm.tensors import spec_of
 
 PROVIDER = CublasProvider()
@@ -47,7 +47,7 @@ FP8 = of("float8_e4m3fn", scale_a="tensor", scale_b="tensor")
         replace(FP8, bias="bfloat16"),
     ],
 )
-def test_products_that_torch_computes(spec: GemmSpec) -> None:
+def test_supported_gemms(spec: GemmSpec) -> None:
     assert PROVIDER.supports(spec).reason == ""
     assert PROVIDER.compile(spec).name == "cublas"
     assert PROVIDER.configs(spec) == []
@@ -85,13 +85,13 @@ def test_products_that_torch_computes(spec: GemmSpec) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_products_that_torch_does_not(spec: GemmSpec, reason: str) -> None:
+def test_gemms_that_torch_does_not_compute(spec: GemmSpec, reason: str) -> None:
     assert PROVIDER.supports(spec).reason == reason
     with pytest.raises(ValueError, match=f"provider cublas: {reason}"):
         PROVIDER.compile(spec)
 
 
-def test_configurations_cannot_be_asked_for() -> None:
+def test_configurations_are_refused() -> None:
     config = GemmConfig.parse("128x256x64_1x2_cooperative")
     reason = f"cuBLAS chooses its own kernels, configuration {config} cannot be asked for"
     assert PROVIDER.supports(PRODUCT, config).reason == reason
@@ -106,7 +106,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dims", ["matrices", "batches", "a batch of one", "one of the three"])
 @pytest.mark.parametrize("terms", ["none", "alpha", "c", "c is not read", "in place", "partial", "bias"])
-def test_the_function_that_is_chosen(dims: str, terms: str) -> None:
+def test_torch_functions(dims: str, terms: str) -> None:
     lead = {"batches": (3,), "a batch of one": (1,)}.get(dims, ())
     a, b, d = drawn(*lead, M, K), drawn(*lead, N, K), drawn(*lead, M, N)
     if dims == "one of the three":
@@ -131,7 +131,7 @@ def test_the_function_that_is_chosen(dims: str, terms: str) -> None:
         tensors = replace(tensors, d=d)
     wanted = alpha * (a.double() @ b.double().mT) + added.double()
     tensors = replace(tensors, alpha=alpha)
-    _function(tensors, spec_of(tensors))()
+    torch_function(tensors, spec_of(tensors))()
     assert tensors.d.shape == (*lead, M, N)
     assert torch.equal(d.double(), wanted.reshape(d.shape))
 
@@ -141,12 +141,12 @@ def test_fp8_has_no_alpha() -> None:
     a, b = (torch.zeros(x, K).to(torch.float8_e4m3fn) for x in (M, N))
     tensors = GemmTensors(a, b, torch.zeros(M, N).bfloat16(), scale_a=one, scale_b=one, alpha=2.0)
     with pytest.raises(ValueError, match=r"scales products of fp8 by tensors only, not by alpha = 2\.0"):
-        _function(tensors, spec_of(tensors))
+        torch_function(tensors, spec_of(tensors))
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
 @pytest.mark.parametrize(("dtype", "used"), [(None, "ieee"), ("tfloat32", "tf32")])
-def test_the_setting_of_float32_is_put_back(
+def test_the_precision_of_float32_is_restored(
     monkeypatch: pytest.MonkeyPatch, before: str, dtype: str | None, used: str
 ) -> None:
     class Setting:

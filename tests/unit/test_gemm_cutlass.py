@@ -1,4 +1,4 @@
-"""Provider cutlass without a GPU: what it computes and why not, its configurations, what kernels are compiled from."""
+"""Provider cutlass without a GPU: the GEMMs that it supports, its configurations, and the sources of its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.cutlass import ELEMENTS, TMA_TILES, Arguments, CutlassProvider, kernel_source
+from distgemm.gemm.cutlass import ELEMENTS, Arguments, CutlassProvider, kernel_source
+from distgemm.gemm.tiles import TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 HOPPER = CutlassProvider("90a")
@@ -43,21 +44,21 @@ D = spec().d
 ODD_A = replace(spec().a, stride=130, alignment=4)
 ODD_D = replace(D, stride=514)
 
-# --- what is computed -----------------------------------------------------------------------------------
+# --- supported GEMMs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("majors", MAJORS)
-def test_aligned_products_take_tma(dtype: str, majors: str) -> None:
+def test_aligned_gemms_use_tma(dtype: str, majors: str) -> None:
     found = HOPPER.configs(spec(dtype, majors=majors))
     if dtype == "float8_e4m3fn" and majors != "rr":
         assert not found
         return
-    schedules = {one.kernel_schedule for one in found}
+    kernel_schedules = {one.kernel_schedule for one in found}
     if dtype == "float32" or (dtype, majors) == ("tfloat32", "rc"):
-        assert schedules == {"plain"}
+        assert kernel_schedules == {"plain"}
         return
-    assert schedules == {"cooperative", "pingpong", "plain"}
+    assert kernel_schedules == {"cooperative", "pingpong", "plain"}
     tiles = [tile for tile, _, _ in TMA_TILES if dtype != "tfloat32" or tile[1] % 32 == 0]
     assert len(found) == len(tiles) + 1
     assert found[0].kernel_schedule != "plain"
@@ -74,7 +75,7 @@ def test_the_plain_kernel_of_float32_is_shallower() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tfloat32", "float8_e4m3fn"])
 @pytest.mark.parametrize("what", ["a", "b"])
-def test_misaligned_operands_take_the_plain_kernel(dtype: str, what: str) -> None:
+def test_misaligned_operands_use_the_plain_kernel(dtype: str, what: str) -> None:
     aligned = spec(dtype)
     for change in ({"alignment": 8}, {"stride": 130 if dtype != "tfloat32" else 129}):
         odd = replace(aligned, **{what: replace(getattr(aligned, what), **change)})
@@ -117,11 +118,11 @@ def test_rows_of_d_that_end_unevenly() -> None:
 
 
 @pytest.mark.parametrize("arch", ["80", "86", "90", "100a", "120"])
-def test_other_architectures_take_the_plain_kernel(arch: str) -> None:
+def test_other_architectures_use_the_plain_kernel(arch: str) -> None:
     assert list(map(str, CutlassProvider(arch).configs(spec()))) == [str(PLAIN)]
 
 
-# --- what is not, and why -------------------------------------------------------------------------------
+# --- GEMMs without a kernel -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_other_architectures_take_the_plain_kernel(arch: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_products_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
+def test_gemms_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
     assert HOPPER.configs(product) == []
     assert HOPPER.supports(product).reason == reason
     for one in (COOPERATIVE, PLAIN):
@@ -189,7 +190,7 @@ def test_configurations_that_do_not_fit(arch: str, product: GemmSpec, one: GemmC
         provider.compile(product, one)
 
 
-def test_what_else_is_done_where_tma_is_not() -> None:
+def test_without_tma_there_is_another_kernel() -> None:
     for product in (spec(a=ODD_A), spec(d=ODD_D), spec("float32")):
         plain = replace(PLAIN, tile=(128, 128, 8)) if product.a.dtype == "float32" else PLAIN
         assert HOPPER.supports(product, plain)
@@ -217,12 +218,12 @@ def test_architectures_that_compute_nothing(arch: str, dtype: str, reason: str) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_architecture_is_to_be_named() -> None:
+def test_without_a_gpu_the_architecture_is_required() -> None:
     with pytest.raises(RuntimeError, match=r"there is no CUDA device; .* name one: CutlassProvider\('90a'\)"):
         CutlassProvider().supports(spec())
 
 
-# --- what kernels are compiled from ---------------------------------------------------------------------
+# --- the sources of kernels -----------------------------------------------------------------------------
 
 
 def macros(product: GemmSpec, one: GemmConfig = COOPERATIVE, arch: str = "90a") -> dict[str, str]:
@@ -260,7 +261,7 @@ def test_numbers_for_whole_tensors_share_a_kernel() -> None:
     assert macros(spec(scale_a="tensor", scale_b="tensor")) == macros(spec())
 
 
-def test_all_else_is_another_kernel() -> None:
+def test_other_types_terms_and_tiles_are_other_kernels() -> None:
     f32 = replace(D, dtype="float32")
     products = [
         *(spec(majors=majors) for majors in MAJORS),
@@ -281,7 +282,7 @@ def test_all_else_is_another_kernel() -> None:
         spec(scale_a="row", scale_b="row"),
     ]
     configs = [
-        *(config(f"{m}x{n}x64_{cm}x{cn}_{schedule}") for (m, n), (cm, cn), schedule in TMA_TILES),
+        *(config(f"{m}x{n}x64_{cm}x{cn}_{name}") for (m, n), (cm, cn), name in TMA_TILES),
         config("128x256x32_1x2_cooperative"),
         DIRECT,
     ]
@@ -318,9 +319,7 @@ def test_a_direct_kernel_serves_all_terms(one: GemmConfig) -> None:
         ({"a": replace(spec().a, alignment=4)}, "rr", ("2", "8")),
     ],
 )
-def test_plain_kernels_load_as_much_at_once_as_they_may(
-    change: dict[str, Any], majors: str, vectors: tuple[str, str]
-) -> None:
+def test_plain_kernels_use_the_widest_loads(change: dict[str, Any], majors: str, vectors: tuple[str, str]) -> None:
     product = spec(majors=majors, **change)
     found = macros(product, PLAIN)
     assert (found["DG_VECTOR_A"], found["DG_VECTOR_B"]) == vectors
@@ -328,7 +327,7 @@ def test_plain_kernels_load_as_much_at_once_as_they_may(
     assert (with_tma["DG_VECTOR_A"], with_tma["DG_VECTOR_B"]) == ("1", "1")
 
 
-def test_names_are_for_people() -> None:
+def test_a_kernel_has_a_readable_name() -> None:
     name = kernel_source(spec("float8_e4m3fn"), config("128x256x128_1x2_cooperative"), "90a").name
     assert name == "128x256x128_1x2_cooperative (float8_e4m3fn, row, row -> bfloat16)"
 

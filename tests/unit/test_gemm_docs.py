@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distgemm.cli import kernels as commands
+import distgemm.gemm
 from tests.unit.test_docs import DOCS, programs, run
 from tests.unit.test_gemm_commands import invoke
-from tests.unit.test_gemm_compiler import Nvcc, nvcc
+from tests.unit.test_gemm_kernel_cache import Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="a source archive has no docs/")
@@ -63,7 +63,7 @@ def test_tunings(words: list[str]) -> None:
 
 
 def test_variables_are_those_of_the_code() -> None:
-    sources = Path(commands.__file__).parent.glob("*.py")
+    sources = Path(distgemm.gemm.__file__).parent.glob("*.py")
     used = {name for path in sources for name in re.findall(r'"((?:DISTGEMM|CUDA|XDG)_\w+)"', path.read_text())}
     assert used == set(re.findall(r"\b((?:DISTGEMM|CUDA|XDG)_\w+)\b", page()))
 

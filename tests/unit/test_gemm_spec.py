@@ -1,4 +1,4 @@
-"""What a GEMM asks of a kernel, as values: configurations, matrices, products."""
+"""The value objects of GEMMs: configurations, matrices, specs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, Status, get_provider, list_providers
-from distgemm.gemm.cutlass import TMA_TILES
 from distgemm.gemm.spec import EPILOGUES, RASTERS, SHARES, common_power_of_two
+from distgemm.gemm.tiles import TMA_TILES
 
 # --- configurations -------------------------------------------------------------------------------------
 
 
 def configs() -> list[GemmConfig]:
     with_tma = [
-        GemmConfig((*tile, depth), cluster, schedule, epilogue, raster, swizzle, share)
-        for (tile, cluster, schedule), depth in itertools.product(TMA_TILES, (32, 64, 128))
+        GemmConfig((*tile, depth), cluster, kernel_schedule, epilogue, raster, swizzle, share)
+        for (tile, cluster, kernel_schedule), depth in itertools.product(TMA_TILES, (32, 64, 128))
         for epilogue, raster, swizzle, share in itertools.product(EPILOGUES, RASTERS, (1, 2, 4, 8), SHARES)
     ]
     return with_tma + [GemmConfig((128, 128, depth), (1, 1), "plain", "direct") for depth in (8, 32, 64)]
 
 
-def test_a_configuration_is_what_its_name_says() -> None:
+def test_a_configuration_has_one_text() -> None:
     found = configs()
     names = [str(config) for config in found]
     assert [GemmConfig.parse(name) for name in names] == found
@@ -71,7 +71,7 @@ def test_names(name: str, config: GemmConfig) -> None:
         "-128x256x64_1x2_cooperative",
     ],
 )
-def test_other_texts_name_nothing(text: str) -> None:
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"written like .*, got {re.escape(repr(text))}"):
         GemmConfig.parse(text)
 
@@ -86,19 +86,19 @@ def test_other_texts_name_nothing(text: str) -> None:
         ({"cluster": (0, 1)}, "cluster is a tuple of 2 integers > 0"),
         ({"cluster": (3, 1)}, r"1, 2, 4 or 8 thread blocks .* got \(3, 1\)"),
         ({"cluster": (4, 4)}, "8 at most"),
-        ({"schedule": "stream_k"}, "schedule is one of cooperative, pingpong, plain, got 'stream_k'"),
+        ({"kernel_schedule": "stream_k"}, "kernel_schedule is one of cooperative, pingpong, plain, got 'stream_k'"),
         ({"epilogue": "none"}, "epilogue is one of tma, direct, got 'none'"),
         ({"raster": "k"}, "raster is one of heuristic, m, n, got 'k'"),
         ({"swizzle": 3}, "swizzle is 1, 2, 4 or 8, got 3"),
         ({"share": 3}, r"share is one of \(1, 2\), got 3"),
-        ({"schedule": "plain"}, "a plain kernel has .* epilogue 'direct'"),
-        ({"schedule": "plain", "epilogue": "direct", "cluster": (2, 1)}, "a plain kernel has cluster"),
-        ({"schedule": "plain", "epilogue": "direct", "raster": "m"}, "a plain kernel has"),
-        ({"schedule": "plain", "epilogue": "direct", "swizzle": 2}, "a plain kernel has"),
-        ({"schedule": "plain", "epilogue": "direct", "share": 2}, "a plain kernel has"),
+        ({"kernel_schedule": "plain"}, "a plain kernel has .* epilogue 'direct'"),
+        ({"kernel_schedule": "plain", "epilogue": "direct", "cluster": (2, 1)}, "a plain kernel has cluster"),
+        ({"kernel_schedule": "plain", "epilogue": "direct", "raster": "m"}, "a plain kernel has"),
+        ({"kernel_schedule": "plain", "epilogue": "direct", "swizzle": 2}, "a plain kernel has"),
+        ({"kernel_schedule": "plain", "epilogue": "direct", "share": 2}, "a plain kernel has"),
     ],
 )
-def test_configurations_that_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_impossible_configurations(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(GemmConfig((128, 256, 64)), **change)
 
@@ -126,7 +126,7 @@ def test_dense_by_default() -> None:
         ("float8_e4m3fn", 65, 650, 1),
     ],
 )
-def test_alignment_is_no_more_than_strides_allow(dtype: str, stride: int, batch_stride: int, alignment: int) -> None:
+def test_strides_limit_the_alignment(dtype: str, stride: int, batch_stride: int, alignment: int) -> None:
     matrix = MatrixSpec(dtype, 10, 64, batches=2, stride=stride, batch_stride=batch_stride)
     assert matrix.alignment == alignment
     assert matrix.readable is (alignment == 16)
@@ -220,7 +220,7 @@ def test_products_that_do_not_fit(change: dict[str, Any], message: str) -> None:
         ({"c": D, "partial": ODD}, True, False),
     ],
 )
-def test_what_tma_can_reach(change: dict[str, Any], operands: bool, results: bool) -> None:
+def test_alignment_for_tma(change: dict[str, Any], operands: bool, results: bool) -> None:
     spec = replace(GemmSpec(A, B, D), **change)
     assert (spec.operands_aligned, spec.results_aligned) == (operands, results)
 

@@ -1,4 +1,4 @@
-"""From tensors to specs: strides, extents of 1, batches, alignment; what is refused."""
+"""Specs of tensors: strides, extents of 1, batches, alignment; and the tensors that are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (empty(24, 48, dtype=torch.float32)[:, 1:], MatrixSpec("float32", 24, 47, stride=48, alignment=4)),
         (empty(3, 25, 40)[:, :24], MatrixSpec("bfloat16", 24, 40, 3, batch_stride=1000)),
         (empty(3, 1001)[:, :960].view(3, 24, 40), MatrixSpec("bfloat16", 24, 40, 3, batch_stride=1001, alignment=2)),
-        # The stride of a mode of extent 1 says nothing, and neither does that of one batch.
+        # The stride of a mode of extent 1, or of one batch, is ignored.
         (empty(1, 37), MatrixSpec("bfloat16", 1, 37, stride=40)),
         (empty(99, 37)[::5][:1], MatrixSpec("bfloat16", 1, 37, stride=40)),
         (empty(37, 3)[:, :1], MatrixSpec("bfloat16", 37, 1, stride=3, alignment=2)),
@@ -167,12 +167,12 @@ def test_a_whole_spec() -> None:
     assert (spec.bias, spec.scale_a, spec.scale_b) == ("bfloat16", "row", "tensor")
 
 
-def test_c_is_not_there_without_beta() -> None:
+def test_without_beta_there_is_no_c() -> None:
     assert spec_of(replace(PLAIN, c=empty(M, N))).c is None
     assert spec_of(replace(PLAIN, c=empty(M, N), beta=-1.0)).c == MatrixSpec("bfloat16", M, N)
 
 
-def test_tfloat32_is_asked_for() -> None:
+def test_tfloat32_is_explicit() -> None:
     assert spec_of(WIDE).a.dtype == spec_of(replace(WIDE, dtype="float32")).a.dtype == "float32"
     tf32 = spec_of(replace(WIDE, dtype="tfloat32"))
     assert (tf32.a.dtype, tf32.b.dtype, tf32.d.dtype) == ("tfloat32", "tfloat32", "float32")
@@ -236,7 +236,7 @@ def test_batches_of_d_that_overlap(d: torch.Tensor) -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=3, max_size=3), st.lists(st.integers(0, 20), min_size=2, max_size=2))
-def test_no_d_that_overlaps_is_taken(extents: list[int], strides: list[int]) -> None:
+def test_a_d_that_overlaps_is_refused(extents: list[int], strides: list[int]) -> None:
     d = torch.zeros(200).as_strided(extents, [*strides, 1])
     batches, m, n = extents
     tensors = GemmTensors(torch.zeros(batches, m, 5), torch.zeros(batches, n, 5), d)

@@ -1,9 +1,10 @@
-"""Imports go one way: planning knows no runtime, runtimes no choices, and only commands know commands."""
+"""Each folder of the package is one layer: imports go from a layer to those before it, and modules have no cycles."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,24 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "distgemm"
 
 LAYERS = (
-    ("layouts",),
-    ("schedulers",),
-    ("texts", "problem", "ops", "plan", "form", "verify", "derive"),
-    ("machine", "models", "simulate", "draw", "show", "command_line"),
-    ("choices", "gemm"),
-    ("runtime",),
-    ("choice", "bench"),
-    ("tune",),
-    ("compiling",),
-    ("torch_ops", "nn"),
-    ("benchmarking", "demo", "doctor", "trace", "bench_command", "trace_command", "tune_command"),
-    ("cli",),
-    ("__main__",),
+    "layouts",
+    "schedulers",
+    "plan",
+    "simulator",
+    "viz",
+    "gemm",
+    "runtime",
+    "measure",
+    "tune",
+    "api",
+    "torch_ops",
+    "nn",
+    "bench",
+    "cli",
+    "__main__",
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+ALLOWED_CYCLES = {("plan.plan", "plan.verify")}
+"""Plan.verify() imports the checker when it is called."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -35,38 +39,56 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"), path
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines, and what of the package is imported there, within functions too; not what only types need."""
-    tree = ast.parse(path.read_text())
-    only_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in (node for node in ast.walk(tree) if id(node) not in only_types):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [f"{node.module}.{each.name}" for each in node.names]
-        else:
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            if name.startswith("distgemm."):
-                yield node.lineno, name.removeprefix("distgemm.")
-
-
 FILES = dict(modules())
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {name.partition(".")[0] for name in FILES} - {"__init__"} == LEVEL.keys()
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines, and the modules of the package that are imported there: also within functions, and only for types."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError(f"{path}:{node.lineno}: imports are absolute")
+        else:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if not name.startswith("distgemm."):
+                continue
+            module = name.removeprefix("distgemm.")
+            while module and module not in FILES:  # a name in a module
+                module = module.rpartition(".")[0]
+            if module:
+                yield node.lineno, module
+
+
+def layer(module: str) -> int:
+    return LAYERS.index(module.partition(".")[0])
+
+
+def test_every_folder_is_a_layer() -> None:
+    assert {name.partition(".")[0] for name in FILES} - {"__init__"} == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "__init__"])
 def test_imports_go_one_way(name: str) -> None:
-    mine = LEVEL[name.partition(".")[0]]
     above = [
-        f"line {line} imports {other}"
-        for line, other in imported(FILES[name])
-        if LEVEL.get(other.partition(".")[0], -1) > mine  # names of distgemm itself are of no layer
+        f"line {line} imports {other}" for line, other in imported(FILES[name]) if layer(other) > layer(name)
     ]
-    assert not above, f"distgemm.{name} is below what it imports: {'; '.join(above)}"
+    assert not above, f"distgemm.{name} is in a layer before what it imports: {'; '.join(above)}"
+
+
+def test_modules_have_no_cycles() -> None:
+    graph = {
+        name: {
+            other
+            for _, other in imported(path)
+            # A package's __init__ imports its modules; a module that names its own package means a module of it.
+            if other != name and (name, other) not in ALLOWED_CYCLES
+        }
+        for name, path in FILES.items()
+        if name != "__init__"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")

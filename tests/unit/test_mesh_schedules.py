@@ -338,11 +338,12 @@ def test_only_the_inner_schedule_has_chunks():
 
 
 @pytest.mark.parametrize(
-    ("name", "last"), [("reduce_scatter_1d_tiling_a_rotating_c", "sum"), ("reduce_scatter_1d_pairwise_a", "gemm")]
+    ("name", "final_add"),
+    [("reduce_scatter_1d_tiling_a_rotating_c", "kernel"), ("reduce_scatter_1d_pairwise_a", "epilogue")],
 )
 @pytest.mark.parametrize("outside", [True, False])
-def test_what_completes_sums_in_its_own_way_is_not_nested(name: str, last: str, outside: bool):
-    usual, other = (distgemm.get_schedule(name, 2, **options) for options in ({}, {"last": last}))
+def test_what_completes_sums_in_its_own_way_is_not_nested(name: str, final_add: str, outside: bool):
+    usual, other = (distgemm.get_schedule(name, 2, **options) for options in ({}, {"final_add": final_add}))
     nest(usual, usual)
-    with pytest.raises(ValueError, match=f"{name} completes D in another way"):
+    with pytest.raises(ValueError, match=f"the route of D of {name} has add="):
         nest(*((other, usual) if outside else (usual, other)))

@@ -53,7 +53,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
     for mesh in meshes(name):
         rng = random.Random(f"{name}{mesh}{beta}")
         for draw in range(6):
-            options = {"last": rng.choice(["gemm", "sum"])} if "last" in schedule_options(name) else {}
+            options = {"final_add": rng.choice(["epilogue", "kernel"])} if "final_add" in schedule_options(name) else {}
             plan = distgemm.make_plan(
                 random_problem(rng),
                 name,
@@ -79,7 +79,7 @@ def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: f
             data.assert_delivered(got, 2.0, beta)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "last" in schedule_options(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if "final_add" in schedule_options(name)])
 def test_an_owners_own_product_waits_for_nothing_where_a_sum_follows(name: str):
     for workspace, partial in (("full", None), ("bounded", "float32")):
         problem = distgemm.GemmProblem(m=16, n=16, k=16, partial_dtype=partial)
@@ -92,8 +92,8 @@ def test_an_owners_own_product_waits_for_nothing_where_a_sum_follows(name: str):
             sums = [op for op in ops if isinstance(op, Reduce)]
             added = 4 if "pairwise" in name else 2
             assert [len(op.sources) for op in sums] == [added] * 2 and all(op.out.buffer == "D" for op in sums)
-    with pytest.raises(ValueError, match="last is gemm or sum, got 'none'"):
-        distgemm.make_plan(problem, name, 4, last="none")
+    with pytest.raises(ValueError, match="final_add is epilogue or kernel, got 'none'"):
+        distgemm.make_plan(problem, name, 4, final_add="none")
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -122,8 +122,8 @@ def test_work_tiles_equal_the_table(name: str, chunks: int):
                 assert tile == expected_tile(name, size, chunks, iteration, rank), (size, rank, iteration)
 
 
-LAGGING = [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)]
-CHAINS = [name for name in LAGGING if "rotating_c" in name]
+STAGGERED = [name for name in distgemm.list_schedules() if "stagger" in schedule_options(name)]
+CHAINS = [name for name in STAGGERED if "rotating_c" in name]
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter_1d_pairwise_a", "all_reduce_1d_pairwise_a"])
@@ -159,40 +159,40 @@ def test_an_owner_adds_pairwise_sums_by_its_last_products(name: str):
         distgemm.get_schedule(name, 4, chunks=2, stagger=3, final_add="epilogue")
     with pytest.raises(ValueError, match="stagger goes with final_add='epilogue'"):
         distgemm.get_schedule(name, 4, chunks=2, stagger=1)
-    with pytest.raises(ValueError, match="last is gemm or sum, got 'none'"):
-        distgemm.get_schedule(name, 4, last="none")
+    with pytest.raises(ValueError, match="final_add is epilogue or kernel, got 'none'"):
+        distgemm.get_schedule(name, 4, final_add="none")
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter_1d_pairwise_a", "all_reduce_1d_pairwise_a"])
 def test_chunks_of_pairwise_sums_are_rows_or_columns(name: str):
     """What ranks hold is the same; a shard of B is held in as many parts as D's rows are cut into."""
     for size, chunks in ((1, 1), (2, 3), (4, 2)):
-        rows, columns = (distgemm.get_schedule(name, size, chunks=chunks, along=along) for along in "mn")
+        rows, columns = (distgemm.get_schedule(name, size, chunks=chunks, chunk_mode=chunk_mode) for chunk_mode in "mn")
         assert rows.chunks == (chunks, 1, 1, 1) and columns.chunks == (1, chunks, 1, 1)
         assert rows.grid == (size * chunks, 1, size, 1) and columns.grid == (size, chunks, size, 1)
         problem = distgemm.GemmProblem(26, 25, 19)
         by_rows, by_columns = (
-            distgemm.make_plan(problem, name, size, chunks=chunks, along=along, sync="barrier") for along in "mn"
+            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, sync="barrier") for chunk_mode in "mn"
         )
         for rank in range(size):
             assert all(by_rows.shard(operand, rank) == by_columns.shard(operand, rank) for operand in "ABD")
         assert by_rows.link_bytes() == by_columns.link_bytes()
         problem = distgemm.GemmProblem(24 * size, 48, 8 * size)
         by_rows, by_columns = (
-            distgemm.make_plan(problem, name, size, chunks=chunks, along=along, mechanism="store") for along in "mn"
+            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, mechanism="store") for chunk_mode in "mn"
         )
         assert all(by_rows.workspace_bytes(rank) == by_columns.workspace_bytes(rank) for rank in range(size))
-    with pytest.raises(ValueError, match="chunks are along m, rows of a shard, or along n, its columns; got 'k'"):
+    with pytest.raises(ValueError, match="chunk_mode is m .*or n .*, got 'k'"):
         distgemm.get_schedule(name, 4, chunk_mode="k")
 
 
-@pytest.mark.parametrize("along", ["m", "n"])
+@pytest.mark.parametrize("chunk_mode", ["m", "n"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_pairwise_sums_have_one_place_where_they_are_added(size: int, along: str):
+def test_pairwise_sums_have_one_place_where_they_are_added(size: int, chunk_mode: str):
     """A single GEMM adds to each tile of D what all others send, in the order in which it comes; no Reduce."""
     problem = distgemm.GemmProblem(24, 24, 24)
     for mechanism in ("push", "store"):
-        how = {"final_add": "epilogue", "along": along, "mechanism": mechanism}
+        how = {"final_add": "epilogue", "chunk_mode": chunk_mode, "mechanism": mechanism}
         plan = distgemm.make_plan(problem, "reduce_scatter_1d_pairwise_a", size, chunks=2, sync="barrier", **how)
         for rank, ops in enumerate(plan.rank_ops):
             assert not any(isinstance(op, Reduce) for op in ops)
@@ -231,16 +231,16 @@ def test_shards_lag_behind_one_another(name: str):
             distgemm.get_schedule(name, 4, chunks=2, stagger=given)
 
 
-@pytest.mark.parametrize("name", LAGGING)
+@pytest.mark.parametrize("name", STAGGERED)
 def test_plans_whose_shards_lag_are_proved(name: str):
     """With every mechanism and workspace, both ways to synchronise, ragged."""
-    ways = itertools.product(("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("gemm", "sum"))
-    for mechanism, workspace, sync, last in ways:
-        if "pairwise" in name and last == "sum":
+    ways = itertools.product(("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("epilogue", "kernel"))
+    for mechanism, workspace, sync, final_add in ways:
+        if "pairwise" in name and final_add == "kernel":
             continue  # refused
         for size, chunks in ((2, 2), (3, 2), (4, 3)):
             for stagger in range(1, chunks + 1):
-                how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "last": last}
+                how = {"mechanism": mechanism, "workspace": workspace, "sync": sync, "final_add": final_add}
                 problem = distgemm.GemmProblem(26, 25, 19)
                 for along in ({"chunk_mode": "m"}, {"chunk_mode": "n"}) if "pairwise" in name else ({},):
                     verify(distgemm.make_plan(problem, name, size, chunks=chunks, stagger=stagger, **how, **along))

@@ -1,5 +1,6 @@
-// FlagOps that ranks signal through, by one warp: waits until words have values, and writes of words, in phases. What is
-// written in one phase is seen by everybody who has seen a write of the last one.
+// Operations on flags, performed by one warp in phases. A flag is a uint32 in global memory, of this GPU or of a peer,
+// that ranks signal through. An operation waits until a flag has a value, or writes one. Whoever sees a write of the
+// last phase also sees all that was written before it.
 
 #pragma once
 
@@ -20,46 +21,46 @@ struct Operation {
 
 struct FlagOps {
   int32_t phases;
-  int32_t ends[kPhases];  // of each phase, the number of operations up to its end
+  int32_t ends[kPhases];  // for each phase, the number of operations up to its end
   Operation operations[kOperations];
 };
 
-__device__ inline uint32_t load_word(uint64_t address) {
+__device__ inline uint32_t load_flag(uint64_t address) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
-// Released writes are seen after all that came before, also that of other threads. They take microseconds: one phase of
-// them is enough, the last.
-__device__ inline void write_word(Operation const& operation, bool released) {
+// A released write is visible only after all earlier writes, also those of other threads. It takes microseconds, so
+// only the last phase releases.
+__device__ inline void write_flag(Operation const& operation, bool release) {
   uint64_t const value = operation.value;
   if (operation.kind == kWriteDouble) {
-    if (released) {
+    if (release) {
       asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(operation.address), "l"(value) : "memory");
     } else {
       asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(operation.address), "l"(value) : "memory");
     }
-  } else if (released) {
+  } else if (release) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(operation.address), "r"(operation.value) : "memory");
   } else {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(operation.address), "r"(operation.value) : "memory");
   }
 }
 
-// Phases up to `end`, by all threads of a warp.
-__device__ inline void perform(FlagOps const& words, int phase, int end) {
-  int begin = phase ? words.ends[phase - 1] : 0;
+// Performs the phases from `phase` up to `end`. All threads of a warp call it.
+__device__ inline void perform(FlagOps const& ops, int phase, int end) {
+  int begin = phase ? ops.ends[phase - 1] : 0;
   for (; phase < end; ++phase) {
-    for (int i = begin + threadIdx.x % 32; i < words.ends[phase]; i += 32) {
-      Operation const& operation = words.operations[i];
+    for (int i = begin + threadIdx.x % 32; i < ops.ends[phase]; i += 32) {
+      Operation const& operation = ops.operations[i];
       if (operation.kind == kWait) {
-        while (load_word(operation.address) != operation.value) __nanosleep(20);
+        while (load_flag(operation.address) != operation.value) __nanosleep(20);
       } else {
-        write_word(operation, phase + 1 == words.phases);
+        write_flag(operation, phase + 1 == ops.phases);
       }
     }
-    begin = words.ends[phase];
+    begin = ops.ends[phase];
     __syncwarp();
   }
 }

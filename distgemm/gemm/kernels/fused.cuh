@@ -1,8 +1,20 @@
-// Several products by one kernel, for kernel.cu. To CUTLASS they are the mode L, of which tiles are taken in turn.
+// Several GEMMs by one persistent kernel, for gemm.cu. To CUTLASS the GEMMs are the mode L (batches) of one problem. A
+// table says where each GEMM's matrices lie, and flags in memory say which of them have arrived.
 //
-// Either their operands are waited for, and this rank's are sent to others (DG_OPERANDS); or partial sums are, which the
-// products add, and others are told of results (DG_RESULTS), or finished ones are sent on, too (DG_DELIVERIES). FlagOps in
-// memory say what has come. The kernel also does, if told so, what ranks say to each other before and behind a replay.
+// DG_GATHER:      GEMMs wait for A or B, which other ranks send; the kernel may send this rank's own shard.
+// DG_REDUCE:      GEMMs wait for partial sums and add them; the kernel sets flags when results are stored.
+// DG_REDUCE_SEND: as DG_REDUCE, and the kernel copies finished results to other ranks.
+//
+// The kernel may also perform the operations on flags that begin and end a replay (Handshake).
+//
+// Who does what in a thread block (warps of CUTLASS's producer warp group, then the consumer warp groups):
+//
+//   warp                    does                                        waits for
+//   0 (loads A and B)       TMA loads of A and B                        the operand's flag (DG_GATHER)
+//   1 (CUTLASS: scheduler)  copies within the rank (DG_REDUCE_SEND)     the flag of the copy's source
+//   2 (loads C)             TMA loads of partial sums                   the partial sum's flag (DG_REDUCE, _SEND)
+//   3 (otherwise idle)      entry of a replay; copies to peers          the flag of the copy's source; the start flag
+//   consumer warp groups    wgmma, epilogue, stores, done flags         the start flag, before a remote store
 
 #pragma once
 
@@ -23,101 +35,109 @@ constexpr int kProducts = 128;
 constexpr int kSends = 128;
 constexpr int kTickets = 32;
 constexpr int kCounters = 2048;
-constexpr int kCopyingWarps = DG_FUSED == DG_DELIVERIES ? 2 : DG_SENDS ? 1 : 0;  // of those that CUTLASS leaves idle
+constexpr int kReserved = 6;  // of the counters, the last: two of LinkPacing, one unused, three of Handshake
+constexpr int kCopyWarps = DG_KIND == DG_REDUCE_SEND ? 2 : DG_SENDS ? 1 : 0;  // warps that CUTLASS leaves idle
 
-// One of several products, in parts, by who reads them. A word is an address: 0 where nobody waits, else it becomes 1. Of
-// what lies in two memories, ~batch is one of the other memory.
+// The tables below describe each GEMM ("product") and each copy ("send"). A flag is the address of a uint32: 0 means
+// that nobody waits, else the flag becomes 1. Matrices of one kind lie in at most two allocations, as batches of two
+// tensors: batch >= 0 is a batch of the first tensor, ~batch is one of the second.
+
+// Which A and B a product multiplies. Read by the warp that loads them.
 struct Operand {
-  uint64_t word;   // says that A (or B) has come; the words behind it that further slices have
-  int32_t batch;   // of the operand that moves
-  int16_t other;   // batch of the other one, which is there
-  int16_t sliced;  // 0 where the operand that is waited for comes as a whole
+  uint64_t flag;        // set when the operand has arrived; flags of further slices follow it
+  int32_t batch;        // of the moving operand; second tensor: operands that are waited for
+  int16_t other_batch;  // of the other operand, which is never waited for
+  int16_t sliced;       // 0 if the operand arrives whole, with one flag, although others arrive in slices
 };
+// What a product adds, and where its D belongs. Read by the epilogue.
 struct Result {
-  uint64_t source_word;  // says that the source has come
-  uint64_t word;         // is told that the result is stored
-  int32_t source;        // batch of the source; behind the last: there is none
-  int32_t batch;         // of D
+  uint64_t source_flag;  // set when the partial sum has arrived
+  uint64_t done_flag;    // the kernel sets it when all of D is stored
+  int32_t source_batch;  // of the partial sum; one behind the last batch: there is none, and TMA reads zeros
+  int32_t batch;         // of D; second tensor: remote memory
+};
+// Consecutive products whose tiles are interleaved, or consecutive sends whose slices are.
+struct Group {
+  int16_t first;  // number of the first
+  int16_t size;
 };
 struct Product {
   Operand operand;
   Result result;
-  int16_t first;  // tiles of so many products from this one on are computed in turn
-  int16_t tile_interleave;
-  int16_t further;  // so many further sources from this one on
-  int16_t sources;
+  Group group;
+  int16_t first_addend, addends;  // its further partial sums: a range of FusedArguments::addends
 };
-// A source of a result beside the one that CUTLASS's epilogue loads.
-struct Further {
-  uint64_t word;  // says that it has come
+// A partial sum of a product in addition to the one that CUTLASS's epilogue loads.
+struct Addend {
+  uint64_t flag;  // set when it has arrived
   int32_t batch;
 };
 
-// Rows of a matrix that go to another place, slice by slice, each of so many bytes of every row. When all of a slice is
-// there, its word becomes 1: the words of the slices follow one another. Of sends tile_interleave, which differ in rows at most,
-// the first slices leave first, then the second ones.
+// Rows of a matrix that are copied slice by slice; a slice is some bytes of every row. When a slice is stored, the
+// kernel sets its flag. The flags of a send's slices are consecutive. The sends of a group alternate: the first slice
+// of each leaves, then the second slice of each. They have equal slices, and may differ in rows.
 struct Send {
   uint64_t source, target;
-  uint64_t word;     // 0: nobody is told
-  uint64_t awaited;  // a word that says that the source has come; 0: it is there
+  uint64_t flag;       // of the first slice; 0: nobody waits
+  uint64_t wait_flag;  // set when the source is ready; 0: it is ready
   int64_t source_pitch, target_pitch;  // bytes from row to row
   uint32_t rows, row_bytes, slice_bytes;
-  uint32_t counter;  // the number of its first slice's
-  int16_t first;     // slices of so many sends from this one on leave in turn
-  int16_t tile_interleave;
+  uint32_t counter;  // the number of its first slice among all slices
+  Group group;
 };
 
-// Several products; `base` describes one of them, with the number of products as `l`.
+// All GEMMs of one launch. `base` describes one of them; its `l` is the number of products.
 struct FusedArguments {
   Arguments base;
-  Matrix operand_elsewhere, d_elsewhere;
-  int32_t moving;  // 0 if A moves, 1 if B does; the other one is one of so many others
-  int32_t operands_here, operands_elsewhere, others, sources, results_here, results_elsewhere;
-  int32_t slice;       // elements of k in a slice of an operand that is waited for, each with a word; a multiple of a tile's
-  uint32_t* counters;  // zeros, which are zeros again afterwards: of each product, and tickets, where sums are passed on;
-                       // then tickets of pieces, and of each slice sent; the last are a Passage's and, never zero
-                       // again, a Pace's
-  uint32_t pace;       // of what goes to other GPUs, picoseconds for each KiB
-  FlagOps entry, exit;   // of a replay: its first phase comes before anything is written at a peer; and behind all else
+  Matrix received_operand, remote_d;  // the second tensors
+  int32_t moving;                     // the operand that may be waited for: 0: A, 1: B
+  int32_t local_operands, received_operands, other_operands;  // batches of the tensors
+  int32_t sources, local_results, remote_results;             // batches of the partial sums and of D
+  int32_t slice_k;  // elements of k in a slice of an operand, a multiple of a tile's depth
+  // kCounters of them, in this order: tiles stored of each product, and tickets for tiles (both with partial sums
+  // only); tickets for pieces of each send queue; pieces stored of each slice; the last kReserved. All are 0 before and
+  // after a launch, except the two of LinkPacing.
+  uint32_t* counters;
+  uint32_t picoseconds_per_kib;  // pacing of stores and sends to other GPUs; 0: none
+  FlagOps entry, exit;           // of a replay. Remote memory may be written after the first phase of the entry
   Product products[kProducts];
-  int32_t adds;  // whether there are further sources
-  Further further[kProducts];
-  uint64_t opens;      // a word that says that something may be sent; 0: it may, behind the entry
-  int32_t sent, taken;  // how many sends cross a link; how many behind them do not
+  int32_t addend_count;
+  Addend addends[kProducts];
+  int32_t remote_sends, local_sends;  // how many sends cross a link, and how many behind them do not
   Send sends[kSends];
 };
 
-// ---------------------------------------------------------------- several products that wait for their operands
+// ---------------------------------------------------------------- flags and counters
 
-CUTLASS_DEVICE bool has_come(uint64_t word) {
+CUTLASS_DEVICE bool is_set(uint64_t flag) {
   uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
   return value == 1;
 }
 
-// Of what has come, which was written by others than TMA, before TMA reads it.
+// Orders data that was written without TMA before TMA's reads of it.
 CUTLASS_DEVICE void fence_for_tma() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-CUTLASS_DEVICE void wait_for(uint64_t word) {
-  while (!has_come(word)) continue;
+CUTLASS_DEVICE void wait_for(uint64_t flag) {
+  while (!is_set(flag)) continue;
   fence_for_tma();
 }
 
-// How many have counted, this one included.
-CUTLASS_DEVICE uint32_t count(uint32_t* counter) {
+// Adds one. Returns the new value.
+CUTLASS_DEVICE uint32_t increment(uint32_t* counter) {
   uint32_t before;
   asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before + 1;
 }
 
-// By the last one, for whom all is there that the others have written before they counted: leaves a zero for the next
-// launch, and tells who waits.
-CUTLASS_DEVICE void tell(uint32_t* counter, uint64_t word) {
+// Sets a flag, and a counter to 0 for the next launch. The thread that made the last increment calls it: it sees all
+// that the other threads wrote before their increments.
+CUTLASS_DEVICE void set_flag(uint32_t* counter, uint64_t flag) {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(word) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
 CUTLASS_DEVICE uint64_t nanoseconds() {
@@ -126,95 +146,97 @@ CUTLASS_DEVICE uint64_t nanoseconds() {
   return now;
 }
 
-// Turns on the link to other GPUs. Stores that come faster than it takes them fill the queues of this GPU, in which its
-// loads then stand, too: a main loop beside them gets as little as a fourteenth of its data. So each waits for its turn.
-struct Pace {
-  static constexpr int kTurns = kCounters - 6;        // at a multiple of 8 bytes
-  static constexpr uint64_t kFine = 8;                // turns are counted in eighths of a nanosecond
-  static constexpr uint64_t kLongest = 1'000'000'000;  // no turn is so many nanoseconds ahead, unless a clock was put back
+// Limits the rate of stores to other GPUs. Stores that are issued faster than the link takes them fill this GPU's
+// memory queues, and its loads wait in the same queues: a main loop beside them then gets as little as 1/14 of its
+// data. So each store reserves time on the link, and waits until that time begins.
+struct LinkPacing {
+  static constexpr int kLinkFree = kCounters - kReserved;  // two counters, at a multiple of 8 bytes
+  static constexpr uint64_t kTicks = 8;                    // per nanosecond: reservations are counted in ticks
+  static constexpr uint64_t kMaxLead = 1'000'000'000;      // nanoseconds. A start further ahead means a reset clock
 
-  uint64_t* free;    // when the last turn that was taken ends
-  uint32_t per_kib;  // picoseconds; 0: nobody waits
+  uint64_t* link_free;           // the tick at which the last reservation ends
+  uint32_t picoseconds_per_kib;  // 0: no pacing
 
-  static CUTLASS_HOST_DEVICE Pace of(uint32_t* counters, uint32_t per_kib) {
-    return {reinterpret_cast<uint64_t*>(counters + kTurns), per_kib};
+  static CUTLASS_HOST_DEVICE LinkPacing of(uint32_t* counters, uint32_t picoseconds_per_kib) {
+    return {reinterpret_cast<uint64_t*>(counters + kLinkFree), picoseconds_per_kib};
   }
 
-  // When the turn of so many bytes begins; for who asks now.
-  CUTLASS_DEVICE uint64_t take(uint32_t bytes) const {
-    if (!per_kib) return 0;
-    auto* const at = reinterpret_cast<unsigned long long*>(free);
+  // Reserves the link for so many bytes. Returns the nanosecond at which they may be stored; 0: now.
+  CUTLASS_DEVICE uint64_t reserve(uint32_t bytes) const {
+    if (!picoseconds_per_kib) return 0;
+    auto* const at = reinterpret_cast<unsigned long long*>(link_free);
     uint64_t const now = nanoseconds();
-    atomicMax(at, now * kFine);
-    uint64_t const turn = atomicAdd(at, fine_(bytes)) / kFine;
-    if (turn < now + kLongest) return turn;
-    atomicExch(at, now * kFine);
+    atomicMax(at, now * kTicks);
+    uint64_t const start = atomicAdd(at, ticks_(bytes)) / kTicks;
+    if (start < now + kMaxLead) return start;
+    atomicExch(at, now * kTicks);
     return now;
   }
 
-  // When so many others of as many bytes have had their turn, if all begin now.
+  // The nanosecond at which `others` stores of so many bytes are done, if the first begins now.
   CUTLASS_DEVICE uint64_t after(uint32_t others, uint32_t bytes) const {
-    return per_kib ? nanoseconds() + others * fine_(bytes) / kFine : 0;
+    return picoseconds_per_kib ? nanoseconds() + others * ticks_(bytes) / kTicks : 0;
   }
 
-  static CUTLASS_DEVICE void wait_until(uint64_t turn) {
-    while (nanoseconds() < turn) continue;
+  static CUTLASS_DEVICE void wait_until(uint64_t start) {
+    while (nanoseconds() < start) continue;
   }
 
  private:
-  CUTLASS_DEVICE uint64_t fine_(uint32_t bytes) const { return bytes * kFine * per_kib / (1024 * 1000); }
+  CUTLASS_DEVICE uint64_t ticks_(uint32_t bytes) const { return bytes * kTicks * picoseconds_per_kib / (1024 * 1000); }
 };
 
-// How a kernel enters a replay while it multiplies already, and leaves it with its last thread block. An idle warp of
-// each block, 3, all that copy, and the first of each group that multiplies take part.
-struct Passage {
-  static constexpr int kBegun = kCounters - 3, kEnded = kCounters - 2, kOpen = kCounters - 1;
-  static constexpr int kCopying = kCopyingWarps > 1 ? kCopyingWarps : 1;  // warps of a block that take part besides
+// The operations on flags that begin and end a replay. The kernel performs the entry while it already multiplies, and
+// the last warp to finish performs the exit. In each thread block warp 3, all warps that copy, and the first warp of
+// each consumer warp group call leave().
+struct Handshake {
+  static constexpr int kEntered = kCounters - 3, kLeft = kCounters - 2, kStarted = kCounters - 1;
+  static constexpr int kCallers = kCopyWarps > 1 ? kCopyWarps : 1;  // producer warps of a block that call leave()
 
-  FlagOps entry, exit;  // without phases: nothing to be done. Peers can be written behind the first phase of the entry
+  FlagOps entry, exit;  // without phases: nothing to do
   uint32_t* counters;
 
-  // The word that is 1 once peers can be written; 0 where they can be from the beginning.
-  CUTLASS_HOST_DEVICE uint64_t open() const {
-    return entry.phases ? reinterpret_cast<uint64_t>(counters + kOpen) : 0;
+  // The flag that is 1 when remote memory may be written: after the first phase of the entry. 0: it always may.
+  CUTLASS_HOST_DEVICE uint64_t start_flag() const {
+    return entry.phases ? reinterpret_cast<uint64_t>(counters + kStarted) : 0;
   }
 
-  // By the idle warp; the first one to come does it, for its block is resident.
+  // Warp 3 of each block calls it. The first one performs the entry: its block is resident.
   CUTLASS_DEVICE void enter() const {
     if (!entry.phases) return;
-    bool const first = cutlass::canonical_lane_idx() == 0 && atomicAdd(counters + kBegun, 1u) == 0;
+    bool const first = cutlass::canonical_lane_idx() == 0 && atomicAdd(counters + kEntered, 1u) == 0;
     if (!__shfl_sync(0xffffffff, first, 0)) return;
     perform(entry, 0, 1);
     if (cutlass::canonical_lane_idx() == 0) {
-      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(counters + kOpen) : "memory");
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(counters + kStarted) : "memory");
     }
     perform(entry, 1, entry.phases);
   }
 
-  // By each of these warps, with nothing left to do; the last one to come does it.
+  // Each of the warps calls it when it has nothing left to do. The last one performs the exit.
   CUTLASS_DEVICE void leave() const {
     if (!exit.phases) return;
     uint32_t const lane = cutlass::canonical_lane_idx();
-    uint32_t const groups = blockDim.x / cutlass::NumThreadsPerWarpGroup - 1;  // that multiply
-    uint32_t const warps = gridDim.x * gridDim.y * gridDim.z * (groups + kCopying);
+    uint32_t const consumer_groups = blockDim.x / cutlass::NumThreadsPerWarpGroup - 1;
+    uint32_t const warps = gridDim.x * gridDim.y * gridDim.z * (consumer_groups + kCallers);
     __syncwarp();
     bool last = false;
     if (lane == 0) {
-      last = count(counters + kEnded) == warps;
+      last = increment(counters + kLeft) == warps;
       asm volatile("fence.acq_rel.sys;" ::: "memory");
     }
     if (!__shfl_sync(0xffffffff, last, 0)) return;
-    if (lane < 3) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counters + kBegun + lane) : "memory");
+    if (lane < 3) asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counters + kEntered + lane) : "memory");
     __syncwarp();
     perform(exit, 0, exit.phases);
   }
 };
 
-// Numbers of products.
-class Numbers {
+// A set of product numbers.
+class ProductSet {
  public:
-  // Whether it was not among them.
-  CUTLASS_DEVICE bool add(int32_t number) {
+  // Returns whether the number is new.
+  CUTLASS_DEVICE bool insert(int32_t number) {
     bool const low = number < 64;
     uint64_t const bit = uint64_t(1) << number % 64, before = low ? low_ : high_;
     if (low) {
@@ -230,25 +252,29 @@ class Numbers {
   uint64_t low_ = 0, high_ = 0;
 };
 
-// Tiles of products that are tile_interleave in turn, others product by product. So those that are multiplied by the same part of
-// the operand that they share do so at the same time, and it is read once.
-struct InTurn {};
+// ---------------------------------------------------------------- the order of tiles
 
+// The tag by which CUTLASS selects InterleavedScheduler.
+struct InterleavedTiles {};
+
+// CUTLASS's static persistent scheduler, with the tiles of a group of products interleaved: the first tile of each,
+// then the second tile of each. Tiles that multiply the same part of the operand that the products share are then
+// computed at the same time, and that part is read once.
 template <class ClusterShape>
-class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
+class InterleavedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
   using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
 
  public:
   using WorkTileInfo = typename Base::WorkTileInfo;
-  struct Turns {
-    int16_t first[kProducts], tile_interleave[kProducts];
+  struct Groups {  // for each product, that of its Group
+    int16_t first[kProducts], size[kProducts];
   };
   struct Arguments : Base::Arguments {
-    Turns turns;
+    Groups groups;
   };
   struct Params : Base::Params {
-    uint32_t clusters;  // for the tiles of a product
-    Turns turns;
+    uint32_t clusters;  // tiles of a product, in clusters
+    Groups groups;
   };
 
   template <class Problem, class Tile, class Cluster, class... Rest>
@@ -256,16 +282,16 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
       Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
       Rest... rest) {
     auto const base = Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
-    return {base, uint32_t(base.blocks_per_problem_ / kBlocks / get<3>(problem)), args.turns};
+    return {base, uint32_t(base.blocks_per_problem_ / kBlocks / get<3>(problem)), args.groups};
   }
 
-  CUTLASS_DEVICE explicit TurnScheduler(Params const& params) : Base(params), params_(params) {
+  CUTLASS_DEVICE explicit InterleavedScheduler(Params const& params) : Base(params), params_(params) {
     uint32_t const block = params.raster_order_ == RasterOrder::AlongN ? blockIdx.x + blockIdx.y * gridDim.x
                                                                       : blockIdx.x * gridDim.y + blockIdx.y;
     next_ = block / kBlocks;
   }
 
-  // The names by which CUTLASS's kernels know a scheduler's functions.
+  // The functions that CUTLASS's kernels call.
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) { return get_current_work(); }
   CUTLASS_DEVICE WorkTileInfo get_current_work() const { return tile_(next_); }
   CUTLASS_DEVICE void advance_to_next_work(uint32_t count = 1) { next_ += count * clusters_(); }
@@ -275,21 +301,21 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
     advance_to_next_work();
     return make_tuple(get_current_work(), true);
   }
-  bool is_last_tile(...) const = delete;  // CUTLASS's would look at its own order
+  bool is_last_tile(...) const = delete;  // CUTLASS's assumes its own order of tiles
 
  protected:
   static constexpr uint32_t kBlocks = size(ClusterShape{});
 
-  // That are resident, all of them.
+  // Clusters of the grid. All of them are resident.
   CUTLASS_DEVICE static uint32_t clusters_() { return gridDim.x * gridDim.y * gridDim.z / kBlocks; }
 
-  // This block's tile of those that a cluster computes, by their number.
+  // This block's tile, of those that a cluster computes together. `number` counts such sets of tiles.
   CUTLASS_DEVICE WorkTileInfo tile_(uint32_t number) const {
     if (number < scheduler_params.blocks_per_problem_ / kBlocks) {
       uint32_t const product = number / params_.clusters;
-      uint32_t const first = params_.turns.first[product], tile_interleave = params_.turns.tile_interleave[product];
+      uint32_t const first = params_.groups.first[product], size = params_.groups.size[product];
       uint32_t const within = number - first * params_.clusters;
-      number = (first + within % tile_interleave) * params_.clusters + within / tile_interleave;
+      number = (first + within % size) * params_.clusters + within / size;
     }
     auto const [m, n, l] = block_id_in_cluster();
     uint32_t const block = scheduler_params.raster_order_ == RasterOrder::AlongN
@@ -304,19 +330,23 @@ class TurnScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedu
   uint32_t next_;
 };
 
-// A main loop whose loading warp, before the first load of a product, or of a slice of it, waits for its word. Nobody else
-// does: the others wait for what it loads.
+// ---------------------------------------------------------------- GEMMs that wait for operands
+
+// A main loop whose loading warp waits for a product's flag before the product's first load, or for a slice's flag
+// before the first load of the slice. The consumer warps need not wait: CUTLASS's pipeline makes them wait for the
+// loads.
 template <class Base>
-class GatedMainloop : public Base {
-  // The warp that loads is ahead of others by its stages at most, each way through a cluster, and a tile or two.
+class WaitingMainloop : public Base {
+  // The loading warp is ahead of the others by at most its stages, for each mode along which the cluster multicasts,
+  // and by a tile or two. So a ticket is read before another one overwrites it.
   static constexpr int kWays = DG_CLUSTER_M > 1 && DG_CLUSTER_N > 1 ? 2 : 1;
-  static_assert(!DG_PASSES || Base::DispatchPolicy::Stages * kWays + 3 < kTickets);
+  static_assert(!DG_REDUCES || Base::DispatchPolicy::Stages * kWays + 3 < kTickets);
 
  public:
   struct Params : Base::Params {
-    typename Base::Params elsewhere;
+    typename Base::Params received;  // for operands that are waited for
     int32_t moving;
-    int32_t slice_tiles;  // along k
+    int32_t slice_tiles;  // tiles along k in a slice
     Operand operands[kProducts];
   };
   using Arguments = Params;
@@ -332,18 +362,18 @@ class GatedMainloop : public Base {
       int count, Rest&&... rest) {
     auto [m, n, k, number] = coord;
     Operand const& operand = params.operands[number];
-    bool const waits = operand.word && opened_.add(number);
-    bool const here = operand.batch >= 0;
-    int32_t const batch = here ? operand.batch : ~operand.batch;
-    // What the coordinate says is batch 0.
-    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : operand.other);
-    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? operand.other : batch);
-    typename Base::Params const& from = here ? static_cast<typename Base::Params const&>(params) : params.elsewhere;
+    bool const waits = operand.flag && waited_.insert(number);
+    bool const local = operand.batch >= 0;
+    int32_t const batch = local ? operand.batch : ~operand.batch;
+    // CUTLASS loads batch 0 below, so the tensors are shifted.
+    Tensor a = shifted_(get<0>(inputs), params.moving == 0 ? batch : operand.other_batch);
+    Tensor b = shifted_(get<1>(inputs), params.moving == 0 ? operand.other_batch : batch);
+    typename Base::Params const& from = local ? static_cast<typename Base::Params const&>(params) : params.received;
     int const at_once = waits && operand.sliced ? params.slice_tiles : count;
-    uint64_t word = operand.word;
-    for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, word += sizeof(uint32_t)) {
+    uint64_t flag = operand.flag;
+    for (int rest_of_k = count; rest_of_k > 0; rest_of_k -= at_once, flag += sizeof(uint32_t)) {
       int const now = rest_of_k < at_once ? rest_of_k : at_once;
-      if (waits && elect_one_sync()) wait_for(word);
+      if (waits && elect_one_sync()) wait_for(flag);
       Base::load(
           from, pipeline, state, make_tuple(a, b), make_coord(m, n, k, 0), steps, now, static_cast<Rest&&>(rest)...);
       state.advance(now);
@@ -357,12 +387,12 @@ class GatedMainloop : public Base {
     return domain_offset(make_coord(_0{}, _0{}, _0{}, _0{}, batch), tiles);
   }
 
-  Numbers opened_;  // products for whose operands has been waited
+  ProductSet waited_;  // products whose operands have arrived
 };
 
-// An epilogue that looks up where a product's result belongs.
+// An epilogue that takes the batch of D from a table. Results are local.
 template <class Base>
-class GatedEpilogue : public Base {
+class IndexedEpilogue : public Base {
  public:
   struct Arguments : Base::Arguments {
     int32_t results[kProducts];
@@ -379,7 +409,7 @@ class GatedEpilogue : public Base {
   }
 
   template <class Storage>
-  CUTLASS_HOST_DEVICE GatedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
+  CUTLASS_HOST_DEVICE IndexedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
 
   template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
   CUTLASS_DEVICE auto load(
@@ -405,54 +435,56 @@ class GatedEpilogue : public Base {
   Params const& params_;
 };
 
-// ---------------------------------------------------------------- copies by warps that have nothing else to do
+// ---------------------------------------------------------------- copies by otherwise idle warps
 
-// Copies of all sends by one warp of each thread block, through shared memory; of what crosses no link, by another one.
-// Pieces are taken in order, by whoever comes first: so they all leave, and in this order, however many blocks are
-// resident. Whoever has taken a piece of what has not come yet waits for it: what is awaited must not need a later one.
+// Copies the data of all sends through shared memory, by one warp of each thread block. Sends that cross no link have a
+// queue and a warp of their own. A queue is a sequence of pieces. The warps take pieces in order, by tickets: so all
+// pieces leave, and in this order, however many blocks are resident. A warp whose piece is not ready waits for it, so
+// no source may depend on a later piece.
 class Sender {
-  static constexpr int kQueues = 2, kCountersAt = DG_PASSES ? kProducts + 1 : 0;
+  static constexpr int kQueues = 2, kFirstCounter = DG_REDUCES ? kProducts + 1 : 0;
 
  public:
-  static constexpr uint32_t kPart = 4096;  // bytes at most, of a piece, that go through one buffer
+  // A piece has kParts parts, one for each buffer. A part has units, one for each thread.
+  static constexpr uint32_t kPart = 4096;  // bytes of a part, at most
   static constexpr int kParts = 4;
-  static constexpr uint32_t kUnit = 2048;  // of a part, that one thread moves
-  static constexpr uint32_t kPoll = 200;   // nanoseconds from one look at a word to the next
+  static constexpr uint32_t kUnit = 2048;  // bytes of a unit, at most
+  static constexpr uint32_t kPoll = 200;   // nanoseconds between two reads of a flag
 
   struct Storage {
     alignas(128) uint8_t buffers[kParts][kPart];
     alignas(8) uint64_t arrived[kParts];
   };
 
-  // Sends from one on up to another.
   struct Queue {
-    int32_t begin, end;
+    int32_t begin, end;  // of its sends
     uint32_t pieces;
   };
   struct Params {
-    Queue queues[kQueues];       // what crosses a link, and what does not
-    Pace pace;                   // of the former
-    uint64_t opens;              // the word that says that others' memory can be written; 0: it can
-    uint32_t* counters;          // pieces taken of each queue; then of each slice of each send, pieces stored
-    uint32_t first[kSends];      // of each send, the first piece of it and those tile_interleave
-    uint32_t per_slice[kSends];  // pieces; where those tile_interleave have fewer rows, their last ones are empty
+    Queue queues[kQueues];       // sends that cross a link, and sends that do not
+    LinkPacing pacing;           // of the former
+    uint64_t start_flag;         // set when remote memory may be written; 0: it may
+    uint32_t* counters;          // tickets of each queue; then for each slice of each send, pieces stored
+    uint32_t first[kSends];      // for each send, the first piece of its group
+    uint32_t per_slice[kSends];  // pieces, as many as the send with most rows of the group needs
     Send sends[kSends];
   };
 
   static Params params(FusedArguments const& args) {
     Params found{};
-    found.counters = args.counters + kCountersAt;
-    found.pace = Pace::of(args.counters, args.pace);
-    found.queues[0] = {0, args.sent, 0};
-    found.queues[1] = {args.sent, args.sent + args.taken, 0};
+    found.counters = args.counters + kFirstCounter;
+    found.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
+    found.queues[0] = {0, args.remote_sends, 0};
+    found.queues[1] = {args.remote_sends, args.remote_sends + args.local_sends, 0};
     for (Queue& queue : found.queues) {
       for (int i = queue.begin; i < queue.end; ++i) {
         Send const& send = found.sends[i] = args.sends[i];
+        Group const group = send.group;
         uint32_t most = 0;
-        for (int j = send.first; j < send.first + send.tile_interleave; ++j) most = cute::max(most, pieces_(args.sends[j]));
-        found.first[i] = i == send.first ? queue.pieces : found.first[send.first];
+        for (int j = group.first; j < group.first + group.size; ++j) most = cute::max(most, pieces_(args.sends[j]));
+        found.first[i] = i == group.first ? queue.pieces : found.first[group.first];
         found.per_slice[i] = most;
-        if (i == send.first) queue.pieces += slices_(send) * most * send.tile_interleave;
+        if (i == group.first) queue.pieces += slices_(send) * most * group.size;
       }
     }
     return found;
@@ -462,59 +494,61 @@ class Sender {
       : params_(params),
         queue_(params.queues[queue]),
         tickets_(params.counters + queue),
-        pace_{params.pace.free, queue == 0 ? params.pace.per_kib : 0},
+        pacing_{params.pacing.link_free, queue == 0 ? params.pacing.picoseconds_per_kib : 0},
         storage_(storage),
         lane_(cutlass::canonical_lane_idx()) {}
 
   CUTLASS_DEVICE void operator()() {
     if (!queue_.pieces) return;
-    if (params_.opens && elect_one_sync()) wait_for(params_.opens);
+    if (params_.start_flag && elect_one_sync()) wait_for(params_.start_flag);
     __syncwarp();
     if (lane_ == 0) {
       for (int i = 0; i < kParts; ++i) Arrival::init(&storage_.arrived[i], cutlass::NumThreadsPerWarp);
     }
     cutlass::arch::fence_barrier_init();
     __syncwarp();
-    uint32_t taken = everyone_(take_());
-    Piece now = piece_(taken);
-    await_(now, taken);
-    uint64_t turn = begin_(now, taken);
-    // Blocks that begin at once ask for turns in another order than for pieces. So that pieces leave in order, the turns
-    // of the first ones, one for each block, go by their numbers.
-    if (turn && taken < gridDim.x * gridDim.y * gridDim.z) turn = pace_.after(taken, kParts * kPart);
-    for (uint32_t phase = 0; taken < queue_.pieces; phase ^= 1) {
-      Pace::wait_until(turn);
+    uint32_t ticket = broadcast_(take_ticket_());
+    Piece now = piece_(ticket);
+    wait_until_ready_(now, ticket);
+    uint64_t start = load_and_reserve_(now, ticket);
+    // Blocks that begin at the same time reserve the link in another order than they take tickets. So that pieces leave
+    // in order, each block's first piece starts by its number.
+    if (start && ticket < gridDim.x * gridDim.y * gridDim.z) start = pacing_.after(ticket, kParts * kPart);
+    for (uint32_t phase = 0; ticket < queue_.pieces; phase ^= 1) {
+      LinkPacing::wait_until(start);
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kParts; ++i) {
         Arrival::wait(&storage_.arrived[i], phase);
         store_(now, i);
       }
-      // Not earlier: who comes late would find that others have taken what is needed first, and not begun with it.
-      taken = everyone_(take_());
-      Piece const next = piece_(taken);
-      bool const come = come_(next, taken);
-      if (come) turn = begin_(next, taken);
-      count_(now);  // peers wait for it: not behind what this one waits for
-      if (!come) {
-        await_(next, taken);
-        turn = begin_(next, taken);
+      // No earlier: a ticket that this block cannot serve yet would delay a piece that another block could start.
+      ticket = broadcast_(take_ticket_());
+      Piece const next = piece_(ticket);
+      bool const ready = is_ready_(next, ticket);
+      if (ready) start = load_and_reserve_(next, ticket);
+      finish_(now);  // before the wait for the next piece: peers wait for this one
+      if (!ready) {
+        wait_until_ready_(next, ticket);
+        start = load_and_reserve_(next, ticket);
       }
       now = next;
     }
-    // Every block has taken one piece that there is not; the last one to do so leaves a zero.
-    if (lane_ == 0 && taken == queue_.pieces + gridDim.x * gridDim.y * gridDim.z - 1) atomicExch(tickets_, 0u);
+    // Every block takes one ticket beyond the last piece. The last block to do so sets the counter to 0 for the next
+    // launch.
+    if (lane_ == 0 && ticket == queue_.pieces + gridDim.x * gridDim.y * gridDim.z - 1) atomicExch(tickets_, 0u);
   }
 
  private:
   using Arrival = cutlass::arch::ClusterTransactionBarrier;
 
-  // Units of a slice, from `unit` on: one for each thread of the warp, as far as they fit into a buffer; then more.
+  // Units of a slice, from `unit` on. Each part takes as many as there are threads in the warp and as fit into a
+  // buffer.
   struct Piece {
     int32_t send;
     uint32_t slice, unit;
   };
-  // A part of a row.
+  // Contiguous bytes of a row.
   struct Unit {
     uint32_t row, column, bytes;
   };
@@ -522,7 +556,7 @@ class Sender {
   CUTLASS_HOST_DEVICE static uint32_t unit_bytes_(Send const& send) {
     return send.slice_bytes < kUnit ? send.slice_bytes : kUnit;
   }
-  CUTLASS_HOST_DEVICE static uint32_t at_once_(Send const& send) {
+  CUTLASS_HOST_DEVICE static uint32_t units_per_part_(Send const& send) {
     uint32_t const fitting = kPart / unit_bytes_(send);
     return fitting < cutlass::NumThreadsPerWarp ? fitting : cutlass::NumThreadsPerWarp;
   }
@@ -533,7 +567,7 @@ class Sender {
     return (send.slice_bytes + kUnit - 1) / kUnit;
   }
   CUTLASS_HOST_DEVICE static uint32_t pieces_(Send const& send) {
-    uint32_t const units = kParts * at_once_(send);
+    uint32_t const units = kParts * units_per_part_(send);
     return (send.rows * across_(send) + units - 1) / units;
   }
 
@@ -541,53 +575,53 @@ class Sender {
     int i = queue_.begin;
     while (i + 1 < queue_.end && number >= params_.first[i + 1]) ++i;
     Send const& last = params_.sends[i];
-    uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], tile_interleave = last.tile_interleave;
+    uint32_t const within = number - params_.first[i], pieces = params_.per_slice[i], size = last.group.size;
     return {
-        int32_t(last.first + within / pieces % tile_interleave), within / (pieces * tile_interleave),
-        within % pieces * kParts * at_once_(last)};
+        int32_t(last.group.first + within / pieces % size), within / (pieces * size),
+        within % pieces * kParts * units_per_part_(last)};
   }
 
-  // That of this thread in a part.
+  // This thread's unit of a part; without bytes where there is none.
   CUTLASS_DEVICE Unit unit_(Piece const& piece, int part) const {
     Send const& send = params_.sends[piece.send];
-    uint32_t const unit = piece.unit + part * at_once_(send) + lane_, row = unit / across_(send);
-    if (lane_ >= at_once_(send) || row >= send.rows) return {0, 0, 0};
+    uint32_t const unit = piece.unit + part * units_per_part_(send) + lane_, row = unit / across_(send);
+    if (lane_ >= units_per_part_(send) || row >= send.rows) return {0, 0, 0};
     uint32_t const column = piece.slice * send.slice_bytes + unit % across_(send) * kUnit;
     uint32_t const end = cute::min((piece.slice + 1) * send.slice_bytes, send.row_bytes);
     return {row, column, column < end ? cute::min(uint32_t(kUnit), end - column) : 0};
   }
 
-  CUTLASS_DEVICE uint32_t take_() const { return lane_ == 0 ? atomicAdd(tickets_, 1u) : 0; }
-  CUTLASS_DEVICE static uint32_t everyone_(uint32_t first) { return __shfl_sync(0xffffffff, first, 0); }
+  CUTLASS_DEVICE uint32_t take_ticket_() const { return lane_ == 0 ? atomicAdd(tickets_, 1u) : 0; }
+  CUTLASS_DEVICE static uint32_t broadcast_(uint32_t first) { return __shfl_sync(0xffffffff, first, 0); }
 
   CUTLASS_DEVICE uint8_t* buffer_(Send const& send, int part) {
     return storage_.buffers[part] + lane_ * unit_bytes_(send);
   }
 
-  // Whether there is something to load, for all threads.
-  CUTLASS_DEVICE bool come_(Piece const& piece, uint32_t number) {
-    uint64_t const word = number < queue_.pieces ? params_.sends[piece.send].awaited : 0;
-    if (!word) return true;
-    bool const come = __shfl_sync(0xffffffff, lane_ == 0 && has_come(word), 0);
-    if (come) {
+  // Whether the piece can be loaded, or does not exist. Returns the same to all threads.
+  CUTLASS_DEVICE bool is_ready_(Piece const& piece, uint32_t number) {
+    uint64_t const flag = number < queue_.pieces ? params_.sends[piece.send].wait_flag : 0;
+    if (!flag) return true;
+    bool const ready = __shfl_sync(0xffffffff, lane_ == 0 && is_set(flag), 0);
+    if (ready) {
       __syncwarp();
       fence_for_tma();
     }
-    return come;
+    return ready;
   }
-  // All blocks may be waiting, for one word, while others of their warps multiply.
-  CUTLASS_DEVICE void await_(Piece const& piece, uint32_t number) {
-    while (!come_(piece, number)) __nanosleep(kPoll);
+  // Sleeps between two reads: all blocks may wait for one flag, while their other warps multiply.
+  CUTLASS_DEVICE void wait_until_ready_(Piece const& piece, uint32_t number) {
+    while (!is_ready_(piece, number)) __nanosleep(kPoll);
   }
 
-  // Loads the piece, if there is one. Returns, to one thread, its turn on the link; 0: now.
-  CUTLASS_DEVICE uint64_t begin_(Piece const& piece, uint32_t number) {
+  // Loads the piece, if it exists. Returns, to thread 0, when it may be stored; 0: now.
+  CUTLASS_DEVICE uint64_t load_and_reserve_(Piece const& piece, uint32_t number) {
     if (number >= queue_.pieces) return 0;
     load_<0>(piece);
-    return lane_ == 0 ? pace_.take(kParts * kPart) : 0;
+    return lane_ == 0 ? pacing_.reserve(kParts * kPart) : 0;
   }
 
-  // Parts from `Number` on, each once the store that was before in its buffer has read it.
+  // Loads the parts from `Number` on. Each waits until the previous store from its buffer has read the buffer.
   template <int Number>
   CUTLASS_DEVICE void load_(Piece const& piece) {
     if constexpr (Number < kParts) {
@@ -615,15 +649,15 @@ class Sender {
     tma_store_arrive();
   }
 
-  // Once the piece is stored. Whoever has stored the last one of a slice tells.
-  CUTLASS_DEVICE void count_(Piece const& piece) {
+  // Waits until the piece is stored. The warp that stores the last piece of a slice sets the slice's flag.
+  CUTLASS_DEVICE void finish_(Piece const& piece) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
     if (lane_ == 0) {
       Send const& send = params_.sends[piece.send];
       uint32_t* counter = params_.counters + kQueues + send.counter + piece.slice;
-      if (send.word && count(counter) == params_.per_slice[piece.send]) {
-        tell(counter, send.word + piece.slice * sizeof(uint32_t));
+      if (send.flag && increment(counter) == params_.per_slice[piece.send]) {
+        set_flag(counter, send.flag + piece.slice * sizeof(uint32_t));
       }
     }
   }
@@ -631,35 +665,37 @@ class Sender {
   Params const& params_;
   Queue const queue_;
   uint32_t* const tickets_;
-  Pace const pace_;
+  LinkPacing const pacing_;
   Storage& storage_;
   uint32_t const lane_;
 };
 
-// What CUTLASS's kernel does, and what warps that it leaves idle do besides: sends, and the way into a replay. They
-// begin when CUTLASS's kernel has nothing for them to do.
+// ---------------------------------------------------------------- the kernel
+
+// CUTLASS's kernel, and the work of the warps that it leaves idle: copies, and the entry and exit of a replay. These
+// warps begin when CUTLASS's kernel returns for them.
 template <class Base>
-class GatedKernel : public Base {
+class FusedKernel : public Base {
   static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
 
  public:
   struct Arguments : Base::Arguments {
     Sender::Params sender;
-    Passage passage;
+    Handshake handshake;
   };
   struct Params : Base::Params {
     Sender::Params sender;
-    Passage passage;
+    Handshake handshake;
   };
   static constexpr int SharedStorageSize =
-      DG_SENDS ? kStorageAt + kCopyingWarps * sizeof(Sender::Storage) : Base::SharedStorageSize;
+      DG_SENDS ? kStorageAt + kCopyWarps * sizeof(Sender::Storage) : Base::SharedStorageSize;
   static_assert(SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 
   static Params to_underlying_arguments(Arguments const& args, void* workspace) {
-    return {Base::to_underlying_arguments(args, workspace), args.sender, args.passage};
+    return {Base::to_underlying_arguments(args, workspace), args.sender, args.handshake};
   }
 
-  // All SMs send, also where there are fewer tiles.
+  // All SMs copy, even if there are fewer tiles.
   static dim3 get_grid_shape(Params const& params) {
     if (!(params.sender.queues[0].pieces + params.sender.queues[1].pieces)) return Base::get_grid_shape(params);
     typename Base::Params larger = params;
@@ -670,23 +706,23 @@ class GatedKernel : public Base {
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     Base::operator()(params, shared);
     int const warp = cutlass::canonical_warp_idx_sync();
-    bool const idle = warp == kIdle, takes = kCopyingWarps > 1 && warp == kTaking;
-    bool const multiplies = warp >= kGroup && warp % kGroup == 0;
-    if (idle) params.passage.enter();
+    bool const copies_remote = warp == kRemoteCopyWarp, copies_local = kCopyWarps > 1 && warp == kLocalCopyWarp;
+    bool const consumes = warp >= kGroup && warp % kGroup == 0;
+    if (copies_remote) params.handshake.enter();
     if constexpr (DG_SENDS) {
       auto* const storage = reinterpret_cast<Sender::Storage*>(shared + kStorageAt);
-      if (idle || takes) Sender(params.sender, takes, storage[takes])();
+      if (copies_remote || copies_local) Sender(params.sender, copies_local, storage[copies_local])();
     }
-    if (idle || takes || multiplies) params.passage.leave();
+    if (copies_remote || copies_local || consumes) params.handshake.leave();
   }
 
  private:
-  static constexpr int kIdle = 3, kTaking = 1, kGroup = cutlass::NumWarpsPerWarpGroup;
+  static constexpr int kRemoteCopyWarp = 3, kLocalCopyWarp = 1, kGroup = cutlass::NumWarpsPerWarpGroup;
 };
 
 }  // namespace distgemm
 
 template <class Arch, class Tile, class Cluster, uint32_t Stages>
-struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::InTurn, Arch, Tile, Cluster, Stages> {
-  using Scheduler = distgemm::TurnScheduler<Cluster>;
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::InterleavedTiles, Arch, Tile, Cluster, Stages> {
+  using Scheduler = distgemm::InterleavedScheduler<Cluster>;
 };

@@ -1,5 +1,5 @@
-// Sums that are passed on from GPU to GPU, for fused.cuh: an epilogue that waits for what it adds, and tells of what it
-// has stored; and tiles that are handed out, as such kernels wait for one another.
+// GEMMs that add partial sums and set flags when results are stored, for fused.cuh: an epilogue that waits for the
+// sums, and a dynamic tile scheduler, which kernels that wait for each other need.
 
 #pragma once
 
@@ -16,12 +16,12 @@ namespace distgemm {
 
 using namespace cute;
 
-// An epilogue's tree. What is stored of its result, an array of `Element`, waits for its turn.
+// An epilogue's visitor tree whose stores are paced. Its results are of type `Element`.
 template <class Tree, class Element>
 struct PacedTree : Tree {
   using Arguments = typename Tree::Arguments;
   struct Params : Tree::Params {
-    Pace pace;
+    LinkPacing pacing;
   };
 
   template <class Problem>
@@ -31,23 +31,23 @@ struct PacedTree : Tree {
 
   CUTLASS_HOST_DEVICE PacedTree() {}
   CUTLASS_HOST_DEVICE PacedTree(Params const& params, typename Tree::SharedStorage const& storage)
-      : Tree(params, storage), pace_(params.pace) {}
+      : Tree(params, storage), pacing_(params.pacing) {}
 
-  // Of a thread for which the others wait before they store.
+  // One thread reserves the link and waits. The others wait for it before they store.
   template <class Base, int Bytes>
   struct Callbacks : Base {
-    Pace pace;
-    uint64_t turn = 0;
+    LinkPacing pacing;
+    uint64_t start = 0;
 
-    CUTLASS_DEVICE Callbacks(Base base, Pace pace) : Base(base), pace(pace) {}
+    CUTLASS_DEVICE Callbacks(Base base, LinkPacing pacing) : Base(base), pacing(pacing) {}
 
     CUTLASS_DEVICE void previsit(int m, int n, int iteration, bool loaded) {
-      turn = pace.take(Bytes);
+      start = pacing.reserve(Bytes);
       Base::previsit(m, n, iteration, loaded);
     }
     CUTLASS_DEVICE void postreduce(int m, int n, int iteration, bool stores) {
       Base::postreduce(m, n, iteration, stores);
-      Pace::wait_until(turn);
+      LinkPacing::wait_until(start);
     }
   };
 
@@ -56,58 +56,60 @@ struct PacedTree : Tree {
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
     auto callbacks = Tree::template get_consumer_store_callbacks<ReferenceSource>(args);
     constexpr int bytes = size(decltype(args.epi_tile){}) * sizeof(Element);
-    return Callbacks<decltype(callbacks), bytes>(callbacks, {pace_.free, args.thread_idx == 0 ? pace_.per_kib : 0});
+    return Callbacks<decltype(callbacks), bytes>(
+        callbacks, {pacing_.link_free, args.thread_idx == 0 ? pacing_.picoseconds_per_kib : 0});
   }
 
  private:
-  Pace pace_;
+  LinkPacing pacing_;
 };
 
-// Where results have several sources, all but the last one, which `Base`, an epilogue of CUTLASS, adds by itself. They
-// come by its pipeline, and buffers: first one source, subtile by subtile, then the next. The sums are multiplied by
-// their factors before, as the epilogue's are 1 then.
+// Adds all partial sums of a product but the last, which `Base`, CUTLASS's epilogue, adds. They arrive through the
+// epilogue's load pipeline and shared memory, one partial sum after the other, subtile by subtile. The accumulators are
+// multiplied by alpha and the scales before, and the epilogue's factors are then 1.
 //
-// CUTLASS counts the pipelines' steps of a tile as those of one source. So further ones take a multiple of the steps
-// after which a pipeline's state is what it was: the last steps are idle.
+// CUTLASS advances a pipeline's state per tile by the steps of one source. So the steps of all addends are rounded up
+// to a multiple of the pipeline's period, after which its state is the same again; the additional steps load nothing.
 template <class Base>
-struct FurtherSources {
+struct AddendPipeline {
   struct Params {
     bool any;
     float alpha;
     float const *scale_a, *scale_b;
     int16_t first[kProducts], count[kProducts];
-    Further further[kProducts];
+    Addend addends[kProducts];
   };
 
   static Params params(FusedArguments const& args) {
     Params found{};
-    found.any = args.adds != 0;
+    found.any = args.addend_count != 0;
     found.alpha = args.base.alpha;
     found.scale_a = args.base.scale_a;
     found.scale_b = args.base.scale_b;
     for (int i = 0; i < kProducts; ++i) {
-      found.first[i] = args.products[i].further;
-      found.count[i] = args.products[i].sources;
-      found.further[i] = args.further[i];
+      found.first[i] = args.products[i].first_addend;
+      found.count[i] = args.products[i].addends;
+      found.addends[i] = args.addends[i];
     }
     return found;
   }
 
-  // By the loading warp, for which `load_one` loads each.
+  // The loading warp calls it. `load_one` waits for the flag of one addend and loads it.
   template <class LoadOne>
   CUTLASS_DEVICE static void load(
       Params const& params, int number, typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState& state,
       LoadOne load_one) {
     int const count = params.count[number];
-    Further const* const first = params.further + params.first[number];
-    for (int i = 0; i < count; ++i) load_one(first[i].word, first[i].batch);
-    for (int i = idle_(count); i > 0; --i, ++state) {
+    Addend const* const first = params.addends + params.first[number];
+    for (int i = 0; i < count; ++i) load_one(first[i].flag, first[i].batch);
+    for (int i = padding_(count); i > 0; --i, ++state) {
       pipeline.producer_acquire(state);
       pipeline.producer_commit(state);
     }
   }
 
-  // By those that have multiplied. `state` is where the epilogue's is, too, before and afterwards.
+  // The consumer warps call it before the epilogue. `state` is the epilogue's pipeline state, which is the same
+  // afterwards.
   template <class Accumulators, class Mma, class Storage>
   CUTLASS_DEVICE static void add(
       Params const& params, int number, typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState state,
@@ -118,7 +120,7 @@ struct FurtherSources {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
 
-    // As the epilogue takes a subtile to registers.
+    // Copies a subtile to registers as CUTLASS's epilogue does.
     using Buffers = decltype(tile_to_shape(
         typename Base::SmemLayoutAtomC{}, append<3>(shape(Subtile{}), Int<kStages>{}), Step<_1, _2, _3>{}));
     Tensor buffers = cute::as_position_independent_swizzle_tensor(
@@ -128,12 +130,12 @@ struct FurtherSources {
     auto const sources = make_tiled_copy_S(Copy_Atom<typename Base::CopyOpS2R, Element>{}, atom);
     auto const mine = results.get_slice(thread);
     auto const from = sources.get_slice(thread);
-    Tensor there = from.partition_S(buffers);  // (copy, m, n, stage)
+    Tensor shared = from.partition_S(buffers);  // (copy, m, n, stage)
     Tensor loaded = make_tensor<Element>(shape(mine.partition_S(make_identity_tensor(shape(Subtile{})))));
-    Tensor here = from.retile_D(loaded);
-    Tensor held = mine.retile_S(sums);  // (copy, m, n) of multiplications
+    Tensor registers = from.retile_D(loaded);
+    Tensor held = mine.retile_S(sums);  // (copy, m, n) of MMA atoms
     constexpr int mma_n = size<1>(Tile{}) / size<2>(held), per_mma = mma_n / kWidth;
-    static_assert(size<0>(Tile{}) / size<1>(held) == kHeight && mma_n % kWidth == 0, "a subtile is a part of one");
+    static_assert(size<0>(Tile{}) / size<1>(held) == kHeight && mma_n % kWidth == 0, "a subtile lies within an MMA tile");
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = params.count[number]; i > 0; --i) {
@@ -142,7 +144,7 @@ struct FurtherSources {
         CUTLASS_PRAGMA_UNROLL
         for (int m = 0; m < size<0>(Tile{}) / kHeight; ++m) {
           pipeline.consumer_wait(state);
-          copy(sources, there(_, _, _, state.index()), here);
+          copy(sources, shared(_, _, _, state.index()), registers);
           release_(pipeline, state);
           Tensor summed = held(_, m, n / per_mma);
           CUTLASS_PRAGMA_UNROLL
@@ -151,7 +153,7 @@ struct FurtherSources {
       }
     }
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = idle_(params.count[number]); i > 0; --i) {
+    for (int i = padding_(params.count[number]); i > 0; --i) {
       pipeline.consumer_wait(state);
       release_(pipeline, state);
     }
@@ -162,34 +164,36 @@ struct FurtherSources {
   using Subtile = typename Base::EpilogueTile;
   static constexpr int kHeight = size<0>(Subtile{}), kWidth = size<1>(Subtile{});
   static constexpr int kStages = Base::DispatchPolicy::StagesC;
-  static constexpr int kSteps = Base::get_load_pipe_increment(Tile{});  // of one source
+  static constexpr int kSteps = Base::get_load_pipe_increment(Tile{});  // of one addend
 
-  CUTLASS_DEVICE static int idle_(int count) {
+  // Pipeline steps without data, after those of so many addends.
+  CUTLASS_DEVICE static int padding_(int count) {
     constexpr int period = 2 * kStages;
     return (period - count * kSteps % period) % period;
   }
 
   CUTLASS_DEVICE static void release_(
       typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState& state) {
-    cutlass::arch::fence_view_async_shared();  // what is read is not overwritten
+    cutlass::arch::fence_view_async_shared();  // the reads come before the next load into the buffer
     pipeline.consumer_release(state);
     ++state;
   }
 };
 
-// An epilogue whose loading warp waits for a product's source, and that tells, once all of a product is stored, so.
-// Results lie here or elsewhere; those elsewhere are without bias, aux and further sources.
+// An epilogue that adds partial sums and sets flags. Its loading warp waits for the flag of each partial sum. The warp
+// that stores the last tile of a product sets the product's done flag. Results are local or remote. Remote results have
+// no bias, no aux and no addends.
 template <class Base>
-class PassingEpilogue : public Base {
+class ReducingEpilogue : public Base {
  public:
-  using Sources = FurtherSources<Base>;
+  using Addends = AddendPipeline<Base>;
   struct Params : Base::Params {
-    typename Base::Params elsewhere;
-    uint32_t* counters;
-    uint32_t tiles;  // of a product
-    uint64_t open;   // says that others' memory can be written
+    typename Base::Params remote;
+    uint32_t* counters;   // tiles stored of each product
+    uint32_t tiles;       // of a product
+    uint64_t start_flag;  // set when remote memory may be written; 0: it may
     Result results[kProducts];
-    typename Sources::Params sources;
+    typename Addends::Params addends;
   };
   using Arguments = Params;
 
@@ -203,21 +207,21 @@ class PassingEpilogue : public Base {
   }
 
   template <class Storage>
-  CUTLASS_HOST_DEVICE PassingEpilogue(Params const& params, Storage& storage)
-      : Base(params, storage), params_(params), elsewhere_(params.elsewhere, storage), storage_(storage) {}
+  CUTLASS_HOST_DEVICE ReducingEpilogue(Params const& params, Storage& storage)
+      : Base(params, storage), params_(params), remote_(params.remote, storage), storage_(storage) {}
 
   template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
   CUTLASS_DEVICE auto load(
       Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
     auto [m, n, k, number] = coord;
     Result const& result = params_.results[number];
-    bool const waits = opened_.add(number);
-    auto const load_one = [&](uint64_t word, int32_t batch) {
-      if (waits && word && elect_one_sync()) wait_for(word);
+    bool const waits = waited_.insert(number);
+    auto const load_one = [&](uint64_t flag, int32_t batch) {
+      if (waits && flag && elect_one_sync()) wait_for(flag);
       state = Base::load(pipeline, state, problem, block, make_coord(m, n, k, batch), rest...);
     };
-    Sources::load(params_.sources, number, pipeline, state, load_one);
-    load_one(result.source_word, result.source);
+    Addends::load(params_.addends, number, pipeline, state, load_one);
+    load_one(result.source_flag, result.source_batch);
     return state;
   }
 
@@ -229,26 +233,26 @@ class PassingEpilogue : public Base {
       Coord const& coord, Accumulators const& accumulators, Mma mma, int thread, Rest&&... rest) {
     int32_t const number = get<3>(coord);
     Result const& result = params_.results[number];
-    if (params_.sources.any && result.batch >= 0) {
-      // They are the kernel's, to be zeroed by the next product.
+    if (params_.addends.any && result.batch >= 0) {
+      // The accumulators are variables of CUTLASS's kernel, which zeroes them before the next tile.
       auto& sums = const_cast<Accumulators&>(accumulators);
-      Sources::add(params_.sources, number, load, load_state, sums, mma, thread, storage_);
+      Addends::add(params_.addends, number, load, load_state, sums, mma, thread, storage_);
     }
-    if (result.batch < 0 && !entered_) {
-      if (params_.open && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.open);
+    if (result.batch < 0 && !started_) {
+      if (params_.start_flag && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.start_flag);
       __syncwarp();
-      entered_ = true;
+      started_ = true;
     }
-    // Each tile ends with its tail, which leaves nothing to the next one: that may be stored by the other of the two.
-    auto const by = [&](Base& epilogue, int32_t batch) {
+    // Each tile waits for its own stores (store_tail): the next tile may be stored by the other of the two epilogues.
+    auto const store_by = [&](Base& epilogue, int32_t batch) {
       auto const states = epilogue.store(
           load, load_state, store, store_state, problem, block,
           make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch), accumulators, mma, thread,
           static_cast<Rest&&>(rest)...);
       return epilogue.store_tail(load, get<0>(states), store, get<1>(states));
     };
-    auto const states = result.batch >= 0 ? by(*this, result.batch) : by(elsewhere_, ~result.batch);
-    if (result.word && thread < cutlass::NumThreadsPerWarp) tell_(result.word, number);
+    auto const states = result.batch >= 0 ? store_by(*this, result.batch) : store_by(remote_, ~result.batch);
+    if (result.done_flag && thread < cutlass::NumThreadsPerWarp) finish_(result.done_flag, number);
     return states;
   }
 
@@ -258,40 +262,40 @@ class PassingEpilogue : public Base {
   }
 
  private:
-  // By the warp that has issued the stores. Whoever stores the last tile tells, and leaves a zero for the next launch.
-  CUTLASS_DEVICE void tell_(uint64_t word, int32_t number) {
+  // The warp that issued the stores calls it.
+  CUTLASS_DEVICE void finish_(uint64_t flag, int32_t number) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
     uint32_t* counter = params_.counters + number;
-    if (elect_one_sync() && count(counter) == params_.tiles) tell(counter, word);
+    if (elect_one_sync() && increment(counter) == params_.tiles) set_flag(counter, flag);
     __syncwarp();
   }
 
   Params const& params_;
-  Base elsewhere_;
+  Base remote_;
   typename Base::TensorStorage& storage_;
-  Numbers opened_;  // products for whose sources have been waited
-  bool entered_ = false;
+  ProductSet waited_;  // products whose partial sums have arrived
+  bool started_ = false;
 };
 
-// ---------------------------------------------------------------- tiles that are handed out
+// ---------------------------------------------------------------- the dynamic tile scheduler
 
-// TurnScheduler's tiles, to whoever comes first. Where products wait for other GPUs' kernels, which wait for this one, no
-// tile may belong to a thread block that is not resident: blocks of other kernels, which wait for other GPUs too, may hold
-// its SM. Of a cluster, the warp that loads takes a ticket when it has no more to load, and tells all blocks.
-struct HandedOut {};
+// The tag by which CUTLASS selects TicketScheduler.
+struct TicketTiles {};
 
+// A cluster's tickets. A ticket is the number of a tile, taken from a counter in global memory.
 struct TileTickets {
   uint64_t arrived[kTickets];
-  uint32_t tickets[kTickets + 1];  // the last is the first that a cluster takes
+  uint32_t tickets[kTickets + 1];  // a ring; behind it the first ticket that the cluster takes
 
-  // The names by which CUTLASS's kernels know a scheduler's shared memory.
+  // The functions that CUTLASS's kernels call on a scheduler's shared memory.
   CUTLASS_DEVICE TileTickets* pipeline() { return this; }
   CUTLASS_DEVICE TileTickets* throttle_pipeline() { return nullptr; }
   CUTLASS_DEVICE TileTickets* data() { return this; }
 };
 
-// What CUTLASS's kernels call between warps. Nobody waits here: tickets are not asked for ahead, and never overwritten.
+// CUTLASS's kernels want a pipeline between the scheduler's warp and the others. This one does nothing: tickets are not
+// taken ahead, and none is overwritten before it is read.
 struct TicketPipeline {
   static constexpr int Stages = kTickets;
   using PipelineState = cutlass::PipelineState<Stages>;
@@ -315,9 +319,13 @@ struct TicketPipeline {
   CUTLASS_DEVICE void consumer_release(PipelineState const&) {}
 };
 
+// InterleavedScheduler's tiles, each computed by the first cluster that is free. Products wait for kernels of other
+// GPUs, and those for this kernel. So no tile may belong to a thread block that is not resident: its SM may be occupied
+// by a block of another kernel that waits, too. The loading warp of a cluster's first block takes a ticket when it has
+// no more to load, and passes it to all warps of all blocks of the cluster.
 template <class ClusterShape>
-class TicketScheduler : public TurnScheduler<ClusterShape> {
-  using Base = TurnScheduler<ClusterShape>;
+class TicketScheduler : public InterleavedScheduler<ClusterShape> {
+  using Base = InterleavedScheduler<ClusterShape>;
   using Base::kBlocks;
 
  public:
@@ -341,16 +349,16 @@ class TicketScheduler : public TurnScheduler<ClusterShape> {
     return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...), args.tickets};
   }
 
-  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), taken_(params.tickets) {}
+  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), counter_(params.tickets) {}
   CUTLASS_DEVICE void set_data_ptr(TileTickets* tickets) { tickets_ = tickets; }
 
-  // By all threads.
+  // All threads call it.
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) {
-    // The pingpong kernel asks between its arrival at the cluster's barrier and its wait there.
+    // The pingpong kernel calls this function between its arrival at the cluster's barrier and its wait there.
     constexpr bool arrived = DG_SCHEDULE == DG_PINGPONG;
     if constexpr (kBlocks > 1 && arrived) cluster_wait();
     if (threadIdx.x == 0 && block_rank_in_cluster() == 0) {
-      uint32_t const ticket = take_();
+      uint32_t const ticket = take_ticket_();
       if constexpr (kBlocks == 1) tickets_->tickets[kTickets] = ticket;
       for (uint32_t block = 0; kBlocks > 1 && block < kBlocks; ++block) {
         asm volatile(
@@ -383,9 +391,9 @@ class TicketScheduler : public TurnScheduler<ClusterShape> {
   template <class State>
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo const& work, TicketPipeline&, State const& state) {
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == kScheduling) return make_tuple(WorkTileInfo::invalid_work_tile(), true);
-    if (warp == kLoading && block_rank_in_cluster() == 0) {
-      if (cutlass::canonical_lane_idx() == 0) hand_out_(work.is_valid() ? take_() : kNone, state.index());
+    if (warp == kSchedulerWarp) return make_tuple(WorkTileInfo::invalid_work_tile(), true);
+    if (warp == kLoadWarp && block_rank_in_cluster() == 0) {
+      if (cutlass::canonical_lane_idx() == 0) pass_on_(work.is_valid() ? take_ticket_() : kNone, state.index());
       __syncwarp();
     }
     cutlass::arch::ClusterTransactionBarrier::wait(&tickets_->arrived[state.index()], state.phase());
@@ -395,22 +403,23 @@ class TicketScheduler : public TurnScheduler<ClusterShape> {
  private:
   static constexpr uint32_t kNone = 0xffffffff;
   static constexpr uint32_t kBarrier = 7;
-  static constexpr int kLoading = 0, kScheduling = 1;  // CUTLASS's warps
+  static constexpr int kLoadWarp = 0, kSchedulerWarp = 1;  // of CUTLASS's kernel
 
-  // Every cluster takes one ticket for which there is no tile; the last one to do so leaves a zero.
-  CUTLASS_DEVICE uint32_t take_() const {
-    uint32_t const ticket = atomicAdd(taken_, 1u);
-    if (ticket == this->scheduler_params.blocks_per_problem_ / kBlocks + this->clusters_() - 1) atomicExch(taken_, 0u);
+  // Every cluster takes one ticket beyond the last tile. The last cluster to do so sets the counter to 0.
+  CUTLASS_DEVICE uint32_t take_ticket_() const {
+    uint32_t const ticket = atomicAdd(counter_, 1u);
+    uint64_t const last = this->scheduler_params.blocks_per_problem_ / kBlocks + this->clusters_() - 1;
+    if (ticket == last) atomicExch(counter_, 0u);
     return ticket;
   }
 
-  CUTLASS_DEVICE void hand_out_(uint32_t ticket, int index) {
+  CUTLASS_DEVICE void pass_on_(uint32_t ticket, int index) {
     if constexpr (kBlocks == 1) {
       tickets_->tickets[index] = ticket;
       cutlass::arch::ClusterBarrier::arrive(&tickets_->arrived[index]);
       return;
     }
-    // Into the memory of other blocks, with what they wait for.
+    // Writes the ticket to each block's shared memory, and completes the barrier that the block waits at.
     uint32_t const to = cast_smem_ptr_to_uint(&tickets_->tickets[index]);
     uint32_t const arrived = cast_smem_ptr_to_uint(&tickets_->arrived[index]);
     for (uint32_t block = 0; block < kBlocks; ++block) {
@@ -424,13 +433,13 @@ class TicketScheduler : public TurnScheduler<ClusterShape> {
     }
   }
 
-  uint32_t* taken_;
+  uint32_t* counter_;
   TileTickets* tickets_ = nullptr;
 };
 
 }  // namespace distgemm
 
 template <class Arch, class Tile, class Cluster, uint32_t Stages>
-struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::HandedOut, Arch, Tile, Cluster, Stages> {
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<distgemm::TicketTiles, Arch, Tile, Cluster, Stages> {
   using Scheduler = distgemm::TicketScheduler<Cluster>;
 };

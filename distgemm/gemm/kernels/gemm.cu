@@ -1,19 +1,19 @@
-// One GEMM kernel with a C interface, from CUTLASS 3.x collectives. The macros of the next block say which; the
-// provider passes them to nvcc. The product, with row-major D and sums in float32:
+// One GEMM kernel with a C interface, from CUTLASS 3.x collectives. The macros below select it; CutlassProvider passes
+// them to nvcc. It computes, with a row-major D and sums in float32:
 //
 //   D = alpha * scale_a * scale_b * A B^T + bias + source_scale * source + aux_scale * aux
 //
-// A is (m, k), B is (n, k), all others (m, n); bias is a row of n. Scales are one number or one per row of A and B.
+// A is (m, k), B is (n, k), all others (m, n); bias is a row of n. A scale is one number, or one for each row of A or
+// B.
 //
-// With DG_FUSED it computes several such products of one shape, one after the other without a pause, or some tile by tile
-// in turn. They are the mode L of CUTLASS; a table says where each of them reads and writes: fused.cuh, and fused_reduce.cuh
-// for sums that are passed on.
+// A kernel of another DG_KIND than DG_ONE_GEMM computes several such GEMMs of one shape without a pause between them:
+// see fused.cuh, and fused_reduce.cuh for those that add partial sums.
 
 #include <cstdint>
 #include <type_traits>
 
-// Tiles of other widths than these would be put together from narrow wgmmas, some at half their rate. Not for all
-// kernels: the instructions of all widths take long to compile.
+// Without this macro CUTLASS builds tiles of other widths than these from narrow wgmmas, some at half the rate. It is
+// not defined for all kernels, as the instructions of all widths take long to compile.
 #if (DG_TILE_N & (DG_TILE_N - 1)) && DG_TILE_N != 96 && DG_TILE_N != 192
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #endif
@@ -29,23 +29,23 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
 #define DG_COOPERATIVE 0  // TMA and wgmma, two warp groups share a tile
-#define DG_PINGPONG 1     // TMA and wgmma, two warp groups take turns
+#define DG_PINGPONG 1     // TMA and wgmma, two warp groups alternate: one multiplies while the other stores
 #define DG_PLAIN 2        // ordinary loads and mma.sync (float32: FMA): any alignment
-#define DG_TMA 0          // results leave through shared memory and TMA
+#define DG_TMA 0          // results are stored through shared memory and TMA
 #define DG_DIRECT 1       // results are stored from registers, element by element: any alignment
-#define DG_ALONE 0        // one product, or batches of it
-#define DG_OPERANDS 1     // several products, which wait for A or B
-#define DG_RESULTS 2      // several products, which wait for what is added to them, and pass their sum on
-#define DG_DELIVERIES 3   // the same, and what is finished is sent on, too
+#define DG_ONE_GEMM 0     // one GEMM, or batches of it
+#define DG_GATHER 1       // several GEMMs, which wait for A or B; sends this rank's shard
+#define DG_REDUCE 2       // several GEMMs, which wait for partial sums and set flags when results are stored
+#define DG_REDUCE_SEND 3  // the same, and sends finished results
 
 #ifndef DG_ELEMENT
 #error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
 DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
-and DG_FUSED are needed"
+and DG_KIND are needed"
 #endif
 
-#define DG_PASSES (DG_FUSED == DG_RESULTS || DG_FUSED == DG_DELIVERIES)
-#define DG_SENDS (DG_FUSED == DG_OPERANDS || DG_FUSED == DG_DELIVERIES)
+#define DG_REDUCES (DG_KIND == DG_REDUCE || DG_KIND == DG_REDUCE_SEND)
+#define DG_SENDS (DG_KIND == DG_GATHER || DG_KIND == DG_REDUCE_SEND)
 
 namespace distgemm {
 
@@ -67,16 +67,16 @@ constexpr bool row_scale_a = DG_ROW_SCALE_A;
 constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
-constexpr bool gated = DG_FUSED != DG_ALONE;
-constexpr bool passes_results = DG_PASSES;
-static_assert(direct || !plain, "without TMA, results are stored directly");
-static_assert(!gated || !plain, "products that wait are loaded by a warp of their own");
-static_assert(!passes_results || (!direct && has_source), "sums that are passed on come and leave through TMA");
+constexpr bool fused = DG_KIND != DG_ONE_GEMM;
+constexpr bool reduces = DG_REDUCES;
+static_assert(direct || !plain, "kernels without TMA store results directly");
+static_assert(!fused || !plain, "fused kernels have a loading warp, which waits");
+static_assert(!reduces || (!direct && has_source), "partial sums are loaded and stored by TMA");
 
 template <bool RowMajor>
 using LayoutOf = std::conditional_t<RowMajor, cutlass::layout::RowMajor, cutlass::layout::ColumnMajor>;
 using LayoutA = LayoutOf<DG_A_ROW>;
-using LayoutB = LayoutOf<!DG_B_ROW>;  // CUTLASS speaks of B as (k, n)
+using LayoutB = LayoutOf<!DG_B_ROW>;  // CUTLASS's B is (k, n)
 using LayoutD = cutlass::layout::RowMajor;
 using StrideA = cutlass::detail::TagToStrideA_t<LayoutA>;
 using StrideB = cutlass::detail::TagToStrideB_t<LayoutB>;
@@ -94,7 +94,7 @@ struct Arguments {
   void const* bias;
   float const* scale_a;
   float const* scale_b;
-  int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, where products are gated
+  int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, in fused kernels
   float alpha, source_scale, aux_scale;
   int32_t sm_count;
   int32_t raster;   // 0: chosen by CUTLASS, 1: along M, 2: along N
@@ -103,10 +103,10 @@ struct Arguments {
 
 }  // namespace distgemm
 
-#if DG_FUSED != DG_ALONE
+#if DG_KIND != DG_ONE_GEMM
 #include "fused.cuh"
 #endif
-#if DG_PASSES
+#if DG_REDUCES
 #include "fused_reduce.cuh"
 #endif
 
@@ -129,7 +129,7 @@ T const* pointer(Matrix const& matrix) {
   return static_cast<T const*>(matrix.data);
 }
 
-// What is absent still needs a type where one is named.
+// An absent term still needs a type in declarations.
 template <class T>
 using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 
@@ -146,7 +146,7 @@ using Scalar = Sm90ScalarBroadcast<float>;
 using Alpha = Sm90ScalarBroadcast<float, Stride<_0, _0, _0>, 3>;  // alpha and the scales of whole tensors
 using Product = Sm90EVT<Compute<cutlass::multiplies>, Alpha, Sm90AccFetch>;
 
-// One more operation on top of a tree, where the kernel has it.
+// One more operation on top of a tree, if the kernel has it.
 template <bool Present, class Inner, template <class> class Op, class... Operands>
 struct Wrapped {
   using Tree = Inner;
@@ -163,11 +163,11 @@ struct Wrapped<true, Inner, Op, Operands...> {
   }
 };
 
-using BatchStride = std::conditional_t<gated, int64_t, _0>;
+using BatchStride = std::conditional_t<fused, int64_t, _0>;
 using RowsOfA = Sm90ColBroadcast<0, Tile, float, float, Stride<_1, _0, BatchStride>>;
 using RowsOfB = Sm90RowBroadcast<0, Tile, float, float, Stride<_0, _1, BatchStride>>;
 using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator, Stride<_0, _1, BatchStride>>;
-using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, passes_results>;
+using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, reduces>;
 using ScaledA = Wrapped<row_scale_a, Product, cutlass::multiplies, RowsOfA>;
 using ScaledB = Wrapped<row_scale_b, ScaledA::Tree, cutlass::multiplies, RowsOfB>;
 using Biased = Wrapped<has_bias, ScaledB::Tree, cutlass::plus, BiasRow>;
@@ -178,14 +178,14 @@ struct Builder {
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::epilogue::TmaWarpSpecialized,
       cutlass::epilogue::TmaWarpSpecializedCooperative>;
-  // Rows of 128 bytes cross links faster than those of 64 that CUTLASS would choose.
+  // CUTLASS would choose rows of 64 bytes. Rows of 128 bytes cross links faster.
   using WideTile = Shape<Int<DG_SCHEDULE == DG_PINGPONG ? 64 : 128>, Int<128 / sizeof(ElementD)>>;
-  static constexpr bool wide = passes_results && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
+  static constexpr bool wide = reduces && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
   using EpilogueTile = std::conditional_t<wide, WideTile, cutlass::epilogue::collective::EpilogueTileAuto>;
   using Sum = Sm90EVT<
       Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
       Sm90SrcFetch<ElementSource>, WithAux::Tree>;
-#if DG_PASSES
+#if DG_REDUCES
   using Tree = PacedTree<Sum, ElementD>;
 #else
   using Tree = Sum;
@@ -205,7 +205,7 @@ struct Builder {
     typename RowsOfA::Arguments rows_of_a{args.scale_a, 1.0f, {}};
     typename RowsOfB::Arguments rows_of_b{args.scale_b, 1.0f, {}};
     typename BiasRow::Arguments bias{static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}};
-    if constexpr (gated) {
+    if constexpr (fused) {
       get<2>(rows_of_a.dCol) = args.scale_a_stride;
       get<2>(rows_of_b.dRow) = args.scale_b_stride;
       get<2>(bias.dRow) = args.bias_stride;
@@ -229,7 +229,7 @@ struct Builder {
 
 // ---------------------------------------------------------------- epilogue from registers
 
-// Each thread takes its own elements to memory, under a predicate. All terms are chosen at run time by null pointers.
+// Each thread stores its own elements, under a predicate. Null pointers say at run time which terms are absent.
 class DirectEpilogue {
  public:
   struct Factor {
@@ -249,7 +249,7 @@ class DirectEpilogue {
     distgemm::ElementD* d;
     StrideD d_stride;
   };
-  // The names by which CUTLASS's kernels know an epilogue.
+  // The names that CUTLASS's kernels expect of an epilogue.
   using EpilogueSchedule = cutlass::gemm::EpilogueDefault;
   using DispatchPolicy = EpilogueSchedule;
   using ElementAccumulator = Accumulator;
@@ -302,37 +302,37 @@ class DirectEpilogue {
       Residue, int thread, char*) {
     auto [M, N, K, L] = problem;
     auto [m, n, k, l] = coord;
-    Tensor places = local_tile(make_identity_tensor(make_shape(M, N)), take<0, 2>(block), make_coord(m, n));
-    Tensor mine = mma.get_thread_slice(thread).partition_C(places);
-    float whole = params_.alpha;
-    if (params_.scale_a.data && !params_.scale_a.per_row) whole *= *params_.scale_a.data;
-    if (params_.scale_b.data && !params_.scale_b.per_row) whole *= *params_.scale_b.data;
+    Tensor coords = local_tile(make_identity_tensor(make_shape(M, N)), take<0, 2>(block), make_coord(m, n));
+    Tensor mine = mma.get_thread_slice(thread).partition_C(coords);
+    float factor = params_.alpha;
+    if (params_.scale_a.data && !params_.scale_a.per_row) factor *= *params_.scale_a.data;
+    if (params_.scale_b.data && !params_.scale_b.per_row) factor *= *params_.scale_b.data;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(accumulators); ++i) {
-      auto place = mine(i);
-      if (!elem_less(place, make_coord(M, N))) continue;
-      auto [row, column] = place;
-      auto where = make_coord(row, column, l);
-      float value = whole * accumulators(i);
+      auto coord_mn = mine(i);
+      if (!elem_less(coord_mn, make_coord(M, N))) continue;
+      auto [row, column] = coord_mn;
+      auto at = make_coord(row, column, l);
+      float value = factor * accumulators(i);
       if (params_.scale_a.per_row) value *= params_.scale_a.data[l * params_.scale_a.stride + row];
       if (params_.scale_b.per_row) value *= params_.scale_b.data[l * params_.scale_b.stride + column];
       if constexpr (has_bias) {
         if (params_.bias) value += float(params_.bias[l * params_.bias_stride + column]);
       }
       if constexpr (has_aux) {
-        if (params_.aux) value += params_.aux_scale * float(params_.aux[crd2idx_(where, params_.aux_stride)]);
+        if (params_.aux) value += params_.aux_scale * float(params_.aux[crd2idx_(at, params_.aux_stride)]);
       }
       if constexpr (has_source) {
-        if (params_.source) value += params_.source_scale * float(params_.source[crd2idx_(where, params_.source_stride)]);
+        if (params_.source) value += params_.source_scale * float(params_.source[crd2idx_(at, params_.source_stride)]);
       }
-      params_.d[crd2idx_(where, params_.d_stride)] = cutlass::NumericConverter<ElementD, float>::convert(value);
+      params_.d[crd2idx_(at, params_.d_stride)] = cutlass::NumericConverter<ElementD, float>::convert(value);
     }
   }
 
  private:
   template <class Coord>
-  CUTLASS_DEVICE static int64_t crd2idx_(Coord const& where, StrideD const& stride) {
-    return int64_t(get<0>(where)) * get<0>(stride) + int64_t(get<1>(where)) + int64_t(get<2>(where)) * get<2>(stride);
+  CUTLASS_DEVICE static int64_t crd2idx_(Coord const& at, StrideD const& stride) {
+    return int64_t(get<0>(at)) * get<0>(stride) + int64_t(get<1>(at)) + int64_t(get<2>(at)) * get<2>(stride);
   }
 
   Params params_;
@@ -372,17 +372,17 @@ using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, t
 template <class Element, class Epilogue>
 struct TmaMainloop {
 #if DG_SENDS
-  static constexpr int kSending = kCopyingWarps * sizeof(Sender::Storage);
+  static constexpr int kSendBytes = kCopyWarps * sizeof(Sender::Storage);
 #else
-  static constexpr int kSending = 0;
+  static constexpr int kSendBytes = 0;
 #endif
-#if DG_PASSES
-  static constexpr int kHandingOut = sizeof(TileTickets);
+#if DG_REDUCES
+  static constexpr int kTicketBytes = sizeof(TileTickets);
 #else
-  static constexpr int kHandingOut = 0;
+  static constexpr int kTicketBytes = 0;
 #endif
-  // To the byte: with 128 more, kernels that deliver would have a stage less, and multiply a tenth more slowly.
-  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSending + kHandingOut;
+  // Exact to the byte: with 128 bytes more, DG_REDUCE_SEND kernels would have one stage less and be 10% slower.
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSendBytes + kTicketBytes;
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
@@ -419,8 +419,8 @@ struct PlainMainloop {
   }
   using Mma = decltype(mma());
 
-  // Eight rows of 64 bytes, in which 16-byte pieces are swizzled so that ldmatrix reads without bank conflicts; for
-  // FMA, columns with a gap of four.
+  // For ldmatrix: eight rows of 64 bytes, with 16-byte pieces swizzled against bank conflicts. For FMA: columns, padded
+  // by four elements.
   template <int Rows>
   static constexpr auto smem_atom() {
     if constexpr (fma) {
@@ -465,10 +465,11 @@ template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::Persi
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<
     Shape<int, int, int, int>, Mainloop, Epilogue, std::conditional_t<plain, void, Scheduler>>;
 
-#if DG_FUSED == DG_OPERANDS
-using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, GatedEpilogue<Epilogue::Collective>, InTurn>>;
-#elif DG_PASSES
-using Kernel = GatedKernel<KernelOf<GatedMainloop<Mainloop>, PassingEpilogue<Epilogue::Collective>, HandedOut>>;
+#if DG_KIND == DG_GATHER
+using Kernel =
+    FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue::Collective>, InterleavedTiles>>;
+#elif DG_REDUCES
+using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue::Collective>, TicketTiles>>;
 #else
 using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
 #endif
@@ -489,9 +490,9 @@ void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
   }
 }
 
-#if DG_FUSED != DG_ALONE
+#if DG_KIND != DG_ONE_GEMM
 
-// Descriptors of both operands, for so many batches of each.
+// TMA descriptors of both operands, for so many batches of each.
 typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
   auto of_a = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, a_batches), operands(args), nullptr);
   auto of_b = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, b_batches), operands(args), nullptr);
@@ -499,7 +500,7 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
   return of_a;
 }
 
-#if DG_FUSED == DG_OPERANDS
+#if DG_KIND == DG_GATHER
 
 void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
   static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
@@ -519,20 +520,20 @@ void set_results(typename Kernel::Arguments& arguments, FusedArguments const& ar
     found.tma_load_c = params(args.sources).tma_load_c;
     return found;
   };
-  Arguments here = args.base, other = args.base;
-  other.d = args.d_elsewhere;
-  other.bias = nullptr;
-  other.aux.data = nullptr;
-  if (args.adds) {  // the product has been multiplied by them
-    here.alpha = 1.0f;
-    here.scale_a = here.scale_b = nullptr;
+  Arguments local = args.base, remote = args.base;
+  remote.d = args.remote_d;
+  remote.bias = nullptr;
+  remote.aux.data = nullptr;
+  if (args.addend_count) {  // AddendPipeline multiplies by these factors
+    local.alpha = 1.0f;
+    local.scale_a = local.scale_b = nullptr;
   }
-  static_cast<typename Collective::Params&>(arguments.epilogue) = of(here, args.results_here);
-  arguments.epilogue.elsewhere = of(other, args.results_elsewhere);
+  static_cast<typename Collective::Params&>(arguments.epilogue) = of(local, args.local_results);
+  arguments.epilogue.remote = of(remote, args.remote_results);
   arguments.epilogue.counters = args.counters;
-  arguments.epilogue.open = arguments.passage.open();
-  arguments.epilogue.sources = PassingEpilogue<Collective>::Sources::params(args);
-  arguments.epilogue.elsewhere.thread.pace = Pace::of(args.counters, args.pace);
+  arguments.epilogue.start_flag = arguments.handshake.start_flag();
+  arguments.epilogue.addends = ReducingEpilogue<Collective>::Addends::params(args);
+  arguments.epilogue.remote.thread.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
   arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
 }
@@ -541,27 +542,28 @@ void set_results(typename Kernel::Arguments& arguments, FusedArguments const& ar
 
 typename Kernel::Arguments encode(void const* given) {
   auto const& args = *static_cast<FusedArguments const*>(given);
-  auto const batches_of = [&](Arguments const& from, int count) {
-    return args.moving == 0 ? descriptors(from, count, args.others) : descriptors(from, args.others, count);
+  auto const moving_batches = [&](Arguments const& from, int count) {
+    return args.moving == 0 ? descriptors(from, count, args.other_operands)
+                            : descriptors(from, args.other_operands, count);
   };
   typename Kernel::Arguments arguments{};
   arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
   arguments.problem_shape = {args.base.m, args.base.n, args.base.k, args.base.l};
-  static_cast<typename Mainloop::Params&>(arguments.mainloop) = batches_of(args.base, args.operands_here);
-  Arguments other = args.base;
-  (args.moving == 0 ? other.a : other.b) = args.operand_elsewhere;
-  arguments.mainloop.elsewhere = batches_of(other, args.operands_elsewhere);
+  static_cast<typename Mainloop::Params&>(arguments.mainloop) = moving_batches(args.base, args.local_operands);
+  Arguments received = args.base;
+  (args.moving == 0 ? received.a : received.b) = args.received_operand;
+  arguments.mainloop.received = moving_batches(received, args.received_operands);
   arguments.mainloop.moving = args.moving;
-  arguments.mainloop.slice_tiles = (args.slice + DG_TILE_K - 1) / DG_TILE_K;
+  arguments.mainloop.slice_tiles = (args.slice_k + DG_TILE_K - 1) / DG_TILE_K;
   for (int i = 0; i < kProducts; ++i) {
     arguments.mainloop.operands[i] = args.products[i].operand;
-    arguments.scheduler.turns.first[i] = args.products[i].first;
-    arguments.scheduler.turns.tile_interleave[i] = args.products[i].tile_interleave;
+    arguments.scheduler.groups.first[i] = args.products[i].group.first;
+    arguments.scheduler.groups.size[i] = args.products[i].group.size;
   }
-  arguments.passage = {args.entry, args.exit, args.counters};
+  arguments.handshake = {args.entry, args.exit, args.counters};
   if constexpr (DG_SENDS) {
     arguments.sender = Sender::params(args);
-    arguments.sender.opens = args.opens ? args.opens : arguments.passage.open();
+    arguments.sender.start_flag = arguments.handshake.start_flag();
   }
   set_results(arguments, args);
   set_order(arguments, args.base);
@@ -587,7 +589,7 @@ typename Kernel::Arguments encode(void const* given) {
 
 extern "C" {
 
-#if DG_FUSED != DG_ALONE
+#if DG_KIND != DG_ONE_GEMM
 int distgemm_arguments_size() { return sizeof(FusedArguments); }
 #else
 int distgemm_arguments_size() { return sizeof(Arguments); }
@@ -610,12 +612,12 @@ int distgemm_load() {
   return error;
 }
 
-// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. The arguments are
-// FusedArguments where the kernel is.
+// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. `args` points to
+// Arguments, or to FusedArguments for a fused kernel.
 void distgemm_encode(void const* args, void* out) {
   auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
-#if DG_PASSES
-  // Also tiles outside of D, by which the scheduler rounds up.
+#if DG_REDUCES
+  // Includes the tiles outside of D that complete clusters.
   params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<FusedArguments const*>(args)->base.l;
 #else
   static_cast<void>(params);

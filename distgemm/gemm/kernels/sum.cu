@@ -1,5 +1,9 @@
-// The sum of several matrices with a C interface: D = sum of sources, in their order, + beta * C + bias, in float32.
-// DG_SOURCE, DG_D and DG_VECTOR (elements that a thread takes at once) are macros.
+// A kernel that adds matrices, with a C interface:
+//
+//   D = sources[0] + sources[1] + ... + beta * C + bias
+//
+// It adds in float32, in this order, and rounds once. nvcc gets the macros DG_SOURCE and DG_D (element types) and
+// DG_VECTOR (elements that a thread loads at once).
 
 #include <cstdint>
 
@@ -44,19 +48,19 @@ __global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments cons
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < total; i += gridDim.x * int64_t(kThreads)) {
     int64_t const column = i % columns * kVector, row = i / columns % args.m, batch = i / columns / args.m;
     float value[kVector] = {};
-    // Several loads are under way before the first is added.
+    // Eight loads are in flight before the first value is added.
 #pragma unroll 1
     for (int first = 0; first < args.count; first += 8) {
-      Vector<Source> found[8];
+      Vector<Source> loaded[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (first + j < args.count) found[j] = load<Source>(args.sources[first + j], batch, row, column);
+        if (first + j < args.count) loaded[j] = load<Source>(args.sources[first + j], batch, row, column);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (first + j < args.count) {
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) value[v] += float(found[j][v]);
+          for (int v = 0; v < kVector; ++v) value[v] += float(loaded[j][v]);
         }
       }
     }
@@ -91,8 +95,8 @@ int distgemm_load() {
 int distgemm_launch(Arguments const* args, int sm_count, cudaStream_t stream) {
   int64_t const total = int64_t(args->n / kVector) * args->m * args->l;
   int64_t const blocks = (total + kThreads - 1) / kThreads;
-  int64_t const most = int64_t(sm_count) * 8;
-  sum<<<blocks < most ? blocks : most, kThreads, 0, stream>>>(*args);
+  int64_t const max_blocks = int64_t(sm_count) * 8;
+  sum<<<blocks < max_blocks ? blocks : max_blocks, kThreads, 0, stream>>>(*args);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,4 @@
-"""The collective runtime: a plan over torch.distributed, gloo on CPUs and NCCL on GPUs."""
+"""The collective runtime: a plan over torch.distributed, with gloo on CPUs and NCCL on GPUs."""
 
 from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
 

@@ -1,7 +1,7 @@
-"""The CUDA runtime: symmetric memory, CUTLASS, copy engines, one CUDA graph per rank."""
+"""The CUDA runtime: a plan on GPUs with symmetric memory, as one CUDA graph for each rank."""
 
 from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile_plan
-from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
-from distgemm.runtime.cuda.workspace import Workspace, close_workspace
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, close_workspace
+from distgemm.runtime.cuda.workspace import Workspace
 
 __all__ = ["CudaExecutable", "Replay", "ReplayTimeoutError", "Workspace", "close_workspace", "compile_plan"]

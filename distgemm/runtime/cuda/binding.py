@@ -13,7 +13,8 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.flags import MemOp, fits
-from distgemm.gemm.fused.gemms import Further, FusedGemms, FusedSend, bind_fused, fused_source
+from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
+from distgemm.gemm.fused.kernel import bind_fused, fused_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
@@ -29,7 +30,7 @@ from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
 from distgemm.runtime.cuda.workspace import Step, Workspace
 from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["Binder", "Binding", "Bound", "Call", "tiles_of_a"]
+__all__ = ["Binder", "Binding", "Bound", "CallTensors", "first_users_of_a"]
 
 LOG = logging.getLogger("distgemm")
 
@@ -38,21 +39,34 @@ Tensor = torch.Tensor
 Phases = Sequence[Sequence[MemOp]]
 
 STORE_RATE, SEND_RATE = 360.0, 310.0
-"""GB/s at which kernels store and deliver results at other GPUs, and send shards to them: a little less than Hopper's
-NVLink takes."""
+"""GB/s at which a kernel stores results at other GPUs, and sends shards to them: a little less than the NVLink of a
+Hopper GPU takes."""
 
 
-class Call:
-    """The tensors and numbers of one call, shards as (l, rows, columns)."""
+class CallTensors:
+    """The tensors and numbers of one call.
+
+    Args:
+        given: tensors by name, as :func:`distgemm.runtime.checks.check_shards` finds them; and "gathered".
+        alpha: factor of A @ B.T.
+        beta: factor of C.
+        bias: one row of D's shard; None: none.
+        scale_a: as a call takes it.
+        scale_b: as a call takes it.
+
+    Attributes:
+        shards: the tensors by name, as (l, rows, columns).
+        out: D as it was given.
+    """
 
     def __init__(
         self,
         given: dict[str, Tensor],
-        alpha: float,
-        beta: float,
-        bias: Tensor | None,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
     ) -> None:
         self.out = given["D"]
         self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
@@ -60,7 +74,7 @@ class Call:
         self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
 
     def bias_of(self, view: View) -> Tensor | None:
-        """The part of the bias that belongs to a view of D."""
+        """The part of the bias for a view of D."""
         if self.bias is None:
             return None
         _, _, columns = view.slices()
@@ -70,9 +84,10 @@ class Call:
 class Bound(NamedTuple):
     """A call as it is put on streams.
 
-    actions:  in order
-    launches: what each of them does to its stream
-    leave:    what is done behind all of them
+    Attributes:
+        actions: in order.
+        launches: for each action, what puts it on its stream.
+        leave: what puts the exit from the replay behind all actions.
     """
 
     actions: Sequence[Action]
@@ -83,48 +98,60 @@ class Bound(NamedTuple):
 class Binder:
     """A rank's part of a plan, ready for the tensors of calls.
 
-    actions:    what it puts on streams
-    tiles_of_a: as :func:`tiles_of_a` finds them
-    fallback:   whether calls whose tensors one kernel for all GEMMs cannot read wait on memory instead; to the other
-                ranks both are the same
+    Args:
+        plan: of all ranks.
+        rank: this rank.
+        device: this rank's GPU.
+        execution: how GPUs execute the plan.
+        fallback: whether calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead. The
+            other ranks see no difference.
 
-    Raises what :func:`distgemm.runtime.cuda.lowering.lower.lower` raises.
+    Attributes:
+        actions: what the rank puts on streams.
+        first_users_of_a: as :func:`first_users_of_a` finds them.
+
+    Raises:
+        PlanError: as :func:`distgemm.runtime.cuda.lowering.lower.lower` raises it.
     """
-
-    binding: type[Binding]
-    """Of what a call becomes; another one in programs that stand for a rank of many."""
 
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
     ) -> None:
         self.plan, self.rank, self.device, self.execution, self.fallback = plan, rank, device, execution, fallback
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
-        self.tiles_of_a = tiles_of_a(plan, rank)
+        self.first_users_of_a = first_users_of_a(plan, rank)
         self.counters: Tensor | None = None
         self.actions: Sequence[Action] = lower(plan, rank, execution)
 
     def attach(self, workspace: Workspace, number: int, counters: Tensor | None) -> None:
-        """Where calls find slots and words.
+        """Set where calls find slots and flags.
 
-        number:   by which the workspace knows the executable
-        counters: of one kernel for all GEMMs
+        Args:
+            workspace: the workspace.
+            number: the executable's number in the workspace.
+            counters: int32 for the fused kernel; None without one.
         """
         self.workspace, self.counters = workspace, counters
         flags = [op.flag.number for op in waits_of(self.actions)]
-        self.steps = [half.steps(number, flags) for half in workspace.halves]
+        self.steps = [buffer.steps(number, flags) for buffer in workspace.buffers]
 
-    def bind(self, call: Call, half: int) -> Bound:
-        """A call in one half of the workspace."""
-        return self.binding(self, call, half).bound()
+    def bind(self, call: CallTensors, buffer: int) -> Bound:
+        """A call on one buffer of the workspace."""
+        return Binding(self, call, buffer).bound()
 
     def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
-        """The kernels that calls with dense tensors need, with C or a bias or without; no GPU is asked."""
+        """The kernels that calls with dense tensors need. It asks no GPU.
+
+        Args:
+            c: whether the calls have C.
+            bias: whether the calls have a bias.
+        """
         shards = {
             name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
             for name in "ABCD"
         }
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
-        found = self.binding(self, Call(shards, 1.0, float(c), row, None, None), 0)
+        found = Binding(self, CallTensors(shards, beta=float(c), bias=row), 0)
         ops = [op for action in self.actions for op in action.ops]
         if self.execution.single_kernel:
             kernels = [action for action in self.actions if action.kernel]
@@ -147,33 +174,48 @@ class Binder:
 
 
 class Binding:
-    """What a call puts on streams in one half of the workspace."""
+    """A call on one buffer of the workspace, on its way to launches.
 
-    def __init__(self, binder: Binder, call: Call, half: int) -> None:
-        self.binder, self.call, self.half = binder, call, half
+    Args:
+        binder: the rank's part of the plan.
+        call: the call's tensors.
+        buffer: number of the workspace's buffer.
+    """
+
+    def __init__(self, binder: Binder, call: CallTensors, buffer: int) -> None:
+        self.binder, self.call, self.buffer = binder, call, buffer
         self.plan, self.rank = binder.plan, binder.rank
         self.actions, self.config, execution = binder.actions, binder.config, binder.execution
         self.fused = execution.single_kernel
-        self.wait_by_kernel = self.fused or execution.wait_by == "kernel"
+        self.kernel_waits = self.fused or execution.wait_by == "kernel"
         self.passage: _Passage | None = None
 
     def bound(self) -> Bound:
-        """All of it. Where one kernel cannot read or write these tensors, waits are on memory, if they may be."""
+        """The launches of all actions.
+
+        Raises:
+            ValueError: where a kernel cannot read or write these tensors, and the binder has no fallback.
+        """
         if self.fused and self.binder.fallback:
             try:
                 return self._bound()
             except ValueError as error:
-                LOG.warning("%s on rank %d waits on memory for this call: %s", self.plan.schedule, self.rank, error)
+                LOG.warning(
+                    "%s on rank %d launches a kernel for each GEMM in this call: %s",
+                    self.plan.schedule,
+                    self.rank,
+                    error,
+                )
             self.actions = lower(self.plan, self.rank, self.binder.execution, separate_gemms=True)
-            self.fused, self.wait_by_kernel, self.config = False, False, None
+            self.fused, self.kernel_waits, self.config = False, False, None
         return self._bound()
 
     def _bound(self) -> Bound:
-        self.passage = self._alone()
+        self.passage = self._passage_of_kernel()
         return Bound(self.actions, [self._action(action) for action in self.actions], self._exit())
 
-    def _alone(self) -> _Passage | None:
-        """How a kernel that does everything enters the replay and leaves it; None where others stand beside it."""
+    def _passage_of_kernel(self) -> _Passage | None:
+        """Entry and exit of a fused kernel that is the whole replay; None where it is not."""
         actions = self.actions
         alone = any(action.kernel for action in actions) and all(action.stream == GEMM_STREAM for action in actions)
         if not alone or "gathered" in self.call.shards:
@@ -182,28 +224,27 @@ class Binding:
         return found if fits(found.entry) and fits(found.exit) else None
 
     def _entry_phases(self) -> Phases:
-        """Where nothing is on another stream, what comes before everything."""
-        steps = self.binder.steps[self.half]
-        entered = steps[Step.ENTERED]  # peers are told once left is reset
-        resets, done_flags = ([op for op in entered if (op.value == 1) == told] for told in (False, True))
-        return [steps[Step.ENTRY], resets, done_flags]
+        """The entry into a replay by a kernel, where all actions are on one stream."""
+        steps = self.binder.steps[self.buffer]
+        entered = steps[Step.ENTERED]
+        resets = [op for op in entered if op.value != 1]
+        sets = [op for op in entered if op.value == 1]  # peers may set left again once it is reset
+        return [steps[Step.ENTRY], resets, sets]
 
     def _exit_phases(self) -> Phases:
-        """What is done by a kernel behind all else."""
-        steps = self.binder.steps[self.half]
+        """The exit from a replay by a kernel."""
+        steps = self.binder.steps[self.buffer]
         finish = steps[Step.FINISH]
         return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
 
     def _action(self, action: Action) -> Callable[[int], None]:
-        if action.step is Step.FINISH and self.wait_by_kernel:
+        if action.step is Step.FINISH and self.kernel_waits:
             return lambda stream: None  # a part of the exit
-        steps = self.binder.steps[self.half]
-        if (
-            action.step is not None and action.stream == GEMM_STREAM
-        ):  # kernels alone: the first is all that comes before
+        steps = self.binder.steps[self.buffer]
+        if action.step is not None and action.stream == GEMM_STREAM:  # all actions are kernels on one stream
             if action.step is Step.ENTERED or self.passage is not None:
-                return lambda stream: None
-            return bind_flag_ops(self._entry_phases(), self._index)
+                return lambda stream: None  # a part of the entry, or of the fused kernel
+            return bind_flag_ops(self._entry_phases(), self._device_index)
         step = [] if action.step is None else steps[action.step]
         if not action.ops:
             return lambda stream: mem_ops(step, stream)
@@ -219,8 +260,8 @@ class Binding:
             return lambda stream: copy_box(target, source, stream)
         else:
             ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if self.wait_by_kernel and isinstance(first, Wait) and action.stream != COMM:
-                return bind_flag_ops([ops], self._index)
+            if self.kernel_waits and isinstance(first, Wait) and action.stream != COMM:
+                return bind_flag_ops([ops], self._device_index)
             return lambda stream: mem_ops([*ops, *step], stream)
 
         def launch(stream: int) -> None:
@@ -230,21 +271,21 @@ class Binding:
         return launch
 
     def _exit(self) -> Callable[[int], None]:
-        """What is done behind all else."""
-        if not self.wait_by_kernel:
-            exit_step = self.binder.steps[self.half][Step.EXIT]
+        """What is done behind all actions."""
+        if not self.kernel_waits:
+            exit_step = self.binder.steps[self.buffer][Step.EXIT]
             return lambda stream: mem_ops(exit_step, stream)
         if self.passage is not None:
-            return lambda stream: None  # a part of the kernel
-        return bind_flag_ops(self._exit_phases(), self._index)
+            return lambda stream: None  # a part of the fused kernel
+        return bind_flag_ops(self._exit_phases(), self._device_index)
 
     @property
-    def _index(self) -> int:
+    def _device_index(self) -> int:
         return self.binder.device.index or 0
 
     def memop(self, op: Wait | Signal) -> MemOp:
-        """What waits for a word, or writes it."""
-        address = self.binder.workspace.halves[self.half].flag(op.flag.rank, op.flag.number)
+        """The memory operation that waits for a plan's flag, or sets it."""
+        address = self.binder.workspace.buffers[self.buffer].plan_flag(op.flag.rank, op.flag.number)
         return wait_for(address) if isinstance(op, Wait) else write(address)
 
     def tensor(self, view: View) -> Tensor:
@@ -252,40 +293,42 @@ class Binding:
         if view.buffer != "slot":
             return self.call.shards[view.buffer][view.slices()]
         slot = self.plan.slots[view.rank][view.slot]
-        size = view.elements * DTYPE_BYTES[slot.dtype]  # chunks that are merged take up several slots
-        if self.call.out.is_meta:  # addresses that are multiples of the slots' alignment, and nothing else
+        size = view.elements * DTYPE_BYTES[slot.dtype]  # merged chunks take up several slots
+        if self.call.out.is_meta:  # for sources(): alignment counts, and memory does not
             memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
         else:
-            memory = self.binder.workspace.slot(self.half, view.rank, slot.offset, size).view(TORCH_DTYPES[slot.dtype])
+            memory = self.binder.workspace.slot(self.buffer, view.rank, slot.offset, size).view(
+                TORCH_DTYPES[slot.dtype]
+            )
         batches, rows, columns = box_extents(view.frame)
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
 
     def _gemms(self, action: Action) -> list[Launch]:
-        """All GEMMs of the rank by one kernel."""
+        """The fused kernel, and copies of A behind it."""
         copies = [self._to_gathered(op) for op in action.ops if isinstance(op, Gemm)]
         gemms = self._products(action, lambda op: self.memop(op).address)
         return [bind_fused(gemms, self.config), *chain.from_iterable(copies)]
 
     def _whole(self, slices: Sequence[View]) -> Tensor:
-        """Neighbouring columns of a matrix as one."""
+        """Neighbouring columns of a matrix as one tensor."""
         batch, rows, (start, _) = slices[0].box
         return _matrix(self.tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1])))))
 
     def fused_source(self, action: Action) -> KernelSource:
-        """The kernel of all GEMMs."""
+        """What the fused kernel is compiled from."""
         return fused_source(self._products(action, lambda op: 1), self.config)
 
-    def _products(self, action: Action, word: Callable[[Wait | Signal], int]) -> FusedGemms:
-        """The GEMMs of a kernel and what it sends, with the addresses of words."""
+    def _products(self, action: Action, address: Callable[[Wait | Signal], int]) -> FusedGemms:
+        """The GEMMs of the fused kernel and what it sends, with the addresses of flags."""
         kernel = action.kernel
         assert kernel is not None
         gemms = [op for op in action.ops if isinstance(op, Gemm)]
-        products, further = [], []
+        products, addends = [], []
         for op, waits in zip(gemms, kernel.wait_flags, strict=True):
             tensors, rest = self.gemm_tensors(replace(op, sources=op.sources[:1]))
             pairs = zip(op.sources[1:], waits[1:], strict=True) if op.sources else ()
-            further.append([Further(_matrix(self.tensor(view)), word(wait)) for view, wait in pairs])
+            addends.append([Addend(_matrix(self.tensor(view)), address(wait)) for view, wait in pairs])
             if rest is not None:
                 raise ValueError(
                     f"execution='single_kernel' takes GEMMs that do all by themselves, and none adds C to {op}"
@@ -295,9 +338,9 @@ class Binding:
             FusedSend(
                 self._whole([copy.src for copy in send.copies]),
                 self._whole([copy.dst for copy in send.copies]),
-                word(send.signals[0]) if send.signals else 0,
-                waits=word(send.wait) if send.wait else 0,
-                away=link_of(send.copies[0]) is not None,
+                address(send.signals[0]) if send.signals else 0,
+                wait_flag=address(send.wait) if send.wait else 0,
+                remote=link_of(send.copies[0]) is not None,
             )
             for send in kernel.sends
         ]
@@ -305,18 +348,18 @@ class Binding:
         return FusedGemms(
             products,
             moving=moving(gemms),
-            waits=[word(ops[0]) if ops else 0 for ops in kernel.wait_flags],
-            done_flags=[0 if op is None else word(op) for op in kernel.done_flags],
-            away=[op.out.buffer == "slot" for op in gemms],
+            wait_flags=[address(ops[0]) if ops else 0 for ops in kernel.wait_flags],
+            done_flags=[0 if op is None else address(op) for op in kernel.done_flags],
+            remote=[op.out.buffer == "slot" for op in gemms],
             counters=self.binder.counters,
             sends=sends,
-            rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
-            slice=kernel.slice_k,
-            entire=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
+            slice_k=kernel.slice_k,
+            whole_operands=[kernel.slice_k > 0 and len(ops) == 1 for ops in kernel.wait_flags],
             tile_interleave=kernel.tile_interleave,
+            link_rate=STORE_RATE if stored else SEND_RATE if sends else 0.0,
             entry=self.passage.entry if self.passage else (),
             exit=self.passage.exit if self.passage else (),
-            further=further if any(further) else (),
+            addends=addends if any(addends) else (),
         )
 
     def _gemm(self, op: Gemm) -> list[Launch]:
@@ -330,17 +373,21 @@ class Binding:
         return [*launches, *self._to_gathered(op)]
 
     def _to_gathered(self, op: Gemm) -> list[Launch]:
-        """What brings a GEMM's tile of A to where the caller wants all of A; empty where he does not. It comes behind
-        the tile's first GEMM: its slot may be written again once all its GEMMs are done."""
-        if op.id not in self.binder.tiles_of_a or "gathered" not in self.call.shards:
+        """The copy of a GEMM's tile of A to ``gathered``; empty where the caller wants none.
+
+        It stands behind the tile's first GEMM: once all GEMMs of the tile are done, its slot may be written again.
+        """
+        if op.id not in self.binder.first_users_of_a or "gathered" not in self.call.shards:
             return []
         (l0, l1), (m0, m1), (k0, k1) = op.a.box
         source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0:m1, k0:k1]
         return [lambda stream=None: copy_box(target, source, stream)]
 
-    def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _Rest | None]:
-        """The tensors of a GEMM, and what is to be added to its result because the GEMM does not: an epilogue adds two
-        matrices, cuBLAS one term."""
+    def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _RemainingTerms | None]:
+        """The tensors of a GEMM, and the terms that a sum adds to its result because the GEMM does not.
+
+        An epilogue of CUTLASS adds two matrices, cuBLAS adds one term.
+        """
         d = self.tensor(op.out)
         sources = [self.tensor(view) for view in op.sources]
         c = self.tensor(op.c) if op.c is not None and self.call.beta else None
@@ -348,14 +395,15 @@ class Binding:
         rest = None
         further, c_term, c_factor = sources[1:], c, beta
         if further:
-            # The second sum takes C's place; C, if there is one, and other sums are added to the result.
+            # The second sum takes C's place. C, if there is one, and other sums are added to the result.
             others = [_matrix(source) for source in further[1:]]
             if others and others[0].dtype != d.dtype:
                 raise ValueError(
-                    f"an epilogue adds two sums, and what is left is added to D: of one type, got {len(sources)} of "
-                    f"{others[0].dtype} for D of {d.dtype}; final_add='kernel' adds sums of any type"
+                    f"an epilogue adds two sums, and further sums are added to D, of D's dtype: got {len(sources)} of "
+                    f"{others[0].dtype} for D of {d.dtype}; final_add='kernel' adds sums of any dtype"
                 )
-            rest = _Rest(None if c is None else _matrix(c), None, others) if others or c is not None else None
+            if others or c is not None:
+                rest = _RemainingTerms(None if c is None else _matrix(c), None, others)
             c_term, c_factor = further[0], 1.0
         (_, rows, _), (_, columns, _) = op.a.box, op.b.box
         tensors = GemmTensors(
@@ -365,8 +413,8 @@ class Binding:
             c=None if c_term is None else _matrix(c_term),
             partial=_matrix(sources[0]) if sources else None,
             bias=self.call.bias_of(op.out) if op.c is not None else None,
-            scale_a=_rows(self.call.scale_a, rows),
-            scale_b=_rows(self.call.scale_b, columns),
+            scale_a=_rows_of_scale(self.call.scale_a, rows),
+            scale_b=_rows_of_scale(self.call.scale_b, columns),
             alpha=self.call.alpha,
             beta=c_factor,
             dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
@@ -376,7 +424,8 @@ class Binding:
         if not provider.supports(spec_of(tensors)):
             bare = replace(tensors, c=None, beta=0.0, bias=None)
             if provider.supports(spec_of(bare)):
-                return bare, _Rest(None if c is None else _matrix(c), tensors.bias, [_matrix(x) for x in further])
+                left = _RemainingTerms(None if c is None else _matrix(c), tensors.bias, [_matrix(x) for x in further])
+                return bare, left
         return tensors, rest
 
     def _reduce(self, op: Reduce) -> Launch:
@@ -386,15 +435,15 @@ class Binding:
         return bind_sum(sources, self.tensor(op.out), c=c, beta=self.call.beta, bias=bias)
 
 
-def tiles_of_a(plan: Plan, rank: int) -> set[int]:
-    """The GEMMs that are the first to use a tile of A, by id, where a rank multiplies all of A; else none."""
+def first_users_of_a(plan: Plan, rank: int) -> set[int]:
+    """Ids of the GEMMs that are the first to use a tile of A; empty where a rank does not multiply all of A."""
     first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
     p = plan.problem
     return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
 
 
-class _Rest(NamedTuple):
-    """What a GEMM leaves to a sum behind it."""
+class _RemainingTerms(NamedTuple):
+    """What a sum adds to the result of a GEMM."""
 
     c: Tensor | None
     bias: Tensor | None
@@ -412,10 +461,7 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor[0] if tensor.shape[0] == 1 else tensor
 
 
-def _rows(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
+def _rows_of_scale(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
     if scale is None or scale.numel() == 1:
         return scale
     return scale[rows[0] : rows[1]]
-
-
-Binder.binding = Binding

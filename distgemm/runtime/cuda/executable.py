@@ -1,4 +1,4 @@
-"""A plan on this rank's GPU: GEMMs and copy-engine copies, issued on streams or replayed as a CUDA graph."""
+"""A plan on this rank's GPU: GEMMs, copies and memory operations on streams, or replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from distgemm.gemm.nvcc import build_together
 from distgemm.plan.ops import Copy
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
-    agree,
+    check_agreement,
     check_bias,
     check_gathered,
     check_scales,
@@ -27,31 +27,38 @@ from distgemm.runtime.checks import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.cuda.binding import Binder, Bound, Call
+from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
-from distgemm.runtime.cuda.workspace import Workspace, workspace_for
-from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.cuda.workspace import BUFFERS, Workspace, workspace_for
+from distgemm.runtime.executable import REPLAY_TIMEOUT_S, Executable, ExecutionConfig, OnTimeout
 
-__all__ = ["CudaExecutable", "Replay", "compile_plan"]
+__all__ = ["CudaExecutable", "Replay", "call_key", "compile_plan", "copied_buffers"]
 
 LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
 
-GRAPHS = 32
-"""Sets of tensors for which an executable keeps graphs, one for each half of the workspace."""
+MAX_RECORDED_CALLS = 32
+"""Sets of tensors for which an executable keeps graphs, one graph for each buffer of the workspace."""
 
 
 class CudaExecutable:
-    """This rank's part of a plan; made by :func:`distgemm.compile`.
+    """This rank's part of a plan on its GPU; :func:`distgemm.compile` makes it.
 
-    plan, group, device: what it executes, and where
-    execution: how GPUs execute the plan
-    workspace: the memory that it shares with the group's other executables
-    graphs:  how many graphs it has recorded for eager calls, replays not counted
-    timeout, on_timeout: as :func:`distgemm.compile` takes them
+    It satisfies :class:`distgemm.runtime.executable.Executable`.
+
+    Attributes:
+        plan: what it executes.
+        rank: this rank in the group.
+        group: the ranks.
+        device: this rank's GPU.
+        execution: how GPUs execute the plan.
+        workspace: the memory that it shares with the group's other executables.
+        graphs: number of graphs that it has recorded for eager calls; replays from :meth:`capture` do not count.
+        timeout: seconds without a change after which a replay counts as stuck.
+        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
     """
 
     def __init__(
@@ -61,8 +68,8 @@ class CudaExecutable:
         device: torch.device,
         execution: ExecutionConfig,
         *,
-        timeout: float = 300.0,
-        on_timeout: str = "raise",
+        timeout: float = REPLAY_TIMEOUT_S,
+        on_timeout: OnTimeout = "raise",
         fallback: bool = False,
     ) -> None:
         self.timeout, self.on_timeout = timeout, on_timeout
@@ -75,14 +82,14 @@ class CudaExecutable:
             if execution.wait_by == "kernel" and not on_one_stream(self.actions):
                 raise ValueError(
                     f"wait_by='kernel' is for plans that multiply and add on one stream, and {plan.schedule} with "
-                    f"gemm_streams={execution.gemm_streams} does not: beside other kernels, one that waits may keep an SM from what "
-                    "it waits for. wait_by='memory_op' does"
+                    f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
+                    "keep an SM from what it waits for. wait_by='memory_op' works"
                 )
-            # What calls without C and bias need; the rest when it comes.
+            # What calls without C and bias need; calls with them build the rest.
             build_together(self.binder.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        agree(plan, f"{execution}, timeout {timeout} s, {on_timeout}", group, device, problem)
+        check_agreement(plan, f"{execution}, timeout {timeout} s, {on_timeout}", group, device, problem)
         flags = most_flags(plan, execution)
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
@@ -96,7 +103,7 @@ class CudaExecutable:
         self.binder.attach(self.workspace, self.number, counters)
         self._copied = copied_buffers(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
-        # Tensors need not be kept alive: a graph is only replayed for a call that brings the same ones.
+        # Tensors need not be kept alive: a graph is only replayed for a call with the same ones.
         self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
 
     @property
@@ -106,13 +113,22 @@ class CudaExecutable:
 
     @property
     def provider(self) -> str:
-        """Of its GEMMs."""
+        """The provider of its GEMMs."""
         return self.execution.provider
 
     @property
+    def transfers(self) -> str:
+        """Who moves data between ranks."""
+        return "CUDA runtime"
+
+    @property
     def workspace_bytes(self) -> int:
-        """What the plan needs of the workspace on this rank, as ``plan.workspace_bytes(rank)`` says."""
+        """Bytes that the plan needs of the workspace on this rank: ``plan.workspace_bytes(rank)``."""
         return self.plan.workspace_bytes(self.rank)
+
+    def release(self) -> None:
+        """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
+        self.workspace.release(self)
 
     def __call__(
         self,
@@ -128,74 +144,87 @@ class CudaExecutable:
         out: Tensor | None = None,
         gathered: Tensor | None = None,
     ) -> Tensor:
-        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it alike.
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it in one order.
 
-        a_shard, b_shard: of the shapes ``plan.shard_shape("A", rank)`` and ``("B", rank)``, of ``problem.dtype``
-        c_shard: as D, of ``problem.out_dtype``; read only where beta is not 0
-        bias:    a row of D's shard, of ``problem.out_dtype``
-        scale_a, scale_b: float32: factors of the whole of A and B, or of every row of the *global* A and B
-        out:     where D goes, instead of a new tensor; shares no memory with the shards
-        gathered: where all of A goes, where the plan gathers it: (m, k), rows contiguous, of A's type
+        :class:`distgemm.CollectiveExecutable` shows the unfused program. Sums accumulate in float32. Partial sums are
+        rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
 
-        The unfused program is that of :class:`distgemm.CollectiveExecutable`. Sums accumulate in float32; partial
-        sums are rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
+        A call does not wait for the GPU. Calls on the same tensors are served by graphs: the second and third calls
+        record one graph for each buffer of the workspace, and later calls replay them. While the current stream is
+        captured, the ops become part of that graph.
 
-        Nothing here waits for the GPU. Tensors that come again are served by graphs: recorded at the second and third
-        call, one for each half of the workspace, and replayed from then on. While the current stream is captured, the
-        ops become part of that graph.
+        Args:
+            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
+            c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
+            alpha: factor of A @ B.T.
+            beta: factor of C.
+            bias: one row of D's shard, of ``problem.out_dtype``.
+            scale_a: float32 factor of the whole A, or one for each row of the whole A.
+            scale_b: float32 factor of the whole B, or one for each row of the whole B.
+            out: where D goes, instead of a new tensor. It shares no memory with the shards.
+            gathered: where all of A goes, where the plan gathers it: (m, k), of A's dtype, with contiguous rows.
 
-        Raises ValueError for tensors of another shape, type or device, before anything is sent; ReplayTimeoutError
-        once a replay on this workspace has not ended in time on any rank.
+        Raises:
+            ValueError: for tensors of another shape, dtype or device, before anything is sent.
+            ReplayTimeoutError: once a replay on this workspace has not ended in time on any rank.
         """
         self.raise_if_dead()
         if out is None:
             out = torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
-        half, capturing = self.workspace.next_half, torch.cuda.is_current_stream_capturing()
-        key = _key((a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered), alpha, beta)
+        buffer, capturing = self.workspace.next_buffer, torch.cuda.is_current_stream_capturing()
+        key = call_key((a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered), alpha, beta)
         graphs = None if capturing else self._recorded.get(key)
-        graph = None if graphs is None else graphs.get(half)
+        graph = None if graphs is None else graphs.get(buffer)
         if graph is None:
-            # What has a graph was checked before it was recorded.
+            # A call with a graph was checked before the graph was recorded.
             given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
             self._check_terms(given, bias, scale_a, scale_b)
-            call = Call(given, alpha, beta, bias, scale_a, scale_b)
+            call = CallTensors(given, alpha, beta, bias, scale_a, scale_b)
             if graphs is None:
-                self._issue(call, half, captured=capturing)
+                self._issue(call, buffer, captured=capturing)
                 if capturing:
                     return out
-                graphs = self._recorded[key] = {}  # a call that raised is none
-                while len(self._recorded) > GRAPHS:
+                graphs = self._recorded[key] = {}  # not for a call that has raised
+                while len(self._recorded) > MAX_RECORDED_CALLS:
                     self._recorded.popitem(last=False)
             else:
-                graph = graphs[half] = self._record(call, half)
+                graph = graphs[buffer] = self._record(call, buffer)
                 self.graphs += 1
         if graph is not None:
             self._recorded.move_to_end(key)
-            self.workspace.turn()
+            self.workspace.flip()
             graph.replay()
         self._watched.issued(self, weakref.ref(out))
         return out
 
     def raise_if_dead(self) -> None:
-        """Raises ReplayTimeoutError once a replay on this workspace has not ended in time, on any rank; RuntimeError
-        once the workspace is closed."""
+        """Raise where this executable cannot be called any more.
+
+        Raises:
+            ReplayTimeoutError: once a replay on this workspace has not ended in time, on any rank.
+            RuntimeError: once the workspace is closed.
+        """
         if self.workspace.memory is None:
             raise RuntimeError("the workspace of this executable is closed; compile it anew")
         if self.workspace.dead is not None:
             raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
 
-    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **how: Any) -> Replay:
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:
         """A graph of one call on these tensors, to be replayed any number of times.
 
-        Takes what a call takes. Allocates D where ``out`` is None: ``replay.out``.
+        Args:
+            a_shard: as a call takes it.
+            b_shard: as a call takes it.
+            c_shard: as a call takes it.
+            **options: the keyword arguments of a call. Where ``out`` is None, D is a new tensor: ``replay.out``.
         """
         given = self._check(
-            a_shard, b_shard, c_shard, how.get("beta", 0.0), how.pop("out", None), how.pop("gathered", None)
+            a_shard, b_shard, c_shard, options.get("beta", 0.0), options.pop("out", None), options.pop("gathered", None)
         )
-        numbers = {"alpha": 1.0, "beta": 0.0, "bias": None, "scale_a": None, "scale_b": None} | how
-        self._check_terms(given, *(numbers[name] for name in ("bias", "scale_a", "scale_b")))
-        call = Call(given, **numbers)
-        return Replay(self, [self._record(call, half) for half in range(2)], call)
+        call = CallTensors(given, **options)
+        self._check_terms(given, call.bias, call.scale_a, call.scale_b)
+        return Replay(self, [self._record(call, buffer) for buffer in range(BUFFERS)], call)
 
     def _check(
         self,
@@ -209,7 +238,7 @@ class CudaExecutable:
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         copied = set(self._copied)
         if gathered is not None:
-            if not self.binder.tiles_of_a:
+            if not self.binder.first_users_of_a:
                 raise ValueError(
                     f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
                 )
@@ -218,12 +247,12 @@ class CudaExecutable:
             copied |= {"A", "gathered"}
         for name in copied & set(given):
             rows, columns = given[name].shape[-2:]
-            down, along = given[name].stride()[-2:]
-            if (columns > 1 and along != 1) or (rows > 1 and down < columns):
+            row_stride, column_stride = given[name].stride()[-2:]
+            if (columns > 1 and column_stride != 1) or (rows > 1 and row_stride < columns):
                 what = {"D": "out", "gathered": "gathered"}.get(name, f"{name}'s shard")
                 raise ValueError(
-                    f"{what} on rank {self.rank} is copied by rows, which are to be contiguous and apart, got strides "
-                    f"{given[name].stride()}; give it as .contiguous()"
+                    f"{what} on rank {self.rank} is copied by rows, which must be contiguous and must not overlap, got "
+                    f"strides {given[name].stride()}; pass it as .contiguous()"
                 )
         return given
 
@@ -233,12 +262,12 @@ class CudaExecutable:
         check_bias(self.rank, bias, given["D"])
         check_scales(self.plan, scale_a, scale_b)
 
-    def _record(self, call: Call, half: int) -> torch.cuda.CUDAGraph:
-        bound = self.binder.bind(call, half)
+    def _record(self, call: CallTensors, buffer: int) -> torch.cuda.CUDAGraph:
+        bound = self.binder.bind(call, buffer)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(self.workspace.capturing):
-            # Another thread (of NCCL, say) may speak to CUDA meanwhile; but a graph that is garbage, collected here
-            # and now, would spoil the capture.
+        with torch.cuda.stream(self.workspace.capture_stream):
+            # Another thread (of NCCL, say) may call CUDA meanwhile. But an unused graph that the garbage collector
+            # destroys now would spoil the capture.
             collecting = gc.isenabled()
             gc.disable()
             try:
@@ -253,20 +282,20 @@ class CudaExecutable:
         graph.instantiate()
         return graph
 
-    def _issue(self, call: Call, half: int, captured: bool = False) -> None:
-        bound = self.binder.bind(call, half)
+    def _issue(self, call: CallTensors, buffer: int, captured: bool = False) -> None:
+        bound = self.binder.bind(call, buffer)
         if captured:
             self.workspace.keep(self)
         # Not before: a rank that has raised until here has sent nothing, and may call again.
-        self.workspace.turn()
+        self.workspace.flip()
         self._put(bound, counted=captured)
 
     def _put(self, bound: Bound, counted: bool = False) -> None:
-        """Put all actions on streams that begin and end with the current one of this device.
+        """Put all actions on streams that begin and end with the current stream of this device.
 
-        counted: also count the replay, where the watchdog cannot see it begin and end
+        ``counted``: also count the replay, because the watchdog cannot see a captured one begin and end.
         """
-        # A default stream is that of the current device, whoever's it is said to be.
+        # torch's default stream is that of the current device, whichever device was named.
         with torch.cuda.device(self.device):
             self._put_here(bound, counted)
 
@@ -301,8 +330,8 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 
 
-def _key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[Any, ...]:
-    """The same for calls that one graph serves."""
+def call_key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[Any, ...]:
+    """A key that is equal for calls that one graph serves."""
     where = [
         (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if x is None else id(x)
         for x in tensors
@@ -311,22 +340,26 @@ def _key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[A
 
 
 class Replay:
-    """A recorded call. Calling it replays it on the current stream; ``out`` is what it writes."""
+    """A recorded call. Calling it replays it on the current stream.
 
-    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: Call) -> None:
-        self._executable, self._graphs, self._call = executable, graphs, call
+    Attributes:
+        out: the tensor that it writes.
+    """
+
+    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: CallTensors) -> None:
+        self._executable, self.graphs, self._call = executable, graphs, call
         self._replays = [graph.replay for graph in graphs]
         self.out, self._watched_out = call.out, weakref.ref(call.out)
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
-        """The graph for one half of the workspace, to be looked at."""
-        return self._graphs[0]
+        """The graph for one buffer of the workspace, to look at."""
+        return self.graphs[0]
 
     def __call__(self) -> Tensor:
         executable = self._executable
         executable.raise_if_dead()
-        self._replays[executable.workspace.turn()]()
+        self._replays[executable.workspace.flip()]()
         executable._watched.issued(executable, self._watched_out)
         return self.out
 
@@ -337,32 +370,49 @@ def compile_plan(
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
-    timeout: float = 300.0,
-    on_timeout: str = "raise",
+    timeout: float = REPLAY_TIMEOUT_S,
+    on_timeout: OnTimeout = "raise",
     fallback: bool = False,
 ) -> CudaExecutable:
-    """This rank's executable for a plan: :func:`distgemm.compile`, for those who have a plan.
+    """This rank's executable for a plan: :func:`distgemm.compile` where there is a plan already.
 
-    fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a warning;
-        otherwise they raise ValueError
+    Args:
+        plan: the same on all ranks.
+        execution: how GPUs execute it; None: the defaults.
+        group: the ranks, with NCCL; None: all.
+        device: this rank's GPU; None: the current one.
+        timeout: seconds without a change after which a replay counts as stuck.
+        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
+        fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a
+            warning. Otherwise they raise ValueError.
+
+    Raises:
+        ValueError, PlanError, CompileError, CompilerNotFoundError, RuntimeError: as :func:`distgemm.compile` raises
+            them.
     """
     whole = resolve_group(group)
     execution = ExecutionConfig() if execution is None else execution
-    if on_timeout not in ("raise", "abort") or not timeout > 0:
+    if on_timeout not in get_args(OnTimeout) or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     get_provider(execution.provider)
     if plan.world_size != dist.get_world_size(whole):
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
     at = torch.device("cuda" if device is None else device)
     if at.type != "cuda":
-        raise ValueError(f"device is a GPU, got {at}; on CPUs take distgemm.CollectiveExecutable")
+        raise ValueError(f"device is a GPU, got {at}; on CPUs use distgemm.CollectiveExecutable")
     if at.index is None:
         at = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the stream is being captured: compile waits for the other ranks, and comes before that")
+        raise RuntimeError(
+            "the stream is being captured: compile waits for the other ranks, so call it before the capture"
+        )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise RuntimeError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs whose gemm_streams wait for other "
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs with streams that wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
     return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, fallback=fallback)
+
+
+if TYPE_CHECKING:
+    _satisfies_protocol: type[Executable] = CudaExecutable

@@ -1,7 +1,7 @@
-"""Waits for words and writes of words by a kernel of one warp, where memory operations take longer.
+"""A kernel of one warp that waits for flags and writes them, faster than memory operations of the stream.
 
-A memory operation occupies no SM, but a wait by one costs some microseconds more than a kernel that spins, and each
-write 0.7 us. The kernel needs an SM of its own to be free: it is for plans whose GEMMs run one after the other.
+A memory operation occupies no SM. But a wait takes some microseconds longer than in a kernel that spins, and each write
+takes 0.7 us. The kernel needs a free SM, so it is for plans whose GEMMs run one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["bind_flag_ops", "flag_source"]
 
 def flag_source() -> KernelSource:
     """What the kernel is compiled from."""
-    return KernelSource("words", (), CutlassProvider().arch, "flags.cu", ("flags.cuh",))
+    return KernelSource("flags", (), CutlassProvider().arch, "flags.cu", ("flags.cuh",))
 
 
 def _open(device: int) -> Library:
@@ -29,8 +29,8 @@ def _open(device: int) -> Library:
     return found
 
 
-def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
-    """Phases as launches: as many at once as fit, and longer ones in several parts."""
+def split_launches(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
+    """The phases of each launch: as many as fit, and longer phases in several parts."""
     launches: list[list[list[MemOp]]] = []
     for phase in phases:
         for start in range(0, len(phase), OPERATIONS):
@@ -44,11 +44,11 @@ def split(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
 
 
 class FlagLaunch:
-    """The kernel with its operations; called with a stream."""
+    """The kernel with its operations. Calling it with a stream launches it there."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
         self._library = _open(device)
-        self._arguments = [flag_ops(part) for part in split(phases)]
+        self._arguments = [flag_ops(part) for part in split_launches(phases)]
 
     def __call__(self, stream: int) -> None:
         for arguments in self._arguments:
@@ -56,5 +56,5 @@ class FlagLaunch:
 
 
 def bind_flag_ops(phases: Sequence[Sequence[MemOp]], device: int) -> FlagLaunch:
-    """The operations of each phase at once, the phases one after the other."""
+    """A launch of the kernel: all operations of a phase at once, the phases one after the other."""
     return FlagLaunch(phases, device)

@@ -1,6 +1,6 @@
-"""What the driver puts on streams besides kernels: waits for words, writes of words, copies of boxes.
+"""What the runtime puts on streams besides kernels: waits for flags, writes of flags, copies of boxes.
 
-All of it is captured into CUDA graphs as it stands: memory operations and memcpy nodes, which occupy no SM.
+CUDA graphs capture all of it as memory operations and memcpy nodes, which occupy no SM.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from distgemm.gemm.flags import MemOp
 
 __all__ = ["clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
 
-BATCH = 255
+MAX_BATCH_OPS = 255
 """Memory operations that CUDA takes in one call."""
 
 
 def wait_for(address: int, value: int = 1) -> MemOp:
-    """Wait until the word equals the value."""
+    """A wait until the flag at an address equals the value."""
     return MemOp(True, address, value)
 
 
 def write(address: int, value: int = 1) -> MemOp:
-    """Write the value once everything before it on the stream is visible to all."""
+    """A write of the flag at an address, once all that is before it on the stream is visible to all GPUs."""
     return MemOp(False, address, value)
 
 
 def clear(addresses: Iterable[int]) -> list[MemOp]:
-    """Writes of 0 to words, and to neighbours in the same 8 bytes: each write takes 0.7 us, whatever its size."""
+    """Writes of 0 to flags and to their neighbours in the same 8 bytes: each write takes 0.7 us, whatever its size."""
     return [MemOp(False, address, 0, double=True) for address in sorted({address & -8 for address in addresses})]
 
 
 def raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of cuda.bindings returned besides the error; RuntimeError if there is one."""
+    """What a call of cuda.bindings returned behind its error code. Raises RuntimeError if there is an error."""
     error = result[0]
     if error:
         raise RuntimeError(f"CUDA: {error.name} ({int(error)})")
@@ -44,8 +44,8 @@ def raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def mem_ops(ops: Sequence[MemOp], stream: int) -> None:
     """Put memory operations on a stream, in this order."""
-    for start in range(0, len(ops), BATCH):
-        part = ops[start : start + BATCH]
+    for start in range(0, len(ops), MAX_BATCH_OPS):
+        part = ops[start : start + MAX_BATCH_OPS]
         raise_on(driver.cuStreamBatchMemOp(stream, len(part), [_parameters(op) for op in part], 0))
 
 
@@ -70,13 +70,13 @@ def _parameters(op: MemOp) -> driver.CUstreamBatchMemOpParams:
 
 
 def copy_box(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-    """target = source, both (l, rows, columns) of one type with contiguous rows, through the copy engine."""
+    """target = source by a copy engine; both are (l, rows, columns) of one dtype, with contiguous rows."""
     for to, of in rows_of(target, source):
         _copy_rows(to, of, stream)
 
 
 def rows_of(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of matrices (rows, columns) to be copied: batches, as one where in both their rows follow each other."""
+    """Pairs of matrices (rows, columns) to copy: one for each batch, or one where rows of batches follow each other."""
     if target.numel() == 0:
         return []
     joined = [_joined(target), _joined(source)]

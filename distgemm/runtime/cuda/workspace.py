@@ -1,25 +1,27 @@
-"""Workspace: memory of every rank that all ranks of a group can write, with words to signal through.
+"""Workspace: memory of every rank that all ranks of a group can write, with flags to signal through.
 
-    word                    in the memory of   written by   says
-    left[peer]              rank               peer         the peer has left its last replay: write to it
-    entered[peer]           rank               peer         the peer has seen that word, and reset it
-    stage                   rank               itself       how far the replay is, for the watchdog
-    flag[number]            rank               one peer     what the plan's flag says, within one replay
+    flag                in the memory of   set by      meaning
+    left[peer]          rank               peer        the peer has left its last replay: this rank may write to it
+    entered[peer]       rank               peer        the peer has seen left[rank], and reset it
+    stage               rank               rank        how far the replay is; the watchdog reads it
+    plan_flag[number]   rank               one peer    what the plan's flag says, within one replay
 
 Every replay of every executable takes these steps:
 
     entry    before anything is written at a peer, or where peers read: wait for left of every peer
-    entered  behind all copies: reset left; write entered at every peer
-    finish   behind the last wait for a flag: wait for entered of every peer; reset them and all flags
-    exit     behind all else: write left at every peer
+    entered  behind all copies: reset left; set entered at every peer
+    finish   behind the last wait for a flag: wait for entered of every peer; reset them and all plan flags
+    exit     behind all else: set left at every peer
 
 ``stage`` says how far they are. So a rank writes another's memory only after that one has left its last replay,
-whichever executable that was: they can share slots and flags. Between replays, ``left`` is 1 or on its way, all other
-words are 0. ``entered`` keeps a ``left`` from being written before the one before it was seen: no word ever counts.
+whichever executable that was: executables can share slots and flags. Between replays, ``left`` is 1 or on its way, and
+all other flags are 0. ``entered`` keeps a peer from setting ``left`` again before this rank has seen the last one: no
+flag ever counts.
 
-All of this exists twice. Replays take the two halves in turn, so that the peers have usually left a half long before
-it is entered again: else each would begin with a word's way from GPU to GPU. Two replays in a row on one half, as
-where a captured graph of a single call is replayed, are right too, only slower.
+The workspace is double-buffered: all of this exists twice, and replays alternate between the two buffers. The peers
+have usually left a buffer long before a rank enters it again. With one buffer each replay would begin with the time
+that a flag takes from GPU to GPU. Two replays in a row on one buffer, as where a captured graph of a single call is
+replayed, are right too, only slower.
 """
 
 from __future__ import annotations
@@ -37,20 +39,36 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
+from distgemm.runtime.checks import exchange_reports, raise_failures
 from distgemm.runtime.cuda.memops import clear, wait_for, write
 
-__all__ = ["Half", "Step", "Workspace", "close_workspace", "workspace_for"]
+__all__ = [
+    "BUFFERS",
+    "FLAG_BYTES",
+    "FlagValues",
+    "Stage",
+    "Step",
+    "Workspace",
+    "WorkspaceBuffer",
+    "close_workspaces",
+    "workspace_for",
+]
 
-WORD = 4
-FLAGS = 1024
-"""Flags of a workspace, unless a plan has more."""
-
-GROWTH = 256 << 20
+FLAG_BYTES = 4
+MIN_PLAN_FLAGS = 1024
+"""Plan flags of each buffer at least."""
+MAX_GROWTH_BYTES = 256 << 20
 """Bytes by which a workspace at most grows beyond what is asked for."""
+BUFFERS = 2
+"""Buffers of a workspace."""
 
-ENTRY, BODY = 1, 2
-"""Stages of a replay; 0 between replays, and once no more words are waited for."""
-STAGES = 3
+
+class Stage(enum.IntEnum):
+    """How far a replay is, for the watchdog."""
+
+    IDLE = 0  # between replays, and once the replay waits for no more flags
+    ENTRY = 1
+    BODY = 2
 
 
 class Step(enum.Enum):
@@ -62,20 +80,30 @@ class Step(enum.Enum):
     EXIT = "exit"
 
 
-class FlagOps(NamedTuple):
-    """A rank's words: which executable is at which stage, and the words by peer and by number of the flag."""
+class FlagValues(NamedTuple):
+    """Values of a rank's flags in one buffer.
+
+    Attributes:
+        executable: number of the executable whose replay is under way; 0: none.
+        stage: how far its replay is.
+        left: by peer.
+        entered: by peer.
+        plan_flags: by number.
+    """
 
     executable: int
-    stage: int
+    stage: Stage
     left: list[int]
     entered: list[int]
-    flags: list[int]
+    plan_flags: list[int]
 
 
-class Half:
-    """Addresses of the words of one half.
+class WorkspaceBuffer:
+    """Addresses of the flags in one of the two buffers.
 
-    bases: where its words begin in the memory of each rank
+    Args:
+        rank: this rank.
+        bases: by rank, the address of the buffer's first flag in that rank's memory.
     """
 
     def __init__(self, rank: int, bases: Sequence[int]) -> None:
@@ -83,47 +111,60 @@ class Half:
         self.peers = [peer for peer in range(self.world_size) if peer != rank]
 
     def left(self, at: int, by: int) -> int:
-        return self.bases[at] + by * WORD
+        """Address of the flag in the memory of rank ``at`` that rank ``by`` sets."""
+        return self.bases[at] + by * FLAG_BYTES
 
     def entered(self, at: int, by: int) -> int:
-        return self.bases[at] + (_even(self.world_size) + by) * WORD
+        """Address of the flag in the memory of rank ``at`` that rank ``by`` sets."""
+        return self.bases[at] + (_even(self.world_size) + by) * FLAG_BYTES
 
-    def flag(self, rank: int, number: int) -> int:
-        """Address of a flag."""
-        return self.bases[rank] + (first_flag(self.world_size) + number) * WORD
+    def plan_flag(self, at: int, number: int) -> int:
+        """Address of a plan's flag in the memory of rank ``at``."""
+        return self.bases[at] + (first_plan_flag(self.world_size) + number) * FLAG_BYTES
 
     def steps(self, executable: int, flags: Iterable[int]) -> dict[Step, list[MemOp]]:
-        """What the steps of a replay are, for the executable of that number, which waits for the flags of these."""
+        """The steps of a replay.
+
+        Args:
+            executable: its number.
+            flags: numbers of the plan flags that it waits for.
+        """
         left = [self.left(self.rank, peer) for peer in self.peers]
         entered = [self.entered(self.rank, peer) for peer in self.peers]
         return {
-            Step.ENTRY: [self._stage(executable, ENTRY), *map(wait_for, left)],
+            Step.ENTRY: [self._stage(executable, Stage.ENTRY), *map(wait_for, left)],
             Step.ENTERED: [
-                self._stage(executable, BODY),
+                self._stage(executable, Stage.BODY),
                 *clear(left),
                 *(write(self.entered(peer, self.rank)) for peer in self.peers),
             ],
             Step.FINISH: [
                 *map(wait_for, entered),
                 *clear(entered),
-                *clear(self.flag(self.rank, number) for number in flags),
-                self._stage(0, 0),
+                *clear(self.plan_flag(self.rank, number) for number in flags),
+                self._stage(0, Stage.IDLE),
             ],
             Step.EXIT: [write(self.left(peer, self.rank)) for peer in self.peers],
         }
 
-    def _stage(self, executable: int, stage: int) -> MemOp:
-        return write(self.bases[self.rank] + stage_word(self.world_size) * WORD, executable * STAGES + stage)
+    def _stage(self, executable: int, stage: Stage) -> MemOp:
+        address = self.bases[self.rank] + stage_index(self.world_size) * FLAG_BYTES
+        return write(address, stage_value(executable, stage))
 
 
-def stage_word(world_size: int) -> int:
-    """FlagOps before the stage: left and entered of all ranks."""
+def stage_value(executable: int, stage: Stage) -> int:
+    """The value of the stage flag: of an executable's number and its stage."""
+    return executable * len(Stage) + stage
+
+
+def stage_index(world_size: int) -> int:
+    """The number of flags before the stage: left and entered of all ranks."""
     return 2 * _even(world_size)
 
 
-def first_flag(world_size: int) -> int:
-    """FlagOps before the flags. What is cleared two words at once lies apart from all else."""
-    return stage_word(world_size) + 2
+def first_plan_flag(world_size: int) -> int:
+    """The number of flags before the plan's. Flags that are cleared two at once share 8 bytes with no other kind."""
+    return stage_index(world_size) + 2
 
 
 def _even(count: int) -> int:
@@ -131,88 +172,73 @@ def _even(count: int) -> int:
 
 
 class Workspace:
-    """Symmetric memory of a group: the words of both halves, then their slots.
+    """Symmetric memory of a group: the flags of both buffers, then their slots.
 
-    group:      its ranks all make it, with the same sizes
-    slot_bytes: for slots, on each rank, in each half
-    flags:      number of flags of a half
+    Executables that share it are issued in one order, the same on all ranks, and one after the other. Calls on several
+    streams at once take groups of their own.
 
-    Executables that share it are issued in one order, the same on all ranks, and one after the other: calls on
-    several streams at once take groups of their own.
+    Args:
+        group: its ranks all make the workspace, with the same sizes.
+        device: this rank's GPU.
+        slot_bytes: bytes for slots on each rank, in each buffer.
+        flags: number of plan flags of each buffer.
+
+    Attributes:
+        memory: this rank's part; None once it is closed.
+        dead: why no replay can be made any more; None while that is not so.
+        replaced: whether a larger workspace has taken its place.
+
+    Raises:
+        RuntimeError: on all ranks where one has no memory.
     """
 
-    @torch.inference_mode(False)  # what is made here is written outside of it, too
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = FLAGS) -> None:
+    @torch.inference_mode(False)  # the memory is written outside of inference mode too
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = MIN_PLAN_FLAGS
+    ) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
-        self._half_words = first_flag(self.world_size) + _even(flags)
-        self._slots_at = _aligned(2 * self._half_words * WORD)
+        self._flags_of_buffer = first_plan_flag(self.world_size) + _even(flags)
+        self._slots_at = _aligned(BUFFERS * self._flags_of_buffer * FLAG_BYTES)
         self.memory: torch.Tensor | None = None
-        self.memory, self.token = self._allocated(self._slots_at + 2 * self.slot_bytes)
+        self.memory, self.token = allocate(self._slots_at + BUFFERS * self.slot_bytes, group, device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         bases = self._handle.buffer_ptrs
-        self.halves = tuple(
-            Half(self.rank, [base + half * self._half_words * WORD for base in bases]) for half in range(2)
+        self.buffers = tuple(
+            WorkspaceBuffer(self.rank, [base + number * self._flags_of_buffer * FLAG_BYTES for base in bases])
+            for number in range(BUFFERS)
         )
-        self._turn = 0
-        self.peers = self.halves[0].peers
-        # For copies, a second branch of GEMMs, and sums; executables here run one after the other, and share them.
+        self.current_buffer = 0
+        self.peers = self.buffers[0].peers
+        # For copies, a second stream of GEMMs, and sums. Executables run one after the other, and share them.
         self.streams = [new_stream(device) for _ in range(3)]
-        self.capturing = new_stream(device)
+        self.capture_stream = new_stream(device)
         self.dead: str | None = None
-        self.replaced = False  # by a larger one
+        self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
-        self._kept: list[Any] = []
+        self.kept: list[Any] = []
         # How many replays of graphs that callers captured have begun.
         self.replays = torch.zeros(1, dtype=torch.int32, device=device).add_(1)
         self.memory.fill_(0xFF)  # slots begin as NaN
-        words = self.words().zero_()
-        for half in words.view(2, -1):
-            half[: self.world_size] = 1
+        flags_of_all = self.flag_memory().zero_()
+        for values in flags_of_all.view(BUFFERS, -1):
+            values[: self.world_size] = 1  # left
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
 
-    def _allocated(self, size: int) -> tuple[torch.Tensor, int]:
-        """Symmetric memory, and a number that all ranks have and no other workspace had. Raises on all ranks where one
-        has no memory: they would wait for it."""
-        mine = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64, device=self.device)
-        every = [torch.empty_like(mine) for _ in range(self.group.size())]
-        made: torch.Tensor | None = None
-        problem: Exception | None = None
-        try:
-            made = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
-        except Exception as error:  # raised below, once all ranks know of it
-            problem = error
-            mine[0] = 1
-        dist.all_gather(every, mine, self.group)
-        if problem is not None:
-            raise problem
-        if failed := [rank for rank, one in enumerate(every) if one[0]]:
-            raise RuntimeError(
-                f"ranks {failed} of the group cannot allocate {size} bytes of symmetric memory; their errors say why"
-            )
-        assert made is not None
-        return made, int(every[0][1])
-
-    def release(self, executable: Any) -> None:
-        """Do not keep an executable any longer: the caller's graphs with it are gone."""
-        self._kept = [kept for kept in self._kept if kept is not executable]
-
     @property
-    def unused(self) -> bool:
-        """Whether nobody can make a replay on it any more."""
-        return self.replaced and not self._kept and all(ref() is None for ref in self.executables)
+    def next_buffer(self) -> int:
+        """The number of the buffer that the next replay takes.
 
-    @property
-    def next_half(self) -> int:
-        """The half that the next replay takes: the same on all ranks, for all issue replays in one order."""
-        return self._turn ^ 1
+        It is the same on all ranks, because all issue replays in one order.
+        """
+        return (self.current_buffer + 1) % BUFFERS
 
-    def turn(self) -> int:
-        """Take the next half."""
-        self._turn ^= 1
-        return self._turn
+    def flip(self) -> int:
+        """Make the next buffer the current one, and return its number."""
+        self.current_buffer = self.next_buffer
+        return self.current_buffer
 
     def register(self, executable: Any) -> int:
         """The number by which an executable is known here, from 1."""
@@ -220,40 +246,86 @@ class Workspace:
         return len(self.executables)
 
     def keep(self, executable: Any) -> None:
-        """Keep an executable that has become part of a caller's graph: that may outlive all other references."""
-        if not any(executable is kept for kept in self._kept):
-            self._kept.append(executable)
+        """Keep an executable that has become part of a caller's graph, which may outlive all other references."""
+        if not any(executable is kept for kept in self.kept):
+            self.kept.append(executable)
 
-    def read(self, words: torch.Tensor) -> FlagOps:
-        """What a copy of the words says of the half that a replay is on; of the first if there is none."""
-        size, at = self.world_size, stage_word(self.world_size)
-        halves: list[list[int]] = words.view(2, -1).tolist()
-        values = max(halves, key=lambda values: values[at] > 0)
-        executable, stage = divmod(values[at], STAGES)
+    def release(self, executable: Any) -> None:
+        """Do not keep an executable any longer: the caller's graphs with it are gone."""
+        self.kept = [kept for kept in self.kept if kept is not executable]
+
+    @property
+    def unused(self) -> bool:
+        """Whether no executable can make a replay on it any more."""
+        return self.replaced and not self.kept and all(ref() is None for ref in self.executables)
+
+    def read(self, flags: torch.Tensor) -> FlagValues:
+        """The values in the buffer that a replay is on; in the first buffer if there is no replay.
+
+        Args:
+            flags: a copy of :meth:`flag_memory`.
+        """
+        size, at = self.world_size, stage_index(self.world_size)
+        buffers: list[list[int]] = flags.view(BUFFERS, -1).tolist()
+        values = max(buffers, key=lambda values: values[at] > 0)
+        executable, stage = divmod(values[at], len(Stage))
         entered = _even(size)
-        return FlagOps(executable, stage, values[:size], values[entered : entered + size], values[first_flag(size) :])
+        return FlagValues(
+            executable,
+            Stage(stage),
+            values[:size],
+            values[entered : entered + size],
+            values[first_plan_flag(size) :],
+        )
 
-    def slot(self, half: int, rank: int, offset: int, size: int) -> torch.Tensor:
-        """Bytes of a rank's slots, as a tensor on this device."""
+    def slot(self, buffer: int, rank: int, offset: int, size: int) -> torch.Tensor:
+        """Bytes of a rank's slots in one buffer, as a tensor on this device."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        at = self._slots_at + half * self.slot_bytes + offset
+        at = self._slots_at + buffer * self.slot_bytes + offset
         found: torch.Tensor = self._handle.get_buffer(rank, (size,), torch.uint8, at)
         return found
 
-    def words(self) -> torch.Tensor:
-        """This rank's words of both halves, as :meth:`read` takes them."""
+    def flag_memory(self) -> torch.Tensor:
+        """This rank's flags of both buffers, int32, as :meth:`read` takes them."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        return self.memory[: 2 * self._half_words * WORD].view(torch.int32)
+        return self.memory[: BUFFERS * self._flags_of_buffer * FLAG_BYTES].view(torch.int32)
 
     def close(self) -> None:
-        """Give the memory back, once no executable on it is called any more. Raises RuntimeError during a capture."""
+        """Give the memory back, once no executable on it is called any more.
+
+        Raises:
+            RuntimeError: during a capture.
+        """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the stream is being captured: memory is given back before or after that")
         self.memory = None
         self._handle = None
-        self._kept.clear()
+        self.kept.clear()
+
+
+def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Symmetric memory, and a token that all ranks have and no other memory had. A collective call.
+
+    Args:
+        size: bytes on each rank, the same on all ranks.
+        group: the ranks.
+        device: this rank's GPU.
+
+    Raises:
+        RuntimeError: on all ranks where one has no memory. Otherwise they would wait for that one in the rendezvous.
+    """
+    made: torch.Tensor | None = None
+    problem: Exception | None = None
+    try:
+        made = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except Exception as error:  # raised below, once all ranks know of it
+        problem = error
+    reports = exchange_reports(secrets.token_bytes(8), problem, group, device)
+    raise_failures(reports, problem, RuntimeError, f"cannot allocate {size} bytes of symmetric memory")
+    assert made is not None
+    return made, int.from_bytes(reports[0].payload, "little")
 
 
 def _aligned(size: int) -> int:
@@ -264,10 +336,11 @@ _WORKSPACES: dict[tuple[str, int], Workspace] = {}
 
 
 def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
-    """The workspace of a group, which all its executables share. It stays until :func:`close_workspace`.
+    """The workspace of a group, which all its executables share. It stays until it is closed.
 
-    A larger one is made where the last is too small, or has died, or is of a group that is gone, whose name came again;
-    executables keep the one they were made with. A collective call: sizes are the same on all ranks.
+    A new one is made where the last one is too small, or has died, or belongs to a group that is gone and whose name
+    came again. Executables keep the workspace that they were made with. A collective call: sizes are the same on all
+    ranks.
     """
     key = (group.group_name, device.index)
     found = _WORKSPACES.get(key)
@@ -275,21 +348,16 @@ def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: in
         if found.slot_bytes >= slot_bytes and found.flags >= flags:
             return found
         # Some more than is asked for: shapes that grow slowly would take a new one each.
-        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, GROWTH))
+        slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
         flags = max(flags, found.flags)
-    made = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(FLAGS, flags))
+    made = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags))
     if found is not None and found.memory is not None:
         found.replaced = True
     return made
 
 
-def close_workspace(group: dist.ProcessGroup | None = None) -> None:
-    """Give the memory of a group's workspace back, once none of its executables is called any more; None: of all
-    ranks' group. Raises RuntimeError during a capture."""
-    from distgemm.runtime.cuda.watchdog import watchdog
-
-    whole = dist.group.WORLD if group is None else group
-    for key in [key for key in _WORKSPACES if whole is not None and key[0] == whole.group_name]:
+def close_workspaces(group: dist.ProcessGroup) -> None:
+    """Close the workspaces of a group, on all devices. Raises RuntimeError during a capture."""
+    for key in [key for key in _WORKSPACES if key[0] == group.group_name]:
         _WORKSPACES[key].close()
         del _WORKSPACES[key]
-    watchdog().sweep()  # earlier ones, too, that were too small

@@ -1,4 +1,4 @@
-"""Lowering: from a rank's ops to actions on streams. Nothing is bound yet."""
+"""Lowering: passes that turn a rank's ops into actions on streams. No tensor and no address is known yet."""
 
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, Send, on_one_stream, waits_of
 from distgemm.runtime.cuda.lowering.lower import lower, most_flags

@@ -1,4 +1,4 @@
-"""What a rank puts on streams."""
+"""Actions: what a rank puts on its streams."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from distgemm.runtime.cuda.workspace import Step
 __all__ = ["GEMM_STREAM", "COMM", "Action", "Send", "SingleKernel", "on_one_stream", "waits_of"]
 
 COMM = 0
-"""The one stream of copies to peers, or from them, and of signals that they have come. With two copies under way the
-bandwidth of both together would be half of one's. Signals and the words of a replay's begin and end stay here too: on
-a stream of their own they made captured graphs of several replays hold copies back behind waits.
+"""The stream of all copies between ranks and of the signals behind them. There is one such stream, because two copies
+at once share the link. Signals and the steps of the replay protocol stay on it too: on a stream of their own they made
+captured graphs of several replays hold copies back behind waits.
 """
 GEMM_STREAM = 1
-"""The first stream of GEMMs, the caller's own; further gemm_streams follow, and a stream of sums."""
+"""The first stream of GEMMs, which is the caller's own. Further GEMM streams follow, then a stream of sums."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """What a kernel of GEMMs copies, to a peer or within the rank: slices of one chunk.
+    """Slices of one chunk that the fused kernel copies, to a peer or within the rank.
 
     Attributes:
         copies: one for each slice.
-        signals: the signal behind each copy; empty: nobody waits for it.
+        signals: the signal behind each copy; empty: nobody waits for the copies.
         wait: what the kernel waits for before it copies; None: nothing.
     """
 
@@ -43,9 +43,10 @@ class SingleKernel:
         wait_flags: for each GEMM, the flags that the kernel waits for before it: one, one for each slice, or one for
             each source.
         done_flags: for each GEMM, the flag that the kernel sets once the result is stored; None: nobody waits for it.
-        sends: what the kernel copies besides, in order.
+        sends: what the kernel copies, in order.
         slice_k: elements along k of a slice that the kernel sends or waits for; 0: chunks are whole.
-        tile_interleave: sizes of the groups of GEMMs whose tiles the kernel interleaves; empty: each GEMM alone.
+        tile_interleave: sizes of the groups of GEMMs whose tiles the kernel interleaves; empty: no GEMMs are
+            interleaved.
     """
 
     wait_flags: tuple[tuple[Wait, ...], ...] = ()
@@ -57,14 +58,14 @@ class SingleKernel:
 
 @dataclass(eq=False)
 class Action:
-    """Something that a rank puts on a stream at once.
+    """What a rank puts on one stream at once.
 
     Attributes:
         stream: COMM, or GEMM_STREAM and up.
         ops: one Gemm, Copy or Reduce; or several Waits or Signals; or all Gemms of the fused kernel.
-        after: numbers of the actions on other streams that come before.
-        step: a step of the workspace's protocol, done behind the ops; see :mod:`distgemm.runtime.cuda.workspace`.
-        awaited: whether another stream waits for this action.
+        after: numbers of the actions on other streams that come before this one.
+        step: a step of the replay protocol, done behind the ops; see :mod:`distgemm.runtime.cuda.workspace`.
+        awaited: whether an action on another stream waits for this one.
         kernel: what the fused kernel does besides its GEMMs; None for every other action.
     """
 

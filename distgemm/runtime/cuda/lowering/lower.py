@@ -1,4 +1,4 @@
-"""From a rank's ops to actions on streams: who waits for whom, and on which stream. Nothing is bound yet."""
+"""From a rank's ops to actions on streams: which stream each op takes, and which actions wait for which."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
-from distgemm.runtime.cuda.lowering.merge_copies import merged
-from distgemm.runtime.cuda.lowering.single_kernel import flags_of, single_kernel
-from distgemm.runtime.cuda.lowering.slices import in_slices, most_slices, slice_of, sliced
+from distgemm.runtime.cuda.lowering.merge_copies import merge_copies
+from distgemm.runtime.cuda.lowering.single_kernel import flags_of, fuse_gemms
+from distgemm.runtime.cuda.lowering.slices import max_slices, slice_copies, slice_width, sliced_transport
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.runtime.executable import ExecutionConfig
 
@@ -41,94 +41,81 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
             depend on what is left out, and GEMMs that cannot be one kernel.
     """
     _check(plan, rank)
-    ops = [op for op in plan.ops(rank) if not _passes_replays(op)]
-    entered = {op.id for op in ops if _is_entry(op)}
-    ops = [op for op in ops if not _is_entry(op)]
     fused = config.single_kernel and not separate_gemms
+    ops, entry = _without_entry(plan.ops(rank))
     if config.merge_copies and not separate_gemms:
-        ops = merged(plan, rank, ops, entered, fused)
+        ops = merge_copies(plan, rank, ops, entry, fused)
     slice_k = slices = 0
-    if in_slices(plan, config.transport):
-        slice_k = slice_of(plan, config.transport)
-        ops, slices = sliced(plan, ops, slice_k, last=config.transport == "copy_engine_slices")
+    if sliced_transport(plan, config.transport):
+        slice_k = slice_width(plan, config.transport)
+        ops, slices = slice_copies(plan, ops, slice_k, only_last=config.transport == "copy_engine_slices")
     kernel = None
     if fused:
-        ops, kernel = single_kernel(plan, ops, entered, slices, config)
-    if kernel is not None and kernel.kernel is not None:
-        kernel.kernel.slice_k = slice_k
-    streams = _streams(ops, 1 if fused else config.gemm_streams)
-    actions = [Action(COMM, (), step=Step.ENTRY)]
-    of: dict[int, int] = dict.fromkeys(entered, 0)
-    waits = []
-    for run in _runs(ops, streams):
-        local_wait = any(isinstance(op, Wait) and op.peer == rank for op in run)
-        if kernel is not None and kernel not in actions and (local_wait or streams[run[0].id] == GEMM_STREAM):
-            waits.append(len(actions))
-            actions.append(kernel)  # before what waits for it, or stands behind it on its stream
-        needed = {of[dep] for op in run for dep in op.deps}
-        if isinstance(run[0], Signal):
-            needed.add(0)  # the peer has left its last replay: it will not clear the flag any more
-        for op in run:
-            of[op.id] = len(actions)
-        stream = streams[run[0].id]
-        if isinstance(run[0], Wait):
-            waits.append(len(actions))
-            before = actions[-1]
-            if not needed and stream == before.stream == COMM and before.ops and isinstance(before.ops[-1], Signal):
-                waits[-1] -= 1
-                before.ops += run  # one batch
-                of |= {op.id: waits[-1] for op in run}
-                continue
-        actions.append(Action(stream, run, tuple(sorted(needed))))
-    # Where nothing is copied, one stream will do.
-    stream = GEMM_STREAM if kernel is not None and not ops else COMM
-    actions[0].stream = stream
-    last = max((number for number, action in enumerate(actions) if action.stream == stream), default=0)
-    if isinstance(next(iter(actions[last].ops), None), Signal):
-        actions[last].step = Step.ENTERED  # one batch
-    else:
-        actions.append(Action(stream, (), step=Step.ENTERED))
-    if kernel is not None and kernel not in actions:
-        waits.append(len(actions))
-        actions.append(kernel)  # last, so that no copy stands behind it
-    actions.append(Action(stream, (), after=tuple(waits), step=Step.FINISH))
-    _prune(actions)
+        ops, kernel = fuse_gemms(plan, ops, entry, slices, slice_k, config)
+    streams = _assign_streams(ops, 1 if fused else config.gemm_streams)
+    actions = _issue(rank, ops, entry, streams, kernel)
+    _prune_after(actions)
     return actions
+
+
+def most_flags(plan: Plan, config: ExecutionConfig) -> int:
+    """The most flags that the actions of any rank have, as :func:`lower` makes them."""
+    flags = flags_of(plan)
+    if sliced_transport(plan, config.transport):
+        flags *= max_slices(config.transport)
+    if config.single_kernel:  # one for each result that copies on streams wait for
+        flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
+    return flags
+
+
+# --- the entry ------------------------------------------------------------------------------------------
 
 
 def _is_entry(op: Op) -> bool:
     return isinstance(op, Barrier) or (isinstance(op, Wait) and bool(op.flag.initial))
 
 
-def _passes_replays(op: Op) -> bool:
+def _is_for_next_replay(op: Op) -> bool:
     return isinstance(op, Signal) and bool(op.flag.initial)
 
 
+def _without_entry(ops: Sequence[Op]) -> tuple[list[Op], set[int]]:
+    """The ops that the replay protocol does not replace, and the ids of those that the entry does."""
+    entry = {op.id for op in ops if _is_entry(op)}
+    return [op for op in ops if not _is_for_next_replay(op) and not _is_entry(op)], entry
+
+
 def _check(plan: Plan, rank: int) -> None:
-    waited = set()
-    vanish = {op.id for op in plan.ops(rank) if _passes_replays(op)}
+    awaited = set()
+    left_out = {op.id for op in plan.ops(rank) if _is_for_next_replay(op)}
     for op in plan.ops(rank):
-        if vanish.intersection(op.deps):
+        if left_out.intersection(op.deps):
             raise PlanError(f"{op}: depends on a Signal for the next replay, which the CUDA runtime gives at the end")
         if isinstance(op, Wait) and op.flag.initial and op.deps:
             raise PlanError(f"{op}: the CUDA runtime waits for the last replay at the start, after no other op")
         if isinstance(op, Barrier) and op.deps:
             raise PlanError(f"{op}: the CUDA runtime takes a Barrier at the start of a replay only")
         if isinstance(op, Wait):
-            if op.flag in waited:
+            if op.flag in awaited:
                 raise PlanError(f"{op}: the CUDA runtime waits for a flag once in a replay")
-            waited.add(op.flag)
+            awaited.add(op.flag)
 
 
-def _streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
-    """The stream of each op. Sums, and copies within a rank, have one of their own behind the gemm_streams where GEMMs
-    follow that need no sum: those are not to stand behind what a sum waits for."""
+# --- streams --------------------------------------------------------------------------------------------
+
+
+def _assign_streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
+    """The stream of each op, by id.
+
+    Sums, and copies within a rank, have a stream of their own where GEMMs follow that need no sum: those GEMMs must not
+    stand behind what a sum waits for.
+    """
     found: dict[int, int] = {}
     computed = 0
-    sums = GEMM_STREAM + gemm_streams if _sums_in_between(ops) else None
+    sums = GEMM_STREAM + gemm_streams if _gemm_follows_sum(ops) else None
     for op in ops:
         if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
-            found[op.id] = COMM  # to or from a peer, or for peers to take
+            found[op.id] = COMM  # to or from a peer, or for peers to read
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums
         elif isinstance(op, (Gemm, Reduce, Copy)):
@@ -136,7 +123,7 @@ def _streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
             computed += 1
     waits = {op.id for op in ops if isinstance(op, Wait)}
     for op in ops:
-        # A Wait goes where its first user is, so that nobody else is held up.
+        # A Wait stands on the stream of its first user, so that it holds up no other op.
         for dep in op.deps:
             if dep in waits and dep not in found and op.id in found:
                 found[dep] = found[op.id]
@@ -147,7 +134,7 @@ def _streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
     return found
 
 
-def _sums_in_between(ops: Sequence[Op]) -> bool:
+def _gemm_follows_sum(ops: Sequence[Op]) -> bool:
     """Whether a GEMM follows a sum that it does not need."""
     needs_sums: set[int] = set()
     summed = False
@@ -160,18 +147,64 @@ def _sums_in_between(ops: Sequence[Op]) -> bool:
     return False
 
 
-def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
-    """Ops, with what one batch of memory operations can do put together: Signals of one op, and Waits of one op.
+# --- actions --------------------------------------------------------------------------------------------
 
-    Waits are not put together for different users: the first would be held up by what only the second needs.
+
+def _issue(
+    rank: int, ops: Sequence[Op], entry: set[int], streams: dict[int, int], kernel: Action | None
+) -> list[Action]:
+    """The actions of the ops and of the replay protocol; ``after`` names every action that must come before."""
+    actions = [Action(COMM, (), step=Step.ENTRY)]
+    action_of = dict.fromkeys(entry, 0)  # by the op's id
+    waiting: list[int] = []  # actions that wait for flags
+    for batch in _batches(ops, streams):
+        stream = streams[batch[0].id]
+        waits_for_kernel = any(isinstance(op, Wait) and op.peer == rank for op in batch)
+        if kernel is not None and kernel not in actions and (waits_for_kernel or stream == GEMM_STREAM):
+            waiting.append(len(actions))
+            actions.append(kernel)
+        after = {action_of[dep] for op in batch for dep in op.deps}
+        if isinstance(batch[0], Signal):
+            after.add(0)  # the peer has left its last replay: it will not clear the flag any more
+        before = actions[-1]
+        if isinstance(batch[0], Wait) and not after and stream == before.stream == COMM and _ends_in_signal(before):
+            before.ops += batch  # one batch of memory operations
+        else:
+            actions.append(Action(stream, batch, tuple(sorted(after))))
+        action_of |= {op.id: len(actions) - 1 for op in batch}
+        if isinstance(batch[0], Wait):
+            waiting.append(len(actions) - 1)
+    # Where nothing is copied, one stream will do.
+    stream = GEMM_STREAM if kernel is not None and not ops else COMM
+    actions[0].stream = stream
+    last = max((number for number, action in enumerate(actions) if action.stream == stream), default=0)
+    if isinstance(next(iter(actions[last].ops), None), Signal):
+        actions[last].step = Step.ENTERED  # one batch of memory operations
+    else:
+        actions.append(Action(stream, (), step=Step.ENTERED))
+    if kernel is not None and kernel not in actions:
+        waiting.append(len(actions))
+        actions.append(kernel)  # last, so that no copy stands behind it
+    actions.append(Action(stream, (), after=tuple(waiting), step=Step.FINISH))
+    return actions
+
+
+def _ends_in_signal(action: Action) -> bool:
+    return bool(action.ops) and isinstance(action.ops[-1], Signal)
+
+
+def _batches(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
+    """Ops in batches: the Signals behind one op, the Waits for one op, and every other op alone.
+
+    Waits for different ops are not put together: the first op would be held up by what only the second needs.
     """
     users: dict[int, set[int]] = {}
     for op in ops:
         for dep in op.deps:
             users.setdefault(dep, set()).add(op.id)
-    runs: list[list[Op]] = []
+    batches: list[list[Op]] = []
     for op in ops:
-        last = runs[-1] if runs else []
+        last = batches[-1] if batches else []
         joins = (
             last
             and type(last[0]) is type(op)
@@ -184,36 +217,26 @@ def _runs(ops: Sequence[Op], streams: dict[int, int]) -> list[tuple[Op, ...]]:
         if joins:
             last.append(op)
         else:
-            runs.append([op])
-    return [tuple(run) for run in runs]
+            batches.append([op])
+    return [tuple(batch) for batch in batches]
 
 
-def most_flags(plan: Plan, config: ExecutionConfig) -> int:
-    """The most flags that the actions of any rank have, as :func:`lower` makes them."""
-    flags = flags_of(plan)
-    if in_slices(plan, config.transport):
-        flags *= most_slices(config.transport)
-    if config.single_kernel:  # one for each result that copies on streams wait for
-        flags += max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
-    return flags
-
-
-def _prune(actions: list[Action]) -> None:
-    """Leave out what streams' own order, or an earlier wait of the same stream, says already."""
+def _prune_after(actions: list[Action]) -> None:
+    """Remove from ``after`` what the order of streams, or an earlier wait of the same stream, implies."""
     streams = max(action.stream for action in actions) + 1
-    # The last action of each stream that is known to come before the next one of this stream.
+    # For each stream, the last action of every stream that is known to come before its next action.
     known = [[-1] * streams for _ in range(streams)]
-    after_each: list[list[int]] = []
+    known_after: list[list[int]] = []
     for number, action in enumerate(actions):
         mine = known[action.stream]
-        needed = []
+        after = []
         for before in sorted(action.after, reverse=True):
             there = actions[before].stream
             if there != action.stream and mine[there] < before:
-                needed.append(before)
+                after.append(before)
                 actions[before].awaited = True
-                for stream, last in enumerate(after_each[before]):
+                for stream, last in enumerate(known_after[before]):
                     mine[stream] = max(mine[stream], last)
-        action.after = tuple(sorted(needed))
+        action.after = tuple(sorted(after))
         mine[action.stream] = number
-        after_each.append(list(mine))
+        known_after.append(list(mine))

@@ -1,4 +1,4 @@
-"""Chunks that lie behind one another in memory, multiplied and copied as one."""
+"""The pass that copies neighbouring chunks as one, and multiplies them as one where each GEMM is a kernel."""
 
 from __future__ import annotations
 
@@ -10,38 +10,46 @@ from distgemm.plan.ops import Copy, Gemm, Op, Signal, View, Wait, box_extents, c
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["halved", "merged", "of_shards"]
+__all__ = ["gemms_by_shard", "halve_last", "merge_copies"]
 
 
-def merged(plan: Plan, rank: int, ops: Sequence[Op], entered: Container[int], fused: bool) -> list[Op]:
-    """Ops in which neighbouring chunks are one op, with the id of the first of them."""
-    gemms, copies = [] if fused else _neighbours(plan, rank), _sent_together(plan, rank, entered, fused)
-    together: list[Sequence[Op]] = [*gemms, *copies]
-    first = {op.id: group[0].id for group in together for op in group}
+def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int], fused: bool) -> list[Op]:
+    """The ops with neighbouring chunks merged into one op, which has the id of the first of them.
+
+    Args:
+        plan: of all ranks.
+        rank: whose ops.
+        ops: of the rank, without those of the entry.
+        entry: ids of the ops that the entry into a replay does.
+        fused: whether all GEMMs are one kernel: then only copies are merged.
+    """
+    gemms, copies = [] if fused else _merged_gemms(plan, rank), _merged_copies(plan, rank, entry, fused)
+    groups: list[Sequence[Op]] = [*gemms, *copies]
+    first = {op.id: group[0].id for group in groups for op in group}
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     users = Counter(dep for op in ops for dep in op.deps)
-    # A product waits for all of its chunks, just before it; a copy waits for none, and all are signalled behind it.
-    runs: dict[int, list[Op]] = {}
+    # All Waits of a merged GEMM stand just before it. A merged copy waits for nothing; all its Signals stand behind it.
+    placed_at: dict[int, list[Op]] = {}
     for group in gemms:
-        merged = _one_gemm(group)
-        own = [waits[dep] for dep in merged.deps if dep in waits and users[dep] == 1]
-        runs[group[-1].id] = [*own, merged]
+        gemm = _one_gemm(group)
+        own = [waits[dep] for dep in gemm.deps if dep in waits and users[dep] == 1]
+        placed_at[group[-1].id] = [*own, gemm]
     for sent in copies:
         ids = {op.id for op in sent}
         signals = [op for op in ops if isinstance(op, Signal) and not ids.isdisjoint(op.deps)]
-        runs[sent[0].id] = [_one_copy(sent), *signals]
-    placed = {op.id for run in runs.values() for op in run} | first.keys()
-    kept = [each for op in ops for each in runs.get(op.id, [] if op.id in placed else [op])]
+        placed_at[sent[0].id] = [_one_copy(sent), *signals]
+    moved = {op.id for placed in placed_at.values() for op in placed} | first.keys()
+    kept = [each for op in ops for each in placed_at.get(op.id, [] if op.id in moved else [op])]
     return [replace(op, deps=tuple(dict.fromkeys(first.get(dep, dep) for dep in op.deps))) for op in kept]
 
 
-def _neighbours(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """GEMMs that are one where chunks are merged: those of each shard of A but the last."""
-    return [group for group in of_shards(plan, rank)[:-1] if len(group) > 1]
+def _merged_gemms(plan: Plan, rank: int) -> list[list[Gemm]]:
+    """Groups of GEMMs to merge: the chunks of each shard of A but the last."""
+    return [group for group in gemms_by_shard(plan, rank)[:-1] if len(group) > 1]
 
 
-def halved(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
-    """The last group as a half of it, a half of the rest, and so on."""
+def halve_last(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
+    """The groups with the last one split: a half of it, a half of the rest, and so on."""
     if not groups:
         return []
     *others, rest = groups
@@ -51,8 +59,8 @@ def halved(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
     return [*others, rest]
 
 
-def of_shards(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """GEMMs of the chunks of one shard of A, by the same B, on which no op depends, together."""
+def gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
+    """A rank's GEMMs in the plan's order. Chunks of one shard of A with the same B are a group, if no op needs them."""
     ops = plan.ops(rank)
     needed = {dep for op in ops for dep in op.deps}
     first = {op.a.box: op.id for op in reversed(ops) if isinstance(op, Gemm)}  # to use a tile of A
@@ -76,24 +84,26 @@ def of_shards(plan: Plan, rank: int) -> list[list[Gemm]]:
     return groups
 
 
-def _sent_together(plan: Plan, rank: int, entered: Container[int], fused: bool) -> list[list[Copy]]:
-    """Copies to a peer, behind one another on both sides, of what the peer multiplies as one; where its GEMMs are one
-    kernel, in halves of halves at the end."""
-    together: dict[tuple[int, int], int] = {}
+def _merged_copies(plan: Plan, rank: int, entry: Container[int], fused: bool) -> list[list[Copy]]:
+    """Groups of copies to merge: neighbours on both sides, of chunks that the peer multiplies as one.
+
+    Where the peer's GEMMs are one kernel, the last chunks are sent in halves of halves.
+    """
+    group_of: dict[tuple[int, int], int] = {}  # by the peer and its slot
     for peer in range(plan.world_size):
-        for group in halved(of_shards(plan, peer)) if fused else _neighbours(plan, peer):
-            together |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
+        for group in halve_last(gemms_by_shard(plan, peer)) if fused else _merged_gemms(plan, peer):
+            group_of |= {(peer, op.a.slot): group[0].id for op in group if op.a.buffer == "slot"}
     groups: list[list[Copy]] = []
     for op in plan.ops(rank):
         if not isinstance(op, Copy) or link_of(op) is None or op.src.rank != rank:
             continue
-        number = together.get((op.dst.rank, op.dst.slot))
+        number = group_of.get((op.dst.rank, op.dst.slot))
         before = groups[-1][-1] if groups else None
         if (
             before is not None
             and number is not None
-            and number == together.get((before.dst.rank, before.dst.slot))
-            and all(dep in entered for dep in (*before.deps, *op.deps))
+            and number == group_of.get((before.dst.rank, before.dst.slot))
+            and all(dep in entry for dep in (*before.deps, *op.deps))
             and _follows(plan, before.src, op.src)
             and _follows(plan, before.dst, op.dst)
         ):
@@ -104,7 +114,7 @@ def _sent_together(plan: Plan, rank: int, entered: Container[int], fused: bool) 
 
 
 def _follows(plan: Plan, one: View, other: View) -> bool:
-    """Whether the rows of another view come next, in the matrix and in memory."""
+    """Whether the rows of the other view come next, in the matrix and in memory."""
     same = (one.rank, one.buffer, one.pitch, one.box[0], one.box[2]) == (
         other.rank, other.buffer, other.pitch, other.box[0], other.box[2])  # fmt: skip
     if not same or box_extents(one.box)[0] > 1 or one.box[1][1] != other.box[1][0]:

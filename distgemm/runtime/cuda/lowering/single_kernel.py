@@ -1,4 +1,4 @@
-"""All GEMMs of a rank as one kernel: what each of them waits for and done_flags, and what the kernel copies."""
+"""The pass that makes all GEMMs of a rank one kernel: what it waits for, which flags it sets, what it copies."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import Any
 
-from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, Wait, box_extents, link_of
+from distgemm.gemm.spec import Moving
+from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, Send, SingleKernel
-from distgemm.runtime.cuda.lowering.merge_copies import halved, of_shards
-from distgemm.runtime.cuda.lowering.slices import is_sent
+from distgemm.runtime.cuda.lowering.merge_copies import gemms_by_shard, halve_last
+from distgemm.runtime.cuda.lowering.slices import copies_shard
 from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["flags_of", "moving", "single_kernel"]
+__all__ = ["flags_of", "fuse_gemms", "moving"]
 
-FEW_ROWS, INTERLEAVED_ROWS = 512, 2048
-"""Products of so few rows, computed one by one, read what they are multiplied by at a large part of memory's rate: they
-have so few flops for each byte. So tiles of several are computed in turn, of so many rows at most."""
-BALANCE = 1800
-"""By so many columns a chunk of A is multiplied while another one comes, whatever its type; so deep is a product that
-is computed while another one's result leaves, if that is of A's type: 700 TFLOP/s of bf16 beside 390 GB/s."""
+MAX_NARROW_ROWS, MAX_INTERLEAVED_ROWS = 512, 2048
+"""Rows of a narrow GEMM at most, and of a group of interleaved GEMMs together. Narrow GEMMs have few flops for each
+byte. One by one they read the shared operand at a large part of the memory's rate; interleaved they read it once."""
+BALANCE_EXTENT = 1800
+"""Extent at which a chunk takes as long to multiply as to send: columns of B for a chunk of A of any type, and depth k
+for a result of A's type. It follows from 700 TFLOP/s of bf16 and 390 GB/s."""
 
 
-def single_kernel(
-    plan: Plan, ops: Sequence[Op], entered: Container[int], slices: int, config: ExecutionConfig
+def fuse_gemms(
+    plan: Plan, ops: Sequence[Op], entry: Container[int], slices: int, slice_k: int, config: ExecutionConfig
 ) -> tuple[list[Op], Action | None]:
     """The ops that remain beside the fused kernel, and the fused kernel as one action; None without GEMMs.
 
@@ -37,9 +37,10 @@ def single_kernel(
 
     Args:
         plan: of all ranks.
-        ops: of one rank, without what the entry into a replay does.
-        entered: ids of the ops that the entry does.
+        ops: of one rank, without those of the entry.
+        entry: ids of the ops that the entry into a replay does.
         slices: number of slices of a chunk; 0: chunks are whole.
+        slice_k: elements along k of a slice; 0: chunks are whole.
         config: how GPUs execute the plan.
 
     Raises:
@@ -48,40 +49,57 @@ def single_kernel(
     gemms = [op for op in ops if isinstance(op, Gemm)]
     if not gemms:
         return list(ops), None
-    by_sm = config.transport == "sm"
-    wait_flags = _wait_flags(ops, gemms, entered, slices)
-    groups = _interleaved(
-        plan, gemms, _arrived(plan, gemms, wait_flags, config.merge_copies), sliced=bool(slices) and by_sm
-    )
-    sums = _adds(plan, gemms)
+    kernel_copies = config.transport == "sm"
+    wait_flags = _wait_flags(ops, gemms, entry, slices)
+    arrived = _arrived(plan, gemms, wait_flags, config.merge_copies)
+    groups = _interleaved_groups(plan, gemms, arrived, sliced=bool(slices) and kernel_copies)
+    adds = _add_sums(plan, gemms)
     multiplied = {op.id for op in gemms}
     done_flags = {
         op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1 and op.deps[0] in multiplied
     }
-    signalled = {op.id for op in done_flags.values()}
-    others = [op for op in ops if op.id not in multiplied and op.id not in signalled]
+    signals = {op.id for op in done_flags.values()}
+    others = [op for op in ops if op.id not in multiplied and op.id not in signals]
     _check_others(others, multiplied)
     sends: tuple[Send, ...] = ()
-    if slices and by_sm:
-        sends, others = _sends(others, entered, slices)
+    if slices and kernel_copies:
+        sends, others = _sends_of_shards(others, entry, slices)
     others = _with_local_flags(plan, others, gemms, done_flags)
-    if not slices and by_sm:
-        sends, others = _final_copies(others, entered)
-    if done_flags and not sums:
+    if not slices and kernel_copies:
+        sends, others = _sends_of_results(others, entry)
+    if done_flags and not adds:
         raise PlanError(
-            f"{plan.schedule}: one kernel for all GEMMs sets flags for sums that are passed on, and this plan has none"
+            f"{plan.schedule}: the fused kernel sets flags for sums that GEMMs add, and here GEMMs add no sums"
         )
     needed = {dep for op in others for dep in op.deps}
     kept = [op for op in others if not isinstance(op, Wait) or op.id in needed]
     # The kernel writes peers' memory only after they have left their last replay.
     writes_peers = bool(sends) or any(link_of(op) for op in gemms)
-    interleave = tuple(map(len, groups)) if len(groups) < len(gemms) else ()
-    kernel = SingleKernel(wait_flags, tuple(done_flags.get(op.id) for op in gemms), sends, tile_interleave=interleave)
+    kernel = SingleKernel(
+        wait_flags,
+        tuple(done_flags.get(op.id) for op in gemms),
+        sends,
+        slice_k,
+        tile_interleave=tuple(map(len, groups)) if len(groups) < len(gemms) else (),
+    )
     return kept, Action(GEMM_STREAM, tuple(gemms), (0,) if writes_peers else (), kernel=kernel)
 
 
+def flags_of(plan: Plan) -> int:
+    """How many flags each rank has in a plan."""
+    return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)
+
+
+def moving(gemms: Sequence[Gemm]) -> Moving:
+    """The operand by which the GEMMs of a kernel differ; "a" where they differ by both."""
+    return "b" if len({op.a for op in gemms}) == 1 < len({op.b for op in gemms}) else "a"
+
+
+# --- what the kernel waits for --------------------------------------------------------------------------
+
+
 def _wait_flags(
-    ops: Sequence[Op], gemms: Sequence[Gemm], entered: Container[int], slices: int
+    ops: Sequence[Op], gemms: Sequence[Gemm], entry: Container[int], slices: int
 ) -> tuple[tuple[Wait, ...], ...]:
     """What each GEMM waits for. Raises PlanError where the kernel cannot, and for GEMMs of different extents."""
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
@@ -90,21 +108,21 @@ def _wait_flags(
     first = gemms[0]
     for op in gemms:
         found = tuple(waits[dep] for dep in op.deps if dep in waits)
-        further = {dep for dep in op.deps if dep not in waits and dep not in entered}
+        further = {dep for dep in op.deps if dep not in waits and dep not in entry}
         if len(op.sources) > 1:  # each of them with a wait of its own
-            alike = [wait.slot for wait in found] == [view.slot for view in op.sources]
+            fits = [wait.slot for wait in found] == [view.slot for view in op.sources]
         else:
-            alike = len({wait.flag.number // (slices or 1) for wait in found}) <= 1
-        if not alike or further:
-            hint = "; a plan with more results has room for its sum" if further & passed_on else ""
+            fits = len({wait.flag.number // (slices or 1) for wait in found}) <= 1
+        if not fits or further:
+            hint = "; a plan with more send_slots has room for its sum" if further & passed_on else ""
             raise PlanError(
-                f"{op}: one kernel for all GEMMs takes GEMMs that wait for one signal of a peer, or none, or for one "
+                f"{op}: the fused kernel takes GEMMs that wait for one signal of a peer, for none, or for one signal "
                 f"of each sum that they add{hint}"
             )
         if [*map(box_extents, (op.a.box, op.b.box))] != [*map(box_extents, (first.a.box, first.b.box))]:
             raise PlanError(
-                f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: one kernel for all GEMMs takes equal "
-                "chunks; choose extents that ranks and chunks divide"
+                f"{op} multiplies {_extents(op)}, {first} {_extents(first)}: the fused kernel takes equal chunks; "
+                "choose extents that ranks and chunks divide"
             )
         if slices and any(view.buffer == "slot" and view.box != view.frame for view in (op.a, op.b)):
             raise PlanError(f"{op}: a kernel that waits for slices takes GEMMs of whole chunks, and this is of a part")
@@ -112,69 +130,88 @@ def _wait_flags(
     return tuple(wait_flags)
 
 
-def _adds(plan: Plan, gemms: Sequence[Gemm]) -> bool:
-    """Whether the GEMMs add sums. Raises PlanError where they wait for operands, too, and where they share none."""
-    brought = any(view.buffer == "slot" for op in gemms for view in (op.a, op.b))
+def _add_sums(plan: Plan, gemms: Sequence[Gemm]) -> bool:
+    """Whether the GEMMs add sums.
+
+    Raises PlanError where they wait for operands too, and where they share neither A nor B.
+    """
+    receive_operands = any(view.buffer == "slot" for op in gemms for view in (op.a, op.b))
     sums = any(op.sources for op in gemms)
-    if (brought or not sums) and len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
-        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs takes plans in which they share A or B")
-    if brought and sums:
-        raise PlanError(f"{plan.schedule}: one kernel for all GEMMs waits for operands or for sums, not for both")
+    if (receive_operands or not sums) and len({op.a for op in gemms}) > 1 and len({op.b for op in gemms}) > 1:
+        raise PlanError(f"{plan.schedule}: the fused kernel takes plans in which all GEMMs of a rank share A or B")
+    if receive_operands and sums:
+        raise PlanError(f"{plan.schedule}: the fused kernel waits for operands or for sums, not for both")
     return sums
 
 
 def _check_others(others: Sequence[Op], multiplied: set[int]) -> None:
-    """Raises PlanError for what would stand on a third stream, of which graphs may put one behind the waits of
-    another."""
+    """Raises PlanError for sums and copies of a rank's own results.
+
+    They would take a third stream, and a graph may put one stream behind the waits of another.
+    """
     for op in others:
         here = isinstance(op, Reduce) or (isinstance(op, Copy) and link_of(op) is None)
         if here and not multiplied.isdisjoint(op.deps):
-            raise PlanError(f"{op}: one kernel for all GEMMs takes plans without sums and copies beside it")
+            raise PlanError(f"{op}: the fused kernel takes plans without sums and copies beside it")
 
 
-def moving(gemms: Sequence[Gemm]) -> str:
-    """The operand by which the GEMMs of a kernel differ, "a" or "b"; "a" where they do by both."""
-    return "b" if len({op.a for op in gemms}) == 1 < len({op.b for op in gemms}) else "a"
+def _extents(op: Gemm) -> str:
+    (batches, m, k), (_, n, _) = box_extents(op.a.box), box_extents(op.b.box)
+    return "x".join(map(str, (m, n, k, batches)))
 
 
-def _interleaved(plan: Plan, gemms: Sequence[Gemm], arrived: Mapping[int, int], sliced: bool) -> list[list[Gemm]]:
-    """A rank's GEMMs in groups whose tiles are computed in turn, in the plan's order: those of few rows; or those of a
-    chain, or of pairwise sums, that its ``stagger`` puts in one place, of which some store at a peer and some do not, so
-    that the link has something to carry until the end.
+# --- which GEMMs are interleaved ------------------------------------------------------------------------
 
-    arrived: of the GEMMs that wait for an operand or a sum, by id, how many have it once this one has
-    sliced: whether all operands that are waited for come in slices, those of several at once
+
+def _interleaved_groups(
+    plan: Plan, gemms: Sequence[Gemm], arrived: Mapping[int, int], sliced: bool
+) -> list[list[Gemm]]:
+    """A rank's GEMMs in the plan's order, in groups whose tiles the kernel interleaves.
+
+    A group has narrow GEMMs, which then read the shared operand once. Or it has the GEMMs of one step of a staggered
+    plan: some of them store at a peer and some do not, so that the link carries data until the end.
+
+    Args:
+        plan: of all ranks.
+        gemms: of one rank.
+        arrived: by id of the GEMMs that wait: how many of them have their data once this one has it.
+        sliced: whether all operands that the kernel waits for come in slices, the slices of several at once.
     """
-    place = _places(plan) if plan.mechanism == "store" else None
-    if place is not None and len({place[op.rank, op.id] for op in gemms}) == len(gemms):
-        place = None  # the own shard comes behind all others
-    if _of_few_rows(plan, gemms):
-        return _read_once(plan, gemms, arrived, sliced, place)
-    if place is not None:
-        return [list(group) for _, group in groupby(gemms, key=lambda op: place[op.rank, op.id])]
+    step = _staggered_steps(plan) if plan.mechanism == "store" else None
+    if step is not None and len({step[op.rank, op.id] for op in gemms}) == len(gemms):
+        step = None  # each GEMM has a step of its own
+    if _are_narrow(plan, gemms):
+        return _group_narrow(plan, gemms, arrived, sliced, step)
+    if step is not None:
+        return [list(group) for _, group in groupby(gemms, key=lambda op: step[op.rank, op.id])]
     return [[op] for op in gemms]
 
 
 def _arrived(
     plan: Plan, gemms: Sequence[Gemm], wait_flags: Sequence[Sequence[Wait]], merge_copies: bool
 ) -> dict[int, int]:
-    """Of the GEMMs that wait, by id, how many have what they wait for once this one has: what is copied together comes
-    together."""
+    """By id of the GEMMs that wait: how many of them have their data once this one has it.
+
+    Chunks that are copied together arrive together.
+    """
     waiting = {op.id for op, waits in zip(gemms, wait_flags, strict=True) if waits}
     found: dict[int, int] = {}
-    for group in halved(of_shards(plan, gemms[0].rank)) if merge_copies else [[op] for op in gemms]:
+    for group in halve_last(gemms_by_shard(plan, gemms[0].rank)) if merge_copies else [[op] for op in gemms]:
         together = [op.id for op in group if op.id in waiting]
         found |= dict.fromkeys(together, len(found) + len(together))
     return found
 
 
-def _of_few_rows(plan: Plan, gemms: Sequence[Gemm]) -> bool:
-    """Whether several GEMMs are to read what they are multiplied by once. Not where communication takes longer than
-    multiplication of sums; and neither in chains nor between two ranks, where somebody waits for each."""
+def _are_narrow(plan: Plan, gemms: Sequence[Gemm]) -> bool:
+    """Whether the GEMMs have few rows and gain from reading the shared operand once.
+
+    They do not gain where sums take longer to send than to multiply, nor where each GEMM adds one sum, as in chains and
+    between two ranks: there a peer waits for each result.
+    """
     rows, _, depth = _shape(gemms)
     sources = max(len(op.sources) for op in gemms)
-    balance = BALANCE * DTYPE_BYTES[plan.dtype(gemms[0].out)] / DTYPE_BYTES[plan.dtype(gemms[0].a)]
-    return rows <= FEW_ROWS and sources != 1 and not (sources and depth <= balance)
+    balance = BALANCE_EXTENT * DTYPE_BYTES[plan.dtype(gemms[0].out)] / DTYPE_BYTES[plan.dtype(gemms[0].a)]
+    return rows <= MAX_NARROW_ROWS and sources != 1 and not (sources and depth <= balance)
 
 
 def _shape(gemms: Sequence[Gemm]) -> tuple[int, int, int]:
@@ -183,32 +220,35 @@ def _shape(gemms: Sequence[Gemm]) -> tuple[int, int, int]:
     return (n, m, k) if moving(gemms) == "b" else (m, n, k)
 
 
-def _read_once(
+def _group_narrow(
     plan: Plan,
     gemms: Sequence[Gemm],
     arrived: Mapping[int, int],
     sliced: bool,
-    place: Mapping[tuple[int, int], int] | None,
+    step: Mapping[tuple[int, int], int] | None,
 ) -> list[list[Gemm]]:
-    """GEMMs in groups that read what they are multiplied by once. Of those that wait for operands each group has as
-    many as have come when it is begun; whole ones are to come in half that time, as tiles of a group are begun early.
-    Of pairwise sums they are those that wait for none, where chunks follow one another those of one chunk.
+    """Narrow GEMMs in groups that read the shared operand once.
+
+    Of GEMMs that wait for operands, a group has as many as will have arrived when it begins. Tiles of a whole group
+    begin early, so chunks that are not sliced must arrive in half that time. Of pairwise sums, a group has GEMMs that
+    wait for no sum, and of a staggered plan those of one chunk.
     """
     rows, columns, _ = _shape(gemms)
-    most = INTERLEAVED_ROWS // rows
+    most = MAX_INTERLEAVED_ROWS // rows
     groups: list[list[Gemm]] = []
     if any(op.sources for op in gemms):
-        fixed = "a" if moving(gemms) == "b" else "b"
 
-        def together(op: Gemm) -> tuple[Any, ...]:
-            chunk = 0 if place is None else place[op.rank, op.id] // (plan.world_size - 1)
-            return (op.id,) if op.id in arrived else (chunk, getattr(op, fixed))
+        def key(op: Gemm) -> tuple[int] | tuple[int, View]:
+            if op.id in arrived:  # it waits for a sum, and is alone
+                return (op.id,)
+            chunk = 0 if step is None else step[op.rank, op.id] // (plan.world_size - 1)
+            return chunk, op.a if moving(gemms) == "b" else op.b
 
-        for _, run in groupby(gemms, key=together):
-            group = list(run)
+        for _, same in groupby(gemms, key=key):
+            group = list(same)
             groups += [group[first : first + most] for first in range(0, len(group), most)]
         return groups
-    transfer = BALANCE / columns * (1 if sliced else 2)  # of what a product takes
+    transfer = BALANCE_EXTENT / columns * (1 if sliced else 2)  # time to send a chunk, in GEMMs
     for number, op in enumerate(gemms):
         group = groups[-1] if groups else []
         if group and transfer * arrived.get(op.id, 0) <= number - len(group) and len(group) < most:
@@ -219,86 +259,96 @@ def _read_once(
 
 
 @lru_cache(maxsize=8)
-def _places(plan: Plan) -> dict[tuple[int, int], int] | None:
-    """The place of each GEMM, by rank and id, in a chain whose shards stagger behind one another, and in pairwise sums that
-    GEMMs add, where the own one does; None for other plans.
+def _staggered_steps(plan: Plan) -> dict[tuple[int, int], int] | None:
+    """The step in which each GEMM of a staggered plan runs, by rank and id; None for plans without a stagger.
 
-    No GEMM waits for one in its own place, or in a later one, on any rank, neither for its sum nor for room, and each
-    rank has them in the order of places: ranks come to an end.
+    Such a plan is a chain, or has pairwise sums that GEMMs add. The stagger is the number of GEMMs that a rank begins
+    sums with before its first GEMM that adds a peer's sum. A GEMM that begins a sum takes the next step of its rank. A
+    GEMM that adds a sum runs as many steps after the GEMM that made the sum as the stagger says.
+
+    No GEMM waits, for its sum or for room, for a GEMM in its own step or a later one, on any rank. Each rank has its
+    GEMMs in the order of steps. So GEMMs of one step can be interleaved, and all ranks still come to an end.
     """
-    every = {(op.rank, op.id): op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)}
-    tellers: dict[Flag, list[tuple[int, int]]] = {}
-    for op in chain.from_iterable(plan.rank_ops):
+    every_op = list(chain.from_iterable(plan.rank_ops))
+    gemms = {(op.rank, op.id): op for op in every_op if isinstance(op, Gemm)}
+    signalled: dict[Flag, list[tuple[int, int]]] = {}  # the GEMMs before the Signal that sets a flag
+    for op in every_op:
         if isinstance(op, Signal):
-            tellers[op.flag] = [(op.rank, dep) for dep in op.deps if (op.rank, dep) in every]
-    every_op = chain.from_iterable(plan.rank_ops)
-    # Credits are waited for with the entry.
+            signalled[op.flag] = [(op.rank, dep) for dep in op.deps if (op.rank, dep) in gemms]
+    # The entry into a replay waits for initial flags.
     flags = {(op.rank, op.id): op.flag for op in every_op if isinstance(op, Wait) and not op.flag.initial}
-    needs = {
-        key: [teller for dep in op.deps if (op.rank, dep) in flags for teller in tellers.get(flags[op.rank, dep], ())]
-        for key, op in every.items()
+    waits_for = {
+        key: [before for dep in op.deps if (op.rank, dep) in flags for before in signalled.get(flags[op.rank, dep], ())]
+        for key, op in gemms.items()
     }
-    place: dict[tuple[int, int], int] = {}
-    begun, stagger = Counter[int](), Counter[int]()
-    for key, op in sorted(every.items(), key=lambda item: item[1].round):
-        sums = [before for before in needs[key] if link_of(every[before]) is not None]
+    step: dict[tuple[int, int], int] = {}
+    begun, stagger = Counter[int](), Counter[int]()  # by rank
+    for key, op in sorted(gemms.items(), key=lambda item: item[1].round):
+        sums = [before for before in waits_for[key] if link_of(gemms[before]) is not None]
         if sums:
             stagger.setdefault(op.rank, begun[op.rank])
-            place[key] = place[sums[0]] + stagger[op.rank]
+            step[key] = step[sums[0]] + stagger[op.rank]
         else:
-            place[key] = begun[op.rank]
+            step[key] = begun[op.rank]
             begun[op.rank] += 1
-    alike = (
+    equal_ranks = (
         len(set(begun.values())) == len(set(stagger.values())) == 1 and len(begun) == len(stagger) == plan.world_size
     )
-    orders = [[place[rank, op.id] for op in ops if (rank, op.id) in every] for rank, ops in enumerate(plan.rank_ops)]
+    orders = [[step[rank, op.id] for op in ops if (rank, op.id) in gemms] for rank, ops in enumerate(plan.rank_ops)]
     in_order = all(order == sorted(order) for order in orders)
-    earlier = all(place[before] < place[key] for key, waited_for in needs.items() for before in waited_for)
-    return place if alike and min(stagger.values()) > 0 and in_order and earlier else None
+    waits_for_earlier = all(step[before] < step[key] for key, befores in waits_for.items() for before in befores)
+    return step if equal_ranks and min(stagger.values()) > 0 and in_order and waits_for_earlier else None
 
 
-def _sends(ops: Sequence[Op], entered: Container[int], slices: int) -> tuple[tuple[Send, ...], list[Op]]:
-    """Copies of shards with the signals behind them, those of a chunk together; and all other ops."""
+# --- what the kernel copies -----------------------------------------------------------------------------
+
+
+def _sends_of_shards(ops: Sequence[Op], entry: Container[int], slices: int) -> tuple[tuple[Send, ...], list[Op]]:
+    """Copies of shards with the signals behind them, one Send for each chunk; and all other ops."""
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
     chunks: dict[tuple[int, int], list[tuple[Copy, Signal]]] = {}
-    taken = set()
+    moved = set()
     for op in ops:
-        if not is_sent(op) or op.id not in signals or not all(dep in entered for dep in op.deps):
+        if not copies_shard(op) or op.id not in signals or not all(dep in entry for dep in op.deps):
             continue
         signal = signals[op.id]
         chunks.setdefault((op.dst.rank, signal.flag.number // slices), []).append((op, signal))
-        taken |= {op.id, signal.id}
+        moved |= {op.id, signal.id}
     found = [Send(tuple(copy for copy, _ in pairs), tuple(signal for _, signal in pairs)) for pairs in chunks.values()]
-    return tuple(found), [op for op in ops if op.id not in taken]
+    return tuple(found), [op for op in ops if op.id not in moved]
 
 
-def _final_copies(ops: Sequence[Op], entered: Container[int]) -> tuple[tuple[Send, ...], list[Op]]:
-    """Copies of finished results to peers, each with what it waits for and the signal behind it, and copies from slots
-    of what peers have finished; and all other ops.
+def _sends_of_results(ops: Sequence[Op], entry: Container[int]) -> tuple[tuple[Send, ...], list[Op]]:
+    """The final copies of an all-reduce as Sends, and all other ops.
+
+    They are copies of this rank's results to peers, and copies from slots of results that peers have finished.
     """
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
     signals = {op.deps[0]: op for op in ops if isinstance(op, Signal) and len(op.deps) == 1}
-    sent: list[Send] = []
-    taken = set()
+    sends: list[Send] = []
+    moved = set()
     for op in ops:
         if isinstance(op, Copy):
-            needed = [dep for dep in op.deps if dep not in entered]
+            needed = [dep for dep in op.deps if dep not in entry]
             if len(needed) != 1 or needed[0] not in waits:
                 raise PlanError(
-                    f"{op}: a kernel delivers what waits for one signal, and this waits for room, too; "
+                    f"{op}: the fused kernel copies what waits for one signal, and this copy waits for room too; "
                     "workspace='full' has room for all"
                 )
             wait = waits[needed[0]]
             behind = (signals[op.id],) if op.id in signals else ()
-            sent.append(Send((op,), behind, wait))
-            taken |= {op.id, wait.id, *(signal.id for signal in behind)}
-    return tuple(sent), [op for op in ops if op.id not in taken]
+            sends.append(Send((op,), behind, wait))
+            moved |= {op.id, wait.id, *(signal.id for signal in behind)}
+    return tuple(sends), [op for op in ops if op.id not in moved]
 
 
 def _with_local_flags(
     plan: Plan, others: Sequence[Op], gemms: Sequence[Gemm], done_flags: dict[int, Signal]
 ) -> list[Op]:
-    """Ops that wait for a word of this rank's own where they need a GEMM; ``done_flags`` gets who writes it."""
+    """Ops with a Wait for a flag of this rank in place of each GEMM that they need.
+
+    ``done_flags`` gets the Signals that set these flags.
+    """
     first_id, first_flag = 1 + max(op.id for ops in plan.rank_ops for op in ops), flags_of(plan)
     number = {op.id: at for at, op in enumerate(gemms)}
     found: list[Op] = []
@@ -310,7 +360,7 @@ def _with_local_flags(
             gemm = gemms[number[dep]]
             if dep in done_flags:
                 raise PlanError(
-                    f"{op}: it needs a GEMM of which a peer is told, and one kernel for all done_flags once"
+                    f"{op}: a peer and this rank need the same GEMM, and the fused kernel sets one flag for each GEMM"
                 )
             flag = Flag(gemm.rank, first_flag + number[dep], 0, False)
             waits[dep] = first_id + number[dep]
@@ -319,13 +369,3 @@ def _with_local_flags(
             found.append(Wait(waits[dep], *where, (), flag, gemm.rank))
         found.append(replace(op, deps=tuple(waits.get(dep, dep) for dep in op.deps)))
     return found
-
-
-def _extents(op: Gemm) -> str:
-    (batches, m, k), (_, n, _) = box_extents(op.a.box), box_extents(op.b.box)
-    return "x".join(map(str, (m, n, k, batches)))
-
-
-def flags_of(plan: Plan) -> int:
-    """How many flags each rank has in a plan."""
-    return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)

@@ -1,0 +1,56 @@
+"""The tiles that CUTLASS kernels are tried with. To add a tile configuration, add a row to :data:`TILES`.
+
+Nothing else lists tiles: the provider tries each row with each of its clusters, the heuristic of
+:mod:`distgemm.gemm.select` ranks them by their rate, and the tests and the GPU tests run all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distgemm.gemm.spec import KernelSchedule
+
+__all__ = ["PLAIN_TILE", "TILES", "TMA_TILES", "UNLISTED_RATE", "Tile"]
+
+
+class Tile(NamedTuple):
+    """A tile of D and how fast kernels with it are.
+
+    Attributes:
+        kernel_schedule: how warp groups share a tile.
+        extents: elements (m, n). The element type decides the depth (k).
+        clusters: thread blocks (m, n) that share TMA loads: the shapes worth trying.
+        rate: throughput on large problems, as a share of the fastest tile's. Measured on one H200
+            (``docs/measurements.md``); a first guess only changes the order in which configurations are tried.
+    """
+
+    kernel_schedule: KernelSchedule
+    extents: tuple[int, int]
+    clusters: tuple[tuple[int, int], ...]
+    rate: float
+
+
+TILES = (
+    Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=1.0),
+    Tile("cooperative", (256, 128), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (256, 144), ((1, 2),), rate=1.0),
+    Tile("cooperative", (256, 160), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (256, 192), ((2, 1),), rate=1.0),
+    Tile("cooperative", (256, 208), ((2, 1),), rate=1.0),
+    Tile("cooperative", (128, 160), ((2, 1),), rate=0.93),
+    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=0.97),
+    Tile("cooperative", (128, 224), ((2, 1),), rate=0.96),
+    Tile("pingpong", (128, 128), ((2, 1), (1, 2)), rate=0.95),
+    Tile("pingpong", (64, 256), ((1, 1),), rate=0.85),
+    Tile("pingpong", (64, 128), ((1, 1),), rate=0.75),
+)
+"""Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
+
+PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
+"""The only tile of kernels without TMA."""
+
+UNLISTED_RATE = 0.7
+"""The rate of a tile that is not listed, but named by the user."""
+
+TMA_TILES = tuple((tile.extents, cluster, tile.kernel_schedule) for tile in TILES for cluster in tile.clusters)
+"""(extents, cluster, kernel schedule) of each configuration with TMA."""

@@ -1,0 +1,687 @@
+"""The derivation: from a problem and a schedule to events, their steps and their slots.
+
+What moves follows from where the tiles lie (partition) and who multiplies them when (work):
+
+1. A rank that multiplies a tile of A or B that it does not hold needs it. The route gives the hops.
+2. The ranks that add into one tile of D have their partial sums reduced along the route. The result reaches every
+   owner.
+3. Every event (a GEMM, a sum, a transfer) gets a step, the earliest one that its inputs allow. Every tile that rests in
+   the workspace gets a lifetime in steps, and a slot.
+
+:mod:`distgemm.plan.emit` makes ops of the events.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from math import prod
+
+from distgemm.plan.ops import (
+    Box,
+    Copy,
+    Flag,
+    Gemm,
+    Op,
+    Reduce,
+    Slot,
+    Tile,
+    View,
+    box_extents,
+    box_size,
+    contains,
+    overlaps,
+)
+from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, PlanError, WorkspaceMode, slot_pitch
+from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
+
+__all__ = ["Derivation", "Event", "Place"]
+
+# Within a step, transfers of A and B come first, then GEMMs and sums, then transfers of their results.
+GATHER, COMPUTE, RESULT = 0, 1, 2
+PHASES = 3
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Where a tile rests in a rank's memory: in a shard, or for a time in a slot.
+
+    An event that accesses the whole tile uses the object ``frame`` itself as its box.
+    """
+
+    rank: int
+    operand: str
+    tile: Tile
+    frame: Box
+    dtype: str
+    iteration: int  # the iteration that first uses it
+    shard: bool = False
+    # (event, box, whether it writes) since the last write, which comes first. After a write of a part, accesses of
+    # the other parts are kept as well.
+    accesses: list[tuple[Event, Box, bool]] = field(default_factory=list)
+    first: Event | None = None  # the first write
+    parts: bool = False  # whether the last write was of a part
+    start: int = -1  # steps of the first write, and of the last access
+    end: int = -1
+    slot: int = -1
+    remote: bool = False  # whether another rank writes or reads it, or sends it
+    staged: Place | None = None  # of a shard: the slot from which other ranks pull it
+    last: Place | None = None  # the place before it in the slot
+    wraps: bool = False  # ``last`` held the slot in the replay before
+    view: View | None = None  # of all of it
+
+    @property
+    def pitch(self) -> int:
+        return slot_pitch(box_extents(self.frame)[2], self.dtype)
+
+    @property
+    def elements(self) -> int:
+        """Elements that it takes up in a slot."""
+        batches, rows, _ = box_extents(self.frame)
+        return batches * rows * self.pitch
+
+    def frontier(self, box: Box) -> list[Event]:
+        """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
+        if box is self.frame and not self.parts:
+            return [event for event, _, _ in (self.accesses[:0:-1] or self.accesses)]
+        found: list[Event] = []
+        boxes: list[Box] = []
+        for event, other, writes in reversed(self.accesses):
+            if overlaps(other, box) and not (writes and any(overlaps(later, other) for later in boxes)):
+                found.append(event)
+                boxes.append(other)
+        return found
+
+    def writers(self, box: Box) -> list[Event]:
+        """The events whose writes a read of ``box`` sees."""
+        return [event for event, other, writes in reversed(self.accesses) if writes and overlaps(other, box)]
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """A GEMM, a sum or a transfer, before it is an op."""
+
+    kind: type[Op]
+    rank: int
+    iteration: int
+    operand: str
+    tile: Tile
+    phase: int
+    floor: int = 0  # earliest step
+    box: Box | None = None  # what a transfer moves
+    sources: list[Place] = field(default_factory=list)  # Gemm: A, B, then partial sums
+    out: Place | None = None
+    completes: bool = False  # adds beta * C
+    after: list[Event] = field(default_factory=list)  # events whose results or slots it needs
+    follows: Event | None = None  # the GEMM before it on the same rank; an order in time, not a need
+    step: int = -1
+    round: int = -1
+    position: int = -1  # among all events, in the order in which they become ops
+    op: int = -1
+    done_flags: dict[int, Flag] = field(default_factory=dict)  # by rank: the flag that says that the event has ended
+    waits: dict[int, int] = field(default_factory=dict)  # by rank: its Wait for that
+    credits: list[tuple[Flag, int]] = field(default_factory=list)  # flags that let it write, and who sets them
+    enters: bool = False  # waits for the replay's Barrier
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it writes another rank's memory."""
+        return self.out is not None and self.out.rank != self.rank
+
+    def read(self, place: Place, box: Box) -> None:
+        if place.shard and place.operand != "D":
+            return  # nobody writes it
+        place.remote |= place.rank != self.rank
+        for event in place.writers(box) if place.parts else (place.accesses[0][0],):
+            if event not in self.after:
+                self.after.append(event)
+        place.accesses.append((self, box, False))
+
+    def write(self, place: Place, box: Box) -> None:
+        place.remote |= place.rank != self.rank
+        if place.first is None:
+            place.first = self
+        elif place.rank == self.rank:
+            for event in place.frontier(box):
+                if event is not self and event not in self.after:
+                    self.after.append(event)
+        if box is place.frame:
+            place.accesses = [(self, box, True)]
+            place.parts = False
+        else:
+            place.accesses = [access for access in place.accesses if not contains(box, access[1])]
+            place.accesses.append((self, box, True))
+            place.parts = True
+
+    def settle(self) -> None:
+        """Set the step: the earliest one after what it needs and after the GEMM before it, which are settled."""
+        step = self.floor
+        for before in self.after:
+            # A transfer has arrived one step later.
+            ready = before.step + 1 if before.kind is Copy or before.crosses else before.step
+            if ready > step:
+                step = ready
+        if self.follows is not None and self.follows.step >= step:
+            step = self.follows.step + 1
+        self.step = step
+        self.round = step * PHASES + self.phase
+        out = self.out
+        if out is not None:
+            if out.start < 0 or step < out.start:
+                out.start = step
+            if step > out.end:
+                out.end = step
+        for place in self.sources:
+            if step > place.end:
+                place.end = step
+
+    def order(self) -> tuple[int, int]:
+        """The key by which events are emitted: the round, GEMMs first, then the iteration that is served."""
+        return self.round * 2 + (self.kind is not Gemm), self.out.iteration if self.out else self.iteration
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """The contribution of one rank to one tile of D."""
+
+    rank: int
+    frame: Box
+    iterations: list[int] = field(default_factory=list)
+    incoming: list[int] = field(default_factory=list)  # ranks whose partial sums it receives
+    to: int | None = None  # rank that it sends its partial sum to; None: it completes the tile
+    whole: bool = True  # its last GEMM adds what arrives in its epilogue; otherwise a Reduce does
+    arrived: list[Place] = field(default_factory=list)
+    home: Place | None = None  # where its partial sum accumulates
+
+
+def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Bounds of shards * chunks tiles: shards by ceil-division or of the given sizes, each divided into chunks."""
+    edges = [0]
+    length = -(-extent // shards)
+    for shard in range(shards):
+        start = edges[-1]
+        stop = min((shard + 1) * length, extent) if sizes is None else start + sizes[shard]
+        part = -(-(stop - start) // chunks)
+        edges += [min(start + (chunk + 1) * part, stop) for chunk in range(chunks)]
+    return tuple(edges)
+
+
+class Derivation:
+    """Steps 1 to 3: the events, when they happen, and where their tiles rest."""
+
+    def __init__(self, problem: GemmProblem, scheduler: DistributedTileScheduler, mechanism: Mechanism) -> None:
+        self.problem = problem
+        self.scheduler = scheduler
+        self.mechanism = mechanism
+        self.ranks = range(scheduler.world_size)
+        self.out_dtype, self.partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
+        self.edges = self._edges()
+        self.frames: dict[tuple[str, Tile], Box] = {}
+        self.work = [self._work(rank) for rank in self.ranks]
+        self.events: list[Event] = []
+        self.places: list[list[Place]] = [[] for _ in self.ranks]
+        # Where each rank has tiles of A and B, and those of D that are delivered to it; and its own results.
+        self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
+        self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]
+
+    def run(self) -> None:
+        self._gather()
+        parts = self._parts()
+        self._multiply(parts)
+        self._sum(parts)
+        self._send_final(parts)
+
+    def forget(self) -> None:
+        """Remove the cycles of references between events and places, so that they are freed at once."""
+        for place in chain(*self.places, *(places.values() for places in self.results)):
+            place.accesses = []
+            place.first = place.last = place.staged = None
+
+    def fail(self, message: str) -> ValueError:
+        return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
+
+    # --- extents ------------------------------------------------------------------------------------
+
+    def _edges(self) -> tuple[tuple[int, ...], ...]:
+        result = []
+        for mode, tiles, chunks in zip("mnkl", self.scheduler.grid, self.scheduler.chunks, strict=True):
+            shards = tiles // chunks
+            sizes = self._rows(shards) if mode == "m" and self.problem.m_per_rank is not None else None
+            result.append(_bounds(getattr(self.problem, mode), shards, chunks, sizes))
+        return tuple(result)
+
+    def _rows(self, shards: int) -> list[int]:
+        """Rows of each shard of M, from the rows that each rank holds of A, or of D if A is not sharded along M."""
+        rows, scheduler = self.problem.m_per_rank or (), self.scheduler
+        if len(rows) != scheduler.world_size:
+            raise self.fail(f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
+        for operand in ("A", "D"):
+            held = [
+                {tile[0] // scheduler.chunks.m for tile in tiles if tile is not None}
+                for tiles in scheduler.partition[operand].tiles
+            ]
+            if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
+                break
+        else:
+            raise self.fail("m_per_rank says which rows each rank holds; here no rank has rows of its own")
+        sizes: dict[int, int] = {}
+        for rank, (shard,) in enumerate(held):
+            if sizes.setdefault(shard, rows[rank]) != rows[rank]:
+                raise self.fail(f"m_per_rank {rows}: rank {rank} holds the same rows as a rank with another number")
+        if sum(sizes.values()) != self.problem.m:
+            raise self.fail(f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {self.problem.m}")
+        return [sizes[shard] for shard in range(shards)]
+
+    def _work(self, rank: int) -> dict[int, TileCoord]:
+        """The tiles that are not empty, by iteration."""
+        tiles = self.scheduler.work.tiles[rank]
+        empty = [{index for index, (low, high) in enumerate(pairwise(edges)) if low == high} for edges in self.edges]
+        if not any(empty):
+            return {iteration: TileCoord(*tile) for iteration, tile in enumerate(tiles) if tile is not None}
+        return {
+            iteration: TileCoord(*tile)
+            for iteration, tile in enumerate(tiles)
+            if tile is not None and not any(index in of_mode for index, of_mode in zip(tile, empty, strict=True))
+        }
+
+    def frame(self, operand: str, tile: Tile) -> Box:
+        """The box of an operand's tile."""
+        found = self.frames.get((operand, tile))
+        if found is None:
+            rows, columns = {"A": (0, 2), "B": (1, 2), "D": (0, 1)}[operand]
+            row, column, batch = tile
+            edges = self.edges
+            found = (
+                (edges[3][batch], edges[3][batch + 1]),
+                (edges[rows][row], edges[rows][row + 1]),
+                (edges[columns][column], edges[columns][column + 1]),
+            )
+            self.frames[operand, tile] = found
+        return found
+
+    def shard(self, operand: str, rank: int) -> Box:
+        """The box that a rank's tiles form."""
+        tiles = {tile for tile in self.scheduler.partition[operand].tiles[rank] if tile is not None}
+        if not tiles:
+            return (0, 0), (0, 0), (0, 0)
+        spans = [sorted({tile[mode] for tile in tiles}) for mode in range(3)]
+        first = self.frame(operand, (spans[0][0], spans[1][0], spans[2][0]))
+        last = self.frame(operand, (spans[0][-1], spans[1][-1], spans[2][-1]))
+        contiguous = all(span[-1] - span[0] == len(span) - 1 for span in spans)
+        if not contiguous or prod(map(len, spans)) != len(tiles):
+            raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
+        return tuple((low, high) for (low, _), (_, high) in zip(first, last, strict=True))  # type: ignore[return-value]
+
+    # --- what moves -----------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Tiles of A and B that a rank multiplies and does not hold."""
+        for operand, route in (("A", self.scheduler.route.a), ("B", self.scheduler.route.b)):
+            layout = self.scheduler.partition[operand]
+            needs: dict[Tile, dict[int, int]] = defaultdict(dict)
+            for rank in self.ranks:
+                first_use: dict[Tile, int] = {}
+                for iteration, (m, n, k, batch) in self.work[rank].items():
+                    first_use.setdefault((m, k, batch) if operand == "A" else (n, k, batch), iteration)
+                for tile in first_use.keys() - set(layout.tiles[rank]):
+                    needs[tile][rank] = first_use[tile]
+            for moved, by in sorted(needs.items()):
+                self._move(operand, moved, layout.holders(moved), by, route, self.problem.dtype)
+
+    def _move(
+        self,
+        operand: str,
+        tile: Tile,
+        holders: Sequence[int],
+        first_use: dict[int, int],
+        route: GatherRoute,
+        dtype: str,
+    ) -> None:
+        """Bring a tile to every rank of ``first_use``, each served by the holder nearest to it."""
+        served: dict[int, list[int]] = defaultdict(list)
+        for rank in first_use:
+            nearest = min(holders, key=lambda holder: self._distance(holder, rank)) if len(holders) > 1 else holders[0]
+            served[nearest].append(rank)
+        for holder, needers in served.items():
+            # Ranks that need it in the same iteration are served downwards from the holder, so that no two holders
+            # start with the same rank.
+            needers.sort(key=lambda rank: (first_use[rank], (holder - rank) % self.scheduler.world_size))
+            hops = route.hops(self.scheduler.mesh, holder, needers)
+            self._check_hops(f"{operand}{tile}", route, hops)
+            for hop in self._useful(hops, needers):
+                self._hop(operand, tile, holder, hop, first_use, dtype)
+            for rank in needers:
+                landed = self.landed[operand][rank].get(tile)
+                arrived = sum(box_size(box) for _, box, writes in landed.accesses if writes) if landed else 0
+                if arrived != box_size(self.frame(operand, tile)):
+                    raise self.fail(f"the route of {operand}{tile} does not bring all of it to rank {rank}")
+
+    def _check_hops(self, tile: str, route: GatherRoute | ReduceRoute, hops: Sequence[Hop]) -> None:
+        """Raise PlanError for a hop from or to a rank that does not exist."""
+        for hop in hops:
+            for rank in (hop.src, hop.dst):
+                if rank not in self.ranks:
+                    raise PlanError(
+                        f"{self.scheduler.name}: the route {type(route).__name__} of {tile} returns {hop}, and rank "
+                        f"{rank} is none of the {len(self.ranks)} ranks 0 to {len(self.ranks) - 1}"
+                    )
+
+    @staticmethod
+    def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
+        """The hops to ranks that use the tile or pass it on, without those that nobody needs."""
+        useful: list[Hop] = []
+        sources: set[int] = set()
+        for hop in reversed(hops):
+            passed_on = hop.dst in sources and any(
+                later.src == hop.dst
+                and later.part * hop.parts < (hop.part + 1) * later.parts
+                and hop.part * later.parts < (later.part + 1) * hop.parts
+                for later in useful
+            )
+            if passed_on or hop.dst in needers:
+                useful.append(hop)
+                sources.add(hop.src)
+        return useful[::-1]
+
+    def _distance(self, holder: int, rank: int) -> tuple[int, int]:
+        """How far a rank is from a holder: mesh axes to cross, then ranks clockwise."""
+        crossed, a, b = 0, holder, rank
+        for extent in reversed(self.scheduler.mesh):
+            crossed += a % extent != b % extent
+            a, b = a // extent, b // extent
+        return crossed, (rank - holder) % self.scheduler.world_size
+
+    def _hop(self, operand: str, tile: Tile, holder: int, hop: Hop, first_use: dict[int, int], dtype: str) -> None:
+        frame = self.frame(operand, tile)
+        box = frame
+        if hop.parts > 1:
+            batch, (top, bottom), columns = frame
+            rows = -(-(bottom - top) // hop.parts)
+            box = batch, (min(top + hop.part * rows, bottom), min(top + (hop.part + 1) * rows, bottom)), columns
+        if not box_size(box):
+            return
+        landed = self.landed[operand]
+        if hop.src != holder:
+            passed_on = landed[hop.src].get(tile)
+            if passed_on is None or not passed_on.writers(box):
+                raise self.fail(f"the route of {operand}{tile}: {hop} passes on what did not arrive there")
+            source = passed_on
+        else:
+            source = self._result(holder, tile) if operand == "D" else self._own(operand, holder, tile)
+        used = first_use.get(hop.dst)
+        floor = hop.turn if hop.turn is not None else (used or 0) - 1
+        place = landed[hop.dst].get(tile)
+        if place is None:
+            place = Place(hop.dst, operand, tile, frame, dtype, floor if used is None else used)
+            landed[hop.dst][tile] = place
+            self.places[hop.dst].append(place)
+        if place.writers(box):
+            raise self.fail(f"the route of {operand}{tile}: {hop} brings what has arrived there already")
+        self._send(place, source, box, GATHER if operand != "D" else RESULT, floor)
+
+    def _own(self, operand: str, rank: int, tile: Tile) -> Place:
+        """A tile of A or B in the rank's shard."""
+        places = self.landed[operand][rank]
+        if tile not in places:
+            places[tile] = Place(rank, operand, tile, self.frame(operand, tile), self.problem.dtype, 0, shard=True)
+        return places[tile]
+
+    def _send(self, into: Place, source: Place, box: Box, phase: int, floor: int = 0) -> None:
+        """Add a transfer; the mechanism decides which rank executes it."""
+        rank = source.rank
+        if self.mechanism == "pull":
+            rank, source = into.rank, self._staged(source, phase) if source.shard else source
+        event = Event(Copy, rank, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
+        into.remote = True
+        event.read(source, box)
+        event.write(into, box)
+        event.settle()
+        self.events.append(event)
+
+    def _staged(self, shard: Place, phase: int) -> Place:
+        """The copy of a shard's tile in a slot: other ranks can read only the workspace."""
+        if shard.staged is None:
+            place = replace(shard, shard=False, accesses=[], first=None, start=-1, end=-1, view=None)
+            event = Event(Copy, shard.rank, shard.iteration, shard.operand, shard.tile, phase, 0, shard.frame)
+            event.sources, event.out = [shard], place
+            event.read(shard, shard.frame)
+            event.write(place, shard.frame)
+            event.settle()
+            self.events.append(event)
+            self.places[shard.rank].append(place)
+            shard.staged = place
+        return shard.staged
+
+    def _parts(self) -> dict[Tile, dict[int, Part]]:
+        """The ranks that add into each tile of D, and the ranks to which they send their partial sums."""
+        tiles: dict[Tile, dict[int, Part]] = {}
+        for rank in self.ranks:
+            for iteration, work in self.work[rank].items():
+                tile = (work.m, work.n, work.l)
+                parts = tiles.setdefault(tile, {})
+                if rank not in parts:
+                    parts[rank] = Part(rank, self.frame("D", tile))
+                parts[rank].iterations.append(iteration)
+        for of_tile, parts in sorted(tiles.items()):
+            self._join(of_tile, parts)
+        return tiles
+
+    def _join(self, tile: Tile, parts: dict[int, Part]) -> None:
+        """Connect the contributions to one tile along the route, towards the rank that completes it."""
+        reducer = self._reducer(tile)
+        contributors = [part for rank, part in parts.items() if rank != reducer]
+        contributors.sort(key=lambda part: (part.iterations[-1], part.rank))
+        frame = self.frame("D", tile)
+        parts.setdefault(reducer, Part(reducer, frame))
+        if not contributors:
+            return
+        ranks = [part.rank for part in contributors]
+        route = self.scheduler.route.d
+        hops = route.hops(self.scheduler.mesh, ranks, reducer)
+        self._check_hops(f"D{tile}", route, hops)
+        for hop in hops:
+            # A rank that contributes nothing may pass on what it receives.
+            src, dst = (parts.setdefault(rank, Part(rank, frame)) for rank in hop[:2])
+            if src.rank == reducer or src.to is not None or not (src.iterations or src.incoming):
+                raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
+            src.to = dst.rank
+            dst.incoming.append(src.rank)
+        lost = [part.rank for part in parts.values() if part.to is None and part.rank != reducer]
+        if lost:
+            raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
+        # The epilogue of the last GEMM adds a partial sum if all sums before it on the route are complete by then.
+        for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
+            before = [parts[rank] for rank in part.incoming]
+            place = route.final_add if part.to is None else route.add
+            last = (part.iterations or [-1])[-1]
+            part.whole = not before or (
+                place == "epilogue"
+                and (len(before) == 1 or route.add == "kernel")
+                and all(one.whole and -1 < (one.iterations or [-1])[-1] < last for one in before)
+            )
+
+    def _reducer(self, tile: Tile) -> int:
+        """The owner that completes a tile: of several owners, the one whose own GEMM comes last."""
+        owners = self.scheduler.partition.d.holders(tile)
+        if len(owners) == 1:
+            return owners[0]
+        last = dict.fromkeys(owners, -1)
+        m, n, batch = tile
+        for k in range(self.scheduler.grid.k):
+            for rank, iteration in self.scheduler.work.inverse((m, n, k, batch)):
+                if rank in last:
+                    last[rank] = max(last[rank], iteration)
+        return max(owners, key=lambda rank: (last[rank], -rank))
+
+    # --- who multiplies and adds ------------------------------------------------------------------------
+
+    def _multiply(self, tiles: dict[Tile, dict[int, Part]]) -> None:
+        """One GEMM for each tile of work, in the order of iterations."""
+        before: list[Event | None] = [None for _ in self.ranks]
+        landed_a, landed_b = self.landed["A"], self.landed["B"]
+        for iteration in range(self.scheduler.iterations):
+            for rank, of_rank in enumerate(self.work):
+                work = of_rank.get(iteration)
+                if work is None:
+                    continue
+                m, n, k, batch = work
+                a = landed_a[rank].get((m, k, batch)) or self._own("A", rank, (m, k, batch))
+                b = landed_b[rank].get((n, k, batch)) or self._own("B", rank, (n, k, batch))
+                event = Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, None, [a, b], follows=before[rank])
+                before[rank] = event
+                self.events.append(event)
+                event.read(a, a.frame)
+                event.read(b, b.frame)
+                parts = tiles[m, n, batch]
+                part = parts[rank]
+                passed_on = iteration == part.iterations[-1] and part.whole and part.to is not None
+                stored = passed_on and self.mechanism == "store"
+                into = self._arriving(part, parts, (m, n, batch), iteration) if stored else None
+                self._accumulate(event, part, (m, n, batch), into)
+                if passed_on and not stored:
+                    self._pass_on(part, parts, (m, n, batch), iteration)
+
+    def _accumulate(self, event: Event, part: Part, tile: Tile, into: Place | None) -> None:
+        """Set where a GEMM's result goes and what its epilogue adds; ``into`` is a place of another rank."""
+        frame = part.frame
+        first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
+        done = last and part.whole
+        finishes = done and part.to is None
+        sources = [] if first or part.home is None else [part.home]
+        if done:
+            sources += part.arrived
+        if into is not None:
+            out = into
+        elif finishes:
+            out = self._result(part.rank, tile)
+        elif first:
+            # The only GEMM of a tile adds to the partial sum that arrives, in place.
+            in_place = done and bool(part.arrived)
+            out = part.home = part.arrived[0] if in_place else self._home(part, tile, event.iteration)
+        else:
+            assert part.home is not None
+            out = part.home
+        event.out, event.completes = out, finishes
+        for source in sources:
+            event.sources.append(source)
+            event.read(source, frame)
+        event.write(out, frame)
+        event.settle()
+
+    def _home(self, part: Part, tile: Tile, iteration: int) -> Place:
+        """Where a partial sum rests: in D of the rank that completes it, if the types agree; otherwise in a slot."""
+        if part.to is None and self.partial_dtype == self.out_dtype:
+            return self._result(part.rank, tile)
+        place = Place(part.rank, "D", tile, part.frame, self.partial_dtype, iteration)
+        self.places[part.rank].append(place)
+        return place
+
+    def _result(self, rank: int, tile: Tile) -> Place:
+        place = self.results[rank].get(tile)
+        if place is None:
+            place = Place(rank, "D", tile, self.frame("D", tile), self.out_dtype, 0, shard=True)
+            self.results[rank][tile] = place
+        return place
+
+    def _arriving(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> Place:
+        """Where a partial sum arrives at the rank that adds to it next."""
+        assert part.to is not None
+        to = parts[part.to]
+        used = to.iterations[-1] if to.iterations else iteration
+        place = Place(to.rank, "D", tile, part.frame, self.partial_dtype, used)
+        self.places[to.rank].append(place)
+        to.arrived.append(place)
+        return place
+
+    def _pass_on(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> None:
+        """Send a partial sum to the rank that adds to it next."""
+        place = self._arriving(part, parts, tile, iteration)
+        assert part.home is not None
+        self._send(place, part.home, part.frame, RESULT)
+
+    def _sum(self, tiles: dict[Tile, dict[int, Part]]) -> None:
+        """Add a Reduce for all partial sums that no epilogue adds, in an order in which none waits for a later one."""
+        for tile, parts in tiles.items():
+            waiting = [part for part in parts.values() if not part.whole]
+            last = max(part.iterations[-1] for part in parts.values() if part.iterations)
+            while waiting:
+                ready = [part for part in waiting if len(part.arrived) == len(part.incoming)]
+                if not ready:
+                    raise self.fail(f"the route of D{tile} sends partial sums in a circle")
+                for part in ready:
+                    waiting.remove(part)
+                    self._reduce(part, tile, part.iterations[-1] if part.iterations else last)
+                    if part.to is not None:
+                        self._pass_on(part, parts, tile, last)
+
+    def _reduce(self, part: Part, tile: Tile, iteration: int) -> None:
+        """Add the sums that arrived, and the rank's own partial sum last."""
+        frame = part.frame
+        event = Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.to is None)
+        self.events.append(event)
+        places = part.arrived if part.home is None else [*part.arrived, part.home]
+        for place in places:
+            event.sources.append(place)
+            event.read(place, frame)
+        event.out = part.home = self._result(part.rank, tile) if part.to is None else places[-1]
+        event.write(event.out, frame)
+        event.settle()
+
+    def _send_final(self, tiles: dict[Tile, dict[int, Part]]) -> None:
+        """Send finished tiles of D from the rank that completes them to the other owners."""
+        for tile, parts in tiles.items():
+            owners = self.scheduler.partition.d.holders(tile)
+            if len(owners) == 1:
+                continue
+            (reducer,) = [part.rank for part in parts.values() if part.to is None]
+            last = max(part.iterations[-1] for part in parts.values() if part.iterations)
+            first_use = {rank: last for rank in owners if rank != reducer}
+            self._move("D", tile, [reducer], first_use, self.scheduler.route.deliver, self.out_dtype)
+            for rank in first_use:
+                landed, frame = self.landed["D"][rank][tile], self.frame("D", tile)
+                event = Event(Copy, rank, last, "D", tile, RESULT, 0, frame, [landed], self._result(rank, tile))
+                event.read(landed, frame)
+                event.write(self._result(rank, tile), frame)
+                event.settle()
+                self.events.append(event)
+
+    # --- where --------------------------------------------------------------------------------------------
+
+    def allocate(self, workspace: WorkspaceMode, send_slots: int) -> tuple[tuple[Slot, ...], ...]:
+        """A slot for every place, in order of their lifetimes."""
+        return tuple(self._allocate(rank, workspace == "bounded", send_slots) for rank in self.ranks)
+
+    def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
+        group = prod(self.scheduler.chunks)
+        slot_places: list[list[Place]] = []
+        shared: list[Place] = []  # the last places of slots that may be used again
+        for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
+            place.slot = len(slot_places)
+            if bounded or not place.remote:
+                for index, last in enumerate(shared):
+                    # A slot is free after a whole round of chunks, or once all send slots have been used again.
+                    remote = place.remote or last.remote
+                    free = (last.end // group + 1) * group if remote else last.end + send_slots
+                    # Tiles of one operand have almost the same size, so no slot is much larger than its tiles need.
+                    if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
+                        place.slot, place.last = last.slot, last
+                        shared[index] = place
+                        break
+                else:
+                    shared.append(place)
+            if place.last is None:
+                slot_places.append([])
+            slot_places[place.slot].append(place)
+        alignment = STORED_ALIGNMENT if self.mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
+        slots, offset = [], 0
+        for held in slot_places:
+            held[0].last, held[0].wraps = held[-1], True
+            elements = max(place.elements for place in held)
+            size = elements * DTYPE_BYTES[held[0].dtype]
+            size = -(-size // alignment) * alignment
+            slots.append(Slot(offset, size, held[0].dtype, elements))
+            offset += size
+        return tuple(slots)

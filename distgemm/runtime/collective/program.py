@@ -1,0 +1,336 @@
+"""The program of the collective runtime: a rank's ops as steps, and copies between ranks as messages.
+
+Flags become messages. A posted receive is the credit, and its completion is the arrival. Of the ops that only
+synchronise, just the Waits for arrivals and the Barriers do anything here. See ``docs/collective.md``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeGuard
+
+import torch
+import torch.distributed as dist
+
+from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, Wait, box_extents, box_size, contains
+from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.validate import validate
+from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.collective.memory import Memory, Step
+from distgemm.runtime.collective.steps import Add, Float32Precision, Join, KeepTile, Message, Move, Multiply, Post, Sum
+
+__all__ = ["Program", "multiplies_all_of_a"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank does in a call.
+
+    Attributes:
+        steps: in order.
+        messages: number of messages that it sends and receives.
+    """
+
+    steps: list[Step]
+    messages: int
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, memory: Memory, group: dist.ProcessGroup, barrier: Step) -> Program:
+        """The program of a rank.
+
+        Args:
+            plan: of all ranks.
+            rank: this rank.
+            memory: its memory.
+            group: the ranks.
+            barrier: the step for a Barrier.
+
+        Raises:
+            PlanError: for ops that cannot be executed with messages, or that do not write all of D.
+        """
+        return _Compiler(plan, rank, memory, group, barrier).compile()
+
+
+def multiplies_all_of_a(plan: Plan, rank: int) -> bool:
+    """Whether a rank multiplies all of A."""
+    p = plan.problem
+    boxes = {op.a.box for op in plan.ops(rank) if isinstance(op, Gemm)}
+    return _covers(boxes, ((0, p.l), (0, p.m), (0, p.k)))
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """The messages of one round, and what must be done before they are posted.
+
+    Attributes:
+        messages: of this rank.
+        finished: ids of this rank's ops that must be finished.
+        sent: ids of this rank's Copies that must have left completely.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+
+
+class _Compiler:
+    """Makes the steps of one rank. It looks at all ranks' ops for the messages that come in."""
+
+    def __init__(self, plan: Plan, rank: int, memory: Memory, group: dist.ProcessGroup, barrier: Step) -> None:
+        self.plan, self.rank, self.memory, self.group, self.barrier = plan, rank, memory, group, barrier
+        index = validate(plan)
+        self.ops, self.signals = index.ops, index.signals
+        self.steps: list[Step] = []
+        self.finished: set[int] = set()
+        self.posted: set[int] = set()  # numbers of messages
+        self.joined: set[int] = set()
+        self.multiplied: set[Box] = set()  # boxes of A
+        self.barriers_passed = 0
+        self.barriers = sorted(index.barriers)
+        self.sends: dict[int, Message] = {}  # by the id of the Copy
+        self.receives: dict[tuple[int, int], Message] = {}  # by the rank and id of the Copy
+        self.rounds = self._rounds()
+        operands = [(box_size(op.a.box), box_size(op.b.box)) for op in plan.ops(rank) if isinstance(op, Gemm)]
+        self.largest_a = max((a for a, _ in operands), default=0)
+        self.largest_b = max((b for _, b in operands), default=0)
+        self.largest_out = max(
+            (box_size(op.out.box) for op in plan.ops(rank) if isinstance(op, Gemm | Reduce)), default=0
+        )
+
+    def compile(self) -> Program:
+        waiting = sorted(self.rounds)
+        for op in self.plan.ops(self.rank):
+            self._post(waiting, op)
+            self._issue(op)
+        self._post(waiting, None)
+        self._check_written()
+        # When a call returns, it reads the caller's tensors no longer, and has no message left over.
+        messages = [*self.sends.values(), *self.receives.values()]
+        self._join([message for message in messages if message.number not in self.joined], unpack=False)
+        return Program(self.steps, len(messages))
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def _rounds(self) -> dict[int, _Round]:
+        rounds: dict[int, _Round] = defaultdict(_Round)
+        copies = [op for ops in self.ops for op in ops.values() if _crosses(op) and box_size(op.src.box)]
+        for number, copy in enumerate(copies):
+            if copy.rank == self.rank:
+                self.sends[copy.id] = self._message(copy, number, sends=True)
+                rounds[copy.round].messages.append(self.sends[copy.id])
+            elif copy.dst.rank == self.rank:
+                self.receives[copy.rank, copy.id] = self._message(copy, number, sends=False)
+                rounds[copy.round].messages.append(self.receives[copy.rank, copy.id])
+        for each in rounds.values():
+            for message in each.messages:
+                self._need(each, message.copy.deps if message.sends else self._credits(message.copy))
+        return rounds
+
+    def _message(self, op: Copy, number: int, sends: bool) -> Message:
+        view, peer = (op.src, op.dst.rank) if sends else (op.dst, op.src.rank)
+        work = len(self.sends) + len(self.receives)
+        return Message(number, work, op, sends, peer, self.memory.place(view), self.memory.dtype(view))
+
+    def _credits(self, copy: Copy) -> set[int]:
+        """Ids of the last ops of this rank that happen before a Copy into its memory, in the same replay."""
+        found: set[int] = set()
+        seen: set[tuple[int, int]] = set()
+        stack = [(copy.rank, dep) for dep in copy.deps]
+        while stack:
+            rank, op_id = stack.pop()
+            if (rank, op_id) in seen:
+                continue
+            seen.add((rank, op_id))
+            if rank == self.rank:
+                found.add(op_id)
+                continue
+            op = self.ops[rank][op_id]
+            stack += [(rank, dep) for dep in op.deps]
+            # A flag that is set at the start stands for what the replay before did.
+            if isinstance(op, Wait) and not op.flag.initial:
+                signal = self.signals[op.flag[:2]]
+                stack.append((signal.rank, signal.id))
+        return found
+
+    def _needs(self, ids: Iterable[int]) -> tuple[set[int], set[int]]:
+        """The ops that must be finished, and the Copies that must have left, before an op with these deps."""
+        finished: set[int] = set()
+        sent: set[int] = set()
+        stack = list(ids)
+        while stack:
+            op_id = stack.pop()
+            op = self.ops[self.rank][op_id]
+            if isinstance(op, Signal):
+                stack += op.deps
+            elif op_id in self.sends:
+                sent.add(op_id)
+            else:
+                finished.add(op_id)
+        return finished, sent
+
+    def _need(self, of_round: _Round, ids: Iterable[int]) -> None:
+        finished, sent = self._needs(ids)
+        # The receiver's credit is the receive that it posts.
+        of_round.finished |= {op_id for op_id in finished if not _is_credit(self.ops[self.rank][op_id])}
+        of_round.sent |= sent
+
+    def _post(self, waiting: list[int], before: Op | None) -> None:
+        """Post the rounds that can be posted.
+
+        A round is posted as soon as it needs to wait for nothing, at the latest after the ops of its round. Rounds
+        ascend on all ranks, so no round waits for a later one.
+        """
+        while waiting:
+            number = waiting[0]
+            current = self.rounds[number]
+            last_chance = before is None or before.round > number
+            passed = self.barriers_passed == sum(barrier <= number for barrier in self.barriers)
+            ready = passed and current.finished <= self.finished
+            left = [self.sends[op_id] for op_id in sorted(current.sent) if self.sends[op_id].number not in self.joined]
+            if not ready or left:
+                if not last_chance:
+                    return
+                if not ready or any(message.number not in self.posted for message in left):
+                    first = min(current.messages, key=lambda message: message.number).copy
+                    raise PlanError(f"{first.describe()}: a message of round {number} needs what comes after it")
+                self._join(left, unpack=False)
+            waiting.pop(0)
+            current.messages.sort(key=lambda message: message.number)
+            self.steps.append(Post(current.messages, self.group))
+            self.posted |= {message.number for message in current.messages}
+
+    def _join(self, messages: Sequence[Message], unpack: bool) -> None:
+        # A second wait for one message would block.
+        messages = [message for message in messages if message.number not in self.joined]
+        self.joined |= {message.number for message in messages}
+        if messages:
+            self.steps.append(Join(messages, unpack))
+
+    # --- ops ----------------------------------------------------------------------------------------------
+
+    def _issue(self, op: Op) -> None:
+        if isinstance(op, Gemm | Reduce | Barrier) or (isinstance(op, Copy) and not _crosses(op)):
+            _, sent = self._needs(op.deps)
+            self._join([self.sends[op_id] for op_id in sorted(sent)], unpack=False)
+        if isinstance(op, Gemm):
+            self.steps.append(self._multiply(op))
+            if op.a.box not in self.multiplied:
+                self.multiplied.add(op.a.box)
+                self.steps.append(KeepTile(self.memory.place(op.a), tuple(slice(*edges) for edges in op.a.box)))
+        elif isinstance(op, Reduce):
+            self.steps.append(Add(self._sum(op)))
+        elif isinstance(op, Barrier):
+            self.steps.append(self.barrier)
+            self.barriers_passed += 1
+        elif isinstance(op, Wait):
+            self._wait(op)
+        elif isinstance(op, Copy) and not _crosses(op):
+            self.steps.append(Move(self.memory.place(op.src), self.memory.place(op.dst)))
+        self.finished.add(op.id)
+
+    def _wait(self, op: Wait) -> None:
+        signal = self.signals[op.flag[:2]]
+        if op.flag.credit:
+            for other in self.ops[self.rank].values():
+                if op.id in other.deps and not (_crosses(other) and other.dst.rank == signal.rank):
+                    raise PlanError(f"{other.describe()}: only a Copy into rank {signal.rank} can use {op.flag}")
+            return
+        copies = [copy for copy in self._copies_before(signal) if copy.dst.rank == self.rank]
+        if not copies:
+            raise PlanError(f"{op.describe()}: its Signal follows no Copy to rank {self.rank}")
+        keys = [(copy.rank, copy.id) for copy in copies]
+        messages = [self.receives[key] for key in keys if key in self.receives]
+        if any(message.number not in self.posted for message in messages):
+            raise PlanError(f"{op.describe()}: it waits for a chunk in the round in which the chunk is sent")
+        self._join(messages, unpack=True)
+
+    def _copies_before(self, signal: Signal) -> list[Copy]:
+        """The Copies to other ranks that a Signal follows."""
+        ops = self.ops[signal.rank]
+        found: list[Copy] = []
+        seen: set[int] = set()
+        stack = list(signal.deps)
+        while stack:
+            op_id = stack.pop()
+            if op_id in seen:
+                continue
+            seen.add(op_id)
+            op = ops[op_id]
+            if _crosses(op):
+                found.append(op)
+            stack += op.deps
+        return sorted(found, key=lambda copy: copy.id)
+
+    def _sum(self, op: Gemm | Reduce) -> Sum:
+        accumulation = _accumulation(self.plan)
+        total = self.memory.scratch("total", box_extents(op.out.box), accumulation, self.largest_out)
+        in_place = not op.sources and self.memory.dtype(op.out) == accumulation
+        sources = [self.memory.place(source) for source in op.sources]
+        c = None if op.c is None else self.memory.place(op.c)
+        bias_columns = slice(0) if op.c is None else op.c.slices()[2]
+        return Sum(sources, c, bias_columns, self.memory.place(op.out), total, in_place)
+
+    def _multiply(self, op: Gemm) -> Multiply:
+        dtype = self.plan.problem.dtype
+        accumulation = _accumulation(self.plan)
+        on_cuda = self.memory.device.type == "cuda"
+        factors = TORCH_DTYPES[dtype]
+        if factors.itemsize < 4 and not on_cuda:
+            factors = accumulation
+        elif factors.itemsize == 1:
+            factors = torch.bfloat16  # holds all values of float8_e4m3fn
+        converted = []
+        if factors != TORCH_DTYPES[dtype]:
+            converted = [
+                self.memory.scratch("a", box_extents(op.a.box), factors, self.largest_a),
+                self.memory.scratch("b", box_extents(op.b.box), factors, self.largest_b),
+            ]
+        precision: Float32Precision | None = None
+        if factors == torch.float32:
+            precision = "tf32" if dtype == "tfloat32" and on_cuda else "ieee"
+        out_dtype = accumulation if factors != accumulation else None
+        a, b = self.memory.place(op.a), self.memory.place(op.b)
+        return Multiply(a, b, converted, self._sum(op), out_dtype, precision)
+
+    def _check_written(self) -> None:
+        """Check that the ops write all of this rank's D: the rest of a new D would be whatever its memory held."""
+        shard = self.plan.box("D", self.rank)
+        boxes = {
+            view.box
+            for ops in self.ops
+            for op in ops.values()
+            for view in ((op.dst,) if isinstance(op, Copy) else (op.out,) if isinstance(op, Gemm | Reduce) else ())
+            if view.buffer == "D" and view.rank == self.rank
+        }
+        if not _covers(boxes, shard):
+            raise PlanError(f"rank {self.rank}: no op writes some of its shard of D, {shard}")
+
+
+def _accumulation(plan: Plan) -> torch.dtype:
+    return torch.float64 if plan.problem.dtype == "float64" else torch.float32
+
+
+def _crosses(op: Op) -> TypeGuard[Copy]:
+    return isinstance(op, Copy) and op.src.rank != op.dst.rank
+
+
+def _is_credit(op: Op) -> bool:
+    return isinstance(op, Wait) and op.flag.credit
+
+
+def _covers(boxes: Iterable[Box], whole: Box) -> bool:
+    """Whether boxes together make up a whole box."""
+    boxes = list(boxes)
+    cells: list[list[tuple[int, int]]] = []
+    for mode in range(3):
+        edges = {edge for box in (*boxes, whole) for edge in box[mode] if whole[mode][0] <= edge <= whole[mode][1]}
+        cells.append(list(pairwise(sorted(edges))))
+    return all(
+        any(contains(box, (batch, rows, columns)) for box in boxes)
+        for batch in cells[0]
+        for rows in cells[1]
+        for columns in cells[2]
+    )

@@ -1,0 +1,168 @@
+"""What was measured beside the runs of ``distgemm bench``."""
+
+from __future__ import annotations
+
+import json
+from statistics import geometric_mean
+from typing import Any
+
+from blocks import read, rows_of, table
+from blocks.benchmark import label, short
+
+
+@table
+def simulator_errors() -> str:
+    """Mean and largest error of the simulator."""
+    found = read("simulator_vs_measured")["statistics"]
+    of = [
+        f"{100 * found[rows][key]:.1f} %"
+        for rows in ("all", "distgemm bench")
+        for key in ("mean_abs_error", "max_abs_error")
+    ]
+    return (
+        f"For prototypes and NCCL the mean absolute error is {of[0]} and the largest {of[1]}. For the CUDA runtime "
+        f"they are {of[2]} and {of[3]}."
+    )
+
+
+@table
+def simulator_rows() -> str:
+    """Measured and predicted times."""
+    rows = [
+        [str(row["ranks"]), row["layer"], row["how"], *(f"{row[key]:.3f}" for key in ("measured", "predicted"))]
+        + [f"{100 * row['error']:+.1f}"]
+        for row in read("simulator_vs_measured")["rows"]
+    ]
+    return rows_of("ranks | layer | how | measured, ms | predicted, ms | error, %", rows)
+
+
+@table
+def simulator_statistics() -> str:
+    """Correlation and errors, by what was measured."""
+    rows = []
+    for name, each in read("simulator_vs_measured")["statistics"].items():
+        errors = (f"{100 * each[key]:.1f}" for key in ("mean_error", "mean_abs_error", "max_abs_error"))
+        rows.append([name, str(each["rows"]), f"{each['spearman']:.3f}", *errors])
+    return rows_of("rows | number | Spearman | mean error, % | mean absolute error, % | largest, %", rows)
+
+
+@table
+def one_of_many(file: str, tokens: str) -> str:
+    """The fastest of the tuner's candidates, as one of 4 and of 8 ranks."""
+    by_row: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in read(file)["rows"]:
+        if row["case"]["m"] == int(tokens):
+            by_row.setdefault(label(row["case"]).partition(",")[0], {})[row["case"]["ranks"]] = row
+    rows = []
+    for name, found in by_row.items():
+        times = [f"{found[ranks]['ms']:.4f}" if ranks in found else "" for ranks in (4, 8)]
+        efficiencies = [f"{found[ranks]['efficiency']:.2f}" if ranks in found else "" for ranks in (4, 8)]
+        configs = [short(found[ranks]["best"]) if ranks in found else "" for ranks in (4, 8)]
+        rows.append([name, *times, *efficiencies, *configs])
+    return rows_of(
+        "row | 4 ranks, ms | 8 ranks, ms | 4 ranks: efficiency | 8 ranks: efficiency | 4 ranks: by | 8 ranks: by", rows
+    )
+
+
+@table
+def one_of_many_and_four_gpus(tokens: str) -> str:
+    """Times of candidates for reductions as one of 4 ranks on two GPUs, over their times on 4 GPUs."""
+    rows = [row for row in read("one_of_many_and_four_gpus")["rows"] if row["m"] == int(tokens)]
+    found = sorted(row["one_of_4_ms"] / row["four_gpus_ms"] for row in rows)
+    tenth = len(found) // 10
+    return (
+        f"{len(found)} candidates; the geometric mean is {geometric_mean(found):.3f}; eight of ten lie between "
+        f"{found[tenth]:.3f} and {found[-1 - tenth]:.3f}, and all between {found[0]:.3f} and {found[-1]:.3f}"
+    )
+
+
+@table
+def gemms() -> str:
+    """CUTLASS beside cuBLAS, whole and in chunks."""
+    rows = []
+    for row in read("gemm_h200")["rows"]:
+        rate = row["tflops"]
+        chunks = rate["cutlass_chunks_two_streams"]
+        cells = [", ".join(row["layers"]), f"{row['m']} x {row['n']} x {row['k']}"]
+        cells += [f"{rate[key]:.0f}" for key in ("cublas", "cutlass")] + [f"{rate['cutlass'] / rate['cublas']:.3f}"]
+        rows.append([*cells, f"{rate['cublas_chunks']:.0f}", f"{chunks:.0f}", f"{chunks / rate['cutlass']:.2f}"])
+    head = (
+        "layer | m x n x k | cuBLAS | CUTLASS | CUTLASS / cuBLAS | 8 chunks, cuBLAS | 8 chunks, CUTLASS on two streams"
+    )
+    return rows_of(f"{head} | chunks / whole, CUTLASS", rows)
+
+
+@table
+def gemms_outcome() -> str:
+    """What that table says."""
+    rates = {", ".join(row["layers"]): row["tflops"] for row in read("gemm_h200")["rows"]}
+    found = {name: rate["cutlass"] / rate["cublas"] for name, rate in rates.items()}
+    least = min(found, key=found.__getitem__)
+    below = [name for name, rate in rates.items() if rate["cutlass_chunks_two_streams"] < 0.95 * rate["cutlass"]]
+    return (
+        f"CUTLASS reaches {geometric_mean(found.values()):.3f} of cuBLAS's rate in the geometric mean, and "
+        f"{found[least]:.3f} at least ({least}). Eight chunks on two streams reach 0.95 of the rate of the whole "
+        f"GEMM in {len(rates) - len(below)} of {len(rates)} layers. The exceptions are {', '.join(below)}."
+    )
+
+
+@table
+def host_time() -> str:
+    """What a call costs the host on 2 and 4 GPUs."""
+    names = {"all_gather": "gather", "reduce_scatter_1d_tiling": "chain", "reduce_scatter_1d_pairwise": "pairwise sums"}
+    four = {json.dumps([row["schedule"], row["options"]]): row["us"] for row in read("host_time_4xh200")["rows"]}
+    rows = []
+    for row in read("host_time_2xh200")["rows"]:
+        name = next(short for long, short in names.items() if row["schedule"].startswith(long))
+        plan = ", ".join([name, *(f"{key}={value}" for key, value in row["options"].items())])
+        other = four[json.dumps([row["schedule"], row["options"]])]
+        times = [*(row["us"][each] for each in ("call", "replay", "graph")), other["replay"], other["graph"]]
+        rows.append([plan, *(f"{time:.0f}" for time in times)])
+    return rows_of("plan | 2 GPUs: call | 2 GPUs: replay | 2 GPUs: launch | 4 GPUs: replay | 4 GPUs: launch", rows)
+
+
+@table
+def host_time_auto() -> str:
+    """What replays of auto's configurations cost the host."""
+    times = [row["us"] for row in read("host_time_auto_2xh200")["rows"]]
+    within = sum(each["replay"] <= max(20, 0.05 * each["gpu"]) for each in times)
+    least, most = min(each["replay"] for each in times), max(each["replay"] for each in times)
+    return (
+        f"{least:.0f} to {most:.0f} us of the host; {within} of {len(times)} take at most 20 us, or at most 5 % of the "
+        "GPU's time"
+    )
+
+
+@table
+def whole_layer() -> str:
+    """A layer, forward and backward."""
+    found = read("layer_4xh200")
+    rows = [
+        [name, f"{time:.3f}", f"{sum(part[name] for part in found['parts_ms'].values()):.3f}"]
+        for name, time in sorted(found["layer_ms"].items(), key=lambda pair: -pair[1])
+    ]
+    return rows_of("method | layer, ms | its eight products with communication, ms", rows)
+
+
+@table
+def planning(file: str) -> str:
+    """Times of planning and proving."""
+    found = sorted(read(file)["rows"], key=lambda row: row["world_size"])
+    rows = [
+        [f"`{row['schedule']}`", "x".join(map(str, row["mesh"])), str(row["ops"])]
+        + [f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms")]
+        for row in found
+    ]
+    return rows_of("schedule | ranks | ops | make_plan, ms | verify, ms", rows)
+
+
+@table
+def mutation_score() -> str:
+    """The totals of the mutation score."""
+    found = read("mutation_score")
+    total = {key: sum(kind[key] for kind in found["kinds"].values()) for key in next(iter(found["kinds"].values()))}
+    rest = ", ".join(f"{total[key]} {key}" for key in ("missed", "slack", "equivalent", "contradiction"))
+    return (
+        f"{found['plans']} plans, {total['generated']} mutations: {total['caught']} caught, {rest}. "
+        f"The score is {found['score']:.0%}."
+    )

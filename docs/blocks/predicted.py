@@ -1,0 +1,105 @@
+"""What the simulator predicts for layers of Llama."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import distgemm
+from blocks import rows_of, table
+from distgemm.simulator import Machine, Timeline, predict_unfused, simulate
+
+RANKS = 8
+MACHINE = Machine.load("h200")
+CHUNKS = (1, 2, 4)
+TIE_TOLERANCE = 0.02
+"""More chunks are shown only where they save more than this share of the time."""
+MODELS = {"8B": (4096, 14336), "70B": (8192, 28672)}
+"""Hidden and intermediate size of Llama."""
+TOKENS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 16384)
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+RECOMMENDED = {"fc1": (GATHER,), "fc2": (CHAIN, PAIRWISE)}
+PATTERNS = {"fc1": "ag+gemm", "fc2": "gemm+rs"}
+
+
+def layer_problem(layer: str, model: str, tokens: int) -> distgemm.GemmProblem:
+    """The product of fc1 (gate and up in one) or of fc2."""
+    hidden, intermediate = MODELS[model]
+    sides = (2 * intermediate, hidden) if layer == "fc1" else (hidden, intermediate)
+    return distgemm.GemmProblem(tokens, *sides)
+
+
+@cache
+def timeline(problem: distgemm.GemmProblem, schedule: str, chunks: int) -> Timeline:
+    """The predicted replay of a schedule on 8 H200s."""
+    return simulate(distgemm.make_plan(problem, schedule, RANKS, chunks=chunks), MACHINE)
+
+
+def _best(problem: distgemm.GemmProblem, schedule: str) -> tuple[int, Timeline]:
+    """The fewest chunks within the tolerance of the best, and their timeline."""
+    lines = [(chunks, timeline(problem, schedule, chunks)) for chunks in CHUNKS]
+    limit = min(line.time for _, line in lines) * (1 + TIE_TOLERANCE)
+    return next((chunks, line) for chunks, line in lines if line.time <= limit)
+
+
+@table
+def predictions(layer: str, model: str, tokens: str) -> str:
+    """Predicted times of all 1D schedules of a layer, by chunks."""
+    problem = layer_problem(layer, model, int(tokens))
+    stem = "all_gather_1d" if layer == "fc1" else "reduce_scatter_1d"
+    found = []
+    for name in (name for name in distgemm.list_schedules() if name.startswith(stem)):
+        lines = [timeline(problem, name, chunks) for chunks in CHUNKS]
+        best = min(line.time for line in lines)
+        times = [f"**{_ms(line.time)}**" if line.time == best else _ms(line.time) for line in lines]
+        sent = sum(size for (source, _), size in lines[0].plan.link_bytes().items() if source == 0)
+        workspace = max(line.plan.workspace_bytes(0) for line in lines)
+        found.append((best, [_link(name), *times, str(sent >> 20), str(workspace >> 20)]))
+    heads = " | ".join(f"chunks={chunks}, ms" for chunks in CHUNKS)
+    head = f"schedule | {heads} | sent by a rank, MiB | workspace, MiB"
+    roof = timeline(problem, RECOMMENDED[layer][0], 1).roof
+    unfused = predict_unfused(problem, MACHINE, PATTERNS[layer], RANKS)
+    return (
+        f"Predicted for {layer} of Llama {model} with {tokens} tokens (m {problem.m}, n {problem.n}, k {problem.k}), "
+        f"bfloat16, 8 H200s:\n\n{rows_of(head, [row for _, row in sorted(found)])}\n\n"
+        f"The longer of the local GEMM alone and the copies alone takes {_ms(roof)} ms. A library's collective and "
+        f"then one GEMM take {_ms(unfused)} ms."
+    )
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f}"
+
+
+def _link(schedule: str) -> str:
+    return f"[{schedule}](schedules/{schedule}.md)"
+
+
+@table
+def predictions_by_tokens(layer: str, model: str) -> str:
+    """Predicted times of the recommended schedules of a layer, by the number of tokens."""
+    rows = []
+    for tokens in TOKENS:
+        problem = layer_problem(layer, model, tokens)
+        best = [_best(problem, name) for name in RECOMMENDED[layer]]
+        times = [line.time for _, line in best] + [predict_unfused(problem, MACHINE, PATTERNS[layer], RANKS)]
+        cells = [f"**{_ms(time)}**" if time == min(times) else _ms(time) for time in times]
+        cells[:-1] = [f"{cell} ({chunks})" for cell, (chunks, _) in zip(cells, best, strict=False)]
+        rows.append([str(tokens), *cells, _ms(best[0][1].gemm_alone)])
+    heads = " | ".join(f"{_link(name)}, ms" for name in RECOMMENDED[layer])
+    head = f"tokens | {heads} | a library's collective, then one GEMM, ms | the local GEMM alone, ms"
+    return (
+        f"Predicted for {layer} of Llama {model}, bfloat16, 8 H200s. The number of chunks is in brackets:\n\n"
+        f"{rows_of(head, rows)}"
+    )
+
+
+@table
+def crossover(model: str) -> str:
+    """The fewest tokens in the table of fc2 with which the chain is faster than pairwise sums."""
+    for tokens in TOKENS:
+        chain, pairwise = (_best(layer_problem("fc2", model, tokens), name)[1].time for name in RECOMMENDED["fc2"])
+        if chain < pairwise:
+            return str(tokens)
+    raise RuntimeError(f"the chain is never faster in fc2 of {model}: docs/which_schedule.md has to say so")

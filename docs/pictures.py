@@ -1,0 +1,60 @@
+"""Draws the pictures of the site: a hook of mkdocs. The pictures are not committed.
+
+A page has ``<!-- picture: FILE.svg CAPTION -->`` where a picture belongs. On a code host nothing shows there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import benchmark, predicted, schedules
+
+import distgemm
+from distgemm.bench.figure import draw_benchmark
+from distgemm.schedulers import schedule_mesh_rank
+from distgemm.viz.figures import draw_schedule, draw_timeline
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+PICTURE = re.compile(r"<!-- picture: (\S+) (.+?) -->")
+
+
+def pictures() -> dict[str, Callable[[Path], None]]:
+    """What draws each picture, by its place in the site."""
+    found: dict[str, Callable[[Path], None]] = {"bench_4xh200.svg": partial(draw_benchmark, benchmark.run("bench_4xh200"))}
+    for layer, chunks in (("fc1", 1), ("fc2", 2)):
+        problem = predicted.layer_problem(layer, "70B", 8192)
+        timeline = predicted.timeline(problem, predicted.RECOMMENDED[layer][0], chunks)
+        found[f"{layer}.svg"] = partial(draw_timeline, timeline)
+    for name in distgemm.list_schedules():
+        scheduler = distgemm.get_schedule(name, mesh=schedules.MESHES[schedule_mesh_rank(name)])
+        found[f"schedules/{name}.svg"] = partial(draw_schedule, scheduler)
+    return found
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pictures to the site."""
+    from mkdocs.structure.files import File
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.svg"
+        for place, draw in pictures().items():
+            draw(path)
+            files.append(File.generated(config, place, content=path.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the pictures of a page; each is a link to itself."""
+    return PICTURE.sub(r"[![\2](\1)](\1)", markdown)

@@ -1,0 +1,460 @@
+"""Kernel libraries on disk, with a fake compiler: each is compiled once, complete, and found again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
+from distgemm.gemm import nvcc as compiler
+from distgemm.gemm.cutlass import KernelKind, kernel_source
+from distgemm.gemm.nvcc import (
+    CompileError,
+    CompilerNotFoundError,
+    KernelSource,
+    build,
+    cache_dir,
+    cached,
+    command,
+    find_nvcc,
+    library,
+    missing,
+)
+
+SOURCE = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
+MEBIBYTE = 1 << 20
+
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then
+    echo "nvcc: NVIDIA (R) Cuda compiler driver"
+    echo "Cuda compilation tools, release {release}, V{release}.48"
+    exit 0
+fi
+echo "$*" >>"{log}"
+while [ "$1" != -o ]; do shift; done
+{does}
+"""
+WRITES = f'sleep 0.2; head -c {MEBIBYTE} /dev/zero >"$2"'
+
+
+class Nvcc:
+    """A script that answers like nvcc and keeps a log of what it was asked to compile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.log = folder / "nvcc", folder / "log"
+        self.set()
+
+    def set(self, does: str = WRITES, release: str = "13.0") -> None:
+        self.path.write_text(NVCC.format(does=does, release=release, log=self.log))
+        self.path.chmod(0o755)
+        compiler.compiler_version.cache_clear()
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
+    """A compiler, and an empty cache."""
+    found = Nvcc(tmp_path)
+    monkeypatch.setenv("DISTGEMM_NVCC", str(found.path))
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    return found
+
+
+def libraries() -> list[str]:
+    return sorted(path.name for path in (cache_dir() / "kernels").glob("*") if path.suffix != ".lock")
+
+
+# --- compiled once --------------------------------------------------------------------------------------
+
+
+def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
+    path = library(SOURCE)
+    assert path.parent == cache_dir() / "kernels"
+    assert path.stat().st_size == MEBIBYTE
+    assert library(SOURCE) == path
+    (call,) = nvcc.calls
+    for word in ("-DDG_D=float", "-DDG_TILE_M=128", "-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", "-std=c++17"):
+        assert word in call.split()
+    assert call.endswith("distgemm/gemm/kernels/gemm.cu")
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    assert manifest.pop("seconds") >= 0.2
+    assert manifest == {
+        "kernel": "a kernel",
+        "arch": "90a",
+        "macros": {"DG_D": "float", "DG_TILE_M": "128"},
+        "compiler": "release 13.0, V13.0.48",
+        "cutlass": importlib.metadata.version("nvidia-cutlass"),
+        "sha256": "30e14955ebf1352266dc2ff8067e68104607e750abb9d3b36582b8af909fcb58",
+    }
+    assert libraries() == sorted([path.name, path.with_suffix(".json").name])
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from distgemm.gemm.nvcc import KernelSource, library
+source = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
+print("ready", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.001)
+start = time.perf_counter()
+path = library(source)
+print(time.perf_counter() - start, path)
+"""
+
+
+def children(go: Path, count: int) -> list[tuple[float, str]]:
+    """Seconds and path from each of so many processes that ask for the library at once."""
+    go.unlink(missing_ok=True)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", CHILD, str(go)], stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    go.touch()
+    found = []
+    for process in processes:
+        seconds, path = process.communicate(timeout=60)[0].split()
+        assert process.returncode == 0
+        found.append((float(seconds), path))
+    return found
+
+
+def test_eight_processes_at_once_compile_once(nvcc: Nvcc, tmp_path: Path) -> None:
+    paths = {path for _, path in children(tmp_path / "go", 8)}
+    assert len(nvcc.calls) == 1
+    assert paths == {str(library(SOURCE))}
+
+
+def test_later_processes_find_it_in_milliseconds(nvcc: Nvcc, tmp_path: Path) -> None:
+    library(SOURCE)
+    # The best of several: other programs may hold the processor.
+    best = min(children(tmp_path / "go", 1)[0][0] for _ in range(5))
+    assert best < 0.05
+    assert len(nvcc.calls) == 1
+
+
+def test_threads_compile_once(nvcc: Nvcc) -> None:
+    sources = [replace(SOURCE, name=f"the same {number}") for number in range(8)]
+    assert len(set(build(sources, jobs=8))) == 1
+    assert len(nvcc.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"macros": (("DG_D", "float"), ("DG_TILE_M", "64"))},
+        {"macros": (("DG_D", "float"),)},
+        {"macros": (("DG_TILE_M", "128"), ("DG_D", "float"))},
+        {"arch": "80"},
+        {"file": "sum.cu"},
+    ],
+)
+def test_another_source_is_another_library(nvcc: Nvcc, change: dict[str, object]) -> None:
+    other = replace(SOURCE, **change)  # type: ignore[arg-type]
+    assert library(other) != library(SOURCE)
+    assert len(nvcc.calls) == 2
+    assert library(replace(SOURCE, name="a name says nothing")) == library(SOURCE)
+    assert len(nvcc.calls) == 2
+
+
+def test_the_name_depends_on_all_that_the_library_is_made_from(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [library(SOURCE)]
+    nvcc.set(release="13.1")
+    paths.append(library(SOURCE))
+    changes: list[Callable[[pytest.MonkeyPatch], None]] = [
+        lambda patch: patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-lineinfo")),
+        lambda patch: patch.setattr(compiler, "read_source", lambda path: path.read_text() + "// changed"),
+        lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "9.9"),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            paths.append(library(SOURCE))
+    assert len(set(paths)) == 5 == len(nvcc.calls)
+    assert library(SOURCE) == paths[1]
+    assert len(nvcc.calls) == 5
+
+
+def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only fused kernels include headers."""
+    matrix = MatrixSpec("bfloat16", 256, 256)
+    tile = GemmConfig.parse("128x128x64_2x1_pingpong")
+
+    def names() -> list[Path]:
+        kinds: tuple[KernelKind, ...] = ("one_gemm", "gather", "reduce")
+        spec = GemmSpec(matrix, matrix, matrix, partial=matrix)
+        return [library(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
+
+    def changed(path: Path) -> str:
+        return path.read_text() + "// changed" * (path.name == "fused.cuh")
+
+    before = names()
+    monkeypatch.setattr(compiler, "read_source", changed)
+    assert [one == other for one, other in zip(before, names(), strict=True)] == [True, False, False]
+    assert len(nvcc.calls) == 5
+
+
+# --- damaged libraries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [MEBIBYTE // 2, 0, MEBIBYTE - 1])
+def test_a_truncated_library_is_compiled_again(nvcc: Nvcc, kept: int) -> None:
+    path = library(SOURCE)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert missing([SOURCE]) == [SOURCE]
+    assert library(SOURCE) == path
+    assert path.stat().st_size == MEBIBYTE
+    assert len(nvcc.calls) == 2
+
+
+@pytest.mark.parametrize("gone", [".so", ".json"])
+def test_a_library_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
+    path = library(SOURCE)
+    path.with_suffix(gone).unlink()
+    assert library(SOURCE) == path
+    assert path.exists() and path.with_suffix(".json").exists()
+    assert len(nvcc.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xff\xfe\x00", b"{", b"[]", b"{}", b'"text"', b"7", b"null", b'{"sha256": null}']
+)
+def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
+    path = library(SOURCE)
+    path.with_suffix(".json").write_bytes(garbage)
+    assert [manifest for _, manifest in cached()] == [None]
+    assert library(SOURCE) == path
+    assert json.loads(path.with_suffix(".json").read_text())["kernel"] == "a kernel"
+    assert len(nvcc.calls) == 2
+
+
+def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None:
+    nvcc.set(does='printf half >"$2"; exec sleep 30')
+    go = tmp_path / "go"
+    go.touch()
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(go)], start_new_session=True)
+    deadline = time.monotonic() + 60
+    try:
+        while not nvcc.calls:
+            assert time.monotonic() < deadline, "the compiler has not been called"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    nvcc.set()
+    assert missing([SOURCE]) == [SOURCE]
+    assert library(SOURCE).stat().st_size == MEBIBYTE
+    assert len(nvcc.calls) == 2
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+def test_an_error_has_the_compilers_output(nvcc: Nvcc) -> None:
+    says = 'echo "kernel.cu(3): warning: unused" >&2; echo "kernel.cu(7): error: no instance of tile" >&2'
+    nvcc.set(does=f'{says}; printf half >"$2"; exit 3')
+    with pytest.raises(CompileError) as raised:
+        library(SOURCE)
+    text = str(raised.value)
+    assert text.startswith(f"{nvcc.path} -O3 ")
+    assert "failed with exit status 3:\nkernel.cu(7): error: no instance of tile" in text
+    assert "warning" not in text
+    assert libraries() == []
+    nvcc.set()
+    assert library(SOURCE).exists()
+
+
+def test_a_failure_with_warnings_only_shows_them(nvcc: Nvcc) -> None:
+    nvcc.set(does='echo "warning treated as error" >&2; exit 1')
+    with pytest.raises(CompileError, match="warning treated as error"):
+        library(SOURCE)
+
+
+def test_serialised_wgmma_is_a_failure(nvcc: Nvcc) -> None:
+    says = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    nvcc.set(does=f'echo "{says}"; {WRITES}')
+    with pytest.raises(CompileError, match="ptxas serialised wgmma in a kernel") as raised:
+        library(SOURCE)
+    assert says in str(raised.value)
+    assert libraries() == []
+
+
+def test_a_failure_among_several(nvcc: Nvcc) -> None:
+    sources = [replace(SOURCE, macros=(("DG_TILE_M", str(tile)),)) for tile in (64, 128, 256)]
+    nvcc.set(does=f'grep -q "TILE_M=128" "{nvcc.log}" && exit 1; {WRITES}')
+    with pytest.raises(CompileError, match="-DDG_TILE_M=128"):
+        build(sources, jobs=1)
+    assert missing(sources) == sources[1:]
+
+
+# --- several at a time ----------------------------------------------------------------------------------
+
+
+def test_build_compiles_what_is_missing(nvcc: Nvcc, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [replace(SOURCE, macros=(("DG_TILE_M", str(tile)),)) for tile in (64, 128, 256)]
+    library(sources[1])
+    assert missing(sources) == [sources[0], sources[2]]
+    capsys.readouterr()
+    paths = build([*sources, sources[0]], jobs=2)
+    assert "compiling kernels" in capsys.readouterr().err
+    assert len(paths) == 4 and paths[0] == paths[3]
+    assert len(nvcc.calls) == 3
+    assert missing(sources) == []
+    assert paths[:3] == [library(source) for source in sources]
+    build(sources)
+    assert capsys.readouterr().err == ""
+    assert len(nvcc.calls) == 3
+    assert {(path, manifest and manifest["macros"]["DG_TILE_M"]) for path, manifest in cached()} == set(
+        zip(paths, ("64", "128", "256"), strict=False)
+    )
+
+
+# --- the compiler ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No compiler in any place where one is looked for; the folder stands for the site-packages."""
+    for name in ("DISTGEMM_NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(compiler, "TOOLKIT", str(tmp_path / "toolkit"))
+    packages = tmp_path / "packages"
+    monkeypatch.setattr(
+        compiler.importlib.util,
+        "find_spec",
+        lambda name: type("Spec", (), {"submodule_search_locations": [str(packages / name)]}),
+    )
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    return packages
+
+
+def put(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(NVCC.format(does=WRITES, release="13.0", log="/dev/null"))
+    path.chmod(0o755)
+    return path
+
+
+def test_where_nvcc_is_looked_for(nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_nvcc() is None
+    put(nowhere / "nvidia" / "cu12" / "bin" / "nvcc")
+    newest = put(nowhere / "nvidia" / "cu13" / "bin" / "nvcc")
+    assert find_nvcc() == newest
+    toolkit = put(tmp_path / "toolkit" / "bin" / "nvcc")
+    assert find_nvcc() == toolkit
+    for name in ("CUDA_PATH", "CUDA_HOME"):
+        home = put(tmp_path / name / "bin" / "nvcc")
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert find_nvcc() == home
+    on_path = put(tmp_path / "bin" / "nvcc")
+    assert find_nvcc() == on_path
+    chosen = put(tmp_path / "mine" / "nvcc-13")
+    monkeypatch.setenv("DISTGEMM_NVCC", str(chosen))
+    assert find_nvcc() == chosen
+
+
+def test_without_a_compiler_the_error_says_what_to_install(nowhere: Path) -> None:
+    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+        with pytest.raises(CompilerNotFoundError) as raised:
+            call()
+        text = str(raised.value)
+        assert text.startswith(
+            "kernel a kernel is not compiled yet and nvcc was not found. Install it with: pip install "
+        )
+        for advice in ("'distgemm[nvcc]'", "CUDA toolkit", "DISTGEMM_NVCC", "distgemm build", "provider='cublas'"):
+            assert advice in text
+
+
+def test_without_a_compiler_libraries_from_elsewhere_are_used(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("DISTGEMM_NVCC", str(put(tmp_path / "nvcc-elsewhere")))
+        elsewhere.setenv("PATH", os.defpath)
+        path = library(SOURCE)
+    assert find_nvcc() is None
+    assert library(SOURCE) == path
+    assert build([SOURCE]) == [path]
+    with pytest.raises(CompilerNotFoundError):
+        library(replace(SOURCE, arch="80"))
+    path.write_bytes(b"")
+    with pytest.raises(CompilerNotFoundError, match="not compiled yet"):
+        library(SOURCE)
+
+
+@pytest.mark.parametrize("chosen", ["/no/such/nvcc", "nvcc", "/tmp"])
+def test_a_chosen_compiler_that_is_not_there(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    library(SOURCE)
+    monkeypatch.setenv("DISTGEMM_NVCC", chosen)
+    with pytest.raises(CompilerNotFoundError, match=f"DISTGEMM_NVCC is '{chosen}', where there is no file"):
+        library(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("#!/bin/sh\nexit 5\n", "does not run as a compiler: .*exit status 5"),
+        ("#!/bin/sh\necho gcc 12\n", "does not run as nvcc: asked for its version, it says 'gcc 12"),
+        ("", "does not run as a compiler: .*Exec format error"),
+    ],
+)
+def test_a_chosen_file_that_is_no_compiler(
+    nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, says: str
+) -> None:
+    path = tmp_path / "other"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setenv("DISTGEMM_NVCC", str(path))
+    with pytest.raises(CompilerNotFoundError, match=f"{path} {says}"):
+        library(SOURCE)
+
+
+def test_the_packaged_compiler_gets_the_folder_of_its_runtime(tmp_path: Path) -> None:
+    packaged, toolkit = (put(tmp_path / name / "bin" / "nvcc") for name in ("cu13", "toolkit"))
+    for folder in (tmp_path / "cu13" / "lib", tmp_path / "toolkit" / "lib64"):
+        folder.mkdir()
+        (folder / "libcudart_static.a").touch()
+    out = tmp_path / "out.so"
+    with_path, without = command(SOURCE, packaged, out), command(SOURCE, toolkit, out)
+    assert [word for word in with_path if word not in without] == [str(packaged), f"-L{tmp_path / 'cu13' / 'lib'}"]
+
+
+# --- the cache folder and CUTLASS -----------------------------------------------------------------------
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISTGEMM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_dir() == Path("/home/somebody/.cache/distgemm")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_dir() == Path("/caches/distgemm")
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", "/kernels")
+    assert cache_dir() == Path("/kernels")
+
+
+def test_cutlass_lies_in_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    include = compiler.cutlass_include()
+    assert (include / "cutlass" / "gemm" / "collective" / "collective_builder.hpp").is_file()
+    compiler.cutlass_include.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(CompilerNotFoundError, match="headers are missing; install them with: pip install nvidia-"):
+            compiler.cutlass_include()

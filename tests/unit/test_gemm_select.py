@@ -1,0 +1,263 @@
+"""The configuration that a shape gets: the heuristic, measured configurations, and the files that keep them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.select import CACHE, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
+from distgemm.gemm.tiles import TILES
+from distgemm.measure.models import MODELS
+
+HOPPER = CutlassProvider("90a")
+DEVICE = "NVIDIA H200"
+
+
+def spec(m: int, n: int, k: int, dtype: str = "bfloat16") -> GemmSpec:
+    d = MatrixSpec(dtype, m, n)
+    return GemmSpec(MatrixSpec(dtype, m, k), MatrixSpec(dtype, n, k), d)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no shipped configurations, and one device."""
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(CACHE, "shipped", tmp_path / "shipped")
+    monkeypatch.setattr(select, "gpu_name", lambda: DEVICE)
+    return tmp_path / "cache"
+
+
+def ship(entries: dict[str, dict[str, Any]]) -> Path:
+    """Write the file that ships with the package. Returns its path."""
+    CACHE.shipped.mkdir()
+    path = CACHE.shipped / "gemm_NVIDIA_H200.json"
+    path.write_text(json.dumps({"device": DEVICE, "configs": entries}))
+    return path
+
+
+# --- the heuristic --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "waves"),
+    [
+        ((8192, 7168, 8192), "128x256x64_1x2_cooperative", 14),  # 64 x 28 tiles on 132
+        ((128, 256, 8192), "128x256x64_1x2_cooperative", 1),  # one tile, and an idle one of its cluster
+        ((132 * 64, 128, 64), "64x128x64_1x1_pingpong", 1),
+        ((132 * 64 + 1, 128, 64), "64x128x64_1x1_pingpong", 2),
+        ((2048, 2048, 64), "128x128x64_2x1_pingpong", 2),
+    ],
+)
+def test_the_estimate_is_the_formula(shape: tuple[int, int, int], name: str, waves: int) -> None:
+    config = GemmConfig.parse(name)
+    m, n, _ = config.tile
+    rate = RATES[config.kernel_schedule, m, n]
+    each = (shape[2] + OVERHEADS[config.kernel_schedule]) * m * n / rate
+    assert estimate(spec(*shape), config) == pytest.approx(waves * each)
+
+
+def test_on_two_streams_waves_are_not_rounded_up() -> None:
+    config = GemmConfig((128, 256, 64), (1, 1))
+    one, half = spec(132 * 128, 256, 64), spec(198 * 128, 256, 64)
+    assert estimate(one, config, streams=2) == estimate(one, config)
+    assert estimate(half, config) == 2 * estimate(one, config)
+    assert estimate(half, config, streams=2) == 1.5 * estimate(one, config)
+
+
+def test_clusters_occupy_their_sms_together() -> None:
+    alone, pair = (GemmConfig((128, 256, 64), cluster) for cluster in ((1, 1), (2, 1)))
+    tall = spec(3 * 128, 44 * 256, 64)  # 132 tiles, but 176 with four in each column
+    assert estimate(tall, pair) == 2 * estimate(tall, alone)
+    six = spec(6 * 128, 256, 64)
+    assert estimate(six, pair, sms=6) == estimate(six, alone, sms=6)
+    assert estimate(spec(14 * 128, 256, 64), pair, sms=7) == 3 * estimate(six, pair, sms=6)
+    assert estimate(six, pair, sms=5) == 2 * estimate(six, pair, sms=6)
+    assert estimate(spec(5 * 128, 256, 64), alone, sms=5) == estimate(six, pair, sms=6)
+
+
+def test_large_tiles_for_large_shapes() -> None:
+    large, small = (HOPPER.configs(spec(*shape))[0].tile for shape in ((8192, 7168, 8192), (64, 256, 4096)))
+    assert large[:2] == (256, 160)
+    assert small[:2] == (64, 128)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
+    for layer in MODELS[model].layers:
+        product = spec(*layer.local(8192, 8))
+        configs = HOPPER.configs(product)
+        times = [estimate(product, config) for config in configs]
+        assert times == sorted(times)
+        assert [estimate(product, config) for config in order(product, configs[::-1])] == times
+        assert select_config(HOPPER, product) == configs[0]
+        assert configs[0].kernel_schedule != "plain"
+
+
+def test_every_tile_has_one_rate() -> None:
+    assert len(RATES) == len(TILES) + 1
+    assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(spec(256, 256, 256))} == set(RATES)
+
+
+# --- measured configurations ----------------------------------------------------------------------------
+
+SHAPE = spec(8192, 7168, 8192)
+OTHER = "64x128x64_1x1_pingpong_raster_m_swizzle_4"
+
+
+def test_a_measured_configuration_wins() -> None:
+    assert str(select_config(HOPPER, SHAPE)) != OTHER
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER, "ms": 1.0}})
+    assert str(select_config(HOPPER, SHAPE)) == OTHER
+    assert str(select_config(HOPPER, spec(8192, 7168, 8200))) != OTHER
+
+
+def test_measured_configurations_are_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    monkeypatch.setattr(select, "gpu_name", lambda: "NVIDIA H100")
+    assert str(select_config(HOPPER, SHAPE)) != OTHER
+
+
+def test_the_users_entry_replaces_the_shipped_one() -> None:
+    shipped = "128x128x64_2x1_pingpong"
+    ship({key_of(SHAPE): {"config": shipped}, "elsewhere": {"config": shipped}})
+    assert str(select_config(HOPPER, SHAPE)) == shipped
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    assert str(select_config(HOPPER, SHAPE)) == OTHER
+    assert CACHE.read(DEVICE)["elsewhere"] == {"config": shipped}
+    assert "elsewhere" not in CACHE.path(DEVICE).read_text()
+
+
+def test_a_measured_configuration_that_does_not_fit_these_strides_is_ignored() -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE): {"config": OTHER}})
+    odd = replace(SHAPE, a=replace(SHAPE.a, stride=8193))
+    assert key_of(odd) == key_of(SHAPE)
+    assert select_config(HOPPER, odd).kernel_schedule == "plain"
+    assert select_config(CutlassProvider("80"), SHAPE).kernel_schedule == "plain"
+
+
+def test_a_later_entry_replaces_and_is_seen_at_once() -> None:
+    for name in (OTHER, "128x256x64_1x2_cooperative_raster_n", OTHER):
+        CACHE.record(DEVICE, {key_of(SHAPE): {"config": name}})
+        assert str(select_config(HOPPER, SHAPE)) == name
+
+
+def test_the_device_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert gpu_name() == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+
+
+def test_gemms_on_two_streams_have_their_own_entries() -> None:
+    CACHE.record(DEVICE, {key_of(SHAPE, streams=2): {"config": OTHER}})
+    assert str(select_config(HOPPER, SHAPE, streams=2)) == OTHER
+    assert select_config(HOPPER, SHAPE) == HOPPER.configs(SHAPE)[0]
+
+
+# --- keys -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_has_all_that_a_configuration_depends_on() -> None:
+    d, f32 = SHAPE.d, replace(SHAPE.d, dtype="float32")
+    columns = replace(SHAPE.a, row_major=False, stride=8192)
+    specs = [
+        SHAPE,
+        spec(8192, 7168, 8200),
+        spec(8192, 7168, 8192, "float16"),
+        replace(SHAPE, a=columns),
+        replace(SHAPE, b=replace(SHAPE.b, row_major=False, stride=7168)),
+        replace(SHAPE, d=f32),
+        replace(SHAPE, c=d),
+        replace(SHAPE, partial=d),
+        replace(SHAPE, partial=f32),
+        replace(SHAPE, partial=f32, c=d),
+        replace(SHAPE, bias="bfloat16"),
+        replace(SHAPE, scale_a="row"),
+        replace(SHAPE, scale_b="row"),
+        GemmSpec(*(replace(x, batches=2, batch_stride=-1) for x in (SHAPE.a, SHAPE.b, d))),
+    ]
+    keys = [key_of(one) for one in specs]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "8192x7168x8192x1 bfloat16_rr bfloat16"
+    assert key_of(SHAPE, streams=2) == f"{keys[0]} streams:2"
+    same = replace(SHAPE, a=replace(SHAPE.a, stride=8200), scale_a="tensor", scale_b="tensor")
+    assert key_of(same) == keys[0]
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+GOOD = {"config": OTHER, "ms": 0.5}
+
+
+def test_the_file_names_the_device(cache: Path) -> None:
+    assert CACHE.record(DEVICE, {"one": GOOD}) == CACHE.path(DEVICE) == cache / "gemm_NVIDIA_H200.json"
+    assert json.loads(CACHE.path(DEVICE).read_text()) == {"device": DEVICE, "configs": {"one": GOOD}}
+    assert CACHE.path("Quadro RTX 6000/8000").parent == cache
+    assert sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") == ["gemm_NVIDIA_H200.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"configs": {"one": {"config": "128x',
+        "[]",
+        "{}",
+        '{"configs": []}',
+        '{"configs": {"one": "fast"}}',
+        '{"configs": {"one": {"ms": 1.0}}}',
+        '{"configs": {"one": {"config": "fast"}}}',
+        '{"configs": {"one": {"config": 5}}}',
+    ],
+)
+@pytest.mark.parametrize("where", ["own", "shipped"])
+def test_a_broken_file_is_named(text: str, where: str) -> None:
+    shipped = ship({})
+    path = CACHE.path(DEVICE) if where == "own" else shipped
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    calls = [lambda: select_config(HOPPER, SHAPE)]
+    if where == "own":
+        calls.append(lambda: CACHE.record(DEVICE, {"two": GOOD}))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"does not hold tuned configurations .*delete it, and measure") as raised:
+            call()
+        assert str(raised.value).startswith(f"{path} ")
+        assert str(raised.value).endswith(": distgemm tune-gemm")
+    assert path.read_text() == text
+
+
+ADDING = """
+import sys, time
+from pathlib import Path
+from distgemm.gemm.select import CACHE
+number, go = sys.argv[1], Path(sys.argv[2])
+print("ready", flush=True)
+while not go.exists():
+    time.sleep(0.001)
+for count in range(20):
+    CACHE.record("NVIDIA H200", {f"{number} {count}": {"config": "64x128x64_1x1_pingpong"}})
+"""
+
+
+def test_eight_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ADDING, str(number), str(go)], stdout=subprocess.PIPE)
+        for number in range(8)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    go.touch()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert set(CACHE.read(DEVICE)) == {f"{number} {count}" for number in range(8) for count in range(20)}

@@ -1,0 +1,222 @@
+"""The torch functions: which executables they make and call, and what they refuse during a capture."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.torch_ops import CallRecord, dispatch, functional, library
+from distgemm.tune import TunedConfig, config_of, ranks
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_no_executable_is_made_while_a_stream_is_captured(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one would wait for other ranks. Nothing is begun, and the error says what to do before."""
+    group, made = SimpleNamespace(), []
+    monkeypatch.setattr(dispatch, "PREPARED", {})
+    monkeypatch.setattr(dispatch, "process_group", lambda name: group)
+    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or "made")
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    arguments = ("ag+gemm", distgemm.GemmProblem(m=8, n=6, k=4), "tp", torch.device("cuda", 0), "auto", None)
+    if not missing:
+        assert dispatch.prepare(*arguments) == "made"
+    capturing = True
+    if missing:
+        with pytest.raises(RuntimeError, match=r"m 8, n 6, k 4, .* forward and backward pass once before torch\.cuda"):
+            dispatch.prepare(*arguments)
+        assert not made and not dispatch.PREPARED["tp"][1]
+    else:
+        assert dispatch.prepare(*arguments) == "made" and len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "as_rows", "as_matrix"),
+    [
+        ((3, 4), (4, 1), True, True),
+        ((3, 4), (8, 1), True, True),
+        ((3, 4), (1, 3), False, True),
+        ((3, 4), (0, 0), False, False),  # the gradient of a sum
+        ((3, 4), (0, 1), False, False),  # of a sum over tokens
+        ((3, 4), (1, 0), False, False),
+        ((1, 4), (0, 1), True, True),
+        ((3, 1), (1, 7), True, True),
+        ((3, 4), (8, 2), False, False),
+    ],
+)
+def test_matrices_are_copied_only_where_rows_overlap_or_are_not_contiguous(
+    shape: tuple[int, int], strides: tuple[int, int], as_rows: bool, as_matrix: bool
+) -> None:
+    x = torch.arange(64.0).as_strided(shape, strides)
+    for prepare, kept in ((dispatch.with_rows, as_rows), (dispatch.with_rows_or_columns, as_matrix)):
+        found = prepare(x)
+        assert (found is x) == kept and torch.equal(found, x)
+
+
+def test_without_process_groups_the_error_says_how_to_make_them() -> None:
+    a = torch.ones(2, 2)
+    for group in (None, "tp", 3):
+        with pytest.raises(ValueError, match=r"has no process group: call init_process_group, or init_from_env"):
+            distgemm.all_gather_matmul(a, a, group=group)  # type: ignore[call-overload]
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 1)
+    with pytest.raises(ValueError, match=r"has no process group: call init_process_group, or init_from_env"):
+        distgemm.CollectiveExecutable(plan)
+
+
+def test_a_gather_alone_has_nothing_to_overlap_with() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 2)
+    call = CallRecord("gather", plan, (), "collective runtime", "torch")
+    assert str(call).endswith("not overlapped, because a gather alone: there is no GEMM")
+
+
+@pytest.mark.parametrize(("device", "sync"), [("cuda", "barrier"), ("cpu", "credit")])
+@pytest.mark.parametrize("schedule", ["auto", "all_gather_1d_tiling_cd_rotating_a"])
+def test_plans_for_gpus_have_barriers(device: str, sync: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a number of chunks, "auto" takes its rule and no measured configuration."""
+    monkeypatch.setattr(dispatch, "executable_of", lambda plan, *args: SimpleNamespace(plan=plan))
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem = distgemm.GemmProblem(m=64, n=64, k=64)
+    made = dispatch.make("ag+gemm", problem, group, torch.device(device, 0), schedule, 2)
+    assert (made.executable.plan.sync, dict(made.options), made.tuned) == (sync, {"chunks": 2}, None)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(3)])
+def test_a_call_is_handed_to_the_executable_and_recorded(bias: torch.Tensor | None) -> None:
+    """All runtimes are called in one way: dispatch does not ask which one it is."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(4, 4, 4), "ag+gemm", 2)
+    called: list[Any] = []
+
+    class Fake:
+        transfers, provider = "carrier", "abacus"
+
+        def __init__(self) -> None:
+            self.plan = plan
+
+        def __call__(self, a: torch.Tensor, b: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            called.append((a.stride(), b.stride(), arguments))
+            return torch.zeros(1)
+
+    prepared = dispatch.PreparedCall(Fake(), (("chunks", 1),))  # type: ignore[arg-type]
+    expanded = torch.ones(1, 1).expand(2, 4)
+    gathered = torch.zeros(4, 4)
+    with distgemm.record_calls() as calls:
+        prepared("all_gather_matmul", expanded, expanded.t(), bias, gathered)
+    ((a_stride, b_stride, arguments),) = called
+    assert (a_stride, b_stride) == ((4, 1), (2, 1)) and arguments.keys() == {"bias", "gathered"}
+    assert arguments["bias"] is bias and arguments["gathered"] is gathered
+    assert calls == [CallRecord("all_gather_matmul", plan, (("chunks", 1),), "carrier", "abacus")]
+    assert distgemm.last_call() is calls[0]
+
+
+@pytest.mark.parametrize("ns", [(8, 4), (4, 8), (4, 8, 6)])
+def test_the_gemm_of_the_largest_b_overlaps_with_the_gather(
+    ns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size over all ranks counts, so that all ranks take the same b. Results have the order of the b."""
+    calls: list[tuple[str, int, int]] = []
+
+    def run(function: str, a: torch.Tensor, b: torch.Tensor, bias: Any, whole: torch.Tensor) -> torch.Tensor:
+        calls.append((function, b.shape[0], whole.shape[0]))
+        whole.copy_(a.repeat(2, 1))
+        return whole @ b.t()
+
+    def prepare(pattern: str, problem: distgemm.GemmProblem, *args: Any) -> Any:
+        calls.append((pattern, problem.n, problem.m))
+        return run
+
+    monkeypatch.setattr(library, "size_and_rank", lambda group: (2, 0))
+    monkeypatch.setattr(library, "prepare", prepare)
+    a, bs = torch.randn(3, 5), [torch.randn(n // 2, 5) for n in ns]
+    args = ("g", "auto", None, [3, 3], list(ns), False, "forward")
+    found = library.all_gather_matmul(a, bs, [], [False] * len(bs), *args)
+    assert calls == [("ag+gemm", 8, 6), ("all_gather_matmul", 4, 6)]
+    for result, b in zip(found, bs, strict=True):
+        torch.testing.assert_close(result, a.repeat(2, 1) @ b.t())
+
+
+@pytest.mark.parametrize(
+    ("grads", "weight_grad", "keep", "kept"),
+    [
+        (True, True, True, True),
+        (True, False, True, False),  # frozen
+        (False, True, True, False),  # inference
+        (True, True, False, False),
+    ],
+)
+def test_the_gathered_input_is_kept_only_for_a_gradient_of_b(
+    grads: bool, weight_grad: bool, keep: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[Any, ...]] = []
+
+    def fake(*args: Any) -> list[torch.Tensor]:
+        called.append(args)
+        return [torch.zeros(4, 2), torch.zeros(4, 3)]
+
+    monkeypatch.setattr(library, "all_gather_matmul", fake)
+    monkeypatch.setattr(functional, "group_name", lambda group: "g")
+    a, b = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=weight_grad)
+    group: Any = object()
+    with torch.set_grad_enabled(grads):
+        distgemm.all_gather_matmul(a, b, group=group, keep_gathered=keep)
+        distgemm.all_gather_matmul(a, b, group=group, keep_gathered=keep, return_gathered=True)
+    assert [args[9] for args in called] == [kept, True]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "execution"),
+    [
+        ("all_gather_1d_tiling_cd_rotating_a", {}, ExecutionConfig()),
+        ("ag+gemm chunks=4 provider=cublas gemm_streams=1", {"chunks": 4}, ExecutionConfig("cublas", gemm_streams=1)),
+        (
+            "ag+gemm chunks=2 execution=single_kernel transport=sm",
+            {"chunks": 2},
+            ExecutionConfig(execution="single_kernel", transport="sm"),
+        ),
+    ],
+)
+def test_a_named_schedule_is_compiled_for_gpus(
+    schedule: str, options: dict[str, int], execution: ExecutionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_plan(plan: distgemm.Plan, execution: ExecutionConfig, *, group: Any, device: torch.device) -> str:
+        compiled.append((plan, execution, group, device))
+        return "made"
+
+    monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", compile_plan)
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
+    made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None)
+    ((plan, *arguments),) = compiled
+    assert arguments == [execution, group, gpu] and dict(made.options) == options
+    wanted = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4, sync="barrier", **options)
+    assert plan == wanted and (made.executable, made.tuned) == ("made", None)
+
+
+def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``fallback=True``: a call whose tensors the fused kernel cannot read launches a kernel for each GEMM."""
+
+    class Compiled:
+        """Can be a key of a weak dictionary."""
+
+    compiled: list[tuple[Any, ...]] = []
+
+    def compile_plan(plan: distgemm.Plan, execution: ExecutionConfig, **options: Any) -> Compiled:
+        compiled.append((plan, execution, options))
+        return Compiled()
+
+    monkeypatch.setattr(ranks, "compile_plan", compile_plan)
+    config = TunedConfig.parse("gemm+rs chunks=2 stagger=1 mechanism=store execution=single_kernel gemm_streams=1")
+    group: Any = SimpleNamespace(size=lambda: 4)
+    problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
+    made: Any = ranks.make(problem, "gemm+rs", config, group, gpu, timeout=5.0)
+    ((plan, execution, options),) = compiled
+    assert isinstance(made, Compiled) and config_of(made) == config and config_of(Compiled()) is None
+    assert execution == ExecutionConfig(gemm_streams=1, execution="single_kernel")
+    assert plan == distgemm.make_plan(problem, "gemm+rs", 4, sync="barrier", chunks=2, stagger=1, mechanism="store")
+    assert options == {"group": group, "device": gpu, "fallback": True, "timeout": 5.0}

@@ -1,0 +1,414 @@
+"""Which configurations are worth measuring, and which are measured again. No GPU, no process group."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_schedule, make_plan, register_schedule, tune
+from distgemm.gemm.cublas import CublasProvider
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.select import order
+from distgemm.measure.models import MODELS
+from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import PATTERNS, Pattern, registry
+from distgemm.simulator.machine import Machine
+from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
+from distgemm.tune.candidates import SLOWDOWN_LIMIT, single_kernel_status, specs_of
+from distgemm.tune.search import OTHER_TILES, round_up, with_other_tiles
+
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
+CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
+PAIRWISE = "reduce_scatter_1d_pairwise_a"
+PLAN = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cublas", gemm_streams=2))
+PROBLEM = GemmProblem(2048, 8192, 4096)
+LAYERS: list[tuple[Pattern, GemmProblem]] = [
+    (layer.pattern, GemmProblem(m, layer.n, layer.k))
+    for layer in MODELS["llama-3-70b"].layers
+    for m in (128, 2048, 8192)
+]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Providers for Hopper, on every machine."""
+    providers = {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()}
+    for module in ("candidates", "search"):
+        monkeypatch.setattr(f"distgemm.tune.{module}.providers", lambda: providers)
+
+
+def fused(problem: GemmProblem, pattern: Pattern, ranks: int = 4) -> list[TunedConfig]:
+    """The configurations of the shortlist with the fused kernel."""
+    return [config for config in shortlist(problem, pattern, ranks) if config.execution.single_kernel]
+
+
+# --- the shortlist ------------------------------------------------------------------------------------------
+
+
+def group_of(config: TunedConfig, problem: GemmProblem, ranks: int) -> str:
+    """The group of a configuration, by the streams of its actions."""
+    if not config.execution.single_kernel:
+        return "multi_kernel"
+    actions = lower(config.plan(problem, ranks), 0, config.execution)
+    return "fused_alone" if len({action.stream for action in actions}) == 1 else "fused_with_copies"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) -> None:
+    reduced: list[tuple[Pattern, GemmProblem]] = [("gemm+ar", each) for pattern, each in LAYERS if pattern == "gemm+rs"]
+    for pattern, problem in [*LAYERS, *reduced]:
+        found = shortlist(problem, pattern, ranks)
+        times = candidates.predictions(problem, pattern, ranks)
+        plans = {config: time for config, time in times.items() if config.method == "plan"}
+        unfused = [config for config in found if config.method == "unfused"]
+        assert unfused[0] == UNFUSED and found[-len(unfused) :] == unfused
+        several = pattern == "gemm+ar" and ranks in (2, 4, 8)
+        assert [each.collective for each in unfused] == ["nccl", *["two-shot", "one-shot"] * several]
+        assert found[0] in plans and plans[found[0]] == min(plans.values())
+        best: dict[str, float] = {}
+        for config, time in plans.items():
+            group = group_of(config, problem, ranks)
+            best[group] = min(time, best.get(group, time))
+        limits = {group: SLOWDOWN_LIMIT[group] * time for group, time in best.items()}  # type: ignore[index]
+        wanted = {config for config, time in plans.items() if time <= limits[group_of(config, problem, ranks)]}
+        assert set(found[: -len(unfused)]) == wanted
+        assert len({str(config) for config in found}) == len(found) <= 60
+        registered = {(each.schedule, each.options) for each in list_candidates(pattern)}
+        assert {(config.schedule, config.options) for config in wanted} <= registered
+
+
+def test_plans_with_the_fused_kernel_are_considered() -> None:
+    problem = GemmProblem(8192, 8192, 2048)
+
+    def found(pattern: Pattern, ranks: int = 4) -> set[tuple[str, str]]:
+        return {(each.schedule, each.execution.transport) for each in fused(problem, pattern, ranks)}
+
+    assert found("gemm+rs") == {(CHAIN, "copy_engine"), (PAIRWISE, "copy_engine")}
+    assert found("gemm+rs", 2) == {(CHAIN, "copy_engine"), (PAIRWISE, "copy_engine")}
+    assert found("ag+gemm") == {(GATHER, transport) for transport in ("copy_engine", "copy_engine_slices", "sm")}
+    names = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a")
+    assert found("gemm+ar") == {(name, transport) for name in names for transport in ("copy_engine", "sm")}
+    # With two ranks, a chain and pairwise sums are the same, unless chunks are columns.
+    patterns: tuple[Pattern, ...] = ("gemm+rs", "gemm+ar")
+    pairwise = [each for pattern in patterns for each in fused(problem, pattern, 2) if "pairwise" in each.schedule]
+    assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
+
+
+def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
+    """32 and 64 short GEMMs whose results go to seven peers: launches would take longer than the GEMMs."""
+    for n, k, chunks in ((4096, 14336, 4), (8192, 28672, 8)):
+        found = [dict(each.options) for each in shortlist(GemmProblem(2048, n, k), "gemm+ar", 8)]
+        assert {
+            "chunks": chunks,
+            "stagger": 2,
+            "chunk_mode": "n",
+            "final_add": "epilogue",
+            "mechanism": "store",
+        } in found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize(("pattern", "split"), [("ag+gemm", "n"), ("gemm+rs", "k"), ("gemm+ar", "k")])
+def test_the_measured_problem_has_equal_shards_that_tma_can_read(pattern: Pattern, split: str, ranks: int) -> None:
+    """Otherwise the fused kernel, which uses TMA, would not be measured."""
+    problem = GemmProblem(2048, 8192, 8192)
+    whole = round_up(problem, pattern, ranks)
+    parts = {mode: getattr(whole, mode) // (ranks if mode in ("m", split) else 1) for mode in "mnk"}
+    assert parts["n"] % 8 == parts["k"] % 8 == 0
+    assert all(getattr(problem, mode) <= getattr(whole, mode) < getattr(problem, mode) + 8 * ranks for mode in "mnk")
+    assert whole.m % ranks == getattr(whole, split) % ranks == 0
+    assert fused(whole, pattern, ranks)
+    odd = round_up(GemmProblem(7, 13, 13), pattern, ranks)
+    assert odd.m < 7 + ranks and getattr(odd, split) < 13 + ranks and (odd.n == 13 or odd.k == 13)
+
+
+def test_flags_of_kernels_do_not_depend_on_copy_engines() -> None:
+    """The latency of copies and launches does not count for the fused kernel alone."""
+    machine = Machine.load(candidates.MACHINE)
+    slow = dataclasses.replace(machine, nvlink=machine.nvlink._replace(latency=100.0, gap=9.0), gemm_launch=50.0)
+    assert candidates.without_launches(slow) == candidates.without_launches(machine) != machine
+
+
+@pytest.mark.parametrize(
+    ("chunks", "transport", "reason"),
+    [
+        (8, "sm", ""),
+        (16, "copy_engine", ""),
+        (16, "sm", "at most 128 products and sends at most 128 chunks"),  # it sends 112, and receives as many
+        (32, "copy_engine", "at most 128 products"),
+    ],
+)
+def test_the_fused_kernel_has_a_limit(chunks: int, transport: Any, reason: str) -> None:
+    name = "all_reduce_1d_tiling_a_rotating_c"
+    plan = make_plan(GemmProblem(16384, 8192, 8192), name, 8, chunks=chunks, mechanism="store", sync="barrier")
+    status = single_kernel_status(plan, transport)
+    assert bool(status) == (not reason) and reason in status.reason
+
+
+def test_what_the_fused_kernel_does_not_compute_is_no_candidate() -> None:
+    for changed, reason in (
+        ({"l": 2}, "no batches"),
+        ({"dtype": "float32"}, "no IEEE float32"),
+        ({"partial_dtype": "float32"}, "of the type of D"),
+        ({"n": 60}, "multiples of 16 bytes"),
+        ({"m": 66}, "takes equal chunks"),
+    ):
+        problem = GemmProblem(**({"m": 64, "n": 64, "k": 64} | changed))
+        plan = make_plan(problem, CHAIN, 4, sync="barrier", mechanism="store")
+        assert reason in single_kernel_status(plan).reason
+    assert single_kernel_status(make_plan(GemmProblem(64, 64, 64), CHAIN, 4, sync="barrier"))
+    for k, reason in ((64, ""), (60, "multiples of 16 bytes")):  # only operands: nothing is added
+        plan = make_plan(GemmProblem(64, 64, k), GATHER, 4, sync="barrier")
+        status = single_kernel_status(plan)
+        assert reason in status.reason and bool(status) == (k == 64)
+
+
+def test_slow_plans_are_left_out() -> None:
+    assert len(shortlist(GemmProblem(64, 8192, 28672), "gemm+rs", 4)) < len(
+        shortlist(GemmProblem(8192, 8192, 28672), "gemm+rs", 4)
+    )
+
+
+def test_two_gemm_streams_are_tried_if_a_rank_has_several_gemms() -> None:
+    found = shortlist(PROBLEM, "ag+gemm", 1)
+    assert {config.execution.gemm_streams for config in found} == {1, 2}
+    one_chunk = [config for config in found if config.options == (("chunks", 1),)]
+    assert one_chunk and {config.execution.gemm_streams for config in one_chunk} == {1}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "pattern", "providers", "unfused"),
+    [
+        (("bfloat16", None, None), "ag+gemm", {"cutlass", "cublas"}, True),
+        (("bfloat16", "float32", None), "ag+gemm", {"cutlass"}, True),
+        (("bfloat16", None, "float32"), "gemm+rs", {"cutlass"}, True),
+        (("float16", "bfloat16", "float16"), "gemm+rs", {"cutlass", "cublas"}, True),
+        (("float16", None, "bfloat16"), "gemm+rs", {"cutlass"}, False),
+        (("float8_e4m3fn", None, None), "ag+gemm", {"cutlass"}, False),
+        (("tfloat32", None, None), "ag+gemm", {"cutlass", "cublas"}, False),
+        (("float64", None, None), "ag+gemm", {"cublas"}, True),
+        (("float64", None, None), "gemm+rs", set(), True),
+    ],
+)
+def test_providers_are_considered_for_what_they_compute(
+    dtypes: tuple[str, str | None, str | None], pattern: Pattern, providers: set[str], unfused: bool
+) -> None:
+    found = shortlist(GemmProblem(512, 512, 512, 1, *dtypes), pattern, 4)
+    assert {config.execution.provider for config in found if config.method == "plan"} == providers
+    assert (UNFUSED in found) == unfused
+
+
+def test_the_prediction_is_on_the_shortlist() -> None:
+    for pattern, problem in LAYERS:
+        found = predicted(problem, pattern, 4)
+        assert found in shortlist(problem, pattern, 4) and found.source == "predicted"
+    assert predicted(GemmProblem(64, 8192, 28672), "gemm+rs", 4) == UNFUSED
+    assert predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4).method == "plan"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ranks_without_gemms_have_a_prediction(pattern: Pattern) -> None:
+    for sizes in ((64, 9, 64), (5, 3, 64), (64, 9, 7)):
+        assert not predicted(GemmProblem(*sizes), pattern, 4).execution.single_kernel
+
+
+def test_a_plan_that_is_no_faster_than_the_unfused_program_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pattern in PATTERNS:
+        assert predicted(PROBLEM, pattern, 1) == UNFUSED
+    for tied in ((PLAN, UNFUSED), (UNFUSED, PLAN)):
+        times = dict.fromkeys(tied, 1.0)
+        monkeypatch.setattr(candidates, "multi_kernel_predictions", lambda *args, times=times: times)
+        assert predicted(PROBLEM, "ag+gemm", 4) == UNFUSED
+
+
+def test_what_nothing_computes_has_no_prediction() -> None:
+    problem = GemmProblem(64, 64, 64, dtype="float64", out_dtype="float32")
+    assert shortlist(problem, "ag+gemm", 2) == []
+    with pytest.raises(ValueError, match="nothing multiplies"):
+        predicted(problem, "ag+gemm", 2)
+    for call in (shortlist, predicted):
+        with pytest.raises(ValueError, match=r"pattern is one of ag\+gemm, gemm\+rs, gemm\+ar, got 'ag'"):
+            call(problem, "ag", 2)  # type: ignore[arg-type]
+
+
+def test_the_gemms_of_a_plan() -> None:
+    """The epilogue of a chain's GEMM adds what arrived."""
+    plan = make_plan(GemmProblem(64, 32, 48), CHAIN, 2, chunks=2)
+    specs = specs_of(plan)
+    assert {(spec.m, spec.n, spec.k) for spec in specs} == {(16, 32, 24)}
+    assert {spec.partial is None for spec in specs} == {True, False}
+    assert all(spec.c is None and spec.bias is None for spec in specs)
+
+
+# --- registered candidates ----------------------------------------------------------------------------------
+
+NEAREST = "test_gather_from_the_nearest"
+
+
+def nearest(mesh: tuple[int, ...], *, chunks: int = 1, largest: int = 64) -> DistributedTileScheduler:
+    """A schedule of a user: the package's gather under another name, for a limited number of ranks."""
+    if mesh[0] > largest:
+        raise ValueError(f"{NEAREST} takes at most {largest} ranks, got {mesh[0]}")
+    return dataclasses.replace(get_schedule(GATHER, mesh[0], chunks=chunks), name=NEAREST)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers candidates of the schedule above. After the test both are gone."""
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    register_schedule(NEAREST)(nearest)
+    monkeypatch.setattr(candidates, "REGISTERED", copy.deepcopy(candidates.REGISTERED))
+    yield register_candidate
+    candidates.forget_predictions()
+
+
+def test_a_registered_schedule_is_considered_predicted_and_planned(registered: Any) -> None:
+    problem = GemmProblem(4096, 8192, 8192)
+    before = shortlist(problem, "ag+gemm", 4)
+    registered("ag+gemm", NEAREST, chunks=2)
+    registered("ag+gemm", NEAREST, execution="single_kernel", transport="sm", chunks=2)
+    assert [(each.schedule, each.execution) for each in list_candidates("ag+gemm")[-2:]] == [
+        (NEAREST, "multi_kernel"),
+        (NEAREST, "single_kernel"),
+    ]
+    found = shortlist(problem, "ag+gemm", 4)
+    own = [config for config in found if config.schedule == NEAREST]
+    # The same plans under another name have the same predictions, so each has a twin.
+    twins = [dataclasses.replace(config, schedule=GATHER) for config in own]
+    assert own and set(twins) <= set(before) and [each for each in found if each not in own] == before
+    assert {each.execution.execution for each in own} == {"multi_kernel", "single_kernel"}
+    for config in own:
+        assert config.plan(problem, 4).schedule == NEAREST
+        assert TunedConfig.parse(config.text) == TunedConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_registered_schedule_can_be_the_prediction(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = GemmProblem(4096, 8192, 8192)
+    monkeypatch.setitem(candidates.REGISTERED, "ag+gemm", [])
+    registered("ag+gemm", NEAREST, chunks=2)
+    assert predicted(problem, "ag+gemm", 4).schedule == NEAREST
+
+
+def test_a_registered_schedule_that_does_something_else_is_refused(registered: Any) -> None:
+    registered("gemm+rs", NEAREST, chunks=2)
+    for call in (shortlist, predicted):
+        with pytest.raises(ValueError, match=f"candidate {NEAREST} chunks=2 does not do gemm.rs: its plan begins or"):
+            call(PROBLEM, "gemm+rs", 4)
+    assert shortlist(PROBLEM, "ag+gemm", 4)
+
+
+def test_a_registered_schedule_may_refuse_numbers_of_ranks(registered: Any, caplog: pytest.LogCaptureFixture) -> None:
+    registered("ag+gemm", NEAREST, largest=2)
+    registered("ag+gemm", NEAREST, chunks=2, min_ranks=4)
+
+    def options(ranks: int) -> set[tuple[tuple[str, Any], ...]]:
+        return {each.options for each in shortlist(PROBLEM, "ag+gemm", ranks) if each.schedule == NEAREST}
+
+    assert options(2) == {(("largest", 2),)}
+    with caplog.at_level(logging.INFO, "distgemm"):
+        assert options(4) == {(("chunks", 2),)}
+    assert f"{NEAREST} largest=2: {NEAREST} takes at most 2 ranks, got 4" in caplog.text
+
+
+def test_a_plan_error_names_the_candidate(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, problem: GemmProblem, world_size: int) -> None:
+        raise PlanError("rank 1 sends nothing")
+
+    registered("ag+gemm", NEAREST)
+    monkeypatch.setattr(candidates.Candidate, "plan", fail)
+    with pytest.raises(PlanError, match=r"candidate all_gather_1d.* chunks=1 for ag\+gemm: rank 1 sends nothing"):
+        shortlist(PROBLEM, "ag+gemm", 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "schedule", "options", "message"),
+    [
+        ("ag", NEAREST, {}, r"pattern is one of ag\+gemm"),
+        ("ag+gemm", "nearest", {}, "unknown schedule 'nearest'"),
+        (
+            "ag+gemm",
+            NEAREST,
+            {"delay": 1},
+            "has the options chunks, largest, workspace, mechanism, send_slots, got 'delay'",
+        ),
+        ("ag+gemm", NEAREST, {"chunks": None}, "chunks is an integer or a string, got None"),
+        ("ag+gemm", NEAREST, {"execution": "fused"}, "execution is one of"),
+        ("ag+gemm", NEAREST, {"transport": "sm"}, "goes with execution='single_kernel'"),
+        ("ag+gemm", "tensor_parallel_2d", {}, "takes a mesh"),
+        ("ag+gemm", GATHER, {"chunks": 2}, "chunks=2 is a candidate for ag.gemm already"),
+    ],
+)
+def test_wrong_candidates_are_refused(
+    registered: Any, pattern: str, schedule: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        registered(pattern, schedule, **options)
+
+
+# --- measured again -----------------------------------------------------------------------------------------
+
+
+def without_tiles(config: TunedConfig) -> TunedConfig:
+    return dataclasses.replace(config, execution=dataclasses.replace(config.execution, config=None))
+
+
+def test_the_best_fused_kernel_of_each_kind_is_measured_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds are chains with stores, chains with copies, and pairwise sums.
+
+    The first of a kind gets other tiles if it is not far behind; the second gets fewer if it is close to the first.
+    """
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    problem = GemmProblem(8192, 8192, 4096)
+    every = shortlist(problem, "gemm+rs", 4)
+    others = [each for each in every if not each.execution.single_kernel and each.method == "plan"]
+    kernels = [each for each in every if each.execution.single_kernel]
+    summed = [each for each in kernels if "pairwise" in each.schedule]
+    stored = [each for each in kernels if ("mechanism", "store") in each.options and each not in summed]
+    pushed = [each for each in kernels if each not in (*stored, *summed)]
+    assert len(stored) > 1 and len(pushed) > 1 and len(summed) > 1
+
+    def found(ran: list[TunedConfig], slow: list[TunedConfig], later: float = 1.1) -> list[TunedConfig]:
+        times = {str(each): later if each in (*stored[1:], *pushed[1:], *summed[1:]) else 1.0 for each in ran}
+        times |= {str(each): 2.0 for each in slow}
+        return tune.finalists(problem, "gemm+rs", 4, ran, times)
+
+    def tiles_of(finalists: list[TunedConfig], config: TunedConfig) -> list[str | None]:
+        return [each.execution.config for each in finalists if without_tiles(each) == config]
+
+    ran = [*others[:3], *stored, UNFUSED, *pushed, *summed]
+    finalists = found(ran, [])
+    assert finalists[:5] == [*ran[:4], UNFUSED]
+    for first in (stored[0], pushed[0], summed[0]):
+        tiles = tiles_of(finalists, first)
+        assert tiles[0] is None and len(set(tiles)) == len(tiles) == 1 + OTHER_TILES
+        assert all(tile and tile.endswith("pingpong") for tile in tiles[1:4]) or first == pushed[0]
+    close = found(ran, [], later=1.04)
+    for second in (stored[1], pushed[1], summed[1]):
+        tiles = tiles_of(close, second)
+        assert None in tiles and len(set(tiles)) == len(tiles) == 1 + OTHER_TILES // 2
+    assert not {*stored[1:], *pushed[1:], *summed[1:]} & {without_tiles(each) for each in finalists}
+    sent = [each for each in fused(problem, "gemm+ar") if each.execution.transport == "sm"]
+    times = {str(each): 1.0 for each in sent}
+    names = [str(each.execution.config) for each in tune.finalists(problem, "gemm+ar", 4, sent, times)]
+    assert {"None"} < {*names} and all(name == "None" or name.endswith("pingpong") for name in names)
+    far = found(ran, pushed)
+    assert far == [each for each in finalists if without_tiles(each) != pushed[0]]
+
+
+def test_tiles_for_the_whole_product_and_for_one_chunk_alternate() -> None:
+    problem = GemmProblem(8192, 5120, 4096)
+    execution = ExecutionConfig("cutlass", gemm_streams=1, execution="single_kernel")
+    config = TunedConfig("plan", GATHER, (("chunks", 2),), execution)
+    plan = config.plan(problem, 4)
+    chunk = specs_of(plan)[0]
+    tiles = [tile for tile in candidates.providers()["cutlass"].configs(chunk) if tile.kernel_schedule != "plain"]
+    whole, one = (order(chunk, tiles, count=count) for count in (8, 1))
+    assert not set(whole[:2]) & set(one[:2])
+    found = [each.execution.config for each in with_other_tiles(plan, config, "ag+gemm")]
+    assert found[:4] == [str(tile) for pair in zip(whole, one, strict=True) for tile in pair][:4]
+    assert set(found) == set(map(str, tiles)) and len(found) == len(tiles)
