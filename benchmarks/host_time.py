@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 import distgemm
-from distgemm.bench.cases import LAYERS, OPS, jobs
+from distgemm.bench.cases import LAYERS, cases
 from distgemm.measure.models import MODELS
 from distgemm.runtime.launch import launch
+from distgemm.schedulers import PATTERNS
+from distgemm.tune import config_of
 
 GATHER, CHAIN, PAIRWISE = (
     "all_gather_1d_tiling_cd_rotating_a",
@@ -102,13 +104,12 @@ def measure() -> list[dict[str, Any]]:
 def measure_auto() -> list[dict[str, Any]]:
     """The rows of what ``schedule="auto"`` does, on each rank."""
     rows = []
-    for job in jobs(list(MODELS), LAYERS, OPS, TOKENS, dist.get_world_size(), tp=8):
-        case = job.case
-        exe: Any = distgemm.compile(case.problem, "auto", op=case.op)
+    for case in cases(list(MODELS), LAYERS, PATTERNS, TOKENS, dist.get_world_size(), tp=8):
+        exe: Any = distgemm.compile(case.problem, "auto", pattern=case.pattern)
         _, replay = prepared(exe)
         us = {"replay": timed(replay), "gpu": on_gpu(replay)}
         rows.append(
-            {"schedule": str(case), "m": case.m, "n": case.n, "k": case.k, "options": str(exe.choice), "us": us}
+            {"schedule": str(case), "m": case.m, "n": case.n, "k": case.k, "options": str(config_of(exe)), "us": us}
         )
     return rows
 

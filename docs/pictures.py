@@ -32,7 +32,9 @@ PICTURE = re.compile(r"<!-- picture: (\S+) (.+?) -->")
 
 def pictures() -> dict[str, Callable[[Path], None]]:
     """What draws each picture, by its place in the site."""
-    found: dict[str, Callable[[Path], None]] = {"bench_4xh200.svg": partial(draw_benchmark, benchmark.run("bench_4xh200"))}
+    found: dict[str, Callable[[Path], None]] = {
+        "bench_4xh200.svg": partial(draw_benchmark, benchmark.run("bench_4xh200"))
+    }
     for layer, chunks in (("fc1", 1), ("fc2", 2)):
         problem = predicted.layer_problem(layer, "70B", 8192)
         timeline = predicted.timeline(problem, predicted.RECOMMENDED[layer][0], chunks)

@@ -30,8 +30,10 @@ from distgemm.cli.options import (
     arrangement,
     cases_of,
     check_ranks_of_mesh,
+    check_rows_per_rank,
     gemm_problem,
     mesh_text,
+    number,
     read_mesh,
 )
 from distgemm.cli.output import (
@@ -96,19 +98,24 @@ def simulate_command(
     ranks_per_host: Annotated[
         int | None,
         typer.Option(
-            "--ranks-per-host", metavar="N", min=1, help="Ranks that NVLink connects. [default: the machine's]"
+            "--ranks-per-host",
+            metavar="N",
+            parser=number(1),
+            help="Ranks that NVLink connects. [default: the machine's]",
         ),
     ] = None,
     gemm_streams: Annotated[
         int | None,
-        typer.Option("--gemm-streams", metavar="N", min=1, help="GEMMs of a rank in flight. [default: the machine's]"),
+        typer.Option(
+            "--gemm-streams", metavar="N", parser=number(1), help="GEMMs of a rank in flight. [default: the machine's]"
+        ),
     ] = None,
     chunks: Annotated[
         list[int] | None,
         typer.Option(
             "--chunks",
             metavar="N",
-            min=1,
+            parser=number(1),
             help="The schedule's option chunks; repeatable: several values are compared. "
             f"[default: {', '.join(map(str, CHUNKS))} for all, else the schedule's own]",
             show_default=False,
@@ -150,6 +157,7 @@ def simulate_command(
 
     def predict(schedule: str, on: Mesh, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}
+        check_rows_per_rank(problem, on)
         plan = make_plan(problem, schedule, mesh=on, **{**modes, **chosen})
         return simulate(plan, gpus, gemm_streams=gemm_streams)
 
