@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+
 from distgemm.bench.cases import CANDIDATES, Case, Job
 from distgemm.bench.run import Settings, progress, run_case
-
 from distgemm.measure import timing
 from distgemm.measure.operation import Method, Operation, WrongResultError, eager
 from distgemm.measure.timing import Sample, measure, sample

@@ -1,4 +1,4 @@
-"""The doctor: what each check makes of facts, what runtimes need, and the command on this machine."""
+"""distgemm doctor: what each check makes of facts, what runtimes need, and the command on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from distgemm.cli import doctor
 from distgemm.cli import main as cli
-from distgemm.cli.doctor import Check, Facts, Gpu, checks, look, parse_nvlinks, runtimes, unsatisfied
+from distgemm.cli.doctor import Check, checks, runtimes, unsatisfied
+from distgemm.measure.machine_facts import Facts, Gpu, look, parse_nvlinks
 
 H200 = Gpu("NVIDIA H200", (9, 0), 140 << 30, multicast=True, nvlinks=18)
 WELL = Facts(
@@ -135,7 +136,7 @@ def test_notes() -> None:
         assert (check.status, check.detail[: len(detail)]) == ("note", detail)
     other = by_name(checks(replace(WELL, gpus=(replace(H200, capability=(8, 0)),))))["GPUs"]
     assert other.status == "ok"
-    assert "plain ones" in other.detail
+    assert "plain kernels" in other.detail
     assert "2 damaged" in by_name(checks(replace(WELL, broken=2)))["kernel cache"].detail
 
 
@@ -193,7 +194,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed, said = invoke("--require", "gloo")
     assert (code, printed) == (2, "")
     assert said == "error: --require is one of reference, collective, cuda, got 'gloo'\n"
-    code, printed, _ = invoke("--json", "--require", "cuda")
+    code, printed, _ = invoke("--json", "-", "--require", "cuda")
     found = json.loads(printed)
     assert code == 1
     assert [Check(**each) for each in found["checks"]] == checks(BARE)
@@ -202,7 +203,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command_on_this_machine() -> None:
     """Whatever it has: exit status 0, and a word on each runtime."""
-    done = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "-"])
     assert (done.exit_code, done.stderr) == (0, "")
     found = {each["name"]: each["status"] for each in json.loads(done.stdout)["runtimes"]}
     assert list(found) == ["reference", "collective over gloo", "collective over NCCL", "cuda"]
