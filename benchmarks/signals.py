@@ -26,7 +26,7 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 import typer
 from cuda.bindings import runtime
 

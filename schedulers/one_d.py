@@ -286,8 +286,8 @@ def reduce_scatter_1d_pairwise_a(
         stagger: with final_add="epilogue", 1 to ``chunks``: chunk by chunk, with chunk c of the own shard just before
             chunk c + stagger of the others. 0: shard by shard, the own one last.
         chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of
-            all rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be smaller
-            than tiles.
+            all rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be
+            smaller than tiles.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"

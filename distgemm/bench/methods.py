@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701 (it has no public name)
+import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.api import compile
 from distgemm.gemm import GemmTensors, bind

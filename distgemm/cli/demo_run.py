@@ -27,7 +27,7 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.runtime.launch import launch
+from distgemm.runtime.launch import Backend, launch
 from distgemm.schedulers import Pattern
 
 __all__ = ["MeasuredLayer", "Measurement", "UnfusedProgram", "demo", "layers_table", "measure_layers", "measurements"]
@@ -97,6 +97,7 @@ def demo(
     to_measure = None if tokens is None else measurements(tokens, torch.cuda.device_count())
     rows, hidden, intermediate = (max(1, extent // scale) for extent in (TOKENS, HIDDEN, INTERMEDIATE))
     nccl = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    backend: Backend = "nccl" if nccl else "gloo"
     where = "CUDA devices over NCCL" if nccl else "the CPU over gloo"
     problems = (
         ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=rows, n=2 * intermediate, k=hidden, dtype=dtype)),
@@ -112,7 +113,7 @@ def demo(
         f"[bold]MLP of Llama 70B, extents / {scale}:[/] {rows} tokens, hidden {hidden}, intermediate "
         f"{intermediate}, {dtype}; {world_size} ranks on {where}"
     )
-    by_rank = launch(_run_rank, world_size, plans, backend="nccl" if nccl else "gloo")
+    by_rank = launch(_run_rank, world_size, plans, backend=backend)
     failed = []
     for index, ((title, _, _), plan) in enumerate(zip(problems, plans, strict=True)):
         found = [results[index] for results in by_rank]

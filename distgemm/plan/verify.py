@@ -32,14 +32,14 @@ __all__ = ["verify"]
 def verify(plan: Plan) -> None:
     """Raise :class:`PlanError`, naming rank, iteration and op, where the plan can go wrong."""
     with collector_paused():
-        _Execution(plan, _Order(plan, validate(plan))).run()
+        Evaluation(plan, Order(plan, validate(plan))).run()
 
 
 # --- happens-before -----------------------------------------------------------------------------------
 
 
 class _Graph(NamedTuple):
-    """Which ops directly happen before which, by their places in ``_Order.sequence``.
+    """Which ops directly happen before which, by their places in ``Order.sequence``.
 
     Attributes:
         number: the place of each op, by rank and id.
@@ -54,7 +54,7 @@ class _Graph(NamedTuple):
     last_signal: dict[int, int]
 
 
-class _Order:
+class Order:
     """Happens-before, and one legal order of all ops of a replay.
 
     Nothing happens before an op that stands later in ``sequence``.
@@ -233,10 +233,10 @@ class _Piece:
         return part
 
 
-class _Execution:
+class Evaluation:
     """One legal execution of a replay, and what it hands to the next, with every access checked."""
 
-    def __init__(self, plan: Plan, order: _Order) -> None:
+    def __init__(self, plan: Plan, order: Order) -> None:
         self.plan, self.order = plan, order
         self.signals, self.waits = order.form.signals, order.form.waits
         self.slots: list[list[list[_Piece]]] = [[[] for _ in slots] for slots in plan.slots]

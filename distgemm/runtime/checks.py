@@ -57,7 +57,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
         if group.ndim != 1:
             names = group.mesh_dim_names or ("tp",)
             raise ValueError(
-                f"the mesh has {group.ndim} dimensions, and group takes one of them: group=mesh[{names[-1]!r}]"
+                f"the mesh has {group.ndim} dimensions, and the ranks of one take part: group=mesh[{names[-1]!r}]"
             )
         return group.get_group()
     if not dist.is_initialized():

@@ -55,7 +55,7 @@ def run_reference(
     inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
     if c_shards is not None:
         inputs["C"] = _shards(plan, "C", c_shards)
-    machine = _Machine(plan, inputs, alpha, beta, replays)
+    machine = RankMemories(plan, inputs, alpha, beta, replays)
     machine.run(random.Random(seed) if order == "random" else None)
     return [d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)]
 
@@ -101,7 +101,7 @@ class _Rank:
                 self.ready.append(dependent)
 
 
-class _Machine:
+class RankMemories:
     def __init__(self, plan: Plan, inputs: dict[str, list[Array]], alpha: float, beta: float, replays: int) -> None:
         self.plan = plan
         self.inputs = inputs

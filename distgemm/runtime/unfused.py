@@ -109,7 +109,7 @@ def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, s
 
     A collective call with one plan on all ranks: where a rank has no memory, all ranks raise.
     """
-    from torch.distributed import _symmetric_memory as symmetric_memory
+    from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
     key = (group.group_name, device)
     of_group, found = _symmetric.get(key, (None, None))

@@ -20,11 +20,14 @@ from torch.autograd import DeviceType
 
 import distgemm
 from distgemm.api import compile as compile_plan
+from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
+from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action
-from distgemm.runtime.cuda.workspace import Step
+from distgemm.runtime.cuda.workspace import BUFFERS, Step
+from distgemm.runtime.executable import EXECUTION_FIELDS, ExecutionConfig, ExecutionMode, Transport, WaitBy
 from distgemm.schedulers import schedule_options
 
 CONFIG = "128x128x64_2x1_pingpong"
@@ -54,11 +57,12 @@ class Case:
     gemm_streams: int = 2
     config: str | None = CONFIG
     provider: str = "cutlass"
-    waits: str = "memory"
-    merge: bool = False
-    copies: str = "engine"
-    last: str = ""
-    along: str = ""
+    execution: ExecutionMode = "multi_kernel"
+    wait_by: WaitBy = "memory_op"
+    merge_copies: bool = False
+    transport: Transport = "copy_engine"
+    final_add: str = ""
+    chunk_mode: str = ""
 
     def plan(self) -> distgemm.Plan:
         problem = distgemm.GemmProblem(
@@ -67,10 +71,13 @@ class Case:
         given: dict[str, Any] = {
             "chunks": self.chunks * (self.chunks > 1),
             "stagger": self.stagger,
-            "last": self.last,
-            "along": self.along,
+            "final_add": self.final_add,
+            "chunk_mode": self.chunk_mode,
         }
         options = {name: value for name, value in given.items() if value}
+        send_slots = 2
+        if self.execution == "single_kernel":
+            send_slots = max(2, self.chunks * (self.mesh[0] if self.final_add else 1))
         return distgemm.make_plan(
             problem,
             self.schedule,
@@ -78,9 +85,24 @@ class Case:
             workspace=self.workspace,
             sync=self.sync,
             mechanism=self.mechanism,
-            send_slots=max(2, self.chunks * (self.mesh[0] if self.last else 1)) if self.waits == "gemm" else 2,
+            send_slots=send_slots,
             **options,
         )
+
+    def execution_options(self) -> dict[str, Any]:
+        """The fields of its ExecutionConfig."""
+        return {name: getattr(self, name) for name in EXECUTION_FIELDS}
+
+
+def compile_kernels(cases: list[Case]) -> None:
+    """Compile what the cases need, in parallel, so that no timed test waits for a compiler."""
+    sources: dict[KernelSource, None] = {}
+    for case in cases:
+        plan = case.plan()
+        for rank in range(plan.world_size):
+            binder = Binder(plan, rank, torch.device("cuda", 0), ExecutionConfig(**case.execution_options()))
+            sources |= dict.fromkeys(binder.sources(c=bool(case.beta)))
+    build(list(sources))
 
 
 class Data:
@@ -129,8 +151,7 @@ class Data:
 def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:
     plan = case.plan()
     plan.verify()
-    how = {name: getattr(case, name) for name in ("gemm_streams", "config", "provider", "waits", "merge", "copies")}
-    exe = compile_plan(plan, **how, **more)
+    exe = compile_plan(plan, **case.execution_options(), **more)
     return exe, Data(case, plan, exe.device)
 
 
@@ -164,8 +185,8 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
         replay = exe.capture(data.shards["A"], data.shards["B"], out=data.shards["D"])
         for call in range(calls):
             wanted = data.draw(100 * number + call)
-            for half in range(2):
-                exe.workspace.slot(half, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
+            for buffer in range(BUFFERS):
+                exe.workspace.slot(buffer, exe.rank, 0, exe.workspace.slot_bytes).fill_(0xFF)
             torch.cuda.synchronize()
             dist.barrier(device_ids=[exe.device.index])
             # What was never called before is issued eagerly.
@@ -337,7 +358,7 @@ def graph_nodes(cases: list[Case]) -> list[str]:
         kinds, edges = _nodes_and_edges(replay.graph)
         # GEMMs that wait by themselves are one action and one kernel, behind which waits are kernels, too; finish and
         # exit are one kernel. Where nothing is copied, the one that multiplies does all.
-        by_kernel = exe.how.waits != "memory"
+        by_kernel = exe.execution.single_kernel or exe.execution.wait_by == "kernel"
         alone = {action.stream for action in exe.actions} == {GEMM_STREAM}
         passed_over = {Step.FINISH} if by_kernel else set()
         actions = [action for action in exe.actions if action.step not in passed_over or action.ops]
@@ -381,15 +402,14 @@ def _edges_of(actions: list[Action]) -> int:
     return edges + len(last)
 
 
-def crowded(cases: list[Case], gemm_streams: int = 16, calls: int = 12) -> list[str]:
-    """Calls in a graph of the caller's that has many gemm_streams beside them: more than the GPU has queues, so that the
-    driver puts several on one."""
+def crowded(cases: list[Case], streams: int = 16, calls: int = 12) -> list[str]:
+    """Calls in a graph of the caller with more streams beside them than the GPU has hardware queues."""
     failures = []
     for number, case in enumerate(cases):
         exe, data = compiled(case)
         wanted = data.draw(9000 + number)
-        sides = [torch.cuda.Stream() for _ in range(gemm_streams)]
-        scratch = torch.zeros(gemm_streams, 1 << 16, device=exe.device)
+        sides = [torch.cuda.Stream() for _ in range(streams)]
+        scratch = torch.zeros(streams, 1 << 16, device=exe.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             here = torch.cuda.current_stream()
@@ -535,17 +555,17 @@ def cases(ranks: int) -> list[Case]:
     for schedule in ("all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_tiling_a_rotating_c"):
         rows = unequal if sum(unequal) else (8,) * ranks
         found.append(Case(schedule, (ranks,), m=sum(rows), rows=rows, config=None))
-    return found + by_one_kernel(ranks)
+    return found + fused_cases(ranks)
 
 
-COPIERS = ("gemm", "engine")
+TRANSPORTS: tuple[Transport, ...] = ("sm", "copy_engine")
 
 
-def by_one_kernel(ranks: int) -> list[Case]:
-    """Plans whose GEMMs are one kernel that waits by itself, for what is gathered and for partial sums."""
+def fused_cases(ranks: int) -> list[Case]:
+    """Plans with the fused kernel, for gathers and for partial sums."""
     chains = ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c")
     gathers = ("all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_tiling_cd_rotating_b", "all_gather_1d_ring_a")
-    both: list[dict[str, Any]] = [
+    common: list[dict[str, Any]] = [
         {"config": CONFIG, "beta": 1.0},
         {"chunks": 4, "dtype": "float16", "m": 32 * ranks, "n": 32 * ranks, "k": 512 * ranks},
         {"chunks": 2, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "partial_dtype": "bfloat16"},
@@ -555,7 +575,7 @@ def by_one_kernel(ranks: int) -> list[Case]:
         {"chunks": 4, "merge_copies": True, "m": 1024, "k": 1024},
         {"m": 24 * ranks, "n": 25 * ranks, "k": 128},  # rows of D that TMA cannot write
     ]
-    by_whom = ("slices", "gemm", "both")
+    transports = ("copy_engine_slices", "sm")
     sent: list[dict[str, Any]] = [
         {"chunks": 2, "beta": 1.0, "k": 1536},  # in three slices
         {"config": CONFIG, "m": 392 * ranks, "n": 328 * ranks, "k": 1160, "alpha": 2.0},  # in two, the last one shorter
@@ -563,22 +583,23 @@ def by_one_kernel(ranks: int) -> list[Case]:
     ]
     all_reduces = ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_tiling_b_rotating_c")
     stored = (*chains, all_reduces[0])
-    ways = [(name, {"mechanism": "store"} | options) for name in stored for options in both]
-    ways += [(name, {"mechanism": "store", "transport": "sm"} | options) for name in all_reduces for options in both]
-    ways += [(name, {"copies": by} | options) for name in gathers[:2] for options in sent for by in by_whom]
-    ways += [(name, options) for name in stored for options in both]
-    ways += [(name, options) for name in gathers for options in both + gathered]
+    ways = [(name, {"mechanism": "store"} | options) for name in stored for options in common]
+    ways += [(name, {"mechanism": "store", "transport": "sm"} | options) for name in all_reduces for options in common]
+    ways += [(name, {"transport": by} | options) for name in gathers[:2] for options in sent for by in transports]
+    ways += [(name, options) for name in stored for options in common]
+    ways += [(name, options) for name in gathers for options in common + gathered]
     wide = {"chunks": 4, "m": 256 * ranks, "n": 8192 * ranks, "k": 1024}  # in groups, as what follows is
-    ways += [(gathers[0], wide | {"copies": by}) for by in ("engine", "gemm")]
+    ways += [(gathers[0], wide | {"transport": by}) for by in ("copy_engine", "sm")]
     summed: dict[str, Any] = {"mechanism": "store", "final_add": "epilogue"}
-    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*both, {"k": 2048 * ranks}]]
-    ways += [("all_reduce_1d_pairwise_a", summed | both[number] | {"copies": by}) for number, by in enumerate(COPIERS)]
-    ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "copies": by}) for by in COPIERS]
+    ways += [("reduce_scatter_1d_pairwise_a", summed | options) for options in [*common, {"k": 2048 * ranks}]]
+    for number, by in enumerate(TRANSPORTS):
+        ways += [("all_reduce_1d_pairwise_a", summed | common[number] | {"transport": by})]
+    ways += [("all_reduce_1d_pairwise_a", summed | {"k": 2048 * ranks, "transport": by}) for by in TRANSPORTS]
     columns: dict[str, Any] = {"stagger": 1, "chunk_mode": "n", "beta": 1.0, "k": 1024 * ranks}
-    for name, by in (("reduce_scatter", "engine"), ("all_reduce", "engine"), ("all_reduce", "gemm")):
+    for name, by in (("reduce_scatter", "copy_engine"), ("all_reduce", "copy_engine"), ("all_reduce", "sm")):
         some = [{"chunks": 2}, {"chunks": 4, "config": CONFIG, "m": 392 * ranks, "n": 1312, "k": 2048 * ranks}]
-        ways += [(f"{name}_1d_pairwise_a", summed | columns | {"copies": by} | options) for options in some]
-    ways += [("reduce_scatter_1d_pairwise_a", summed | both[2] | {"stagger": 1, "chunk_mode": "n"})]
+        ways += [(f"{name}_1d_pairwise_a", summed | columns | {"transport": by} | options) for options in some]
+    ways += [("reduce_scatter_1d_pairwise_a", summed | common[2] | {"stagger": 1, "chunk_mode": "n"})]
     ways += [("reduce_scatter_1d_pairwise_a", {"final_add": "epilogue", "chunks": 2})]
     return [Case(name, (ranks,), execution="single_kernel", **({"config": None} | options)) for name, options in ways]
 

@@ -50,7 +50,6 @@ def mixed(ranks: int) -> list[Case]:
         ),
         Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", transport="sm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", transport="copy_engine_slices"),
-        Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", copies="both"),
         Case(
             PAIRWISE, (ranks,), chunks=2, execution="single_kernel", mechanism="store", final_add="epilogue", beta=1.0
         ),
@@ -150,9 +149,6 @@ def results(ranks: int) -> list[dict[str, Any]]:
             execution="single_kernel",
             transport="copy_engine_slices",
         ),
-        Case(
-            GATHER, (ranks,), m=2048 * ranks, n=256 * ranks, k=8192, chunks=2, execution="single_kernel", copies="both"
-        ),
     ]
     nodes = [
         Case(GATHER, (ranks,)),
@@ -169,7 +165,6 @@ def results(ranks: int) -> list[dict[str, Any]]:
         Case(ALL_REDUCE, (ranks,), chunks=2, execution="single_kernel", mechanism="store", transport="sm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", transport="sm"),
         Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", transport="copy_engine_slices"),
-        Case(GATHER, (ranks,), chunks=2, k=1536, execution="single_kernel", copies="both"),
     ]
     traced = [
         Case(CHAIN, (ranks,), m=4096, n=4096, k=4096, chunks=2),

@@ -71,9 +71,7 @@ def test_every_folder_is_a_layer() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "__init__"])
 def test_imports_go_one_way(name: str) -> None:
-    above = [
-        f"line {line} imports {other}" for line, other in imported(FILES[name]) if layer(other) > layer(name)
-    ]
+    above = [f"line {line} imports {other}" for line, other in imported(FILES[name]) if layer(other) > layer(name)]
     assert not above, f"distgemm.{name} is in a layer before what it imports: {'; '.join(above)}"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = "tests/unit/test_bench_example.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +41,10 @@ def test_names_that_need_torch_are_there() -> None:
     assert done.stderr.splitlines()[-1] == "AttributeError: module 'distgemm' has no attribute 'none'"
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["show", "ag+gemm", "--world-size", "8"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["show", "ag+gemm", "--ranks", "8"], ["--version"], ["bench", "-h"], ["bench", "--from", EXAMPLE]],
+)
 def test_command_is_light(arguments: list[str]) -> None:
     code = (
         "import sys; from distgemm.cli.main import app\n"

@@ -10,7 +10,7 @@ import pytest
 
 import distgemm
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, Wait, accesses, box_extents
-from distgemm.runtime.reference import _Machine
+from distgemm.runtime.reference import RankMemories
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
 from tests.unit.reference_data import Data
 
@@ -156,7 +156,7 @@ def test_what_is_between_the_rows_of_a_slot_is_neither_read_nor_written(name: st
         ]
         for operand in "ABC"
     }
-    machine = _Machine(plan, inputs, alpha=2.0, beta=3.0, replays=1)
+    machine = RankMemories(plan, inputs, alpha=2.0, beta=3.0, replays=1)
     machine.run(random.Random(0))
     data.assert_delivered([d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)], 2.0, 3.0)
     views = [view for rank in ranks for op in plan.ops(rank) for view in (accesses(op)[1],) if view is not None]

@@ -172,17 +172,19 @@ def test_chunks_of_pairwise_sums_are_rows_or_columns(name: str):
         assert rows.grid == (size * chunks, 1, size, 1) and columns.grid == (size, chunks, size, 1)
         problem = distgemm.GemmProblem(26, 25, 19)
         by_rows, by_columns = (
-            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, sync="barrier") for chunk_mode in "mn"
+            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, sync="barrier")
+            for chunk_mode in "mn"
         )
         for rank in range(size):
             assert all(by_rows.shard(operand, rank) == by_columns.shard(operand, rank) for operand in "ABD")
         assert by_rows.link_bytes() == by_columns.link_bytes()
         problem = distgemm.GemmProblem(24 * size, 48, 8 * size)
         by_rows, by_columns = (
-            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, mechanism="store") for chunk_mode in "mn"
+            distgemm.make_plan(problem, name, size, chunks=chunks, chunk_mode=chunk_mode, mechanism="store")
+            for chunk_mode in "mn"
         )
         assert all(by_rows.workspace_bytes(rank) == by_columns.workspace_bytes(rank) for rank in range(size))
-    with pytest.raises(ValueError, match="chunk_mode is m .*or n .*, got 'k'"):
+    with pytest.raises(ValueError, match=r"chunk_mode is m .*or n .*, got 'k'"):
         distgemm.get_schedule(name, 4, chunk_mode="k")
 
 
@@ -234,7 +236,9 @@ def test_shards_lag_behind_one_another(name: str):
 @pytest.mark.parametrize("name", STAGGERED)
 def test_plans_whose_shards_lag_are_proved(name: str):
     """With every mechanism and workspace, both ways to synchronise, ragged."""
-    ways = itertools.product(("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("epilogue", "kernel"))
+    ways = itertools.product(
+        ("push", "pull", "store"), ("full", "bounded"), ("credit", "barrier"), ("epilogue", "kernel")
+    )
     for mechanism, workspace, sync, final_add in ways:
         if "pairwise" in name and final_add == "kernel":
             continue  # refused

@@ -12,7 +12,7 @@ import distgemm
 from distgemm import GemmProblem, Plan, PlanError
 from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wait
 from distgemm.plan.validate import validate
-from distgemm.plan.verify import _Execution, _Order
+from distgemm.plan.verify import Evaluation, Order
 from tests.unit.interleavings import fault
 from tests.unit.mutations import KINDS, changed, effect, mutations
 from tests.unit.test_verify_interleavings import CONTRADICTIONS, SYNCHRONISED, small, verdict
@@ -339,8 +339,8 @@ def test_large_plans_are_ordered_by_what_ops_wait_for_themselves() -> None:
     for mesh, sync in product([(2, 2, 2), (3, 2, 2), (1, 3, 3)], ("credit", "barrier")):
         problem = GemmProblem(m=72, n=72, k=72)
         plan = distgemm.make_plan(problem, "tensor_parallel_3d", mesh=mesh, chunks=2, sync=sync)
-        order = _Order(plan, validate(plan))
-        _Execution(plan, order).run()
+        order = Order(plan, validate(plan))
+        Evaluation(plan, order).run()
         assert "_graph" not in vars(order)
 
 

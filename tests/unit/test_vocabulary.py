@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SKIPPED_FOLDERS = {".git", ".venv", "site", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+SKIPPED_FOLDERS = {
+    ".git",
+    ".venv",
+    "site",
+    "build",
+    "dist",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+}
 EXEMPT = {
     "CHANGELOG.md",  # says what was renamed
     "docs/glossary.md",  # the same
@@ -21,7 +31,8 @@ EXEMPT = {
 SUFFIXES = {".py", ".md", ".cu", ".cuh", ".json", ".txt", ".toml", ".yml", ".yaml", ".cff", ".css", ".svg", ""}
 
 PATTERNS = {
-    "pattern": r"\bdefault_of\b|\blist_families\b|\bfamilies\b|--ops[= ](ag|gemm)\+|\b(op|kind|family)\"?[:=] ?\"(ag|gemm)\+",
+    "pattern": r"\bdefault_of\b|\blist_families\b|\bfamilies\b|--ops[= ](ag|gemm)\+"
+    r"|\b(op|kind|family)\"?[:=] ?\"(ag|gemm)\+",
     "kernel_schedule": r"(?<!kernel_)\bschedule=\"(cooperative|pingpong|plain)\"",
     "stagger": r"\blag(s|ged|ging)?\b",
     "tile_interleave": r"\babreast\b|\bABREAST\b|products in turn",
@@ -32,14 +43,17 @@ PATTERNS = {
     "merge_copies": r"\bmerge=(True|False|true|false)\b|\"merge\":|\bmerged chunks\b|\bchunks merged\b",
     "execution and wait_by": r"\bwaits=[\"']?(memory|kernel|gemm)\b|\"waits\":|\bwaits by gemm\b|\bgated\b|\bGated|_gated\b"
     r"|one kernel for all GEMMs",
-    "transport": r"\bcopies=[\"']?(engine|slices|gemm|both)\b|\"copies\": \"(engine|slices|gemm|both)\"|\bcopies by gemm\b",
-    "flags of the fused kernel": r"\bgates\b|\btells\b|\.opens\b|\bopens=|\.away\b|\baway=|\bentire=|\.entire\b|\.taken\b",
-    "flags": r"\bwords\.cuh?\b|\bword_source\b|\bwords_of\b|\bWordLaunch\b|\bbind_words\b|\bWords\b|_word\b|\bWORD\b",
+    "transport": r"\bcopies=[\"']?(engine|slices|gemm|both)\b|\"copies\": \"(engine|slices|gemm|both)\""
+    r"|\bcopies by gemm\b",
+    "flags of the fused kernel": r"\bgates\b|\btells\b|\.opens\b|\bopens=|\.away\b|\baway=|\bentire="
+    r"|\.entire\b|\.taken\b",
+    "flags": r"\bwords\.cuh?\b|\bword_source\b|\bwords_of\b|\bWordLaunch\b|\bbind_words\b|\bWords\b"
+    r"|_word\b|\bWORD\b",
     "double-buffered workspace": r"\.halves\b|\bnext_half\b|\.turn\(|\bclass Half\b|\bhalves of the workspace\b",
     "link pacing": r"turns on the link|\bPace\b",
     "final copies": r"\bdeliver(y|ies)\b|DELIVERIES",
-    "tuned configuration": r"\bChoices?\b|\bchoices_file\b|\.choice\b|\bchoose_schedule\b|\btune\.choose\b|\bmeasured choices?\b"
-    r"|\brecorded choices?\b|\bshipped choices?\b|distgemm\.texts",
+    "tuned configuration": r"\bChoices?\b|\bchoices_file\b|\.choice\b|\bchoose_schedule\b|\btune\.choose\b"
+    r"|\bmeasured choices?\b|\brecorded choices?\b|\bshipped choices?\b|distgemm\.texts",
     "candidates and search": r"tune[./](predicting|measuring|choosing)\b|tune import (predicting|measuring|choosing)",
     "ExecutionConfig": r"\bExecution\(",
     "one package per subject": r"distgemm[./]benchmarking|\b(bench|trace|tune)_command\.py|(?<!dist)gemm[./]tune\b",
@@ -53,9 +67,9 @@ PATTERNS = {
 def files() -> Iterator[Path]:
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
-        if SKIPPED_FOLDERS.isdisjoint(parts) and not path.is_symlink() and path.is_file() and path.suffix in SUFFIXES:
-            if not any((ROOT / Path(*parts[:depth])).is_symlink() for depth in range(1, len(parts))):
-                yield path
+        linked = any((ROOT / Path(*parts[:depth])).is_symlink() for depth in range(1, len(parts) + 1))
+        if SKIPPED_FOLDERS.isdisjoint(parts) and not linked and path.is_file() and path.suffix in SUFFIXES:
+            yield path
 
 
 @cache

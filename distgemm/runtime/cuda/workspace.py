@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.streams import new_stream
