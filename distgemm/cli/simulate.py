@@ -129,7 +129,7 @@ def simulate_command(
 ) -> None:
     """Predict the time of a plan, or of all schedules.
 
-    It also tells what bounds the time. The GEMM is the layer fc1 of Llama 70B by default. "all" groups the
+    It also says what bounds the time. The GEMM is the layer fc1 of Llama 70B by default. "all" groups the
     schedules by the shards with which each rank begins and ends: schedules in one group do the same job, and are
     ranked. It shows the fewest chunks of each schedule that are within 2 % of the best; it tries more chunks as
     long as they are not slower.
