@@ -109,7 +109,7 @@ def bench_command(
 ) -> None:
     """Measure layers of models, and what peers take.
 
-    It measures this library, NCCL, torch and others on several GPUs, and the parts of which roofs are made. Every
+    It measures this library, NCCL, torch and others on several GPUs, and the parts that make the roofs. Every
     result is checked; a wrong one makes the exit status 1. The command starts its ranks, or joins those that
     torchrun has started. It writes the file of --json after each row. -o draws the efficiencies.
     """

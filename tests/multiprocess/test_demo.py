@@ -89,8 +89,8 @@ def test_the_layers_that_are_measured() -> None:
 def test_layers_are_measured_if_the_cuda_runtime_works(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 
-    def launch(function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> list[Any]:
-        launched.append((function, ranks, arguments, how["backend"]))
+    def launch(function: Callable[..., Any], ranks: int, *arguments: Any, **keywords: Any) -> list[Any]:
+        launched.append((function, ranks, arguments, keywords["backend"]))
         return [RESULTS] * ranks
 
     def run(works: Check, gpus: int) -> str:
@@ -101,13 +101,13 @@ def test_layers_are_measured_if_the_cuda_runtime_works(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "look", lambda: None)
     monkeypatch.setattr(module, "launch", launch)
-    said = run(Check("cuda", "fix", "compiler: nvcc was not found"), 4)
-    assert said == ("The CUDA runtime is not measured: compiler: nvcc was not found (see distgemm doctor)\n")
+    text = run(Check("cuda", "fix", "compiler: nvcc was not found"), 4)
+    assert text == ("The CUDA runtime is not measured: compiler: nvcc was not found (see distgemm doctor)\n")
     assert "it needs two GPUs to move anything" in run(Check("cuda", "ok", ""), 1)
     assert not launched
-    said = run(Check("cuda", "ok", ""), 2)
+    text = run(Check("cuda", "ok", ""), 2)
     assert launched == [(module.run_layers, 2, (measurements(8192, 2).layers,), "nccl")]
-    assert "8192 tokens, bfloat16, on 2 GPUs" in said and "all_gather_x" in said
+    assert "8192 tokens, bfloat16, on 2 GPUs" in text and "all_gather_x" in text
 
 
 def test_each_rank_measures_all_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,10 @@ def test_the_time_of_the_barrier_is_subtracted_from_the_copies() -> None:
 class Runner:
     """Of quack: gathers by itself."""
 
-    def __init__(self, rows: int, k: int, dtype: torch.dtype, group: str, device: torch.device, **how: Any) -> None:
-        assert (k, group, how) == (K, "g", {"capture_lockstep": True})
+    def __init__(
+        self, rows: int, k: int, dtype: torch.dtype, group: str, device: torch.device, **keywords: Any
+    ) -> None:
+        assert (k, group, keywords) == (K, "g", {"capture_lockstep": True})
         self.rows, self.warm = rows, 0
         self.push_stream = self.barrier_stream = "of the pool"
         self.handle = SimpleNamespace(barrier=self._barrier)

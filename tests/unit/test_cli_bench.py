@@ -169,8 +169,8 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, path: Path, end: dict[str, Any] | Exception, *more: str) -> Result:
     """A run whose ranks write the example and then end in this way."""
 
-    def launch(function: Any, ranks: int, todo: Any, settings: Settings, to: Path, **how: Any) -> list[Any]:
-        assert (function.__name__, ranks, how) == ("run_rank", 2, {"backend": "nccl", "timeout": 9.0})
+    def launch(function: Any, ranks: int, todo: Any, settings: Settings, to: Path, **keywords: Any) -> list[Any]:
+        assert (function.__name__, ranks, keywords) == ("run_rank", 2, {"backend": "nccl", "timeout": 9.0})
         assert more or to == path
         assert settings.command.startswith("distgemm")
         if path.parent.name != "nothing":

@@ -160,23 +160,23 @@ def test_list(nvcc: Nvcc) -> None:
     ],
 )
 def test_builds_that_are_refused(nvcc: Nvcc, arguments: str, message: str) -> None:
-    said = refused("build", *(() if "--arch" in arguments else ("--arch", "90a")), *arguments.split())
-    assert said.startswith("error: ")
-    assert message in said
+    printed = refused("build", *(() if "--arch" in arguments else ("--arch", "90a")), *arguments.split())
+    assert printed.startswith("error: ")
+    assert message in printed
     assert nvcc.calls == []
 
 
 def test_what_the_compiler_says_keeps_its_lines(nvcc: Nvcc) -> None:
     nvcc.set(does=f'echo "first line" >&2; echo "second line" >&2; exit 1; {WRITES}')
-    said = refused("build", "--arch", "90a", "--config", ONE, "--terms", "none", status=1)
-    assert said.rstrip().endswith("failed with exit status 1:\nfirst line\nsecond line")
+    printed = refused("build", "--arch", "90a", "--config", ONE, "--terms", "none", status=1)
+    assert printed.rstrip().endswith("failed with exit status 1:\nfirst line\nsecond line")
     assert kernels() == []
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DISTGEMM_NVCC", str(tmp_path / "nvcc"))
-    said = refused("build", "--arch", "90a", status=1)
-    assert said == f"error: DISTGEMM_NVCC is '{tmp_path}/nvcc', where there is no file\n"
+    printed = refused("build", "--arch", "90a", status=1)
+    assert printed == f"error: DISTGEMM_NVCC is '{tmp_path}/nvcc', where there is no file\n"
 
 
 # --- tune-gemm ------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", ["8192 7168 8192", "--model llama-3-70b --tp 8 --m 8192 --chunks 8"])
 def test_tuning_wants_a_gpu(arguments: str) -> None:
-    said = refused("tune-gemm", *arguments.split())
-    assert said == "error: tune-gemm measures on a GPU, and torch finds none; distgemm build needs none\n"
+    printed = refused("tune-gemm", *arguments.split())
+    assert printed == "error: tune-gemm measures on a GPU, and torch finds none; distgemm build needs none\n"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_what_is_measured_is_what_was_compiled(
     """The spec of the random tensors is that which the kernels are built for."""
     for name in ("randn", "ones", "empty"):
         make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *shape, device, make=make, **how: make(*shape, **how))
+        monkeypatch.setattr(torch, name, lambda *shape, device, make=make, **keywords: make(*shape, **keywords))
     product = DenseGemm(GemmProblem(48, 64, 32, dtype=dtype, partial_dtype="float32"), majors, terms)
     found, wanted = spec_of(product.tensors()), product.spec
     if dtype == "float8_e4m3fn" and not terms:

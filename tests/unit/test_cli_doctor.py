@@ -122,12 +122,12 @@ def test_queues(value: str, status: str, detail: str) -> None:
 
 def test_notes() -> None:
     off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    said = {
+    details = {
         "on;": {},
         "off, by NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1;": off,
         "off in part, by NCCL_NVLS_ENABLE=0;": {"NCCL_NVLS_ENABLE": "0"},
     }
-    for detail, environment in said.items():
+    for detail, environment in details.items():
         check = by_name(checks(replace(WELL, environment=environment)))["multicast (NVLS)"]
         assert check.status == "note"
         assert check.detail.startswith(detail)
@@ -149,11 +149,11 @@ def test_required() -> None:
 
 
 def test_links_are_read_from_nvidia_smi() -> None:
-    said = (
+    status = (
         "GPU 0: NVIDIA H200 (UUID: GPU-aa-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
         "GPU 1: NVIDIA L4 (UUID: GPU-bb-2)\n"
     )
-    assert parse_nvlinks(said) == {"aa-1": 2, "bb-2": 0}
+    assert parse_nvlinks(status) == {"aa-1": 2, "bb-2": 0}
     assert parse_nvlinks("") == {}
 
 
@@ -183,17 +183,17 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
         return done.exit_code, done.stdout, done.stderr
 
     monkeypatch.setattr(doctor, "look", lambda: BARE)
-    code, printed, said = invoke()
-    assert (code, said) == (0, "")
+    code, printed, error = invoke()
+    assert (code, error) == (0, "")
     for check in checks(BARE) + runtimes(BARE):
         assert check.name in printed
     assert "-> install NVIDIA's driver" in printed
     assert invoke("--require", "collective")[0] == 0
-    code, _, said = invoke("--require", "cuda")
-    assert (code, said) == (1, "required, and does not work here: cuda\n")
-    code, printed, said = invoke("--require", "gloo")
+    code, _, error = invoke("--require", "cuda")
+    assert (code, error) == (1, "required, and does not work here: cuda\n")
+    code, printed, error = invoke("--require", "gloo")
     assert (code, printed) == (2, "")
-    assert said == "error: --require is one of reference, collective, cuda, got 'gloo'\n"
+    assert error == "error: --require is one of reference, collective, cuda, got 'gloo'\n"
     code, printed, _ = invoke("--json", "-", "--require", "cuda")
     found = json.loads(printed)
     assert code == 1

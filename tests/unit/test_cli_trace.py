@@ -24,8 +24,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls of launch, in place of ranks with GPUs. They record the prediction; rank 1's clock is late."""
     calls: list[tuple[Any, ...]] = []
 
-    def launch(function: Any, world_size: int, *args: Any, **how: Any) -> Any:
-        calls.append((function, world_size, *args, how["backend"]))
+    def launch(function: Any, world_size: int, *args: Any, **keywords: Any) -> Any:
+        calls.append((function, world_size, *args, keywords["backend"]))
         return recorded(simulate(args[0], H200), {1: -500.0})
 
     monkeypatch.setattr("distgemm.runtime.launch.launch", launch)

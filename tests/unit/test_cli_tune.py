@@ -71,7 +71,7 @@ def test_the_command_prints_and_records(monkeypatch: pytest.MonkeyPatch, cache: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--m", "many"], "--m: a whole number of at least 1, got 'many'"),
         (["--pattern", "ag"], "--pattern: one of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
@@ -81,9 +81,9 @@ def test_the_command_prints_and_records(monkeypatch: pytest.MonkeyPatch, cache: 
         (["--ranks", "4", "--tp", "2"], "--ranks 4 is more than the --tp 2 ranks that share a layer"),
     ],
 )
-def test_wrong_arguments(words: list[str], said: str) -> None:
+def test_wrong_arguments(words: list[str], message: str) -> None:
     run = CliRunner().invoke(cli.app, ["tune", *words])
-    assert run.exit_code == 2 and said in run.output
+    assert run.exit_code == 2 and message in run.output
 
 
 def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

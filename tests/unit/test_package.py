@@ -96,9 +96,9 @@ def test_readme_python() -> None:
     done = python(code)
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.splitlines()
-    # What a comment says of a print is what it prints.
-    said = re.findall(r"^print\(.*\)  # (TileCoord\(.*\)|\d+)", code, re.MULTILINE)
-    assert len(said) == 2 and printed == said
+    # A print prints what its comment says.
+    commented = re.findall(r"^print\(.*\)  # (TileCoord\(.*\)|\d+)", code, re.MULTILINE)
+    assert len(commented) == 2 and printed == commented
 
 
 def test_readme_commands() -> None:
