@@ -83,7 +83,6 @@ class DenseGemm(NamedTuple):
     def spec(self) -> GemmSpec:
         """The spec that providers take."""
         from distgemm.gemm import GemmSpec, MatrixSpec
-        from distgemm.gemm.spec import ScaleMode
 
         p = self.problem
         d = MatrixSpec(str(p.out_dtype), p.m, p.n)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (it has no public name)
 
 from distgemm.measure import operation as module
 
