@@ -23,11 +23,11 @@ SMALL, TEXT, HEAD = 7.0, 7.5, 10.0
 BAR, GROUP_GAP = 0.105, 0.09
 """Height of a bar, which its number fits, and pause between rows, inches."""
 LEFT, RIGHT, TOP, BOTTOM = 0.68, 0.1, 0.32, 0.28
-"""Room beside a panel for its labels, inches."""
+"""Room around a panel for its labels, inches."""
 
 
 class _Series(NamedTuple):
-    """Bars of one colour, and the methods of a row among which the fastest counts."""
+    """Bars of one colour: in each row the fastest method whose name starts with a prefix."""
 
     title: str
     colour: str
@@ -36,7 +36,7 @@ class _Series(NamedTuple):
 
 PEERS = (
     _Series("NCCL + cuBLAS", PALETTE[7], ("NCCL + cuBLAS",)),
-    _Series("torch fused", PALETTE[1], ("torch fused", "torch one-shot", "torch two-shot")),
+    _Series("torch", PALETTE[1], ("torch",)),
     _Series("quack", PALETTE[2], ("quack",)),
 )
 LIBRARY = _Series("distgemm", PALETTE[4], ())
@@ -46,8 +46,8 @@ OTHER = _Series("other peers", PALETTE[6], ())
 def draw_benchmark(result: Result, path: str | Path) -> None:
     """Draw the efficiency of each method: a panel for each pattern and number of tokens, a row for each layer.
 
-    The figure is as wide as a page. The bars of a row are distgemm, the fastest method if "auto" was not measured, and
-    each group of peers, of which the fastest counts.
+    The figure is as wide as a page. A row has a bar for "auto", or for the fastest schedule if "auto" was not measured,
+    and a bar for the fastest method of each group of peers.
 
     Args:
         result: a result with figures.

@@ -41,6 +41,7 @@ from distgemm.cli.options import (
     count_ranks,
     each_once,
     models_of,
+    number,
 )
 from distgemm.cli.output import (
     Line,
@@ -85,13 +86,19 @@ def bench_command(
     ] = False,
     rounds: Annotated[
         int | None,
-        typer.Option("--rounds", metavar="N", min=1, help="Bursts of each method. [default: 5; 3 with --quick]"),
+        typer.Option(
+            "--rounds", metavar="N", parser=number(1), help="Bursts of each method. [default: 5; 3 with --quick]"
+        ),
     ] = None,
     burst_ms: Annotated[
-        float, typer.Option("--burst-ms", metavar="MS", min=0.1, help="Length of a burst of calls.")
+        float,
+        typer.Option("--burst-ms", metavar="MS", parser=number(0.1, kind=float), help="Length of a burst of calls."),
     ] = 4.0,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time in which everything must end.")
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", parser=number(1, kind=float), help="Time in which everything must end."
+        ),
     ] = 3600.0,
     source: Annotated[
         Path | None,
@@ -102,7 +109,7 @@ def bench_command(
 ) -> None:
     """Measure layers of models, and what peers take.
 
-    It measures this library, NCCL, torch and others on several GPUs, and the parts of which roofs are made. Every
+    It measures this library, NCCL, torch and others on several GPUs, and the parts that make the roofs. Every
     result is checked; a wrong one makes the exit status 1. The command starts its ranks, or joins those that
     torchrun has started. It writes the file of --json after each row. -o draws the efficiencies.
     """

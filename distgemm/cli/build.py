@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from distgemm.cli.options import OutDtype, PartialDtype, each_once, one_of
+from distgemm.cli.options import OutDtype, PartialDtype, each_once, number, one_of
 from distgemm.cli.output import Line, print_figures, print_wrapped, say
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from distgemm.gemm import GemmSpec, GemmTensors
+    from distgemm.gemm.spec import ScaleMode
 
 __all__ = ["DenseGemm", "Dtypes", "Majors", "Terms", "build_command", "compiler_errors", "gemms_of"]
 
@@ -82,7 +83,6 @@ class DenseGemm(NamedTuple):
     def spec(self) -> GemmSpec:
         """The spec that providers take."""
         from distgemm.gemm import GemmSpec, MatrixSpec
-        from distgemm.gemm.spec import ScaleMode
 
         p = self.problem
         d = MatrixSpec(str(p.out_dtype), p.m, p.n)
@@ -194,7 +194,7 @@ def build_command(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", metavar="N", min=1, help="Compilers at a time. [default: one for each core]"),
+        typer.Option("--jobs", metavar="N", parser=number(1), help="Compilers at a time. [default: one for each core]"),
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Show what is in the cache, compile nothing.")] = False,
 ) -> None:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from distgemm.cli.options import DEFAULT_M
+from distgemm.cli.options import DEFAULT_M, number
 from distgemm.cli.output import new_console
 
 __all__ = ["demo_command"]
 
 
 def demo_command(
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", min=1, help="Number of ranks.")] = 4,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", parser=number(1), help="Number of ranks.")] = 4,
     schedule_ag: Annotated[
         str, typer.Option("--schedule-ag", metavar="SCHEDULE", help="Schedule of the all-gather + GEMM.")
     ] = "ag+gemm",
@@ -21,7 +21,10 @@ def demo_command(
         str, typer.Option("--schedule-rs", metavar="SCHEDULE", help="Schedule of the GEMM + reduce-scatter.")
     ] = "gemm+rs",
     m: Annotated[
-        int, typer.Option("--m", metavar="M", min=1, help="Tokens of the layers that are measured if there are GPUs.")
+        int,
+        typer.Option(
+            "--m", metavar="M", parser=number(1), help="Tokens of the layers that are measured if there are GPUs."
+        ),
     ] = DEFAULT_M,
 ) -> None:
     """Run a tensor-parallel layer on this machine.

@@ -65,7 +65,7 @@ def doctor_command(
 ) -> None:
     """Check what this machine lacks for each runtime.
 
-    For everything that is missing, it tells what to do.
+    For everything that is missing, it says what to do.
     """
     check_json(json)
     unsatisfied([], require or [])  # refuses unknown names before it looks at anything

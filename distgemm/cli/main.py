@@ -57,7 +57,8 @@ def _of_parameter(error: Any) -> str:
 
 
 def _in_option_names(message: str, names: list[str]) -> str:
-    """A message of the library with the names of options instead of those of Python's arguments."""
+    """A message of the library with option names for the names of Python's arguments, and meshes as --mesh has them."""
+    message = re.sub(r"(?<=\bmesh )\(\d+(?:, \d+)*,?\)", lambda sides: "x".join(re.findall(r"\d+", sides[0])), message)
     options = {name: f"--{name.replace('_', '-')}" for name in names if "_" in name} | {"world_size": "--ranks"}
     return re.sub(r"(?<![\w-])\w+(?!\w)", lambda word: options.get(word[0], word[0]), message)
 

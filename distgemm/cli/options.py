@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection
 from math import prod
@@ -24,11 +25,13 @@ __all__ = [
     "arrangement",
     "cases_of",
     "check_ranks_of_mesh",
+    "check_rows_per_rank",
     "count_ranks",
     "each_once",
     "gemm_problem",
     "mesh_text",
     "models_of",
+    "number",
     "one_of",
     "read_mesh",
     "squarest_meshes",
@@ -48,6 +51,24 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
         if text not in known:
             raise typer.BadParameter(f"one of {', '.join(known)}, got {text!r}")
         return text
+
+    return read
+
+
+def number(least: float, most: float | None = None, kind: type[int] | type[float] = int) -> Callable[[Any], Any]:
+    """What reads an option that has a number, whole or not, in a range."""
+    words = f"{'a whole number' if kind is int else 'a number'} " + (
+        f"of at least {least}" if most is None else f"from {least} to {most}"
+    )
+
+    def read(given: Any) -> Any:
+        try:
+            value = kind(given)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= (math.inf if most is None else most):
+            raise typer.BadParameter(f"{words}, got {str(given)!r}")
+        return value
 
     return read
 
@@ -92,7 +113,9 @@ ScheduleNameOrAll = Annotated[
         autocompletion=lambda incomplete: [*_schedule_names(incomplete), *_complete(["all"])(incomplete)],
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Number of ranks.", show_default=False)]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", metavar="N", parser=number(1), help="Number of ranks.", show_default=False)
+]
 MeshText = Annotated[
     str | None,
     typer.Option("--mesh", metavar="PxQ", help="Arrangement of the ranks, such as 2x4.", show_default=False),
@@ -109,12 +132,15 @@ ScheduleOptions = Annotated[
 M = Annotated[
     int | None,
     typer.Option(
-        "--m", metavar="M", min=1, help=f"Rows of A and D. [default: {DEFAULT_M}, or the sum of --m-per-rank]"
+        "--m",
+        metavar="M",
+        parser=number(1),
+        help=f"Rows of A and D. [default: {DEFAULT_M}, or the sum of --m-per-rank]",
     ),
 ]
-N = Annotated[int, typer.Option("--n", metavar="N", min=1, help="Rows of B, columns of D.")]
-K = Annotated[int, typer.Option("--k", metavar="K", min=1, help="Columns of A and B.")]
-Batches = Annotated[int, typer.Option("--l", metavar="L", min=1, help="Batches.")]
+N = Annotated[int, typer.Option("--n", metavar="N", parser=number(1), help="Rows of B, columns of D.")]
+K = Annotated[int, typer.Option("--k", metavar="K", parser=number(1), help="Columns of A and B.")]
+Batches = Annotated[int, typer.Option("--l", metavar="L", parser=number(1), help="Batches.")]
 Dtype = Annotated[str, _choice("--dtype", values=DTYPE_BYTES, metavar="TYPE", help="Element type of A and B")]
 OutDtype = Annotated[
     str | None,
@@ -131,7 +157,7 @@ RowsPerRank = Annotated[
     typer.Option(
         "--m-per-rank",
         metavar="M",
-        min=0,
+        parser=number(0),
         help="Rows of a rank's shard, given once for each rank, in order.",
         show_default=False,
     ),
@@ -171,15 +197,17 @@ Patterns = Annotated[
 ]
 Tokens = Annotated[
     list[int] | None,
-    typer.Option("--m", metavar="M", min=1, help=f"Tokens, the rows of A and D; repeatable. [default: {DEFAULT_M}]"),
+    typer.Option(
+        "--m", metavar="M", parser=number(1), help=f"Tokens, the rows of A and D; repeatable. [default: {DEFAULT_M}]"
+    ),
 ]
-TensorParallel = Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Ranks that share a layer.")]
+TensorParallel = Annotated[int, typer.Option("--tp", metavar="N", parser=number(1), help="Ranks that share a layer.")]
 RanksOfLayers = Annotated[
     int | None,
     typer.Option(
         "--ranks",
         metavar="N",
-        min=1,
+        parser=number(1),
         help="Ranks that run. With fewer than --tp, each has the share of one of --tp ranks. [default: --tp, or as "
         "many as there are GPUs]",
     ),
@@ -243,6 +271,13 @@ def gemm_problem(
     elif rows is not None and sum(rows) != m:
         raise ValueError(f"--m-per-rank gives {sum(rows)} rows in all, --m {m}")
     return GemmProblem(m, n, k, batches, dtype, out_dtype, partial_dtype, rows)
+
+
+def check_rows_per_rank(problem: GemmProblem, mesh: Mesh) -> None:
+    """Raises ValueError if --m-per-rank does not give as many values as the mesh has ranks."""
+    rows = problem.m_per_rank
+    if rows is not None and len(rows) != prod(mesh):
+        raise ValueError(f"--m-per-rank is given once for each of {prod(mesh)} ranks, got {len(rows)} values")
 
 
 def mesh_text(mesh: Mesh) -> str:

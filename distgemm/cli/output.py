@@ -103,7 +103,7 @@ class Line(NamedTuple):
 def figures_table(heads: Sequence[str], rows: Iterable[Line | str], width: int) -> Text:
     """A table of names and figures in lines of at most ``width`` characters.
 
-    A name that does not fit beside its figures has a line of its own.
+    A name that does not fit into the line of its figures has a line of its own.
 
     Args:
         heads: the title of the names, then those of the figures.
@@ -158,7 +158,7 @@ def check_files(paths: Sequence[Path], *others: str) -> None:
 
     Args:
         paths: what -o gives.
-        others: suffixes that are allowed besides those of pictures.
+        others: further suffixes that are allowed.
 
     Raises:
         ValueError: for another suffix, for a folder that does not exist, and for pictures without matplotlib.

@@ -25,7 +25,9 @@ from distgemm.cli.options import (
     Sync,
     Workspace,
     arrangement,
+    check_rows_per_rank,
     gemm_problem,
+    number,
 )
 from distgemm.cli.output import check_files, check_json, console_width, wants_text, write_file, write_json
 from distgemm.cli.show import Limit
@@ -54,7 +56,8 @@ def plan_command(
     mechanism: Mechanism = MECHANISMS[0],
     ops: Annotated[bool, typer.Option("--ops", help="List the ops of all ranks.")] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", metavar="R", min=0, help="List the ops of this rank.", show_default=False)
+        int | None,
+        typer.Option("--rank", metavar="R", parser=number(0), help="List the ops of this rank.", show_default=False),
     ] = None,
     limit: Limit = LIMIT,
     json: JsonFile = None,
@@ -71,7 +74,9 @@ def plan_command(
     check_json(json)
     problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
-    plan = make_plan(problem, name, mesh=arrangement(name, ranks, mesh), **options)
+    on = arrangement(name, ranks, mesh)
+    check_rows_per_rank(problem, on)
+    plan = make_plan(problem, name, mesh=on, **options)
     if wants_text(json):
         typer.echo(show_plan(plan, ops=ops, rank=rank, limit=limit, width=min(WIDTH, console_width())))
     if json is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgemm.cli.options import MeshText, Pictures, Ranks, ScheduleName, ScheduleOptions, arrangement
+from distgemm.cli.options import MeshText, Pictures, Ranks, ScheduleName, ScheduleOptions, arrangement, number
 from distgemm.cli.output import check_files, console_width, write_file
 from distgemm.plan.options import parse_options
 from distgemm.schedulers import get_schedule
@@ -14,7 +14,9 @@ from distgemm.viz.text import LIMIT, WIDTH, show_schedule
 
 __all__ = ["Limit", "show_command"]
 
-Limit = Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Rows and columns shown of each table.")]
+Limit = Annotated[
+    int, typer.Option("--limit", metavar="N", parser=number(1), help="Rows and columns shown of each table.")
+]
 
 
 def show_command(

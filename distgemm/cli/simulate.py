@@ -30,8 +30,10 @@ from distgemm.cli.options import (
     arrangement,
     cases_of,
     check_ranks_of_mesh,
+    check_rows_per_rank,
     gemm_problem,
     mesh_text,
+    number,
     read_mesh,
 )
 from distgemm.cli.output import (
@@ -96,19 +98,24 @@ def simulate_command(
     ranks_per_host: Annotated[
         int | None,
         typer.Option(
-            "--ranks-per-host", metavar="N", min=1, help="Ranks that NVLink connects. [default: the machine's]"
+            "--ranks-per-host",
+            metavar="N",
+            parser=number(1),
+            help="Ranks that NVLink connects. [default: the machine's]",
         ),
     ] = None,
     gemm_streams: Annotated[
         int | None,
-        typer.Option("--gemm-streams", metavar="N", min=1, help="GEMMs of a rank in flight. [default: the machine's]"),
+        typer.Option(
+            "--gemm-streams", metavar="N", parser=number(1), help="GEMMs of a rank in flight. [default: the machine's]"
+        ),
     ] = None,
     chunks: Annotated[
         list[int] | None,
         typer.Option(
             "--chunks",
             metavar="N",
-            min=1,
+            parser=number(1),
             help="The schedule's option chunks; repeatable: several values are compared. "
             f"[default: {', '.join(map(str, CHUNKS))} for all, else the schedule's own]",
             show_default=False,
@@ -122,7 +129,7 @@ def simulate_command(
 ) -> None:
     """Predict the time of a plan, or of all schedules.
 
-    It also tells what bounds the time. The GEMM is the layer fc1 of Llama 70B by default. "all" groups the
+    It also says what bounds the time. The GEMM is the layer fc1 of Llama 70B by default. "all" groups the
     schedules by the shards with which each rank begins and ends: schedules in one group do the same job, and are
     ranked. It shows the fewest chunks of each schedule that are within 2 % of the best; it tries more chunks as
     long as they are not slower.
@@ -150,6 +157,7 @@ def simulate_command(
 
     def predict(schedule: str, on: Mesh, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}
+        check_rows_per_rank(problem, on)
         plan = make_plan(problem, schedule, mesh=on, **{**modes, **chosen})
         return simulate(plan, gpus, gemm_streams=gemm_streams)
 

@@ -19,6 +19,7 @@ from distgemm.cli.options import (
     ScheduleOptions,
     Timelines,
     arrangement,
+    number,
     one_of,
 )
 from distgemm.cli.output import (
@@ -47,18 +48,23 @@ def trace_command(
     name: ScheduleName,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks, one on each GPU. [default: all GPUs]"),
+        typer.Option(
+            "--ranks", metavar="N", parser=number(1), help="Number of ranks, one on each GPU. [default: all GPUs]"
+        ),
     ] = None,
     mesh: MeshText = None,
     option: ScheduleOptions = None,
-    m: Annotated[int, typer.Option("--m", metavar="M", min=1, help="Rows of A and D.")] = 8192,
+    m: Annotated[int, typer.Option("--m", metavar="M", parser=number(1), help="Rows of A and D.")] = 8192,
     n: N = 57344,
     k: K = 8192,
     dtype: Dtype = "bfloat16",
     chunks: Annotated[
         int | None,
         typer.Option(
-            "--chunks", metavar="N", min=1, help="The schedule's option chunks. [default: the schedule's own]"
+            "--chunks",
+            metavar="N",
+            parser=number(1),
+            help="The schedule's option chunks. [default: the schedule's own]",
         ),
     ] = None,
     mechanism: Mechanism = MECHANISMS[0],
@@ -73,7 +79,7 @@ def trace_command(
         typer.Option("--config", metavar="CONFIG", help="A tile configuration of the provider. [default: by shape]"),
     ] = None,
     gemm_streams: Annotated[
-        int, typer.Option("--gemm-streams", metavar="N", min=1, max=2, help="Streams on which GEMMs alternate.")
+        int, typer.Option("--gemm-streams", metavar="N", parser=number(1, 2), help="Streams on which GEMMs alternate.")
     ] = 2,
     wait_by: Annotated[
         WaitBy,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distgemm.cli.build import DenseGemm, Dtypes, Majors, Terms, compiler_errors, gemms_of
-from distgemm.cli.options import DEFAULT_M, JsonFile, OutDtype, PartialDtype, each_once, models_of, one_of
+from distgemm.cli.options import DEFAULT_M, JsonFile, OutDtype, PartialDtype, each_once, models_of, number, one_of
 from distgemm.cli.output import Line, check_json, new_console, print_figures, wants_text, write_json
 from distgemm.measure.models import MODELS, get_model
 from distgemm.plan.problem import GemmProblem
@@ -21,11 +21,15 @@ Shape = tuple[int, int, int]
 
 
 def tune_gemm_command(
-    m: Annotated[int | None, typer.Argument(metavar="M", min=1, help="Rows of A and D.", show_default=False)] = None,
-    n: Annotated[
-        int | None, typer.Argument(metavar="N", min=1, help="Rows of B, columns of D.", show_default=False)
+    m: Annotated[
+        int | None, typer.Argument(metavar="M", parser=number(1), help="Rows of A and D.", show_default=False)
     ] = None,
-    k: Annotated[int | None, typer.Argument(metavar="K", min=1, help="Columns of A and B.", show_default=False)] = None,
+    n: Annotated[
+        int | None, typer.Argument(metavar="N", parser=number(1), help="Rows of B, columns of D.", show_default=False)
+    ] = None,
+    k: Annotated[
+        int | None, typer.Argument(metavar="K", parser=number(1), help="Columns of A and B.", show_default=False)
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,14 +41,15 @@ def tune_gemm_command(
         ),
     ] = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", min=1, help="Ranks that share a layer of --model. [default: 8]")
+        int | None,
+        typer.Option("--tp", metavar="N", parser=number(1), help="Ranks that share a layer of --model. [default: 8]"),
     ] = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(
             "--m",
             metavar="M",
-            min=1,
+            parser=number(1),
             help=f"Tokens of --model, which are rows of A; repeatable. [default: {DEFAULT_M}]",
         ),
     ] = None,
@@ -53,7 +58,7 @@ def tune_gemm_command(
         typer.Option(
             "--chunks",
             metavar="N",
-            min=1,
+            parser=number(1),
             help="Also measure one of so many chunks of rows; repeatable.",
             show_default=False,
         ),
@@ -68,8 +73,7 @@ def tune_gemm_command(
         typer.Option(
             "--gemm-streams",
             metavar="N",
-            min=1,
-            max=2,
+            parser=number(1, 2),
             help="2: measure GEMMs that alternate on two streams, as chunks do.",
         ),
     ] = 1,

@@ -16,6 +16,7 @@ from distgemm.cli.options import (
     check_ranks_of_mesh,
     each_once,
     mesh_text,
+    number,
     one_of,
     read_mesh,
 )
@@ -41,13 +42,15 @@ def verify_command(
     name: Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule, or all.")] = "all",
     ranks: Annotated[
         list[int] | None,
-        typer.Option("--ranks", metavar="N", min=1, help="Number of ranks; repeatable. [default: 1 to 8, each]"),
+        typer.Option(
+            "--ranks", metavar="N", parser=number(1), help="Number of ranks; repeatable. [default: 1 to 8, each]"
+        ),
     ] = None,
     mesh: MeshText = None,
     option: ScheduleOptions = None,
-    m: Annotated[int, typer.Option("--m", metavar="M", min=1, help="Rows of A and D.")] = 101,
-    n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Rows of B, columns of D.")] = 77,
-    k: Annotated[int, typer.Option("--k", metavar="K", min=1, help="Columns of A and B.")] = 59,
+    m: Annotated[int, typer.Option("--m", metavar="M", parser=number(1), help="Rows of A and D.")] = 101,
+    n: Annotated[int, typer.Option("--n", metavar="N", parser=number(1), help="Rows of B, columns of D.")] = 77,
+    k: Annotated[int, typer.Option("--k", metavar="K", parser=number(1), help="Columns of A and B.")] = 59,
     workspace: Annotated[str, _modes("--workspace", WORKSPACES, "Slots of the plan")] = "all",
     sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
     mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",

@@ -1,4 +1,4 @@
-"""The demo: it passes, says so, and fails when the result is further off than its types explain."""
+"""The demo: it passes and prints that, and fails if the result is further off than rounding explains."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from distgemm.bench import ours
-from distgemm.cli import demo as module
-from distgemm.cli.demo import Measured, demo, layers_table, measurements
+from distgemm.bench import methods
+from distgemm.cli import demo_run as module
+from distgemm.cli.demo_run import MeasuredLayer, UnfusedProgram, demo, layers_table, measurements
 from distgemm.cli.doctor import Check
-from distgemm.measure import timing as bench
+from distgemm.measure import operation, timing
+from distgemm.measure.operation import Method
 from distgemm.plan.problem import GemmProblem
+from distgemm.tune import TunedConfig
 
 
 def test_demo_passes_on_uneven_shards() -> None:
@@ -30,7 +32,7 @@ def test_demo_passes_on_uneven_shards() -> None:
 
 
 def test_demo_raises_when_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_bound", lambda plan: 1e-12)
+    monkeypatch.setattr(module, "error_bound", lambda plan: 1e-12)
     with pytest.raises(RuntimeError, match=r"exceeds 1\.00e-12"):
         demo(2, scale=256, console=Console(file=io.StringIO()))
 
@@ -45,8 +47,10 @@ def test_arguments() -> None:
 # --- whole layers on GPUs -------------------------------------------------------------------------------
 
 RESULTS = [
-    Measured("fc1", GemmProblem(8192, 57344, 8192), {"NCCL + cuBLAS": 4.0, "all_gather_x": 3.0, "cuBLAS alone": 2.8}),
-    Measured("fc2", GemmProblem(8192, 8192, 28672), {"reduce_scatter_x chunks=2": 2.0, "NCCL + cuBLAS": 1.6}),
+    MeasuredLayer(
+        "fc1", GemmProblem(8192, 57344, 8192), {"NCCL + cuBLAS": 4.0, "all_gather_x": 3.0, "cuBLAS alone": 2.8}
+    ),
+    MeasuredLayer("fc2", GemmProblem(8192, 8192, 28672), {"reduce_scatter_x chunks=2": 2.0, "NCCL + cuBLAS": 1.6}),
 ]
 
 
@@ -68,76 +72,74 @@ def test_the_table_of_layers() -> None:
     ]
 
 
-def test_what_is_measured() -> None:
+def test_the_layers_that_are_measured() -> None:
     what = measurements(8192, 4)
     assert (what.ranks, what.tokens) == (4, 8192)
-    assert [(name, op, p.m, p.n, p.k) for name, op, p in what.layers] == [
+    assert [(name, pattern, p.m, p.n, p.k) for name, pattern, p in what.layers] == [
         ("qkv", "ag+gemm", 8192, 10240, 8192),
         ("out", "gemm+rs", 8192, 8192, 8192),
         ("fc1", "ag+gemm", 8192, 57344, 8192),
         ("fc2", "gemm+rs", 8192, 8192, 28672),
     ]
     assert [measurements(8192, gpus).ranks for gpus in (0, 1, 2, 3, 6, 8)] == [0, 1, 2, 2, 4, 8]
-    with pytest.raises(ValueError, match="on 4 GPUs, which are to share the tokens evenly, got 8190"):
+    with pytest.raises(ValueError, match="must be a multiple of the 4 GPUs in use, got 8190"):
         measurements(8190, 4)
 
 
-def test_layers_are_measured_where_the_cuda_runtime_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_measured_if_the_cuda_runtime_works(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 
-    def launch(function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> list[Any]:
-        launched.append((function, ranks, arguments, how["backend"]))
+    def launch(function: Callable[..., Any], ranks: int, *arguments: Any, **keywords: Any) -> list[Any]:
+        launched.append((function, ranks, arguments, keywords["backend"]))
         return [RESULTS] * ranks
 
     def run(works: Check, gpus: int) -> str:
         text = io.StringIO()
         monkeypatch.setattr(module, "runtimes", lambda facts: [Check("reference", "ok", ""), works])
-        module._measure_layers(Console(file=text, width=140), measurements(8192, gpus))
+        module.measure_layers(Console(file=text, width=140), measurements(8192, gpus))
         return text.getvalue()
 
     monkeypatch.setattr(module, "look", lambda: None)
     monkeypatch.setattr(module, "launch", launch)
-    said = run(Check("cuda", "fix", "compiler: nvcc was not found"), 4)
-    assert said == (
-        "The CUDA runtime is not measured. compiler: nvcc was not found (distgemm doctor says what to do)\n"
-    )
-    assert "it takes two GPUs to move anything" in run(Check("cuda", "ok", ""), 1)
+    text = run(Check("cuda", "fix", "compiler: nvcc was not found"), 4)
+    assert text == ("The CUDA runtime is not measured: compiler: nvcc was not found (see distgemm doctor)\n")
+    assert "it needs two GPUs to move anything" in run(Check("cuda", "ok", ""), 1)
     assert not launched
-    said = run(Check("cuda", "ok", ""), 2)
-    assert launched == [(module._run_layers, 2, (measurements(8192, 2).layers,), "nccl")]
-    assert "8192 tokens, bfloat16, on 2 GPUs" in said and "all_gather_x" in said
+    text = run(Check("cuda", "ok", ""), 2)
+    assert launched == [(module.run_layers, 2, (measurements(8192, 2).layers,), "nccl")]
+    assert "8192 tokens, bfloat16, on 2 GPUs" in text and "all_gather_x" in text
 
 
 def test_each_rank_measures_all_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def method(operation: Any, name: str, **options: Any) -> bench.Method:
-        return bench.Method(f"{operation[1]}: {name} {options}", lambda: None)
+    def method(operation: Any, config: TunedConfig) -> Method:
+        return Method(f"{operation[1]}: {config.text}", lambda: None)
 
-    def others(operation: Any) -> list[bench.Method]:
+    def others(operation: Any) -> list[Method]:
         names = ("NCCL + cuBLAS", "torch fused", "cuBLAS alone", "NCCL alone")
-        return [bench.Method(name, lambda: None) for name in names]
+        return [Method(name, lambda: None) for name in names]
 
     monkeypatch.setattr(module.dist, "group", SimpleNamespace(WORLD="all"))
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(bench, "Operation", lambda problem, op, group, device: (problem, op, group, str(device)))
-    monkeypatch.setattr(ours, "schedule_method", method)
-    monkeypatch.setattr(bench, "torch_methods", others)
-    monkeypatch.setattr(bench, "measure", lambda operation, methods: {each.name: 1.0 for each in methods})
-    qkv, out, *_ = module._run_layers(measurements(8192, 2).layers)
-    assert list(qkv.ms) == ["ag+gemm: all_gather_1d_tiling_cd_rotating_a {}", *module.COMPARED]
+    monkeypatch.setattr(operation, "Operation", lambda problem, pattern, *more: (problem, pattern, *more))
+    monkeypatch.setattr(methods, "schedule_method", method)
+    monkeypatch.setattr(operation, "torch_methods", others)
+    monkeypatch.setattr(timing, "measure", lambda operation, methods: {each.name: 1.0 for each in methods})
+    qkv, out, *_ = module.run_layers(measurements(8192, 2).layers)
+    assert list(qkv.ms) == ["ag+gemm: all_gather_1d_tiling_cd_rotating_a", *module.COMPARED]
     assert list(out.ms) == [
-        "gemm+rs: reduce_scatter_1d_tiling_a_rotating_c {'chunks': 2}",
-        "gemm+rs: reduce_scatter_1d_pairwise_a {}",
+        "gemm+rs: reduce_scatter_1d_tiling_a_rotating_c chunks=2",
+        "gemm+rs: reduce_scatter_1d_pairwise_a",
         *module.COMPARED,
     ]
     assert "measuring qkv (1 of 4)" in capsys.readouterr().err
 
 
-def test_schedules_that_are_measured_do_these_jobs() -> None:
-    for _, op, problem in measurements(8192, 4).layers:
-        for schedule, options in module.SCHEDULES[op]:
-            plan = module.make_plan(problem, schedule, 4, **options)
-            moved = module._Plain(plan)
+def test_the_measured_schedules_do_the_layers_patterns() -> None:
+    for _, pattern, problem in measurements(8192, 4).layers:
+        for text in module.SCHEDULES[pattern]:
+            plan = TunedConfig.parse(text).plan(problem, 4)
+            moved = UnfusedProgram(plan)
             assert (moved.gathered, moved.sums, moved.blocks) == (
-                ("A", False, True) if op == "ag+gemm" else ("", True, True)
+                ("A", False, True) if pattern == "ag+gemm" else ("", True, True)
             )

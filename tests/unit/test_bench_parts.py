@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (it has no public name)
 
-from distgemm.measure import timing as bench
+from distgemm.measure import operation as module
 
 SIZE, M, N, K = 4, 32, 48, 16
 
 
-class Products(TorchDispatchMode):
-    """Notes the operands of products, and ops that do as much without being one."""
+class Gemms(TorchDispatchMode):
+    """Records the operands of GEMMs, and the names of all other ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
-def test_parts_are_the_product_and_the_collective_of_the_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+def test_parts_are_the_product_and_the_collective_of_the_whole(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[tuple[str, int, int]] = []
 
     def gather(output: torch.Tensor, given: torch.Tensor, group: str) -> None:
@@ -47,18 +47,19 @@ def test_parts_are_the_product_and_the_collective_of_the_whole(op: str, monkeypa
 
     dist = SimpleNamespace(get_world_size=lambda group: SIZE, all_gather_into_tensor=gather)
     dist.reduce_scatter_tensor, dist.all_reduce = scatter, reduce
-    monkeypatch.setattr(bench, "dist", dist)
-    gathers = op == "ag+gemm"
+    monkeypatch.setattr(module, "dist", dist)
+    gathers = pattern == "ag+gemm"
     a = torch.zeros(M // SIZE, K) if gathers else torch.zeros(M, K // SIZE)
     b = torch.zeros(N // SIZE, K) if gathers else torch.zeros(N, K // SIZE)
     whole = torch.zeros(M, K) if gathers else a
     problem, group = SimpleNamespace(m=M, n=N, k=K), SimpleNamespace(group_name="g")
-    operation: Any = SimpleNamespace(op=op, problem=problem, group=group, a=a, b=b, local_a=whole, device=a.device)
-    methods = {method.name: method for method in bench.torch_methods(operation)}
+    operands: dict[str, Any] = {"a": a, "b": b, "local_a": whole, "device": a.device}
+    operation: Any = SimpleNamespace(pattern=pattern, problem=problem, group=group, **operands)
+    methods = {method.name: method for method in module.torch_methods(operation)}
 
     def ran(name: str) -> tuple[Any, list[tuple[int, ...]], list[tuple[str, int, int]]]:
         moved.clear()
-        with Products() as products:
+        with Gemms() as products:
             found = methods[name].run()
         assert not products.others
         return found, products.found, list(moved)
@@ -68,7 +69,7 @@ def test_parts_are_the_product_and_the_collective_of_the_whole(op: str, monkeypa
         "ag+gemm": ("gather", M * K, a.data_ptr()),
         "gemm+rs": ("scatter", M * N, M * N // SIZE),
         "gemm+ar": ("reduce", M * N, 0),
-    }[op]
+    }[pattern]
     assert ran("cuBLAS alone") == (None, [product], [])
     assert ran("NCCL alone") == (None, [], [collective])
     found, products, moves = ran("NCCL + cuBLAS")

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distgemm.bench.cases import CANDIDATES, Case, Job
+from distgemm.bench.cases import CANDIDATES, Case, Job, jobs
 from distgemm.bench.run import Settings, progress, run_case
 from distgemm.measure import timing
 from distgemm.measure.operation import Method, Operation, WrongResultError, eager
 from distgemm.measure.timing import Sample, measure, sample
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.launch import launch
+from distgemm.schedulers import PATTERNS
 from tests.once import once
 
 T = TypeVar("T")
@@ -115,9 +116,10 @@ def worker() -> dict[str, Any]:
     os.environ["DISTGEMM_TUNE"] = "0"  # "auto" measures nothing unasked
     settings = Settings(1, 1.0, auto=True, peers=True, tune=False, timelines=False, command="")
     rows = []
-    for op in ("ag+gemm", "gemm+rs", "gemm+ar"):
-        case = Case("llama-3-8b", "out", op, 64, 48, 32, 2, 4)
-        rows.append(run_case(Job(case, CANDIDATES[op]), settings, group, torch.device("cpu"), FakeClock(1.0)))
+    for pattern in PATTERNS:
+        case = Case("llama-3-8b", "out", pattern, 64, 48, 32, 2, 4)
+        (job,) = jobs([case])
+        rows.append(run_case(job, settings, group, torch.device("cpu"), FakeClock(1.0)))
     uneven = Case("llama-3-8b", "out", "ag+gemm", 63, 48, 32, 2, 4)
     rows.append(run_case(Job(uneven, ()), settings._replace(tune=True), group, torch.device("cpu"), FakeClock(1.0)))
     with pytest.MonkeyPatch.context() as patch:
@@ -236,22 +238,22 @@ def test_a_row_has_every_method_or_its_error(at: int) -> None:
     """On CPUs only torch's plain program runs: what needs a GPU is in the row with its reason."""
     row = results()[0]["rows"][at]
     found = {each["name"]: each for each in row["methods"]}
-    ours = [str(candidate) for candidate in CANDIDATES[row["op"]]]
+    ours = CANDIDATES[row["pattern"]]
     # "auto" takes the unfused program where that is predicted to be faster, and that runs on CPUs too.
     auto = found["distgemm auto"]
     assert auto["error"].startswith("all ranks: ") or auto["detail"] == "unfused; predicted"
     for name in [*ours, "CUTLASS alone", "copies alone"]:
         assert found[name]["ms"] is None
         assert found[name]["error"].startswith("all ranks: ")
-    peers = ["torch two-shot + cuBLAS", "torch one-shot + cuBLAS"] if row["op"] == "gemm+ar" else ["torch fused"]
+    peers = ["torch two-shot + cuBLAS", "torch one-shot + cuBLAS"] if row["pattern"] == "gemm+ar" else ["torch fused"]
     assert all(found[name]["error"] for name in peers)
-    assert ("torch fused, eager" in found) == (row["op"] != "gemm+ar")
+    assert ("torch fused, eager" in found) == (row["pattern"] != "gemm+ar")
     assert not any(each["wrong"] for each in found.values())
     for name in ("NCCL + cuBLAS", "cuBLAS alone", "NCCL alone"):
         assert (found[name]["error"], len(found[name]["rounds"])) == ("", 1)
     assert {each["kind"] for name, each in found.items() if name.endswith(" alone")} == {"part"}
     assert {found[name]["kind"] for name in ours} == {"distgemm"}
-    assert row["local"] == ([64, 24, 32] if row["op"] == "ag+gemm" else [64, 48, 16])
+    assert row["local"] == ([64, 24, 32] if row["pattern"] == "ag+gemm" else [64, 48, 16])
 
 
 def test_a_row_that_cannot_be_set_up_says_so() -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark says of itself when nothing happens."""
+"""What a benchmark prints about a step that takes long."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from distgemm.bench.stalls import Stalls
 
 
-def test_what_takes_long_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with Stalls(3, patience=0.2) as stalls:
+def test_a_long_step_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Stalls(3, notice_s=0.2) as stalls:
         stalls.now("quack is made")
         time.sleep(0.6)
         stalls.now("quack is measured")
@@ -18,8 +18,8 @@ def test_what_takes_long_is_said_once(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.splitlines() == ["rank 3 for 0 s: quack is made", "rank 3 for 0 s: quack is measured"]
 
 
-def test_what_goes_on_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Stalls(0, patience=2.0) as stalls:
+def test_short_steps_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Stalls(0, notice_s=2.0) as stalls:
         time.sleep(2.5)  # nothing has begun
         for number in range(50):
             stalls.now(f"round {number}")
@@ -29,7 +29,7 @@ def test_what_goes_on_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_it_ends_at_once_and_lets_errors_through() -> None:
     def fails() -> None:
-        with Stalls(0, patience=100.0) as stalls:
+        with Stalls(0, notice_s=100.0) as stalls:
             stalls.now("this")
             raise ValueError("inside")
 

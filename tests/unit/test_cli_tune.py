@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distgemm import GemmProblem, tune
+from distgemm.bench.cases import LAYERS, cases
 from distgemm.cli import main as cli
 from distgemm.cli import tune as tune_command
 from distgemm.runtime.executable import ExecutionConfig
@@ -18,6 +19,7 @@ from distgemm.tune import CACHE, UNFUSED, Tuned, TunedConfig
 
 GPU = "NVIDIA Test"
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
+TOKENS = ("--m", "2048", "--m", "8192")
 PLAN = TunedConfig("plan", GATHER, (("chunks", 2),), ExecutionConfig("cublas", gemm_streams=2))
 
 
@@ -26,16 +28,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_the_cases_of_a_model() -> None:
-    found = tune_command.cases("llama-3-70b", [2048, 8192], ["ag+gemm", "gemm+ar"], 8, 4, "float16")
-    assert [(case.label, case.pattern) for case in found[:4]] == [
-        ("70b qkv", "ag+gemm"), ("70b out", "gemm+ar"), ("70b fc1", "ag+gemm"), ("70b fc2", "gemm+ar"),
-    ]  # fmt: skip
-    fc1, fc2 = (case.problem for case in found[6:])
-    assert (fc1.m, fc1.n, fc1.k, fc1.dtype) == (8192, 57344 // 2, 8192, "float16")  # per rank as with 8
-    assert (fc2.m, fc2.n, fc2.k) == (8192, 8192, 28672 // 2)
 
 
 def test_the_command_prints_and_records(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -55,38 +47,43 @@ def test_the_command_prints_and_records(monkeypatch: pytest.MonkeyPatch, cache: 
     monkeypatch.setattr("distgemm.runtime.launch.launch", launch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", "--m", "2048", "8192", "--ops", "ag+gemm"])
+    run = CliRunner().invoke(cli.app, ["tune", "--tp", "8", "--ranks", "4", *TOKENS, "--pattern", "ag+gemm"])
     assert run.exit_code == 0, run.output
-    ops = [("ag+gemm", 2048), ("ag+gemm", 2048), ("ag+gemm", 8192), ("ag+gemm", 8192)]
-    assert launched == [(4, ops, True, True, None, "nccl")]
+    cases = [("ag+gemm", 2048), ("ag+gemm", 8192)] * 2
+    assert launched == [(4, cases, True, True, None, "nccl")]
     assert run.output.count("chunks=2, GEMMs by cublas, 2 GEMM streams") == 4
     assert "0.5000" in run.output and "1.500" in run.output
     assert "not measured: some plan: no kernel" in run.output
     assert str(cache / "plans_NVIDIA_Test.json") in run.output
     run = CliRunner().invoke(cli.app, ["tune", "--no-write", "--no-kernels", "--tp", "4"])
     assert launched[1][0] == 4 and launched[1][2:4] == (False, False)
-    assert "choices are in" not in run.output
+    assert "configurations are in" not in run.output
     run = CliRunner().invoke(cli.app, ["tune", "--json", "times.json"])
     assert run.exit_code == 0 and launched[-1][4] == Path("times.json").absolute()
-    for models in (["all"], ["llama-3-8b,llama-3-70b", "llama-3-405b"]):
-        run = CliRunner().invoke(cli.app, ["tune", "--model", *models])
+    run = CliRunner().invoke(cli.app, ["tune", "--json", "-"])
+    assert launched[-1][4] is None and len(json.loads(run.stdout)["layers"]) == 4
+    for models in (["all"], ["llama-3-8b", "llama-3-70b", "llama-3-405b"]):
+        run = CliRunner().invoke(cli.app, ["tune", *(word for name in models for word in ("--model", name))])
         assert run.exit_code == 0 and len(launched[-1][1]) == 12, run.output
+    run = CliRunner().invoke(cli.app, ["tune", "--layer", "fc1", "--layer", "out"], env={"COLUMNS": "80"})
+    table, _, path = run.stdout.partition("configurations are in ")
+    assert len(launched[-1][1]) == 2 and max(map(len, table.splitlines())) <= 80 and path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--m", "many"], "--m is given as 8192 or 2048,8192, got 'many'"),
-        (["--ops", "ag"], "--ops are some of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
-        (["--model", "gpt"], "model is one of"),
+        (["--m", "many"], "--m: a whole number of at least 1, got 'many'"),
+        (["--pattern", "ag"], "--pattern: one of ag+gemm, gemm+rs, gemm+ar, got 'ag'"),
+        (["--model", "gpt"], "--model: one of"),
         (["--tp", "7"], "7 ranks cannot share n = 10240 of qkv evenly"),
         (["--json", "no/where/times.json"], "there is no folder no/where"),
-        (["--ranks", "4", "--tp", "2"], "--ranks 4 are at most the --tp 2 ranks that share a layer"),
+        (["--ranks", "4", "--tp", "2"], "--ranks 4 is more than the --tp 2 ranks that share a layer"),
     ],
 )
-def test_wrong_arguments(words: list[str], said: str) -> None:
+def test_wrong_arguments(words: list[str], message: str) -> None:
     run = CliRunner().invoke(cli.app, ["tune", *words])
-    assert run.exit_code == 2 and said in run.output
+    assert run.exit_code == 2 and message in run.output
 
 
 def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,14 +97,14 @@ def test_ranks_tune_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     monkeypatch.setattr(tune, "tune", fake)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: ranks[0])
-    found = tune_command.cases("llama-3-8b", [128], ["gemm+rs"], 8, 8, "bfloat16")
+    found = cases(["llama-3-8b"], LAYERS, ["gemm+rs"], [128], 8, 8)
     written = tmp_path / "times.json"
     ranks = [1]
-    assert len(tune_command._rank_main(found, True, False, written)) == 2 and not written.exists()
+    assert len(tune_command.run_rank(found, True, False, written)) == 2 and not written.exists()
     ranks = [0]
-    assert len(tune_command._rank_main(found, True, False, written)) == 2
+    assert len(tune_command.run_rank(found, True, False, written)) == 2
     assert seen == [(128, "gemm+rs", True, False)] * 4
     layers = json.loads(written.read_text())["layers"]
-    assert [(one["layer"], one["choice"]) for one in layers] == [("8b out", str(PLAN)), ("8b fc2", str(PLAN))]
+    assert [(one["layer"], one["config"]) for one in layers] == [("8b out", str(PLAN)), ("8b fc2", str(PLAN))]
     assert [list(one["ms"].values()) for one in layers] == [[2.0, 4.0], [2.0, 5.0]]  # the fastest first
     assert layers[1]["problem"]["k"] == 14336 and layers[0]["refused"] == {"a plan": "no kernel"}

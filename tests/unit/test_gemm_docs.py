@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import distgemm.gemm
+from tests.unit.test_cli_build import invoke
 from tests.unit.test_docs import DOCS, programs, run
-from tests.unit.test_gemm_commands import invoke
 from tests.unit.test_gemm_kernel_cache import Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture

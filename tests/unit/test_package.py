@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = "tests/unit/test_bench_example.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +41,10 @@ def test_names_that_need_torch_are_there() -> None:
     assert done.stderr.splitlines()[-1] == "AttributeError: module 'distgemm' has no attribute 'none'"
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["show", "ag+gemm", "--world-size", "8"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["show", "ag+gemm", "--ranks", "8"], ["--version"], ["bench", "-h"], ["bench", "--from", EXAMPLE]],
+)
 def test_command_is_light(arguments: list[str]) -> None:
     code = (
         "import sys; from distgemm.cli.main import app\n"
@@ -92,9 +96,9 @@ def test_readme_python() -> None:
     done = python(code)
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.splitlines()
-    # What a comment says of a print is what it prints.
-    said = re.findall(r"^print\(.*\)  # (TileCoord\(.*\)|\d+)", code, re.MULTILINE)
-    assert len(said) == 2 and printed == said
+    # A print prints what its comment says.
+    commented = re.findall(r"^print\(.*\)  # (TileCoord\(.*\)|\d+)", code, re.MULTILINE)
+    assert len(commented) == 2 and printed == commented
 
 
 def test_readme_commands() -> None:

@@ -1,4 +1,4 @@
-"""Copies alone, and quack, with stand-ins for memory of peers and for the library: what is copied and called."""
+"""Methods of the benchmark, with stand-ins for the memory of peers and for quack: what they copy and call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.bench import peers
+from distgemm import GemmProblem, make_plan
+from distgemm.bench import methods as module
 from distgemm.measure.timing import Sample
+from distgemm.tune import TunedConfig
 
 SIZE, M, N, K = 4, 1024, 48, 32
 
@@ -23,14 +25,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def operation(op: str, rows: int = M // SIZE) -> Any:
-    a = torch.randn(rows, K) if op == "ag+gemm" else torch.randn(M, K // SIZE)
-    problem = SimpleNamespace(m=rows * SIZE if op == "ag+gemm" else M, n=N, k=K)
-    return SimpleNamespace(op=op, problem=problem, a=a, b=torch.randn(N // SIZE, K), group="g", device=a.device)
+def operation(pattern: str, rows: int = M // SIZE) -> Any:
+    a = torch.randn(rows, K) if pattern == "ag+gemm" else torch.randn(M, K // SIZE)
+    problem = SimpleNamespace(m=rows * SIZE if pattern == "ag+gemm" else M, n=N, k=K)
+    return SimpleNamespace(
+        pattern=pattern, problem=problem, a=a, b=torch.randn(N // SIZE, K), group="g", device=a.device
+    )
 
 
-@pytest.mark.parametrize("op", ["ag+gemm", "gemm+rs", "gemm+ar"])
-def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+def test_copies_go_round_and_fill_the_slots_of_all_peers(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory: list[torch.Tensor] = []  # of each rank
     order: dict[int, list[int]] = {}
 
@@ -49,7 +53,7 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
             size = shape[0] * shape[1] * shape[2]
             return memory[peer].view(-1)[offset : offset + size].view(shape)
 
-    columns = K if op == "ag+gemm" else N
+    columns = K if pattern == "ag+gemm" else N
     memory += [torch.full((SIZE, M // SIZE, columns), float("nan")) for _ in range(SIZE)]
     moved = 0
 
@@ -57,21 +61,21 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
         nonlocal moved
         moved += target.copy_(source).numel()
 
-    monkeypatch.setattr(peers, "copy_box", copy)
+    monkeypatch.setattr(module, "copy_box", copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     sent = 0
     for rank in range(SIZE):
         monkeypatch.setattr(
-            peers, "dist", SimpleNamespace(get_rank=lambda group, at=rank: at, get_world_size=lambda group: SIZE)
+            module, "dist", SimpleNamespace(get_rank=lambda group, at=rank: at, get_world_size=lambda group: SIZE)
         )
         handle = Handle(rank)
         memories = SimpleNamespace(empty=empty, rendezvous=lambda slots, group, handle=handle: handle)
-        monkeypatch.setattr(peers, "symmetric_memory", memories)
-        given = operation(op)
-        copies, barrier = peers.copies_alone(given)
+        monkeypatch.setattr(module, "symmetric_memory", memories)
+        given = operation(pattern)
+        copies, barrier = module.copies_alone(given)
         assert copies.run() is None and handle.barriers == 1
         assert barrier.run() is None and handle.barriers == 2
-        if op == "ag+gemm":
+        if pattern == "ag+gemm":
             assert all(torch.equal(memory[peer][rank], given.a) for peer in range(SIZE) if peer != rank)
     for rank in range(SIZE):
         assert order[rank] == [(rank - step) % SIZE for step in range(1, SIZE)]
@@ -79,21 +83,23 @@ def test_copies_go_round_and_fill_the_slots_of_all_peers(op: str, monkeypatch: p
         assert filled == [sender != rank for sender in range(SIZE)]  # whole, and no other
         sent += sum(filled) * memory[rank][0].numel()
     assert sent // SIZE == M * columns * (SIZE - 1) // SIZE
-    assert moved == sent * (2 if op == "gemm+ar" else 1)
+    assert moved == sent * (2 if pattern == "gemm+ar" else 1)
 
 
-def test_copies_take_what_they_take_more_than_the_barrier() -> None:
-    found = {"x": Sample((9.0,)), peers.COPIES: Sample((5.0, 6.0)), peers.BARRIER: Sample((1.0, 2.5))}
-    assert peers.without_barrier(found) == {"x": Sample((9.0,)), peers.COPIES: Sample((4.0, 3.5))}
-    failed = found | {peers.BARRIER: Sample(error="no")}
-    assert peers.without_barrier(failed)[peers.COPIES] == Sample(error="no")
+def test_the_time_of_the_barrier_is_subtracted_from_the_copies() -> None:
+    found = {"x": Sample((9.0,)), module.COPIES: Sample((5.0, 6.0)), module.BARRIER: Sample((1.0, 2.5))}
+    assert module.without_barrier(found) == {"x": Sample((9.0,)), module.COPIES: Sample((4.0, 3.5))}
+    failed = found | {module.BARRIER: Sample(error="no")}
+    assert module.without_barrier(failed)[module.COPIES] == Sample(error="no")
 
 
 class Runner:
     """Of quack: gathers by itself."""
 
-    def __init__(self, rows: int, k: int, dtype: torch.dtype, group: str, device: torch.device, **how: Any) -> None:
-        assert (k, group, how) == (K, "g", {"capture_lockstep": True})
+    def __init__(
+        self, rows: int, k: int, dtype: torch.dtype, group: str, device: torch.device, **keywords: Any
+    ) -> None:
+        assert (k, group, keywords) == (K, "g", {"capture_lockstep": True})
         self.rows, self.warm = rows, 0
         self.push_stream = self.barrier_stream = "of the pool"
         self.handle = SimpleNamespace(barrier=self._barrier)
@@ -120,19 +126,32 @@ def test_quack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "quack.distributed", SimpleNamespace(AllGatherRunner=Runner))
     monkeypatch.setitem(sys.modules, "quack.gemm", SimpleNamespace(gemm=gemm))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(peers, "new_stream", lambda device: "of its own")
+    monkeypatch.setattr(module, "new_stream", lambda device: "of its own")
     given = operation("ag+gemm")
-    methods = peers.quack_methods(given)
+    methods = module.quack_methods(given)
     assert [method.name for method in methods] == ["quack 128x256 2x1", "quack 128x192 2x1 pingpong"]
     for method in methods:
         assert torch.equal(method.run(), torch.cat([given.a] * SIZE) @ given.b.T)  # type: ignore[arg-type]
     assert called == [((128, 256, 2, 1), False), ((128, 192, 2, 1), True)]
     # A shard of one tile is not shared by a cluster along m.
-    assert [method.name[-3:] for method in peers.quack_methods(operation("ag+gemm", rows=128))[:1]] == ["1x2"]
+    assert [method.name[-3:] for method in module.quack_methods(operation("ag+gemm", rows=128))[:1]] == ["1x2"]
     with pytest.raises(ValueError, match="tiles have 128 rows, which do not divide shards of 32"):
-        peers.quack_methods(operation("ag+gemm", rows=32))
+        module.quack_methods(operation("ag+gemm", rows=32))
+
+
+def test_a_schedule_is_compiled_from_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(module, "compile", lambda plan, **arguments: compiled.append((plan, arguments)))
+    monkeypatch.setattr(module, "executable_method", lambda operation, name, exe: name)
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_world_size=lambda group: SIZE))
+    given = SimpleNamespace(problem=GemmProblem(64, 48, 32), group="g")
+    config = TunedConfig.parse("tensor_parallel_2d mesh=2x2 provider=cublas")
+    assert module.schedule_method(given, config) == "tensor_parallel_2d mesh=2x2 provider=cublas"  # type: ignore[arg-type, comparison-overlap]
+    ((plan, arguments),) = compiled
+    assert plan == make_plan(given.problem, "tensor_parallel_2d", mesh=(2, 2), sync="barrier")
+    assert (arguments["group"], arguments["provider"]) == ("g", "cublas")
 
 
 def test_quack_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert peers.quack_version() is None
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert module.quack_version() is None

@@ -1,4 +1,4 @@
-"""distgemm build and tune-gemm: what they compile, print and refuse, with a compiler that only writes files."""
+"""distgemm build and tune-gemm: what they compile, print and refuse. The compiler only writes files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from distgemm.cli import kernels as commands
 from distgemm.cli import main as cli
+from distgemm.cli.build import DenseGemm
+from distgemm.cli.tune_gemm import shapes_of
 from distgemm.gemm.cutlass import TMA_TILES
 from distgemm.gemm.nvcc import cache_dir, cached
 from distgemm.gemm.tensors import spec_of
@@ -68,7 +69,7 @@ def test_all_tma_configurations_by_default(nvcc: Nvcc) -> None:
     [
         (f"--config {ONE} --terms none", [f"{ONE} (bfloat16, row, row -> bfloat16) 90a"]),
         (
-            f"--config {ONE} --config {ONE}_swizzle_4 --terms none,none --majors rc --majors cr",
+            f"--config {ONE} --config {ONE}_swizzle_4 --terms none --terms none --majors rc --majors cr",
             [f"{ONE} (bfloat16, {majors} -> bfloat16) 90a" for majors in ("column, row", "row, column")],
         ),
         (
@@ -113,7 +114,7 @@ def test_without_a_gpu_it_says_what_it_compiles_for(nvcc: Nvcc) -> None:
 
 def test_list(nvcc: Nvcc) -> None:
     assert invoke("build", "--list").stdout == f"total 0, 0.0 MiB in {cache_dir()}/kernels\n"
-    build("--config", ONE, "--terms", "none,partial+c+bias")
+    build("--config", ONE, "--terms", "none", "--terms", "partial+c+bias")
     build("--config", f"{ONE}_direct", "--terms", "row_scales")
     broken = cache_dir() / "kernels" / "broken.so"
     broken.write_bytes(bytes(2048))
@@ -121,28 +122,32 @@ def test_list(nvcc: Nvcc) -> None:
     text = invoke("build", "--list").stdout
     assert len(nvcc.calls) == calls
     header, _, *rows, total = text.splitlines()
-    assert header.split() == ["kernel", "terms", "arch", "compiler", "CUTLASS", "s", "KiB"]
+    assert header.split() == ["kernel", "arch", "compiler", "CUTLASS", "s", "KiB"]
     name = rf"{ONE} \(bfloat16, row, row -> bfloat16\)"
     facts = r"90a +release 13\.0, V13\.0\.48 +4\.2\S* +0\.\d +1024"
     patterns = [
         rf"{name} +{facts}",
-        rf"{name} +C or partial, C beside partial, bias +{facts}",
-        rf"{ONE}_direct \(.*\) +any, row scales +{facts}",
-        r"broken\.so: not whole, is compiled again when it is asked for +2",
+        rf"{name} +{facts}\n    can add C or partial, C and partial, bias",
+        rf"{ONE}_direct \(.*\) +{facts}\n    can add any term, row scales",
+        r"broken\.so: incomplete, is compiled again at its next use +2",
     ]
+    blocks = re.split(r"\n(?=\S)", "\n".join(rows))
+    assert len(blocks) == len(patterns)
     for pattern in patterns:
-        assert sum(bool(re.fullmatch(pattern, row.rstrip())) for row in rows) == 1, (pattern, text)
-    assert len(rows) == len(patterns)
+        assert sum(bool(re.fullmatch(pattern, block.rstrip())) for block in blocks) == 1, (pattern, text)
     assert total == f"total 4, 3.0 MiB in {cache_dir()}/kernels"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--dtype int8", "dtype is one of float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, got 'int8'"),
-        ("--out-dtype int8", "out_dtype is one of float64"),
-        ("--majors rx", "--majors is one of rr, rc, cr, cc, got 'rx'"),
-        ("--terms partial,a", "--terms takes none, or some of c, partial, bias, row_scales joined by +, got 'a'"),
+        ("--dtype int8", "--dtype: one of float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, got 'int8'"),
+        ("--out-dtype int8", "--out-dtype: one of float64"),
+        ("--majors rx", "--majors: one of rr, rc, cr, cc, got 'rx'"),
+        (
+            "--terms partial --terms a",
+            "none, or some of c, partial, bias, row_scales joined by +, got 'a'",
+        ),
         ("--terms c+c", "joined by +, got 'c+c'"),
         ("--terms none+c", "joined by +, got 'none+c'"),
         ("--config 128x256x64", "a configuration is written like"),
@@ -155,23 +160,23 @@ def test_list(nvcc: Nvcc) -> None:
     ],
 )
 def test_builds_that_are_refused(nvcc: Nvcc, arguments: str, message: str) -> None:
-    said = refused("build", *(() if "--arch" in arguments else ("--arch", "90a")), *arguments.split())
-    assert said.startswith("error: ")
-    assert message in said
+    printed = refused("build", *(() if "--arch" in arguments else ("--arch", "90a")), *arguments.split())
+    assert printed.startswith("error: ")
+    assert message in printed
     assert nvcc.calls == []
 
 
 def test_what_the_compiler_says_keeps_its_lines(nvcc: Nvcc) -> None:
     nvcc.set(does=f'echo "first line" >&2; echo "second line" >&2; exit 1; {WRITES}')
-    said = refused("build", "--arch", "90a", "--config", ONE, "--terms", "none", status=1)
-    assert said.rstrip().endswith("failed with exit status 1:\nfirst line\nsecond line")
+    printed = refused("build", "--arch", "90a", "--config", ONE, "--terms", "none", status=1)
+    assert printed.rstrip().endswith("failed with exit status 1:\nfirst line\nsecond line")
     assert kernels() == []
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DISTGEMM_NVCC", str(tmp_path / "nvcc"))
-    said = refused("build", "--arch", "90a", status=1)
-    assert said == f"error: DISTGEMM_NVCC is '{tmp_path}/nvcc', where there is no file\n"
+    printed = refused("build", "--arch", "90a", status=1)
+    assert printed == f"error: DISTGEMM_NVCC is '{tmp_path}/nvcc', where there is no file\n"
 
 
 # --- tune-gemm ------------------------------------------------------------------------------------------
@@ -180,8 +185,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", ["8192 7168 8192", "--model llama-3-70b --tp 8 --m 8192 --chunks 8"])
 def test_tuning_wants_a_gpu(arguments: str) -> None:
-    said = refused("tune-gemm", *arguments.split())
-    assert said == "error: tune-gemm measures on a GPU, and torch finds none; distgemm build needs none\n"
+    printed = refused("tune-gemm", *arguments.split())
+    assert printed == "error: tune-gemm measures on a GPU, and torch finds none; distgemm build needs none\n"
 
 
 @pytest.mark.parametrize(
@@ -190,11 +195,13 @@ def test_tuning_wants_a_gpu(arguments: str) -> None:
         ("", "takes M N K, such as 8192 7168 8192, or --model"),
         ("8192 7168", "takes M N K, such as 8192 7168 8192, or --model"),
         ("1 2 3 --model llama-3-8b", "takes M N K or --model, not both"),
-        ("1 2 3 --tp 4", "--tp and --m are of a --model"),
-        ("--m 4096", "--tp and --m are of a --model"),
-        ("--model llama-2", "model is one of llama-3-8b, llama-3-70b, llama-3-405b, got 'llama-2'"),
-        ("1 2 3 --dtype fp8", "dtype is one of"),
-        ("1 2 3 --majors r", "--majors is one of rr, rc, cr, cc, got 'r'"),
+        ("1 2 3 --tp 4", "--tp and --m go with --model"),
+        ("--m 4096", "--tp and --m go with --model"),
+        ("--model llama-2", "--model: one of llama-3-8b, llama-3-70b, llama-3-405b, all, got 'llama-2'"),
+        ("1 2 3 --dtype fp8", "--dtype: one of"),
+        ("0 2 3", "M: a whole number of at least 1, got '0'"),
+        ("1 2 3 --gemm-streams 3", "--gemm-streams: a whole number from 1 to 2, got '3'"),
+        ("1 2 3 --majors r", "--majors: one of rr, rc, cr, cc, got 'r'"),
     ],
 )
 def test_tunings_that_are_refused(arguments: str, message: str) -> None:
@@ -202,7 +209,7 @@ def test_tunings_that_are_refused(arguments: str, message: str) -> None:
 
 
 def test_shapes_of_a_model() -> None:
-    shapes = commands._shapes((None, None, None), "llama-3-70b", 8, 4096, 8)
+    shapes = shapes_of((None, None, None), ["llama-3-70b"], 8, [4096], [8])
     assert shapes == {
         (4096, 1280, 8192): "qkv",
         (4096, 8192, 1024): "out",
@@ -213,7 +220,7 @@ def test_shapes_of_a_model() -> None:
         (512, 7168, 8192): "fc1 / 8",
         (512, 8192, 3584): "fc2 / 8",
     }
-    assert list(commands._shapes((None, None, None), "llama-3-70b", None, None, 1)) == [
+    assert list(shapes_of((None, None, None), ["llama-3-70b"], None, None, None)) == [
         (8192, 1280, 8192),
         (8192, 8192, 1024),
         (8192, 7168, 8192),
@@ -222,8 +229,15 @@ def test_shapes_of_a_model() -> None:
 
 
 def test_shapes_by_hand() -> None:
-    assert commands._shapes((1000, 2, 3), None, None, None, 1) == {(1000, 2, 3): ""}
-    assert commands._shapes((1000, 2, 3), None, None, None, 7) == {(1000, 2, 3): "", (143, 2, 3): "/ 7"}
+    assert shapes_of((1000, 2, 3), None, None, None, None) == {(1000, 2, 3): ""}
+    assert shapes_of((1000, 2, 3), None, None, None, [7]) == {(1000, 2, 3): "", (143, 2, 3): "/ 7"}
+
+
+def test_shapes_of_several_models_tokens_and_chunks() -> None:
+    found = shapes_of((None, None, None), ["llama-3-8b", "llama-3-70b"], 8, [512, 1024], [2, 4])
+    assert found[512, 768, 4096] == "8b qkv" and found[256, 768, 4096] == "8b qkv / 2"
+    assert found[512, 1280, 8192] == "70b qkv" and found[128, 1280, 8192] == "70b qkv / 4"
+    assert {m for m, _, _ in found} == {128, 256, 512, 1024}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "tfloat32", "float8_e4m3fn"])
@@ -235,8 +249,8 @@ def test_what_is_measured_is_what_was_compiled(
     """The spec of the random tensors is that which the kernels are built for."""
     for name in ("randn", "ones", "empty"):
         make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *shape, device, make=make, **how: make(*shape, **how))
-    product = commands.Product(GemmProblem(48, 64, 32, dtype=dtype, partial_dtype="float32"), majors, terms)
+        monkeypatch.setattr(torch, name, lambda *shape, device, make=make, **keywords: make(*shape, **keywords))
+    product = DenseGemm(GemmProblem(48, 64, 32, dtype=dtype, partial_dtype="float32"), majors, terms)
     found, wanted = spec_of(product.tensors()), product.spec
     if dtype == "float8_e4m3fn" and not terms:
         assert (found.scale_a, found.scale_b) == ("tensor", "tensor")

@@ -1,4 +1,4 @@
-"""The doctor: what each check makes of facts, what runtimes need, and the command on this machine."""
+"""distgemm doctor: what each check makes of facts, what runtimes need, and the command on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from distgemm.cli import doctor
 from distgemm.cli import main as cli
-from distgemm.cli.doctor import Check, Facts, Gpu, checks, look, parse_nvlinks, runtimes, unsatisfied
+from distgemm.cli.doctor import Check, checks, runtimes, unsatisfied
+from distgemm.measure.machine_facts import Facts, Gpu, look, parse_nvlinks
 
 H200 = Gpu("NVIDIA H200", (9, 0), 140 << 30, multicast=True, nvlinks=18)
 WELL = Facts(
@@ -121,12 +122,12 @@ def test_queues(value: str, status: str, detail: str) -> None:
 
 def test_notes() -> None:
     off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    said = {
+    details = {
         "on;": {},
         "off, by NCCL_NVLS_ENABLE=0 and TORCH_SYMM_MEM_DISABLE_MULTICAST=1;": off,
         "off in part, by NCCL_NVLS_ENABLE=0;": {"NCCL_NVLS_ENABLE": "0"},
     }
-    for detail, environment in said.items():
+    for detail, environment in details.items():
         check = by_name(checks(replace(WELL, environment=environment)))["multicast (NVLS)"]
         assert check.status == "note"
         assert check.detail.startswith(detail)
@@ -135,7 +136,7 @@ def test_notes() -> None:
         assert (check.status, check.detail[: len(detail)]) == ("note", detail)
     other = by_name(checks(replace(WELL, gpus=(replace(H200, capability=(8, 0)),))))["GPUs"]
     assert other.status == "ok"
-    assert "plain ones" in other.detail
+    assert "plain kernels" in other.detail
     assert "2 damaged" in by_name(checks(replace(WELL, broken=2)))["kernel cache"].detail
 
 
@@ -148,11 +149,11 @@ def test_required() -> None:
 
 
 def test_links_are_read_from_nvidia_smi() -> None:
-    said = (
+    status = (
         "GPU 0: NVIDIA H200 (UUID: GPU-aa-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
         "GPU 1: NVIDIA L4 (UUID: GPU-bb-2)\n"
     )
-    assert parse_nvlinks(said) == {"aa-1": 2, "bb-2": 0}
+    assert parse_nvlinks(status) == {"aa-1": 2, "bb-2": 0}
     assert parse_nvlinks("") == {}
 
 
@@ -182,18 +183,18 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
         return done.exit_code, done.stdout, done.stderr
 
     monkeypatch.setattr(doctor, "look", lambda: BARE)
-    code, printed, said = invoke()
-    assert (code, said) == (0, "")
+    code, printed, error = invoke()
+    assert (code, error) == (0, "")
     for check in checks(BARE) + runtimes(BARE):
         assert check.name in printed
     assert "-> install NVIDIA's driver" in printed
     assert invoke("--require", "collective")[0] == 0
-    code, _, said = invoke("--require", "cuda")
-    assert (code, said) == (1, "required, and does not work here: cuda\n")
-    code, printed, said = invoke("--require", "gloo")
+    code, _, error = invoke("--require", "cuda")
+    assert (code, error) == (1, "required, and does not work here: cuda\n")
+    code, printed, error = invoke("--require", "gloo")
     assert (code, printed) == (2, "")
-    assert said == "error: --require is one of reference, collective, cuda, got 'gloo'\n"
-    code, printed, _ = invoke("--json", "--require", "cuda")
+    assert error == "error: --require is one of reference, collective, cuda, got 'gloo'\n"
+    code, printed, _ = invoke("--json", "-", "--require", "cuda")
     found = json.loads(printed)
     assert code == 1
     assert [Check(**each) for each in found["checks"]] == checks(BARE)
@@ -202,7 +203,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command_on_this_machine() -> None:
     """Whatever it has: exit status 0, and a word on each runtime."""
-    done = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    done = CliRunner().invoke(cli.app, ["doctor", "--json", "-"])
     assert (done.exit_code, done.stderr) == (0, "")
     found = {each["name"]: each["status"] for each in json.loads(done.stdout)["runtimes"]}
     assert list(found) == ["reference", "collective over gloo", "collective over NCCL", "cuda"]

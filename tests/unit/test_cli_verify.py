@@ -1,0 +1,137 @@
+"""distgemm verify: which plans it proves, what it prints and how it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import distgemm
+from distgemm import Plan
+from distgemm.cli import verify as command
+from distgemm.cli.options import squarest_meshes
+from distgemm.plan.ops import Gemm
+from distgemm.schedulers import registry
+from tests.unit.command import invoke, succeed
+from tests.unit.test_cli import schedule_2d
+
+__all__ = ["schedule_2d"]  # a fixture
+
+
+def ranks(*sizes: int) -> list[str]:
+    return [word for size in sizes for word in ("--ranks", str(size))]
+
+
+SYNCS = ("credit", "barrier")
+
+
+def results(text: str) -> list[tuple[str, ...]]:
+    rows = [line.split() for line in text.splitlines()[2:-1] if not line.startswith(" ")]
+    return [(row[0], row[1], row[5]) for row in rows]
+
+
+def test_verify_one() -> None:
+    text = succeed("verify", "gemm+rs", *ranks(1, 2, 4, 6))
+    assert results(text) == [("gemm+rs", size, "proved") for size in ("1", "2", "4", "6")]
+    assert text.endswith("4 proved, 0 failed, 0 skipped\n")
+    plans = {
+        mechanism: [
+            distgemm.make_plan(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 4, mechanism=mechanism, **how)
+            for how in ({"workspace": one, "sync": other} for one in ("full", "bounded") for other in SYNCS)
+        ]
+        for mechanism in ("push", "pull", "store")
+    }
+    counts = {
+        mechanism: sum(len(plan.ops(rank)) for plan in of_it for rank in range(4)) for mechanism, of_it in plans.items()
+    }
+    assert re.search(rf"^gemm\+rs +4 +12 +{sum(counts.values())} ", text, re.MULTILINE)
+    for mechanism, count in counts.items():
+        text = succeed("verify", "gemm+rs", "--ranks", "4", "--mechanism", mechanism)
+        assert re.search(rf"^gemm\+rs +4 +4 +{count} ", text, re.MULTILINE)
+
+
+def test_verify_all_skips_what_cannot_be() -> None:
+    text = succeed("verify", "all", "--ranks", "3", "--workspace", "full", "--sync", "credit")
+    found = {name: result for name, _, result in results(text)}
+    assert list(found) == distgemm.list_schedules()
+    assert {name for name, result in found.items() if result == "skipped"} == {"all_gather_1d_pairwise_xor_a"}
+    assert "a power of two, got 3" in re.sub(r"\s+", " ", text)
+
+
+def test_verify_all_proves_every_mesh() -> None:
+    text = succeed("verify", "all", *ranks(8, 12), "--workspace", "full", "--sync", "credit")
+    found = {(name, mesh): result for name, mesh, result in results(text)}
+    for name, meshes in (
+        ("tensor_parallel_2d", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_2d_rs", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_2d_nested", ("2x4", "4x2", "3x4", "4x3")),
+        ("tensor_parallel_3d", ("2x2x2", "2x2x3", "3x2x2")),
+        ("all_reduce_1d_pairwise_a", ("8", "12")),
+        ("all_reduce_1d_tiling_a_rotating_c", ("8", "12")),
+    ):
+        assert {mesh: result for (one, mesh), result in found.items() if one == name} == dict.fromkeys(meshes, "proved")
+
+
+def test_verify_as_json() -> None:
+    found = json.loads(succeed("verify", "all", "--ranks", "3", "--sync", "credit", "--json", "-"))
+    assert [each["schedule"] for each in found if each["result"] == "skipped"] == ["all_gather_1d_pairwise_xor_a"]
+    assert next(each["reason"] for each in found if each["reason"]).endswith("a power of two, got 3")
+
+
+def test_verify_default_is_one_to_eight() -> None:
+    text = succeed("verify", "gemm+rs", "--workspace", "full", "--sync", "credit")
+    assert [size for _, size, _ in results(text)] == list("12345678")
+
+
+def test_verify_meshes(schedule_2d: str) -> None:
+    text = succeed("verify", schedule_2d, *ranks(1, 3, 4, 6))
+    assert [mesh for _, mesh, _ in results(text)] == ["1x1", "1x3", "3x1", "2x2", "2x3", "3x2"]
+    assert [mesh for _, mesh, _ in results(succeed("verify", schedule_2d, "--mesh", "1x4"))] == ["1x4"]
+    text = succeed("verify", "--mesh", "2x2", "--ranks", "4")
+    assert {result for name, _, result in results(text) if name == "gemm+rs"} <= {"skipped"}
+    assert (schedule_2d, "2x2", "proved") in results(text)
+
+
+def test_meshes() -> None:
+    assert squarest_meshes(8, 1) == [(8,)]
+    assert squarest_meshes(8, 3) == [(2, 2, 2)]
+    assert squarest_meshes(12, 3) == [(2, 2, 3), (3, 2, 2)]
+
+
+def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **keywords: Any) -> Plan:
+        plan = distgemm.make_plan(*arguments, **keywords)
+        if plan.world_size != 2:
+            return plan
+        return plan.replace_ops(1, [op for op in plan.ops(1) if not isinstance(op, Gemm)])
+
+    monkeypatch.setattr(command, "make_plan", broken)
+    done = invoke("verify", "gemm+rs", *ranks(1, 2, 3))
+    assert done.exit_code == 1
+    assert [result for _, _, result in results(done.stdout)] == ["proved", "failed", "proved"]
+    assert done.stdout.endswith("2 proved, 1 failed, 0 skipped\n")
+    with pytest.raises(distgemm.PlanError) as failure:
+        broken(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 2).verify()
+    assert str(failure.value) in done.stderr
+    assert "gemm+rs on 2, workspace full, sync credit, mechanism push: " in done.stderr
+
+
+@pytest.fixture
+def broken_builders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    registry.register_schedule("a_test_of_none")(lambda mesh: None)  # type: ignore[arg-type, return-value]
+    registry.register_schedule("a_test_of_errors")(lambda mesh: mesh[7])  # type: ignore[arg-type, return-value]
+
+
+def test_all_goes_on_after_a_builder_that_is_wrong(broken_builders: None) -> None:
+    done = invoke("verify", "all", "--ranks", "2", "--workspace", "full", "--sync", "credit")
+    assert done.exit_code == 1
+    found = {name: result for name, _, result in results(done.stdout)}
+    assert {name for name, result in found.items() if result == "failed"} == {"a_test_of_none", "a_test_of_errors"}
+    assert found["all_gather_1d_ring_a"] == "proved"
+    assert "a_test_of_errors on 2: the builder of schedule 'a_test_of_errors', " in done.stderr
+    text = succeed("simulate", "all", "--ranks", "2", "--m", "64", "--n", "64", "--k", "64")
+    assert "failed: a_test_of_none on 2: the builder of schedule 'a_test_of_none', " in text
+    assert "all_gather_1d_ring_a" in text
