@@ -54,7 +54,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "nn",
     "record_calls",
-    # measured choices
+    # tuned configurations
     "tune",
 ]
 

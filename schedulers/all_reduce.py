@@ -1,8 +1,8 @@
-"""GEMM + all-reduce: a reduce-scatter whose finished tiles are delivered to every rank.
+"""GEMM + all-reduce: a reduce-scatter whose owners copy finished tiles to every rank.
 
-Each tile of D is completed by the rank that owns it in the reduce-scatter, and pushed from there to all
-others: 2 (N-1)/N of D per rank in all, not N-1 times D. The delivery of a tile starts when it is complete,
-while other tiles are still multiplied.
+The rank that owns a tile of D in the reduce-scatter completes it and copies it to all other ranks. Each rank sends
+2 (N-1)/N of D in all, not N-1 times D. The final copies of a tile start when the tile is complete, while the
+GEMMs of other tiles still run.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ OPTIONS: dict[str, Sequence[int | str]] = {
 """Options of schedules. Some do not go together: a refusal is an outcome, too."""
 
 
-class Execution(NamedTuple):
+class Variant(NamedTuple):
     """Arguments of ``lower``."""
 
     execution: str = "multi_kernel"
@@ -97,15 +97,15 @@ class Execution(NamedTuple):
 
 
 LOWERINGS = {
-    "multi_kernel": [Execution("multi_kernel", *rest) for rest in product((1, 2), (False, True))],
+    "multi_kernel": [Variant("multi_kernel", *rest) for rest in product((1, 2), (False, True))],
     "single_kernel": [
-        Execution("single_kernel", 1),
-        *(Execution("single_kernel", 2, merge) for merge in (False, True)),
-        *(Execution("single_kernel", 2, False, transport) for transport in ("copy_engine_slices", "sm")),
+        Variant("single_kernel", 1),
+        *(Variant("single_kernel", 2, merge) for merge in (False, True)),
+        *(Variant("single_kernel", 2, False, transport) for transport in ("copy_engine_slices", "sm")),
     ],
     # A call whose tensors the single kernel cannot read; its peers send slices all the same.
     "fallback": [
-        Execution("multi_kernel", streams, False, transport)
+        Variant("multi_kernel", streams, False, transport)
         for streams, transport in product((1, 2), ("copy_engine_slices", "sm"))
     ],
 }
@@ -121,7 +121,7 @@ class Code(NamedTuple):
     path:      the new path of a field
     """
 
-    lower: Callable[[Plan, int, Execution], list[Any]]
+    lower: Callable[[Plan, int, Variant], list[Any]]
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
     option: Callable[[str], str] = lambda name: name
     path: Callable[[str], str] = lambda path: path
@@ -133,7 +133,7 @@ def new_code() -> Code:
     from distgemm.runtime.cuda.lowering import lower
     from distgemm.runtime.executable import ExecutionConfig
 
-    def new_lower(plan: Plan, rank: int, how: Execution) -> list[Any]:
+    def new_lower(plan: Plan, rank: int, how: Variant) -> list[Any]:
         # A kernel for each GEMM beside peers that send slices is what a call falls back to.
         separate = how.execution == "multi_kernel" and how.transport != "copy_engine"
         given = how._asdict() | ({"execution": "single_kernel"} if separate else {})
@@ -154,7 +154,7 @@ def old_code() -> Code:
     def arguments(given: dict[str, Any]) -> dict[str, Any]:
         return {names.get(name, name): values.get(name, {}).get(value, value) for name, value in given.items()}
 
-    def old_lower(plan: Plan, rank: int, how: Execution) -> list[Any]:
+    def old_lower(plan: Plan, rank: int, how: Variant) -> list[Any]:
         given = arguments(how._asdict())
         return lower(plan, rank, gated=given.pop("waits") == "gemm", **given)
 

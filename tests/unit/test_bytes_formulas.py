@@ -317,8 +317,8 @@ def test_a_lag_takes_no_more(name: str) -> None:
         plain = made()
         slot = max((slot.bytes for slot in plain.slots[0]), default=0)
         for stagger in range(1, chunks + 1):
-            lagging = made(stagger=stagger)
-            assert lagging.link_bytes() == plain.link_bytes()
+            staggered = made(stagger=stagger)
+            assert staggered.link_bytes() == plain.link_bytes()
             for rank in range(size):
-                saved = plain.workspace_bytes(rank) - lagging.workspace_bytes(rank)
+                saved = plain.workspace_bytes(rank) - staggered.workspace_bytes(rank)
                 assert 0 <= saved <= slot, (size, chunks, stagger, final_add, mechanism, rank)

@@ -14,7 +14,7 @@ from distgemm import GemmProblem, make_plan
 from tests.equivalence.digests import (
     BASELINE,
     RENAMES,
-    Execution,
+    Variant,
     Flattener,
     Group,
     cases,
@@ -72,23 +72,23 @@ def test_every_change_of_a_plan_changes_its_digest() -> None:
 @pytest.mark.parametrize(
     ("schedule", "mechanism", "how", "fields"),
     [
-        ("reduce_scatter_1d_pairwise_a", "push", Execution(), {".ops.deps", ".ops.flag.number", ".after", ".stream"}),
+        ("reduce_scatter_1d_pairwise_a", "push", Variant(), {".ops.deps", ".ops.flag.number", ".after", ".stream"}),
         (
             "reduce_scatter_1d_tiling_a_rotating_c",
             "store",
-            Execution("single_kernel"),
+            Variant("single_kernel"),
             {".kernel.wait_flags.flag.number", ".kernel.done_flags.flag.number", ".kernel.done_flags.deps"},
         ),
         (
             "all_gather_1d_tiling_cd_rotating_a",
             "push",
-            Execution("single_kernel", transport="sm"),
+            Variant("single_kernel", transport="sm"),
             {".kernel.wait_flags", ".kernel.sends.copies.src.slot", ".kernel.sends.signals.flag.number"},
         ),
     ],
 )
 def test_every_change_of_a_lowering_changes_its_digest(
-    schedule: str, mechanism: str, how: Execution, fields: set[str]
+    schedule: str, mechanism: str, how: Variant, fields: set[str]
 ) -> None:
     plan = make_plan(GemmProblem(64, 64, 4096), schedule, 2, mechanism=mechanism)
     assert fields <= changed_fields(new_code().lower(plan, 0, how))

@@ -41,8 +41,8 @@ PATTERNS = {
     "send_slots": r"\bresults=\d|\"results\": \d",
     "gemm_streams": r"\bbranches=|--branches\b|\"branches\"|\b[12] branch(es)?\b",
     "merge_copies": r"\bmerge=(True|False|true|false)\b|\"merge\":|\bmerged chunks\b|\bchunks merged\b",
-    "execution and wait_by": r"\bwaits=[\"']?(memory|kernel|gemm)\b|\"waits\":|\bwaits by gemm\b|\bgated\b|\bGated|_gated\b"
-    r"|one kernel for all GEMMs",
+    "execution and wait_by": r"\bwaits=[\"']?(memory|kernel|gemm)\b|\"waits\":|\bwaits by gemm\b|\bgated\b|\bGated"
+    r"|_gated\b|one kernel for all GEMMs",
     "transport": r"\bcopies=[\"']?(engine|slices|gemm|both)\b|\"copies\": \"(engine|slices|gemm|both)\""
     r"|\bcopies by gemm\b",
     "flags of the fused kernel": r"\bgates\b|\btells\b|\.opens\b|\bopens=|\.away\b|\baway=|\bentire="
@@ -52,11 +52,11 @@ PATTERNS = {
     "double-buffered workspace": r"\.halves\b|\bnext_half\b|\.turn\(|\bclass Half\b|\bhalves of the workspace\b",
     "link pacing": r"turns on the link|\bPace\b",
     "final copies": r"\bdeliver(y|ies)\b|DELIVERIES",
-    "tuned configuration": r"\bChoices?\b|\bchoices_file\b|\.choice\b|\bchoose_schedule\b|\btune\.choose\b"
+    "tuned configuration": r"\bChoices?\b|\bchoices_file\b|(?<!rng)\.choice\b|\bchoose_schedule\b|\btune\.choose\b"
     r"|\bmeasured choices?\b|\brecorded choices?\b|\bshipped choices?\b|distgemm\.texts",
     "candidates and search": r"tune[./](predicting|measuring|choosing)\b|tune import (predicting|measuring|choosing)",
     "ExecutionConfig": r"\bExecution\(",
-    "one package per subject": r"distgemm[./]benchmarking|\b(bench|trace|tune)_command\.py|(?<!dist)gemm[./]tune\b",
+    "one package per subject": r"distgemm[./]benchmarking|\b(bench|trace|tune)_command\.py|(?<!dist)(?<!tune\.)gemm[./]tune\b",
     "torch_ops": r"torch_ops[./](ops|functions|calls|auto)\b",
     "validate": r"\bcheck_form\b|distgemm[./]form\b",
     "constants": r"\b(PATIENCE|CLEARLY|ALIKE|WITHIN|FEW_ROWS|WITHIN_KERNELS|WITHIN_WAY)\b",
