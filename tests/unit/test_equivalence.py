@@ -14,9 +14,9 @@ from distgemm import GemmProblem, make_plan
 from tests.equivalence.digests import (
     BASELINE,
     RENAMES,
-    Variant,
     Flattener,
     Group,
+    Variant,
     cases,
     differences,
     digest,

@@ -56,7 +56,8 @@ PATTERNS = {
     r"|\bmeasured choices?\b|\brecorded choices?\b|\bshipped choices?\b|distgemm\.texts",
     "candidates and search": r"tune[./](predicting|measuring|choosing)\b|tune import (predicting|measuring|choosing)",
     "ExecutionConfig": r"\bExecution\(",
-    "one package per subject": r"distgemm[./]benchmarking|\b(bench|trace|tune)_command\.py|(?<!dist)(?<!tune\.)gemm[./]tune\b",
+    "one package per subject": r"distgemm[./]benchmarking|\b(bench|trace|tune)_command\.py"
+    r"|(?<!dist)(?<!tune\.)gemm[./]tune\b",
     "torch_ops": r"torch_ops[./](ops|functions|calls|auto)\b",
     "validate": r"\bcheck_form\b|distgemm[./]form\b",
     "constants": r"\b(PATIENCE|CLEARLY|ALIKE|WITHIN|FEW_ROWS|WITHIN_KERNELS|WITHIN_WAY)\b",
