@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+# Found at import, because torch.compile of torch 2.11 cannot trace is_autocast_available.
+_AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda") if torch.amp.is_autocast_available(name))
 
 
 def group_name(group: Group) -> str:
@@ -74,7 +76,7 @@ def _check_chunks(what: str, chunks: int | None) -> None:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of torch.autocast on a type of device; None if it is not enabled."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

@@ -17,11 +17,24 @@ import pytest
 
 from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
+from tests.gpu import torch_worker
 from tests.gpu.cuda_worker import Case
 from tests.gpu.test_cuda import mixed
 from tests.once import once
 
 RANKS = [5, 8]
+TORCH_CHECKS = [
+    "after_inference",
+    "equal_to_the_whole",
+    "recorded_steps",
+    "graphed_callables",
+    "refused_captures",
+    "many_shapes",
+    "depth",
+    "modules",
+    "styles",
+    "compiled",
+]
 LAUNCH_TIMEOUT_S = 400.0
 pytestmark = pytest.mark.gpu(1)
 
@@ -70,3 +83,16 @@ def results(ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_that_share_a_gpu_are_right(ranks: int, check: str) -> None:
     assert [failure for found in results(ranks) for failure in found[check]] == []
+
+
+@once
+def torch_results(ranks: int) -> list[dict[str, list[str]]]:
+    """Each rank's failures of checks of the torch functions, by the check's name."""
+    launch(torch_worker.compile_ahead, 1, None, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+    checks: list[Any] = [(getattr(torch_worker, name), ()) for name in TORCH_CHECKS]
+    return launch(torch_worker.run_all, ranks, checks, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+
+
+@pytest.mark.parametrize("check", TORCH_CHECKS)
+def test_torch_functions_of_ranks_that_share_a_gpu_are_right(check: str) -> None:
+    assert [failure for found in torch_results(2) for failure in found[check]] == []

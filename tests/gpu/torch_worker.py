@@ -125,8 +125,8 @@ def quick(named: bool = True) -> Iterator[None]:
         yield
 
 
-def compile_ahead() -> None:
-    """Compile the kernels of quick() together. Each rank begins with another one."""
+def compile_ahead(jobs: int | None = 2) -> None:
+    """Compile the kernels of quick() together. Each rank begins with another one, and runs so many compilers."""
     a = torch.empty(256, 256, dtype=torch.bfloat16, device=device())
     d, row = torch.empty_like(a), a[0]
     specs = [
@@ -137,7 +137,7 @@ def compile_ahead() -> None:
     ]
     sources = get_provider("cutlass").sources(specs, GemmConfig.parse(CONFIG), 2)
     first = dist.get_rank() * len(sources) // dist.get_world_size()
-    build(sources[first:] + sources[:first], jobs=2, progress=dist.get_rank() == 0)
+    build(sources[first:] + sources[:first], jobs=jobs, progress=dist.get_rank() == 0)
     dist.barrier(device_ids=[device().index])
 
 
