@@ -1,7 +1,9 @@
-"""Ranks that torchrun has started."""
+"""Ranks that torchrun starts."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from distgemm.runtime.launch import Backend
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("torchrun_main.py")
 
 
@@ -28,3 +31,16 @@ def test_ranks_started_by_torchrun_compute_the_product(ranks: int) -> None:
 @pytest.mark.gpu(2)
 def test_ranks_started_by_torchrun_compute_the_product_on_gpus() -> None:
     assert torchrun(2, "nccl").split() == ["right"]
+
+
+def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
+    """It prints the call of the last layer on each rank."""
+    (program,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "mlp.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "mlp.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("matmul_reduce_scatter") == 2, done.stdout
