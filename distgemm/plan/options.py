@@ -1,33 +1,21 @@
-"""Texts as values, as the command line and whoever pins a schedule write them."""
+"""Values from texts of the command line and of tuned configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Mesh", "parse_mesh", "parse_numbers", "parse_options"]
+__all__ = ["Mesh", "parse_mesh", "parse_options"]
 
 Mesh = tuple[int, ...]
 
 
-def parse_numbers(what: str, text: str) -> list[int]:
-    """ "3,0,5" and "1-8" as numbers."""
-    found: list[int] = []
-    if negative := [part for part in text.split(",") if part.strip()[:1] == "-" and part.strip()[1:].isdecimal()]:
-        raise ValueError(f"{what} takes no negative numbers, got {negative[0].strip()} in {text!r}")
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
-    except ValueError:
-        raise ValueError(f"{what} is given as 4, 1,2,4 or 1-8, got {text!r}") from None
-    if not found:
-        raise ValueError(f"{what} {text!r} is empty")
-    return found
-
-
 def parse_mesh(text: str | None) -> Mesh | None:
-    """ "2x4" as sides."""
+    """The sides of a mesh from a text such as "2x4".
+
+    Raises:
+        ValueError: if the text has another form.
+    """
     if text is None:
         return None
     try:
@@ -37,7 +25,11 @@ def parse_mesh(text: str | None) -> Mesh | None:
 
 
 def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
-    """ "key=value" pairs; values that look like integers or truth values are."""
+    """Options from texts such as "chunks=2". Integers and truth values are converted; other values stay texts.
+
+    Raises:
+        ValueError: if a text has another form.
+    """
     found: dict[str, Any] = {}
     for text in texts or []:
         key, equals, value = text.partition("=")

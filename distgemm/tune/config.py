@@ -115,10 +115,8 @@ class TunedConfig:
         Raises:
             ValueError: as :func:`distgemm.make_plan`.
         """
-        options = dict(self.options)
+        options = self._plan_options()
         size = None if "mesh" in options else world_size
-        if isinstance(options.get("mesh"), str):  # "mesh=2x2" in a text
-            options["mesh"] = parse_mesh(options["mesh"])
         return make_plan(problem, self.schedule, size, **({"sync": "barrier"} | options))
 
     def __str__(self) -> str:
@@ -142,7 +140,14 @@ class TunedConfig:
         """
         if self.method == "unfused":
             raise ValueError("the unfused program has no plan: distgemm.runtime.unfused.UnfusedExecutable makes it")
-        return {"schedule": self.schedule, **asdict(self.execution), **dict(self.options)}
+        return {"schedule": self.schedule, **asdict(self.execution), **self._plan_options()}
+
+    def _plan_options(self) -> dict[str, Any]:
+        """The options, in which a text "mesh=2x2" has become sides."""
+        options = dict(self.options)
+        if isinstance(options.get("mesh"), str):
+            options["mesh"] = parse_mesh(options["mesh"])
+        return options
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON stores them."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm import GemmProblem, list_schedules, tune
+from distgemm import GemmProblem, list_schedules, make_plan, tune
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS
 from distgemm.tune import CACHE, UNFUSED, TunedConfig, bucket, key_of, look_up, predicted
@@ -79,6 +79,15 @@ def test_a_configuration_has_the_arguments_of_compile() -> None:
     }
     with pytest.raises(ValueError, match="has no plan"):
         UNFUSED.arguments()
+
+
+def test_a_mesh_in_a_text_is_one_for_the_plan_and_for_compile() -> None:
+    config = TunedConfig.parse("tensor_parallel_2d mesh=2x2")
+    arguments = config.arguments()
+    problem = GemmProblem(64, 64, 64)
+    direct = make_plan(problem, arguments["schedule"], mesh=arguments["mesh"], sync="barrier")
+    assert arguments["mesh"] == (2, 2) and config.text == "tensor_parallel_2d mesh=2x2"
+    assert config.plan(problem, 4).digest == direct.digest
 
 
 @pytest.mark.parametrize(
