@@ -174,7 +174,7 @@ def test_your_own_schedule_is_known_to_the_commands(tables: ModuleType) -> None:
 
 
 def test_your_own_schedule_with_chunks():
-    whole, chunked = programs("own_schedule.md")
+    whole, _, chunked = programs("own_schedule.md")
     imports = whole.split("\n\n\n")[0]
     program = (
         f"{imports}\nfrom distgemm.schedulers import TileCoord\n{chunked}\n"
@@ -188,6 +188,25 @@ def test_your_own_schedule_with_chunks():
     shards = [13, 13, 13, 11]  # do not depend on the chunks
     every = [3 * shard + chunk for shard in (1, 0, 3, 2) for chunk in range(3)]
     assert run(program) == f"4 {shards}\n[1, 0, 3, 2]\n12 {shards}\n{every}\n"
+
+
+def test_your_own_map_pairs_the_ranks() -> None:
+    _, program, _ = programs("own_schedule.md")
+    printed = run(program)
+    assert printed == "[1, 0, 3, 2]\n" and f"# {printed}" in program
+
+
+def test_the_blocks_of_your_own_routes_and_candidates_run() -> None:
+    blocks = re.findall(r"```py\n(.*?)```", (DOCS / "own_schedule.md").read_text(), re.S)
+    assert len(blocks) == 2
+    check = """
+from distgemm.schedulers import Direct, GatherRoute, Pairwise, ReduceRoute
+from inspect import signature
+for mine, others in ((MyGather, (GatherRoute, Direct)), (MyReduce, (ReduceRoute, Pairwise))):
+    assert all(list(signature(mine.hops).parameters) == list(signature(each.hops).parameters) for each in others)
+print([each.schedule for each in distgemm.tune.list_candidates("ag+gemm")][-1])
+"""
+    assert run("\n".join([programs("own_schedule.md")[0], *blocks, check])).endswith("all_gather_1d_ring_b\n")
 
 
 def test_the_program_for_several_processes_runs(tmp_path: Path):
