@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive",
         choices=["no", "only", "all"],
         default="no",
-        help="tests marked sample(count): that many cases of each (no), the other cases (only), or all",
+        help="tests marked sample(count): so many cases of each (no), the other cases (only), or all",
     )
 
 

@@ -36,7 +36,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", NUMBER)
 def test_every_schedule_equals_numpy(ranks: int) -> None:
     cases = worker.cases(ranks, NUMBER[ranks])

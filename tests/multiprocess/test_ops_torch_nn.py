@@ -22,7 +22,6 @@ CHECKS: dict[int, list[Any]] = {
         worker.shared_gathers,
         worker.compiled,
         worker.misuse,
-        worker.long_training,
         worker.initial,
         worker.placements,
         worker.shared_changes,
@@ -56,9 +55,11 @@ def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
     assert [found["training"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(0)
 def test_two_hundred_steps_follow_the_unsharded_run() -> None:
-    for found in results(2):
-        assert 0 <= found["long_training"] < 1e-9, found["long_training"]
+    """Takes half a minute. In the sample, the check "training" of all layers stands for it."""
+    for difference in launch(worker.long_training, 2, timeout=180):
+        assert 0 <= difference < 1e-9, difference
 
 
 def test_training_with_data_parallel_replicas() -> None:
