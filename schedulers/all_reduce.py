@@ -21,7 +21,7 @@ from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Parti
 Mesh = tuple[int, ...]
 
 
-def _delivered(name: str, scatter: DistributedTileScheduler) -> DistributedTileScheduler:
+def _on_every_rank(name: str, scatter: DistributedTileScheduler) -> DistributedTileScheduler:
     """The same work and routes, with all of D on every rank."""
     m, n = scatter.grid.m, scatter.grid.n
     everywhere = ((Axis(m, value=(1, 0)),), (Axis(n, value=(0, 1)),), WHOLE)
@@ -33,9 +33,9 @@ def _delivered(name: str, scatter: DistributedTileScheduler) -> DistributedTileS
 def all_reduce_1d_tiling_a_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """m = r - 1 - i, k = r; partial sums go round the ring, finished tiles from their reducer to every rank."""
+    """m = r - 1 - i, k = r; partial sums move around the ring, complete tiles from their reducer to every rank."""
     scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
-    return _delivered("all_reduce_1d_tiling_a_rotating_c", scatter)
+    return _on_every_rank("all_reduce_1d_tiling_a_rotating_c", scatter)
 
 
 @register_schedule()
@@ -44,15 +44,15 @@ def all_reduce_1d_tiling_b_rotating_c(
 ) -> DistributedTileScheduler:
     """n = r - 1 - i, k = r; as tiling A, with tiles of D along N."""
     scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
-    return _delivered("all_reduce_1d_tiling_b_rotating_c", scatter)
+    return _on_every_rank("all_reduce_1d_tiling_b_rotating_c", scatter)
 
 
 @register_schedule()
 def all_reduce_1d_pairwise_a(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
-    """m = r + 1 + j, k = r; each partial result straight to the tile's reducer, the sum from there to every rank."""
+    """m = r + 1 + j, k = r; each partial sum moves directly to its reducer, the sum from there to every rank."""
     scatter = reduce_scatter_1d_pairwise_a(
         mesh, chunks=chunks, final_add=final_add, stagger=stagger, chunk_mode=chunk_mode
     )
-    return _delivered("all_reduce_1d_pairwise_a", scatter)
+    return _on_every_rank("all_reduce_1d_pairwise_a", scatter)

@@ -1,8 +1,8 @@
 """Schedules on a mesh of ranks: A and B gathered along some axes, D reduced along another.
 
 Every tile below is one of the finest shards of its mode; blocks are runs of tiles. With ``chunks=c`` each
-tile of M is c tiles. Iterations walk the axis that is gathered by A fastest, that of the reduction slowest, and
-each axis from the rank's own tile on (gathers) or towards it (reductions).
+tile of M is c tiles. The fastest axis of the iterations is the one along which A is gathered; the slowest is that of
+the reduction. Gathers begin with the rank's own tile, reductions end with it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _route(name: str, gather: str, reduce: str = "chain") -> Route:
 
 
 def _from_own(extent: int, rank: tuple[int, ...], value: tuple[int, ...]) -> Axis:
-    """Own index, then upwards round the ring."""
+    """The own index first, then upwards around the ring."""
     return Axis(extent, rank, value, (Modulo(extent),))
 
 
 def _towards_own(extent: int, rank: tuple[int, ...], value: tuple[int, ...]) -> Axis:
-    """The index before one's own, then downwards round the ring; one's own last."""
+    """From the index before the own one downwards around the ring; the own index last."""
     return Axis(extent, rank, tuple(-stride for stride in value), (Offset(-1), Modulo(extent)))
 
 

@@ -105,7 +105,7 @@ def nest(
         a=NestedGather(across.route.a, inside.route.a),
         b=NestedGather(across.route.b, inside.route.b),
         d=NestedReduce(across.route.d, inside.route.d),
-        deliver=NestedGather(across.route.deliver, inside.route.deliver),
+        final_copies=NestedGather(across.route.final_copies, inside.route.final_copies),
     )
     chosen = name or f"{across.name} across {inside.name}"
     return DistributedTileScheduler(chosen, partition, across.work.nest(inside.work), route, TileCoord(*inside.chunks))

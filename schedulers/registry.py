@@ -39,7 +39,7 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
 class BuilderError(ValueError):
-    """A schedule's builder is wrong, whatever it is asked for: it raised, or returned something else."""
+    """The builder of a schedule raised another error than ValueError, or returned no scheduler."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,11 @@ def register_schedule(
 
 
 def check_pattern(pattern: str) -> Pattern:
-    """The pattern. Raises ValueError for another one than there are."""
+    """The pattern.
+
+    Raises:
+        ValueError: if there is no such pattern.
+    """
     if pattern not in PATTERNS:
         raise ValueError(f"pattern is one of {', '.join(PATTERNS)}, got {pattern!r}")
     return pattern
@@ -243,7 +247,7 @@ def get_schedule(
 def _build(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:
     try:
         found = entry.build(mesh, **dict(options))
-    except ValueError:  # what it refuses
+    except ValueError:  # the builder refuses its arguments
         raise
     except Exception as error:
         raise BuilderError(

@@ -36,9 +36,9 @@ class Partition:
     """Which rank holds which tiles: one TV layout (rank, value) -> tile for each operand.
 
     Attributes:
-        a: tiles (m, k, l) a rank holds of A at the start.
-        b: tiles (n, k, l) a rank holds of B at the start.
-        d: tiles (m, n, l) a rank holds of D at the end; C is held alike.
+        a: tiles (m, k, l) of A that a rank holds at the start.
+        b: tiles (n, k, l) of B that a rank holds at the start.
+        d: tiles (m, n, l) of D that a rank holds at the end, and those of C at the start.
     """
 
     a: TVLayout
@@ -51,28 +51,32 @@ class Partition:
 
 @dataclass(frozen=True)
 class Route:
-    """The paths of what must move: tiles of A, tiles of B, partial sums of D, finished tiles of D.
+    """The paths of all that must move.
 
-    The last is used where a tile of D has several owners: one of them reduces it, and delivers it to the
-    others.
+    Attributes:
+        a: path of tiles of A.
+        b: path of tiles of B.
+        d: path of partial sums of D.
+        final_copies: path of complete tiles of D. If a tile has several owners, one of them completes it, and the
+            others get copies.
     """
 
     a: GatherRoute = field(default_factory=Direct)
     b: GatherRoute = field(default_factory=Direct)
     d: ReduceRoute = field(default_factory=Chain)
-    deliver: GatherRoute = field(default_factory=Direct)
+    final_copies: GatherRoute = field(default_factory=Direct)
 
 
 @dataclass(frozen=True)
 class DistributedTileScheduler:
-    """How the ranks of a mesh share one GEMM: pure data, checked when it is made.
+    """How the ranks of a mesh share one GEMM. It is pure data, and checked when it is made.
 
     Attributes:
         name: names the algorithm.
         partition: which rank holds which tiles of A, B and D.
-        work: TV layout (rank, iteration) -> (m, n, k, l) tile; outside the grid means that the rank idles.
-        route: the paths of what must move.
-        chunks: into how many chunks each mode's shards are subdivided (tile = shard * chunks + chunk).
+        work: TV layout (rank, iteration) -> (m, n, k, l) tile. If the tile is outside the grid, the rank is idle.
+        route: the paths of all that must move.
+        chunks: number of chunks of each shard, by mode (tile = shard * chunks + chunk).
 
     Raises:
         ValueError: if the parts do not fit together, or a tile has no holder.
@@ -133,7 +137,7 @@ class DistributedTileScheduler:
         return TileCoord(*self.work.grid)
 
     def work_tile(self, iteration: int, rank: int) -> TileCoord | None:
-        """The tile that ``rank`` multiplies in ``iteration``; None when it idles."""
+        """The tile that ``rank`` multiplies in ``iteration``; None if it is idle."""
         if not 0 <= iteration < self.iterations:
             raise ValueError(f"iteration {iteration} is not in 0..{self.iterations - 1}")
         tile = self.work(rank, iteration)

@@ -223,7 +223,7 @@ class Derivation:
         self.work = [self._work(rank) for rank in self.ranks]
         self.events: list[Event] = []
         self.places: list[list[Place]] = [[] for _ in self.ranks]
-        # Where each rank has tiles of A and B, and those of D that are delivered to it; and its own results.
+        # Places of tiles that each rank has: of A and B, of the final copies of D, and of its own results.
         self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
         self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]
 
@@ -639,7 +639,7 @@ class Derivation:
             (reducer,) = [part.rank for part in parts.values() if part.to is None]
             last = max(part.iterations[-1] for part in parts.values() if part.iterations)
             first_use = {rank: last for rank in owners if rank != reducer}
-            self._move("D", tile, [reducer], first_use, self.scheduler.route.deliver, self.out_dtype)
+            self._move("D", tile, [reducer], first_use, self.scheduler.route.final_copies, self.out_dtype)
             for rank in first_use:
                 landed, frame = self.landed["D"][rank][tile], self.frame("D", tile)
                 event = Event(Copy, rank, last, "D", tile, RESULT, 0, frame, [landed], self._result(rank, tile))

@@ -120,7 +120,7 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
         reduce = scheduler.route.d
         result = f"D {_route_name(reduce)} ({ADDITIONS[reduce.add, reduce.final_add]})"
     if any(len(ranks) > 1 for ranks in owners.values()):
-        result += f", delivered {_route_name(scheduler.route.deliver)}"
+        result += f", final copies {_route_name(scheduler.route.final_copies)}"
     return f"routes: {'; '.join([*said, result])}"
 
 

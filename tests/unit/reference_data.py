@@ -39,7 +39,7 @@ class Data:
     def product(self, alpha: float, beta: float) -> Array:
         return alpha * (self.a @ np.swapaxes(self.b, -1, -2)) + beta * self.c
 
-    def assert_delivered(self, d_shards: Sequence[Array], alpha: float, beta: float) -> None:
+    def assert_on_every_rank(self, d_shards: Sequence[Array], alpha: float, beta: float) -> None:
         """Every shard equals its part of the product, and the shards cover D."""
         wanted = self.product(alpha, beta)
         covered = np.zeros(wanted.shape, dtype=bool)

@@ -134,7 +134,7 @@ def test_equals_numpy_on_every_route(name: str, mesh: tuple[int, ...], wanted, g
         got = distgemm.run_reference(
             plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=beta, seed=m, replays=2
         )
-        data.assert_delivered(got, 1.0, beta)
+        data.assert_on_every_rank(got, 1.0, beta)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_unequal_rows_on_a_mesh(mesh: tuple[int, ...]):
         plan.verify()
         assert [plan.shard_shape("A", rank)[0] for rank in range(plan.world_size)] == rows
         data = Data.draw(plan, 0)
-        data.assert_delivered(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
+        data.assert_on_every_rank(distgemm.run_reference(plan, data.shards("A"), data.shards("B")), 1.0, 0.0)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -242,7 +242,7 @@ def test_all_reduce_leaves_all_of_d_on_every_rank(name: str, size: int):
         got = distgemm.run_reference(
             plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=3.0, seed=seed, replays=2
         )
-        data.assert_delivered(got, 1.0, 3.0)
+        data.assert_on_every_rank(got, 1.0, 3.0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -257,8 +257,8 @@ def test_all_reduce_sends_twice_not_n_times(name: str, size: int):
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_deliveries_are_staggered(name: str):
-    """The j-th tile that a rank delivers goes to rank r - j: no two ranks begin with the same one."""
+def test_final_copies_are_staggered(name: str):
+    """The j-th final copy of a rank goes to rank r - j, so no two ranks begin with the same one."""
     plan = distgemm.make_plan(distgemm.GemmProblem(m=64, n=64, k=64), name, 8)
     for rank in range(8):
         order = [op.dst.rank for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
@@ -266,12 +266,12 @@ def test_deliveries_are_staggered(name: str):
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_tiles_are_delivered_from_where_the_reduce_scatter_leaves_them(name: str):
+def test_final_copies_start_where_the_reduce_scatter_leaves_tiles(name: str):
     scatter = distgemm.get_schedule(name.replace("all_reduce", "reduce_scatter"), 4)
     plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=16, k=16), name, 4)
-    delivered = [op for rank in range(4) for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
-    assert len(delivered) == 4 * 3
-    assert all(scatter.owner("D", op.tile) == (op.rank,) for op in delivered)
+    copied = [op for rank in range(4) for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
+    assert len(copied) == 4 * 3
+    assert all(scatter.owner("D", op.tile) == (op.rank,) for op in copied)
 
 
 # --- nesting -----------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_any_1d_schedule_nests_in_any_other(across: str):
             got = distgemm.run_reference(
                 plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=1.0, replays=2
             )
-            data.assert_delivered(got, 1.0, 1.0)
+            data.assert_on_every_rank(got, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("across", ["all_gather_1d_ring_a", "all_gather_1d_bidirectional_full_a"])

@@ -119,7 +119,7 @@ def test_final_add() -> None:
             "reduce_scatter_1d_tiling_a_rotating_c",
             "D chain (each rank adds what it receives, the last one in a kernel of its own)",
         ),
-        ("all_reduce_1d_tiling_a_rotating_c", "in a kernel of its own), delivered direct"),
+        ("all_reduce_1d_tiling_a_rotating_c", "in a kernel of its own), final copies direct"),
     ):
         assert said in show_schedule(get_schedule(name, world_size=4, final_add="kernel"))
         assert "kernel of its own" not in show_schedule(get_schedule(name, world_size=4))
@@ -213,7 +213,7 @@ def test_idle_ranks_and_several_owners() -> None:
     text = show_schedule(DistributedTileScheduler("idle", partition, work))
     assert "columns iterations; -: idle" in text
     assert re.search(r"^rank 1 +2,0,0 +-$", text, re.MULTILINE)
-    assert "D stays, delivered direct" in text
+    assert "D stays, final copies direct" in text
     assert "m 2 | [all] 1:0 |" in text
 
 

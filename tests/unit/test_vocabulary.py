@@ -51,7 +51,7 @@ PATTERNS = {
     r"|_word\b|\bWORD\b",
     "double-buffered workspace": r"\.halves\b|\bnext_half\b|\.turn\(|\bclass Half\b|\bhalves of the workspace\b",
     "link pacing": r"turns on the link|\bPace\b",
-    "final copies": r"\bdeliver(y|ies)\b|DELIVERIES",
+    "final copies": r"\bdeliver(s|ed|y|ies|ing)?\b|_delivered\b|DELIVERIES",
     "tuned configuration": r"\bChoices?\b|\bchoices_file\b|(?<!rng)\.choice\b|\bchoose_schedule\b|\btune\.choose\b"
     r"|\bmeasured choices?\b|\brecorded choices?\b|\bshipped choices?\b|distgemm\.texts",
     "candidates and search": r"tune[./](predicting|measuring|choosing)\b|tune import (predicting|measuring|choosing)",
