@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
+from distgemm.measure.roof import Roof
+
 __all__ = [
     "AUTO",
     "OURS",
@@ -24,7 +26,6 @@ __all__ = [
     "best",
     "failures",
     "figures",
-    "hidden_share",
     "label",
     "load",
     "notes",
@@ -54,7 +55,7 @@ Result = dict[str, Any]
 
 
 def roofs(times: Mapping[str, float], ranks: int) -> dict[str, float | str | None]:
-    """The least time of an operation, from the times of its parts, ms. None if a part was not measured.
+    """The :class:`distgemm.measure.roof.Roof` of an operation, and the times of its parts; None if not measured.
 
     Args:
         times: ms of each method.
@@ -62,23 +63,25 @@ def roofs(times: Mapping[str, float], ranks: int) -> dict[str, float | str | Non
 
     Returns:
         ``gemm_ms``: the faster of cuBLAS and CUTLASS on the local GEMM, with its name in ``gemm``; ``copies_ms``: the
-        copies alone; ``roof_ms``: the longer of both, for everything hidden that can be hidden; ``pipeline_roof_ms``:
-        for as many equal iterations as ranks, where nothing hides the first copy or the last GEMM: the longer of both
-        and a part of the shorter.
+        copies alone; ``roof_ms`` and ``pipeline_roof_ms``.
     """
     gemms = {name: times[name] for name in GEMMS if name in times}
     gemm = min(gemms, key=lambda name: gemms[name]) if gemms else None
-    gemm_ms, copies_ms = (gemms[gemm] if gemm else None), times.get(COPIES)
-    roof = pipeline = None
-    if gemm_ms is not None and copies_ms is not None:
-        roof = max(gemm_ms, copies_ms)
-        pipeline = roof + min(gemm_ms, copies_ms) / ranks
-    return {"gemm": gemm, "gemm_ms": gemm_ms, "copies_ms": copies_ms, "roof_ms": roof, "pipeline_roof_ms": pipeline}
+    found: dict[str, float | str | None] = {
+        "gemm": gemm,
+        "gemm_ms": gemms[gemm] if gemm else None,
+        "copies_ms": times.get(COPIES),
+        "roof_ms": None,
+        "pipeline_roof_ms": None,
+    }
+    if (roof := _roof(found, ranks)) is not None:
+        found |= {"roof_ms": roof.ms, "pipeline_roof_ms": roof.pipeline_ms}
+    return found
 
 
-def hidden_share(ms: float, gemm_ms: float, copies_ms: float) -> float:
-    """Share of the communication that is hidden: 1 - (time - GEMM alone) / copies alone, clipped to [0, 1]."""
-    return min(1.0, max(0.0, 1 - (ms - gemm_ms) / copies_ms))
+def _roof(parts: Mapping[str, Any], ranks: int) -> Roof | None:
+    known = parts["gemm_ms"] is not None and parts["copies_ms"] is not None
+    return Roof(parts["gemm_ms"], parts["copies_ms"], ranks) if known else None
 
 
 def figures(row: Row) -> Row:
@@ -92,6 +95,7 @@ def figures(row: Row) -> Row:
     if times.get(COPIES, 1.0) <= 0:  # only noise is left without the barrier
         del times[COPIES]
     found = roofs(times, row["ranks"])
+    roof = _roof(found, row["ranks"])
     methods = []
     for each in row["methods"]:
         ms = times.get(each["name"])
@@ -103,20 +107,13 @@ def figures(row: Row) -> Row:
             if each["kind"] != PART or each["name"] in GEMMS:
                 measured["tflops"] = 2 * row["m"] * row["n"] * row["k"] / row["ranks"] / ms / 1e9
             if each["kind"] != PART:
-                measured |= _of_roofs(ms, found)
+                if roof is not None:
+                    measured["efficiency"] = roof.ms / ms
+                    measured["pipeline_efficiency"] = roof.pipeline_ms / ms
+                    measured["hidden"] = roof.hidden_share(ms)
                 measured["relative"] = ms / times[UNFUSED] if UNFUSED in times else None
         methods.append({**each, **measured})
     return {**row, "roofs": found, "methods": methods}
-
-
-def _of_roofs(ms: float, found: Mapping[str, Any]) -> dict[str, float | None]:
-    if found["roof_ms"] is None:
-        return {}
-    return {
-        "efficiency": found["roof_ms"] / ms,
-        "pipeline_efficiency": found["pipeline_roof_ms"] / ms,
-        "hidden": hidden_share(ms, found["gemm_ms"], found["copies_ms"]),
-    }
 
 
 def best(row: Row, kind: Kind) -> dict[str, Any] | None:

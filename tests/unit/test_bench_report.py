@@ -17,7 +17,6 @@ from distgemm.bench.report import (
     best,
     failures,
     figures,
-    hidden_share,
     load,
     notes,
     roofs,
@@ -25,6 +24,7 @@ from distgemm.bench.report import (
     summary,
     wrong,
 )
+from distgemm.measure.roof import Roof
 
 EXAMPLE = Path(__file__).with_name("test_bench_example.json")
 
@@ -68,11 +68,12 @@ def test_roofs() -> None:
 
 
 def test_hidden_share() -> None:
-    assert hidden_share(2.0, 2.0, 1.0) == 1.0
-    assert hidden_share(2.25, 2.0, 1.0) == 0.75
-    assert hidden_share(3.0, 2.0, 1.0) == 0.0
-    assert hidden_share(1.5, 2.0, 1.0) == 1.0  # clipped
-    assert hidden_share(4.0, 2.0, 1.0) == 0.0  # clipped
+    roof = Roof(gemm_ms=2.0, copies_ms=1.0, ranks=4)
+    assert roof.hidden_share(2.0) == 1.0
+    assert roof.hidden_share(2.25) == 0.75
+    assert roof.hidden_share(3.0) == 0.0
+    assert roof.hidden_share(1.5) == 1.0  # clipped
+    assert roof.hidden_share(4.0) == 0.0  # clipped
 
 
 def test_figures() -> None:
