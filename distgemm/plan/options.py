@@ -1,4 +1,4 @@
-"""Texts as values, as the command line and whoever pins a schedule write them."""
+"""Parsers for the values of options, as the command line and pinned schedules write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ Mesh = tuple[int, ...]
 
 
 def parse_numbers(what: str, text: str) -> list[int]:
-    """ "3,0,5" and "1-8" as numbers."""
+    """The numbers of a list such as "3,0,5", or of a range such as "1-8".
+
+    Args:
+        what: name of the value, for error messages.
+        text: numbers >= 0 and ranges (both ends included), separated by commas.
+
+    Raises:
+        ValueError: for another text.
+    """
     found: list[int] = []
     if negative := [part for part in text.split(",") if part.strip()[:1] == "-" and part.strip()[1:].isdecimal()]:
         raise ValueError(f"{what} takes no negative numbers, got {negative[0].strip()} in {text!r}")
@@ -27,7 +35,17 @@ def parse_numbers(what: str, text: str) -> list[int]:
 
 
 def parse_mesh(text: str | None) -> Mesh | None:
-    """ "2x4" as sides."""
+    """The sides of a mesh such as "2x4", as a tuple.
+
+    Args:
+        text: the sides, separated by "x". None: no mesh.
+
+    Returns:
+        The sides. None if ``text`` is None.
+
+    Raises:
+        ValueError: for another text.
+    """
     if text is None:
         return None
     try:
@@ -37,7 +55,17 @@ def parse_mesh(text: str | None) -> Mesh | None:
 
 
 def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
-    """ "key=value" pairs; values that look like integers or truth values are."""
+    """The options of "key=value" texts, as a dictionary.
+
+    Args:
+        texts: one text for each option. None: no options.
+
+    Returns:
+        The values by key. A value is an integer or a truth value if it looks like one, otherwise a string.
+
+    Raises:
+        ValueError: for a text without a key or without "=".
+    """
     found: dict[str, Any] = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
