@@ -1,4 +1,4 @@
-"""Tensor-parallel GEMMs over all GPUs of an NVLink domain: schedules, plans, proofs and runtimes."""
+"""Tensor-parallel GEMMs over the GPUs of an NVLink domain: schedules, verified plans and runtimes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is first used: planning does without."""
+    """The public names whose modules import torch. They are imported at their first use: planning needs no torch."""
     if name in ("CollectiveExecutable", "run_collective"):
         from distgemm.runtime.collective import executable as collective
 

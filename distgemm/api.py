@@ -1,4 +1,4 @@
-"""From a problem or a plan to an executable on GPUs."""
+"""compile: makes an executable on GPUs from a plan, or from a problem and a schedule."""
 
 from __future__ import annotations
 
@@ -49,41 +49,45 @@ def compile(
 ) -> CudaExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
 
-    A collective call: all ranks of the group make it, in the same order in which they make and call other executables.
+    This is a collective call. All ranks of the group make it, and all ranks make and call their executables in the same
+    order. The arguments ``provider`` to ``transport`` are the fields of
+    :class:`distgemm.runtime.executable.ExecutionConfig`. That class documents their meaning and their combinations.
 
     Args:
-        plan: a plan; or a problem, with the name of a schedule.
-        schedule: for a problem, the schedule's name. "auto" takes the fastest measured configuration, which may be the
-            unfused program; then no option of the schedule or of the execution is given.
-        group: the ranks that take part, with NCCL; None: all.
-        device: this rank's GPU; None: the current one.
-        provider: this option and the next six are the fields of
-            :class:`distgemm.runtime.executable.ExecutionConfig`, which says what they mean and what goes together.
-            This one names the provider of the GEMMs.
-        config: tile configuration of the GEMMs; None: the shape decides.
-        gemm_streams: streams on which GEMMs alternate, 1 or 2.
-        execution: a kernel for each GEMM ("multi_kernel"), or the fused kernel for all of them ("single_kernel"). The
-            fused kernel takes equal chunks of plans that push what they gather, and of chains and pairwise sums with
-            ``final_add="epilogue"``: with ``mechanism="store"``, or with enough ``send_slots`` for all results.
-        wait_by: with "multi_kernel", who waits for other ranks: a "memory_op", or a "kernel", which notices a flag
-            some microseconds sooner.
-        merge_copies: copy neighbouring chunks as one.
-        transport: who copies data to peers. With "single_kernel" the fused kernel can ("sm"): shards of plans that
-            gather by pushing, and results of all-reduces with ``mechanism="store"``.
-        timeout: seconds without a change after which a replay that has begun counts as stuck.
-        on_timeout: "raise" ReplayTimeoutError in the thread that called, or "abort" the process with a log entry.
-        pattern: with "auto", what is computed.
-        tune: with "auto", what happens where nothing is recorded, as :func:`distgemm.tune.select` takes it.
-        **options: options of the schedule and of :func:`distgemm.make_plan`, as ``chunks=2`` or ``mesh=(2, 4)``.
+        plan: a plan, or a problem. A problem needs ``schedule``.
+        schedule: for a problem, the name of a schedule. "auto" selects the fastest measured configuration, which may be
+            the unfused program. "auto" takes no options of the schedule or of the execution.
+        group: the ranks that take part, a process group with NCCL. None: all ranks.
+        device: this rank's GPU. None: the current device.
+        provider: provider of the GEMMs, "cutlass" or "cublas".
+        config: name of the provider's tile configuration for all GEMMs. None: the shape decides.
+        gemm_streams: number of streams on which the GEMMs of a rank alternate, 1 or 2.
+        execution: "multi_kernel": a kernel for each GEMM. "single_kernel": the fused kernel for all GEMMs of a rank.
+            The fused kernel needs chunks of equal size. It executes plans that gather with push, and chains and
+            pairwise sums with ``final_add="epilogue"``, either with ``mechanism="store"`` or with enough
+            ``send_slots`` for all partial sums.
+        wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel", which sees
+            a flag some microseconds earlier.
+        merge_copies: True: copy neighbouring chunks as one, and with "multi_kernel" also multiply them as one.
+        transport: who copies data to peers. With "single_kernel" and "sm" the fused kernel copies the shards of plans
+            that gather with push, and the results of all-reduces with ``mechanism="store"``.
+        timeout: seconds without progress after which a replay that has begun counts as stuck.
+        on_timeout: "raise": ReplayTimeoutError in the calling thread. "abort": end the process with a log entry.
+        pattern: with "auto", the pattern of the product.
+        tune: with "auto", what to do if no measurement is recorded, as in :func:`distgemm.tune.select`.
+        **options: options of the schedule and of :func:`distgemm.make_plan`, such as ``chunks=2`` or ``mesh=(2, 4)``.
+
+    Returns:
+        An executable to call with this rank's shards. With "auto" it may be the unfused program.
 
     Raises:
-        ValueError: on all ranks where their plans or these arguments differ; for arguments that do not go together; and
-            for what the runtime or the provider cannot do.
-        PlanError: for plans that cannot be executed so. If one rank raises, the other ranks raise PlanError that names
-            it.
-        CompileError: where a kernel does not compile.
-        CompilerNotFoundError: where there is no compiler.
-        RuntimeError: while the current stream is captured, and where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+        ValueError: on all ranks if their plans or these arguments differ. Also for arguments that do not go together,
+            and for a problem that the runtime or the provider does not support.
+        PlanError: if the plan cannot be executed with these arguments. If one rank raises an error, the other ranks
+            raise a PlanError that names it.
+        CompileError: if a kernel does not compile.
+        CompilerNotFoundError: if there is no compiler.
+        RuntimeError: while the current stream is captured, and if CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     whole = resolve_group(group)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)

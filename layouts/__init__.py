@@ -1,6 +1,7 @@
 """CuTe layouts, and the thread-value layouts that map ranks to tiles.
 
-Import as ``distgemm.layouts``. Pure Python on pycute (from the nvidia-cutlass wheel) and numpy.
+Import this package as ``distgemm.layouts``. It is pure Python. It needs numpy and pycute, which the nvidia-cutlass
+wheel contains.
 """
 
 if __name__ != "distgemm.layouts":

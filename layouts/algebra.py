@@ -1,8 +1,8 @@
-"""Shape:stride algebra on pycute, with every result checked.
+"""CuTe's algebra of layouts (shape:stride) on pycute, with every result checked.
 
-pycute's operations hold their post-conditions only on shapes that divide; elsewhere some return a wrong
-layout without a word. Here each operation that can go wrong is compared with what it promises, value by
-value, and raises ValueError where the promise is not kept: layouts of ranks and tiles are small.
+pycute's operations are correct only for shapes that divide each other. For other shapes some of them return a wrong
+layout and raise no error. The functions here compare pycute's result with the definition of the operation, value by
+value, and raise ValueError if the two differ. Layouts of ranks and tiles are small, so this check is cheap.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _INTEGER = (int, np.integer)
 
 
 def flatten(value: IntTuple) -> tuple[int, ...]:
-    """The leaves of a nested tuple, left to right."""
+    """The leaves of a nested tuple, from left to right."""
     if isinstance(value, tuple):
         return tuple(leaf for part in value for leaf in flatten(part))
     return (value,)
 
 
 def product(value: IntTuple) -> int:
-    """The product of all leaves; 1 for ()."""
+    """The product of all leaves of a nested tuple. It is 1 for ()."""
     result = 1
     for leaf in flatten(value):
         result *= leaf
@@ -62,11 +62,18 @@ def _is_shape(value: object) -> bool:
 
 
 class Layout(pycute.Layout):
-    """A pycute layout that can be hashed, is checked when made, and knows its true codomain.
+    """A pycute layout that is hashable, checks its arguments and has a correct ``cosize``.
 
     ``Layout(shape, stride)`` maps a coordinate c, or its colexicographic index, to sum(c_i * stride_i).
-    Strides may be negative or zero. Raises ValueError for extents below 1, for an empty tuple in the shape, and
-    for a stride of another profile.
+
+    Args:
+        shape: an extent >= 1, or a nested tuple of extents.
+        stride: one integer for each extent, nested as ``shape``. Strides may be negative or zero. None: the strides of
+            a compact layout whose first mode is the fastest.
+
+    Raises:
+        ValueError: if an extent is below 1, the shape contains an empty tuple, or the stride is nested in another way
+            than the shape.
     """
 
     shape: IntTuple
@@ -88,7 +95,7 @@ class Layout(pycute.Layout):
         return hash((self.shape, self.stride))
 
     def __call__(self, *coordinate: Any) -> Any:
-        """The value at a coordinate or an index; the sublayout where the coordinate has a None."""
+        """The value at a coordinate or an index. If the coordinate contains None, the sublayout of those modes."""
         value = super().__call__(*coordinate)
         return _own(value) if isinstance(value, pycute.Layout) else value
 
@@ -101,7 +108,7 @@ class Layout(pycute.Layout):
         values = np.zeros(1, dtype=np.int64)
         for extent, stride in zip(flatten(self.shape), flatten(self.stride), strict=True):
             values = (np.arange(extent, dtype=np.int64)[:, None] * stride + values[None, :]).reshape(-1)
-        values.setflags(write=False)  # shared by everyone who asks
+        values.setflags(write=False)  # all callers get this array
         return values
 
     def size(self) -> int:
@@ -111,7 +118,7 @@ class Layout(pycute.Layout):
     def cosize(self) -> int:
         """Width of the codomain: largest minus smallest value, plus 1.
 
-        For strides >= 0 this is pycute's cosize; with negative strides pycute's is too small.
+        For strides >= 0 it equals pycute's cosize. For negative strides pycute's cosize is too small.
         """
         low = high = 0
         for extent, stride in zip(flatten(self.shape), flatten(self.stride), strict=True):
@@ -127,7 +134,11 @@ def _own(layout: pycute.Layout) -> Layout:
 def _checked(
     operation: str, compute: Callable[..., pycute.Layout], holds: Callable[[Layout], bool], *args: object
 ) -> Layout:
-    """What pycute computes from ``args``, where it keeps its promise; ValueError otherwise."""
+    """The result of ``compute(*args)``, if ``holds`` is true for it.
+
+    Raises:
+        ValueError: if pycute raises an error, or ``holds`` is false for its result. ``operation`` names it.
+    """
     text = f"{operation}({', '.join(map(str, args))}) is not a layout"
     try:
         result = _own(compute(*args))
@@ -139,16 +150,27 @@ def _checked(
 
 
 def coalesce(layout: Layout) -> Layout:
-    """The same function of the index with as few modes as possible."""
+    """The layout with the fewest modes that maps each index to the same value as ``layout``.
+
+    Raises:
+        ValueError: if pycute's result is another function.
+    """
     return _checked("coalesce", pycute.coalesce, lambda result: np.array_equal(result.table, layout.table), layout)
 
 
 def composition(a: Layout, b: Layout) -> Layout:
     """The layout R with R(i) == A(B(i)) for every index i of B.
 
+    Args:
+        a: the layout A, applied second.
+        b: the layout B, applied first. Its values are indices of A.
+
+    Returns:
+        A layout of the size of B.
+
     Raises:
-        ValueError: where B leaves A's domain, or where no layout is found that equals the composed function (compose
-            the functions with ``ComposedLayout`` then).
+        ValueError: if a value of B is outside A's domain, or if no layout equals the composed function. In the second
+            case compose the functions with ``ComposedLayout``.
     """
     inner = b.table
     if inner.min() < 0 or inner.max() >= a.size():
@@ -159,7 +181,7 @@ def composition(a: Layout, b: Layout) -> Layout:
     try:
         return _checked("composition", pycute.composition, lambda result: np.array_equal(result.table, wanted), a, b)
     except ValueError as error:
-        # pycute asks for divisibility, which is sufficient and not necessary.
+        # pycute requires divisibility. That is sufficient, but not necessary.
         fitted = _fit(b.shape, wanted)
         if fitted is None:
             raise ValueError(f"{error}; compose the functions with ComposedLayout") from error
@@ -167,7 +189,7 @@ def composition(a: Layout, b: Layout) -> Layout:
 
 
 def _fit(shape: IntTuple, values: NDArray[np.int64]) -> Layout | None:
-    """The layout of this shape with these values, where there is one."""
+    """The layout of this shape with these values. None if there is no such layout."""
     position, strides = 1, []
     for extent in flatten(shape):
         strides.append(int(values[position]) if extent > 1 else 0)
@@ -183,9 +205,17 @@ def _unflatten(profile: IntTuple, leaves: Iterator[int]) -> IntTuple:
 
 
 def complement(layout: Layout, size: int = 1) -> Layout:
-    """The layout that reaches, from each value of ``layout``, the rest of 0..size-1.
+    """The layout R for which the sums layout(i) + R(j) contain every value of 0..size-1.
 
-    Together they take every value of 0..size-1 at least once. Raises ValueError where pycute's does not.
+    Args:
+        layout: the layout to complete.
+        size: number of values to reach.
+
+    Returns:
+        A layout that shares only the value 0 with ``layout``.
+
+    Raises:
+        ValueError: if pycute's result does not have these two properties.
     """
 
     def holds(result: Layout) -> bool:
@@ -197,30 +227,60 @@ def complement(layout: Layout, size: int = 1) -> Layout:
 
 
 def right_inverse(layout: Layout) -> Layout:
-    """The largest layout R found with layout(R(i)) == i for every i of R."""
+    """The largest layout R that pycute finds with layout(R(i)) == i for every index i of R.
+
+    Raises:
+        ValueError: if pycute's result is no right inverse.
+    """
     return _checked("right_inverse", pycute.right_inverse, lambda result: _inverts(layout, result), layout)
 
 
 def left_inverse(layout: Layout) -> Layout:
-    """A layout L with L(layout(i)) == i for every i; ValueError where layout is not injective or none is found."""
+    """A layout L with L(layout(i)) == i for every index i of ``layout``.
+
+    Raises:
+        ValueError: if ``layout`` is not injective, or pycute finds no left inverse.
+    """
     return _checked("left_inverse", pycute.left_inverse, lambda result: _inverts(result, layout), layout)
 
 
 def _inverts(outer: Layout, inner: Layout) -> bool:
-    """Whether outer(inner(i)) == i for every i of inner, within outer's domain."""
+    """Whether every value of ``inner`` is in the domain of ``outer``, and outer(inner(i)) == i for every index i."""
     index = inner.table
     inside = index.min() >= 0 and index.max() < outer.size()
     return bool(inside and np.array_equal(outer.table[index], np.arange(inner.size())))
 
 
 def logical_divide(a: Layout, b: Layout) -> Layout:
-    """A split into (B's values, the rest): A composed with (B, complement of B in A)."""
+    """A split by B into two modes: A composed with (B, complement of B in A).
+
+    Args:
+        a: the layout to split.
+        b: the tile: indices of A that belong together.
+
+    Returns:
+        A layout of two modes. Mode 0 runs over the indices in a tile, mode 1 over the tiles.
+
+    Raises:
+        ValueError: if the complement or the composition is no layout.
+    """
     rest = complement(b, a.size())
     return composition(a, Layout((b.shape, rest.shape), (b.stride, rest.stride)))
 
 
 def logical_product(a: Layout, b: Layout) -> Layout:
-    """A repeated over B: mode 0 is A, mode 1 walks B in units of A."""
+    """A repeated over B.
+
+    Args:
+        a: the layout to repeat.
+        b: the layout of the repetitions.
+
+    Returns:
+        A layout of two modes. Mode 0 is A, mode 1 runs over the repetitions in the order of B.
+
+    Raises:
+        ValueError: if the complement or the composition is no layout.
+    """
     rest = complement(a, a.size() * b.cosize())
     tiles = composition(rest, b)
     return Layout((a.shape, tiles.shape), (a.stride, tiles.stride))

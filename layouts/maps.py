@@ -1,7 +1,7 @@
-"""What a linear layout cannot say: an offset, a wrap modulo the ring, an exclusive or.
+"""Functions that a linear layout cannot express: an offset, a wrap modulo the number of ranks, an exclusive or.
 
-CUTLASS keeps these outside its schedules' layouts (``ProcessorOffset``, ``% TP``); here they are part of
-the layout object. Each map takes an integer or a numpy array of integers.
+In CUTLASS these stand outside the layouts of a schedule (``ProcessorOffset``, ``% TP``). Here they are part of the
+layout object. Each map takes an integer or a numpy array of integers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ Value = TypeVar("Value", int, NDArray[np.int64])
 
 
 class Map(Protocol):
-    """A function from integers to integers; hashable, so that what it is part of can be cached."""
+    """A function from integers to integers.
+
+    A map is hashable, so that layouts and schedules which contain it can be cached. It takes an integer or a numpy
+    array of integers, and returns the same type.
+    """
 
     def __call__(self, value: Value, /) -> Value: ...
 
@@ -30,7 +34,11 @@ class Map(Protocol):
 
 @dataclass(frozen=True)
 class Offset:
-    """value + amount"""
+    """value + amount
+
+    Args:
+        amount: any integer.
+    """
 
     amount: int
 
@@ -43,7 +51,14 @@ class Offset:
 
 @dataclass(frozen=True)
 class Modulo:
-    """value mod extent, in 0..extent-1 for negative values too"""
+    """value mod extent, which is in 0..extent-1 also for negative values
+
+    Args:
+        extent: an integer >= 1.
+
+    Raises:
+        ValueError: if ``extent`` is below 1.
+    """
 
     extent: int
 
@@ -60,10 +75,18 @@ class Modulo:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """CuTe's Swizzle<bits, base, shift>: a field of ``bits`` bits is xored into another one, ``shift`` bits lower.
+    """CuTe's Swizzle<bits, base, shift>: the exclusive or of one field of bits into another field.
 
-    shift >= 0: the field at bit base+shift goes into the field at bit base.
-    shift < 0:  the field at bit base goes into the field at bit base-shift.
+    With ``shift`` >= 0 the source field starts at bit base + shift, and the target field at bit base. With ``shift``
+    < 0 the source field starts at bit base, and the target field at bit base - shift.
+
+    Args:
+        bits: width of both fields, >= 0.
+        base: lowest bit of the lower field, >= 0.
+        shift: distance of the fields in bits. Its absolute value is at least ``bits``.
+
+    Raises:
+        ValueError: for other arguments.
     """
 
     bits: int
@@ -77,7 +100,7 @@ class Swizzle:
             )
 
     def __call__(self, value: Value) -> Value:
-        # pycute's own functor does not return for a shift of 0.
+        # pycute's Swizzle does not terminate for a shift of 0.
         source, target = self.base + max(self.shift, 0), self.base - min(self.shift, 0)
         field = (value >> source) & ((1 << self.bits) - 1)
         return value ^ (field << target)
@@ -88,7 +111,12 @@ class Swizzle:
 
 @dataclass(frozen=True)
 class ComposedLayout:
-    """A layout followed by maps, in order: ``ComposedLayout(L, f, g)(c) == g(f(L(c)))``."""
+    """A layout followed by maps: ``ComposedLayout(L, f, g)(c) == g(f(L(c)))``.
+
+    Args:
+        layout: the layout, applied first.
+        *maps: functions of integers, applied in this order.
+    """
 
     layout: Layout
     maps: tuple[Map, ...]
@@ -109,7 +137,7 @@ class ComposedLayout:
         values = self.layout.table
         for function in self.maps:
             values = function(values)
-        values.setflags(write=False)  # shared by everyone who asks
+        values.setflags(write=False)  # all callers get this array
         return values
 
     def size(self) -> int:

@@ -1,7 +1,7 @@
-"""Thread-value layouts one level up: (rank, value) -> tile.
+"""Thread-value (TV) layouts of ranks: (rank, value) -> tile.
 
-At the kernel layer a TV layout says which values of a tile each thread holds. Here the threads are the
-ranks of a mesh and the values are tiles of a global matrix, or the iterations of a schedule.
+In a kernel a TV layout says which values of a tile each thread holds. Here the ranks of a mesh take the place of
+threads. The values are the tiles of a global matrix that a rank holds, or the iterations of a schedule.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ __all__ = ["Axis", "TVLayout"]
 class Axis:
     """One axis of the tile grid, as a function of the mesh coordinate and the value coordinate.
 
-    The index on the axis is the inner product of ``rank`` with the mesh coordinate plus that of ``value``
-    with the value coordinate, passed through ``maps`` (an offset, a wrap, a swizzle). An index outside
-    0..extent-1 lies outside the grid.
+    The sum over the mesh coordinate times ``rank`` and the value coordinate times ``value`` goes through ``maps`` (an
+    offset, a wrap, a swizzle). The result is the index on the axis. An index outside 0..extent-1 is outside the grid.
 
     Attributes:
-        extent: number of tiles on the axis.
-        rank: stride of each mesh mode (0: the axis does not depend on the rank).
-        value: stride of each value mode.
-        maps: functions applied to the sum, in order.
+        extent: number of tiles on the axis, >= 1.
+        rank: stride of each mesh mode. 0: the axis does not depend on the rank.
+        value: stride of each value mode. 0: the axis does not depend on the value.
+        maps: functions applied to the sum, in this order.
+
+    Raises:
+        ValueError: if ``extent`` is not an integer >= 1.
     """
 
     extent: int
@@ -60,14 +62,17 @@ def _check_order(order: Sequence[int], size: int) -> None:
 
 @dataclass(frozen=True)
 class TVLayout:
-    """(rank, value) -> tile of a grid, or None outside the grid.
+    """A map (rank, value) -> tile of a grid. It is None outside the grid.
 
     Attributes:
-        mesh: shape of the rank mode; ranks count row-major over it, as in torch's DeviceMesh.
-        values: shape of the value mode; values count with the first mode fastest, as in CuTe.
-        modes: one entry for each mode of the tile grid: its axes, the fastest first.
-        order: value i is number ``order[i]`` of the value shape; () leaves the values as they are. Time on top of
-            space: the layout says which tiles, the order says when.
+        mesh: shape of the rank mode. Rank numbers are row-major over it, as in torch's DeviceMesh.
+        values: shape of the value mode. In the numbers of values the first mode is the fastest, as in CuTe.
+        modes: one entry for each mode of the tile grid: a tuple of its axes, the fastest first.
+        order: a permutation of the values: value i is number ``order[i]`` of the value shape. (): no permutation. If
+            the values are iterations, the axes say which tiles a rank multiplies, and ``order`` says when.
+
+    Raises:
+        ValueError: if the shapes, strides or the order do not fit together.
     """
 
     mesh: tuple[int, ...]
@@ -98,7 +103,7 @@ class TVLayout:
     def _layout(self, axis: Axis) -> ComposedLayout:
         rank = _strides(axis.rank, self.mesh, "mesh")
         value = _strides(axis.value, self.values, "value")
-        # Row-major ranks are colexicographic over the mesh read backwards.
+        # Row-major numbers over a mesh are colexicographic numbers over the reversed mesh.
         linear = Layout((self.mesh[::-1], self.values), (rank[::-1], value))
         return ComposedLayout(linear, *axis.maps)
 
@@ -119,7 +124,7 @@ class TVLayout:
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
-        """All tiles, shape (ranks, values, modes); -1 in every mode where a value lies outside the grid."""
+        """The tiles of all values, shape (ranks, values, modes). All modes are -1 for a value outside the grid."""
         columns = []
         outside = np.zeros((self.ranks, self.size), dtype=bool)
         for axes in self.modes:
@@ -140,7 +145,7 @@ class TVLayout:
 
     @cached_property
     def tiles(self) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
-        """The tile of each value of each rank: ``tiles[rank][value]``."""
+        """The tile of each value of each rank, ``tiles[rank][value]``. None for a value outside the grid."""
         return tuple(tuple(None if tile[0] < 0 else tuple(tile) for tile in of_rank) for of_rank in self.table.tolist())
 
     def __call__(self, rank: int, value: int) -> tuple[int, ...] | None:
@@ -160,7 +165,17 @@ class TVLayout:
         return {tile: tuple(pairs) for tile, pairs in found.items()}
 
     def inverse(self, tile: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Every (rank, value) that takes this tile, ranks ascending; () for a tile that none takes."""
+        """Every (rank, value) that this layout maps to a tile, ranks in ascending order.
+
+        Args:
+            tile: one index for each mode of the grid.
+
+        Returns:
+            The pairs. () if no rank takes the tile.
+
+        Raises:
+            ValueError: if the tile is not in the grid.
+        """
         coordinate = tuple(tile)
         inside = len(coordinate) == len(self.grid) and all(
             0 <= index < extent for index, extent in zip(coordinate, self.grid, strict=True)
@@ -174,31 +189,54 @@ class TVLayout:
         return {tile: tuple(sorted({rank for rank, _ in pairs})) for tile, pairs in self._inverse.items()}
 
     def holders(self, tile: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that take this tile, ascending."""
+        """The ranks that have a value for a tile, in ascending order.
+
+        Args:
+            tile: one index for each mode of the grid.
+
+        Raises:
+            ValueError: if the tile is not in the grid.
+        """
         found = self._holders.get(tuple(tile))
-        # A tile that none takes may also be one that does not exist.
+        # A tile without holders may also be outside the grid: inverse() raises then.
         return tuple(rank for rank, _ in self.inverse(tile)) if found is None else found
 
     def covers(self) -> bool:
-        """Whether every tile of the grid is taken at least once."""
+        """Whether every tile of the grid has at least one holder."""
         return len(self._inverse) == product(self.grid)
 
     def is_partition(self) -> bool:
-        """Whether every tile of the grid is taken exactly once, by one value of one rank."""
+        """Whether every tile of the grid belongs to exactly one value of one rank."""
         return self.covers() and all(len(pairs) == 1 for pairs in self._inverse.values())
 
     def reorder(self, order: Sequence[int]) -> TVLayout:
-        """The same tiles at other times: value i of the result is value ``order[i]`` of this layout."""
+        """A layout of the same tiles in another order: its value i is value ``order[i]`` of this layout.
+
+        Args:
+            order: a permutation of 0..size-1.
+
+        Raises:
+            ValueError: if ``order`` is no permutation.
+        """
         _check_order(tuple(order), self.size)
         before = self.order or range(self.size)
         return replace(self, order=tuple(before[index] for index in order))
 
     def nest(self, inner: TVLayout) -> TVLayout:
-        """Every rank of this layout becomes the ranks of ``inner``, and every tile the tiles of its grid.
+        """The product of this layout and ``inner``.
 
-        The mesh is this mesh followed by inner's; tile = outer tile * inner extent + inner tile in every mode;
-        value = outer value * inner size + inner value, each in its own order. Raises ValueError where the
-        grids have another number of modes.
+        All ranks of ``inner`` take the place of each rank of this layout, and the grid of ``inner`` takes the place of
+        each tile. In every mode, tile = outer tile * inner extent + inner tile. Values are numbered outer value * inner
+        size + inner value. Both layouts keep their orders.
+
+        Args:
+            inner: a layout whose grid has the same number of modes.
+
+        Returns:
+            A layout on this mesh followed by the mesh of ``inner``.
+
+        Raises:
+            ValueError: if the grids have different numbers of modes.
         """
         if len(self.modes) != len(inner.modes):
             raise ValueError(f"cannot nest a grid of {inner.grid} tiles in one of {self.grid}: other modes")
@@ -224,7 +262,19 @@ class TVLayout:
         return " ".join(f"{rank}:{value}" for rank, value in self.inverse(tile)) or "."
 
     def grids(self, rows: int = 0, columns: int = 1) -> Iterator[tuple[tuple[int, ...], list[list[str]]]]:
-        """Cells "rank:value" over two modes, once for each coordinate of the other modes."""
+        """Pictures of the grid over two modes, one for each coordinate of the other modes.
+
+        Args:
+            rows: the mode that runs over the rows.
+            columns: the mode that runs over the columns.
+
+        Yields:
+            The coordinate of the other modes, and the cells of each row. A cell has the text "rank:value" for each
+            pair that takes the tile, and "." if there is none.
+
+        Raises:
+            ValueError: if ``rows`` and ``columns`` are not two modes of the grid.
+        """
         modes = range(len(self.grid))
         if rows == columns or rows not in modes or columns not in modes:
             raise ValueError(f"rows {rows} and columns {columns} are not two modes of a grid of {self.grid} tiles")
@@ -243,9 +293,10 @@ class TVLayout:
             yield rest, cells
 
     def __str__(self) -> str:
-        """The grid of the first two modes, "rank:value" in each cell, once for each index of the others.
+        """The grid of the first two modes as text, once for each index of the other modes.
 
-        A grid of one mode is one line. A cell that holds several pairs has one space between them, cells have two.
+        Each cell shows "rank:value". A grid of one mode is one line. One space separates the pairs of a cell, two
+        spaces separate cells.
         """
         blocks: list[tuple[tuple[int, ...], list[list[str]]]]
         if len(self.grid) == 1:

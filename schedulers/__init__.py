@@ -1,6 +1,7 @@
-"""Schedules: pure data that says how the ranks move through MNKL space.
+"""Schedules: pure data that says which rank holds and multiplies which tiles of a GEMM.
 
-Import as ``distgemm.schedulers``. No torch, no CUDA, and nothing about slots, signals or streams.
+Import this package as ``distgemm.schedulers``. It imports neither torch nor CUDA. A schedule contains no slots, signals
+or streams: the plan adds them.
 """
 
 if __name__ != "distgemm.schedulers":

@@ -1,8 +1,8 @@
-"""GEMM + all-reduce: a reduce-scatter whose owners copy finished tiles to every rank.
+"""GEMM + all-reduce: a reduce-scatter, after which every finished tile goes to all ranks.
 
-The rank that owns a tile of D in the reduce-scatter completes it and copies it to all other ranks. Each rank sends
-2 (N-1)/N of D in all, not N-1 times D. The final copies of a tile start when the tile is complete, while the
-GEMMs of other tiles still run.
+The rank that owns a tile of D in the reduce-scatter completes it, and sends it to all other ranks. Each rank sends 2
+(N-1)/N times the bytes of D in total, not N-1 times. The final copies of a tile start when the tile is complete, while
+ranks still multiply other tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mesh = tuple[int, ...]
 
 
 def _on_every_rank(name: str, scatter: DistributedTileScheduler) -> DistributedTileScheduler:
-    """The same work and routes, with all of D on every rank."""
+    """The schedule of a reduce-scatter with the same work and routes, but with all of D on every rank."""
     m, n = scatter.grid.m, scatter.grid.n
     everywhere = ((Axis(m, value=(1, 0)),), (Axis(n, value=(0, 1)),), WHOLE)
     partition = Partition(scatter.partition.a, scatter.partition.b, TVLayout(scatter.mesh, (m, n), everywhere))
@@ -33,7 +33,14 @@ def _on_every_rank(name: str, scatter: DistributedTileScheduler) -> DistributedT
 def all_reduce_1d_tiling_a_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """m = r - 1 - i, k = r; partial sums move around the ring, complete tiles from their reducer to every rank."""
+    """m = r - 1 - i, k = r. Partial sums move around the ring, and finished tiles from their reducer to all ranks.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each 1/N of the rows of D, >= 1.
+        final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+    """
     scatter = reduce_scatter_1d_tiling_a_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
     return _on_every_rank("all_reduce_1d_tiling_a_rotating_c", scatter)
 
@@ -42,7 +49,14 @@ def all_reduce_1d_tiling_a_rotating_c(
 def all_reduce_1d_tiling_b_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """n = r - 1 - i, k = r; as tiling A, with tiles of D along N."""
+    """n = r - 1 - i, k = r. As tiling A, but with tiles of D along N.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each 1/N of the columns of D, >= 1.
+        final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+    """
     scatter = reduce_scatter_1d_tiling_b_rotating_c(mesh, chunks=chunks, final_add=final_add, stagger=stagger)
     return _on_every_rank("all_reduce_1d_tiling_b_rotating_c", scatter)
 
@@ -51,7 +65,15 @@ def all_reduce_1d_tiling_b_rotating_c(
 def all_reduce_1d_pairwise_a(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
-    """m = r + 1 + j, k = r; each partial sum moves directly to its reducer, the sum from there to every rank."""
+    """m = r + 1 + j, k = r. Each partial sum goes directly to the tile's reducer, and the result to all ranks.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each 1/N of the rows of D, >= 1.
+        final_add: as in ``reduce_scatter_1d_pairwise_a``.
+        stagger: as in ``reduce_scatter_1d_pairwise_a``.
+        chunk_mode: as in ``reduce_scatter_1d_pairwise_a``.
+    """
     scatter = reduce_scatter_1d_pairwise_a(
         mesh, chunks=chunks, final_add=final_add, stagger=stagger, chunk_mode=chunk_mode
     )

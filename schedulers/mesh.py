@@ -1,8 +1,8 @@
-"""Schedules on a mesh of ranks: A and B gathered along some axes, D reduced along another.
+"""Schedules on a mesh of ranks. They gather A and B along some axes, and reduce D along another.
 
-Every tile below is one of the finest shards of its mode; blocks are runs of tiles. With ``chunks=c`` each
-tile of M is c tiles. The fastest axis of the iterations is the one along which A is gathered; the slowest is that of
-the reduction. Gathers begin with the rank's own tile, reductions end with it.
+A tile is one of the smallest shards of its mode, and a block is several neighbouring tiles. With ``chunks=c`` each tile
+of M is divided into c tiles. In the order of iterations the axis along which A is gathered is the fastest, and the axis
+of the reduction the slowest. A gathered axis starts at the rank's own tile. A reduced axis ends there.
 """
 
 from __future__ import annotations
@@ -40,20 +40,26 @@ def _route(name: str, gather: str, reduce: str = "chain") -> Route:
 
 
 def _from_own(extent: int, rank: tuple[int, ...], value: tuple[int, ...]) -> Axis:
-    """The own index first, then upwards around the ring."""
+    """The rank's own index first, then ascending modulo ``extent``."""
     return Axis(extent, rank, value, (Modulo(extent),))
 
 
 def _towards_own(extent: int, rank: tuple[int, ...], value: tuple[int, ...]) -> Axis:
-    """From the index before the own one downwards around the ring; the own index last."""
+    """The index before the rank's own first, then descending modulo ``extent``. The rank's own index is last."""
     return Axis(extent, rank, tuple(-stride for stride in value), (Offset(-1), Modulo(extent)))
 
 
 @register_schedule(mesh_rank=2)
 def tensor_parallel_2d(mesh: Mesh, *, chunks: int = 1, gather: str = "direct") -> DistributedTileScheduler:
-    """Rank (p, q) of P x Q: A m tile p*Q+q (gathered along q), B n tile q*P+p (gathered along p), D block (p, q).
+    """Rank (p, q) of P x Q holds m tile p*Q+q of A, n tile q*P+p of B and block (p, q) of D. A is gathered along Q, B
+    along P.
 
-    Every rank ends with a block of D; A and B each travel along one axis of the mesh only.
+    Every rank ends with a block of D. A and B move along one axis of the mesh each.
+
+    Args:
+        mesh: (P, Q).
+        chunks: number of chunks of each m tile, >= 1.
+        gather: route of the tiles of A and B: "direct", "ring", "bidirectional_full" or "bidirectional_split".
     """
     name = "tensor_parallel_2d"
     ps, qs = mesh
@@ -75,10 +81,16 @@ def tensor_parallel_2d(mesh: Mesh, *, chunks: int = 1, gather: str = "direct") -
 def tensor_parallel_2d_rs(
     mesh: Mesh, *, chunks: int = 1, gather: str = "direct", reduce: str = "chain"
 ) -> DistributedTileScheduler:
-    """Rank (q, s) of Q x S: A m tile q, k block s (gathered along q); B n block q, k block s; D n tile q*S+s, all m
-    (reduced along s).
+    """Rank (q, s) of Q x S holds m tile q and k block s of A, n block q and k block s of B, and n tile q*S+s of D with
+    all m. A is gathered along Q, D reduced along S.
 
-    The weights stay where they are; activations are gathered and results reduced along one axis each.
+    The weights B do not move. Activations and partial sums move along one axis of the mesh each.
+
+    Args:
+        mesh: (Q, S).
+        chunks: number of chunks of each m tile, >= 1.
+        gather: route of the tiles of A: "direct", "ring", "bidirectional_full" or "bidirectional_split".
+        reduce: route of the partial sums: "chain" or "pairwise".
     """
     name = "tensor_parallel_2d_rs"
     qs, ss = mesh
@@ -101,15 +113,21 @@ def tensor_parallel_2d_rs(
 def tensor_parallel_3d(
     mesh: Mesh, *, chunks: int = 1, gather: str = "direct", reduce: str = "chain"
 ) -> DistributedTileScheduler:
-    """Rank (p, q, s) of P x Q x S: A m block p, k tile s*Q+q (gathered along q); B n tile q*P+p, k block s
-    (gathered along p); D m tile p*S+s, n block q (reduced along s).
+    """Rank (p, q, s) of P x Q x S holds m block p and k tile s*Q+q of A, n tile q*P+p and k block s of B, and m tile
+    p*S+s and n block q of D. A is gathered along Q, B along P, and D reduced along S.
 
-    No matrix is held twice, and each travels along one axis of the mesh only.
+    Each tile has one holder, and each matrix moves along one axis of the mesh.
+
+    Args:
+        mesh: (P, Q, S).
+        chunks: number of chunks of each m tile, >= 1.
+        gather: route of the tiles of A and B: "direct", "ring", "bidirectional_full" or "bidirectional_split".
+        reduce: route of the partial sums: "chain" or "pairwise".
     """
     name = "tensor_parallel_3d"
     ps, qs, ss = mesh
     p, q, s = Axis(ps, rank=(1, 0, 0)), Axis(qs, rank=(0, 1, 0)), Axis(ss, rank=(0, 0, 1))
-    # K first: a tile of D is complete before the next begins, and its partial sum can leave.
+    # K is the fastest: a rank completes its part of a tile of D, and can send it, before it starts the next one.
     values = (qs, chunks, ps, ss)
     chunk = Axis(chunks, value=(0, 1, 0, 0))
     m_block = (Axis(chunks, value=(1, 0)), Axis(ss, value=(0, 1)), p)

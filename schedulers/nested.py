@@ -1,8 +1,8 @@
-"""Nesting: one 1D schedule across hosts, another inside each host, as one schedule.
+"""Nested schedules: one 1D schedule across hosts and another inside each host, as one schedule.
 
-The nested schedule is the product of the two: every rank of the outer one is a host, every tile of its grid is
-the whole grid of the inner one. Its movements go first along one axis of the mesh and then along the other, so
-that each link between hosts carries a tile once.
+The nested schedule is the product of the two. A host takes the place of each rank of the outer schedule, and the grid
+of the inner schedule takes the place of each tile of the outer grid. Tiles and partial sums move first along one axis
+of the mesh, then along the other, so each link between hosts carries a tile once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ Mesh = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NestedGather:
-    """First across hosts, to the rank in the holder's place on each host; then from there inside the host."""
+    """A gather first across hosts, then inside each host.
+
+    On each host, the rank with the same local number as the holder receives the tile first. It then sends the tile to
+    the ranks of its host.
+
+    Attributes:
+        across: the route between hosts.
+        inside: the route inside a host.
+    """
 
     across: GatherRoute
     inside: GatherRoute
@@ -43,7 +51,15 @@ class NestedGather:
 
 @dataclass(frozen=True)
 class NestedReduce:
-    """First inside each host, to the rank in the reducer's place; then across hosts from there."""
+    """A reduction first inside each host, then across hosts.
+
+    On each host, the rank with the same local number as the reducer collects the sum of its host. It then sends that
+    sum to the reducer.
+
+    Attributes:
+        across: the route between hosts.
+        inside: the route inside a host.
+    """
 
     across: ReduceRoute
     inside: ReduceRoute
@@ -76,17 +92,20 @@ def nest(
 ) -> DistributedTileScheduler:
     """The product of two schedules: ``across`` over hosts, ``inside`` over the ranks of each host.
 
-    Rank = host * ranks of a host + place in it; tile = outer tile * inner extent + inner tile in each mode;
-    iteration = outer iteration * inner iterations + inner iteration.
+    Rank = host * ranks of a host + local rank. In each mode, tile = outer tile * inner extent + inner tile. Iteration =
+    outer iteration * inner iterations + inner iteration.
 
     Args:
-        across: over hosts, without chunks: only the inner schedule's tiles can be divided.
-        inside: over the ranks of a host.
-        name: of the product; None: made of both names.
+        across: the schedule over hosts. It has no chunks, because only the inner schedule's tiles can be divided.
+        inside: the schedule over the ranks of a host. It may have chunks.
+        name: name of the product. None: both names, with "across" between them.
+
+    Returns:
+        A schedule on the mesh of ``across`` followed by the mesh of ``inside``.
 
     Raises:
-        ValueError: if ``across`` has chunks, or the route of D of either schedule has a ``final_add`` that differs from
-            its ``add``: the product has no one last GEMM.
+        ValueError: if ``across`` has chunks, or if the route of D of one schedule has a ``final_add`` that differs from
+            its ``add``. The reducer of the product has no single GEMM that could make the final addition.
     """
     if set(across.chunks) != {1}:
         raise ValueError(f"the schedule across hosts has no chunks, {across.name} has {tuple(across.chunks)}")
@@ -119,7 +138,14 @@ def tensor_parallel_2d_nested(
     across: str = "all_gather_1d_ring_a",
     inside: str = "all_gather_1d_tiling_cd_rotating_a",
 ) -> DistributedTileScheduler:
-    """Two 1D schedules in one: across hosts, and inside each host; the mesh is (hosts, ranks of a host)."""
+    """Two 1D schedules as one: the first across hosts, the second inside each host.
+
+    Args:
+        mesh: (hosts, ranks of a host).
+        chunks: number of chunks of the schedule inside a host, >= 1.
+        across: name of the schedule across hosts.
+        inside: name of the schedule inside each host.
+    """
     hosts, ranks = mesh
     outer = get_schedule(across, hosts)
     return nest(outer, get_schedule(inside, ranks, chunks=chunks), "tensor_parallel_2d_nested")

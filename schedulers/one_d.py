@@ -1,7 +1,10 @@
-"""The 1D schedules: one axis of ranks 0..N-1. r: rank, i: iteration, all ranks modulo N.
+"""The schedules on one axis of N ranks.
 
-The grids show world size 4, chunks 1: rows are tiles of the first mode, columns of the second.
-With ``chunks=c`` a shard is c tiles along the mode that moves: tile = shard * c + chunk.
+r is the rank and i the iteration. "m = r + i, n = r" means: in iteration i rank r multiplies shard r + i of mode m with
+shard r of mode n. All sums are modulo N.
+
+The grids in the comments are for 4 ranks and one chunk. Their rows are tiles of the first mode, their columns tiles of
+the second. With ``chunks=c`` a shard is c tiles along the mode of the shards that move: tile = shard * c + chunk.
 """
 
 from __future__ import annotations
@@ -33,35 +36,36 @@ ONE = (1,)
 
 
 def _own(ranks: int) -> Axes:
-    """Shard r of N."""
+    """Shard r of N on rank r."""
     return (Axis(ranks, rank=1),)
 
 
 def _own_chunks(ranks: int, chunks: int) -> Axes:
-    """The chunks of shard r; values (chunks,)."""
+    """The chunks of shard r on rank r. The value shape is (chunks,)."""
     return (Axis(chunks, value=1), Axis(ranks, rank=1))
 
 
 def _all_chunks(ranks: int, chunks: int) -> Axes:
-    """The chunks of every shard; values (chunks, N)."""
+    """The chunks of all shards on every rank. The value shape is (chunks, N)."""
     return (Axis(chunks, value=(1, 0)), Axis(ranks, value=(0, 1)))
 
 
 def _rotate(ranks: int, chunks: int, direction: int = 1, offset: int = 0) -> Axes:
-    """Chunk by chunk, shard r + offset + direction * j; iterations (chunks, N)."""
+    """The chunks of shard r + offset + direction * j for j = 0, 1, ... The shape of the iterations is (chunks, N)."""
     wrap = (Offset(offset), Modulo(ranks))
     return (Axis(chunks, value=(1, 0)), Axis(ranks, rank=1, value=(0, direction), maps=wrap))
 
 
 def _chunk_order(shards: list[int], chunks: int) -> list[int]:
-    """The order of iterations (chunks, N) that takes whole shards in the given order."""
+    """The order of iterations of shape (chunks, N) that takes the shards one after the other, as given."""
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
 
 
 def _staggered(name: str, work: TVLayout, stagger: int) -> TVLayout:
-    """Work of iterations (chunks, N) in which each shard starts ``stagger`` chunks after the one before it.
+    """Work in which each shard starts ``stagger`` chunks after the shard before it.
 
-    Of chunks that get the same place, the one of the shard that starts last comes first. 0 leaves the work as it is.
+    If two chunks get the same place, the chunk of the shard that starts later comes first. The shape of the iterations
+    is (chunks, N). With ``stagger`` 0 the work does not change.
     """
     if not stagger:
         return work
@@ -75,7 +79,7 @@ def _check_stagger(name: str, stagger: int, chunks: int) -> None:
 
 
 def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
-    """Work of iterations (chunks, N), sorted by a key of the numbers of the shard and the chunk."""
+    """Work sorted by ``key(shard, chunk)``. The shape of the iterations is (chunks, N)."""
     chunks, shards = work.values
     pairs = [(shard, chunk) for shard in range(shards) for chunk in range(chunks)]
     pairs.sort(key=lambda pair: key(*pair))
@@ -104,20 +108,30 @@ def _gather_a(name: str, mesh: Mesh, chunks: int, work_m: Axes, route: GatherRou
 
 @register_schedule(aliases=("AllGather1D_TilingCD_RotatingA",), default_for_pattern="ag+gemm")
 def all_gather_1d_tiling_cd_rotating_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r + i, n = r; each shard of A comes straight from its owner (CUTLASS AllGather1D_TilingCD_RotatingA)."""
+    """m = r + i, n = r. Each shard of A comes directly from its owner (CUTLASS AllGather1D_TilingCD_RotatingA).
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of A, >= 1.
+    """
     return _gather_a("all_gather_1d_tiling_cd_rotating_a", mesh, chunks, _rotate(mesh[0], chunks), Direct())
 
 
 @register_schedule()
 def all_gather_1d_ring_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r - i, n = r; each shard of A is passed on from neighbour to neighbour, r to r + 1."""
+    """m = r - i, n = r. Each rank r sends the shards of A that it holds or receives to its neighbour r + 1.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of A, >= 1.
+    """
     return _gather_a("all_gather_1d_ring_a", mesh, chunks, _rotate(mesh[0], chunks, -1), Ring())
 
 
 def _bidirectional(
     name: str, mesh: Mesh, chunks: int, distances: list[int], route: GatherRoute
 ) -> DistributedTileScheduler:
-    """Shard r - d, d the clockwise distances in the order in which the shards arrive."""
+    """A schedule with m = r - d, where ``distances`` are the values of d in the order in which the shards arrive."""
     schedule = _gather_a(name, mesh, chunks, _rotate(mesh[0], chunks, -1), route)
     work = schedule.work.reorder(_chunk_order(distances, chunks))
     return DistributedTileScheduler(name, schedule.partition, work, schedule.route, schedule.chunks)
@@ -125,9 +139,13 @@ def _bidirectional(
 
 @register_schedule()
 def all_gather_1d_bidirectional_full_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r, r-1, r+1, r-2, r+2, ...; whole shards of A both ways round the ring (tt-metal FULL_TENSOR).
+    """m = r, r-1, r+1, r-2, r+2, ... Whole shards of A go both ways round the ring (tt-metal FULL_TENSOR).
 
-    The shard at ring distance d has arrived after d hops; the busier direction carries floor(N/2) shards.
+    A shard from a rank at ring distance d arrives after d hops. The busier direction carries floor(N/2) shards.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of A, >= 1.
     """
     (ranks,) = mesh
     distances = sorted(range(ranks), key=lambda d: (min(d, ranks - d), d))
@@ -136,10 +154,14 @@ def all_gather_1d_bidirectional_full_a(mesh: Mesh, *, chunks: int = 1) -> Distri
 
 @register_schedule()
 def all_gather_1d_bidirectional_split_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r - d, ordered by max(d, N - d); half of each shard of A each way round (tt-metal SPLIT_TENSOR).
+    """m = r - d, ordered by max(d, N - d). Half of each shard of A goes each way round (tt-metal SPLIT_TENSOR).
 
-    The shard at clockwise distance d has arrived after max(d, N - d) hops; each direction carries
-    (N - 1) / 2 shards.
+    A shard from a rank at clockwise distance d is complete after max(d, N - d) hops. Each direction carries (N - 1) / 2
+    shards.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of A, >= 1.
     """
     (ranks,) = mesh
     distances = sorted(range(ranks), key=lambda d: (d != 0, max(d, ranks - d), d))
@@ -148,7 +170,15 @@ def all_gather_1d_bidirectional_split_a(mesh: Mesh, *, chunks: int = 1) -> Distr
 
 @register_schedule()
 def all_gather_1d_pairwise_xor_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r xor i, n = r; in every iteration the ranks exchange in pairs. World sizes are powers of two."""
+    """m = r xor i, n = r. In each iteration ranks exchange shards of A in pairs. N is a power of two.
+
+    Args:
+        mesh: (N,), the number of ranks, a power of two.
+        chunks: number of chunks of each shard of A, >= 1.
+
+    Raises:
+        ValueError: if N is no power of two.
+    """
     (ranks,) = mesh
     if ranks & (ranks - 1):
         raise ValueError(f"all_gather_1d_pairwise_xor_a pairs r with r xor i: world_size a power of two, got {ranks}")
@@ -160,7 +190,12 @@ def all_gather_1d_pairwise_xor_a(mesh: Mesh, *, chunks: int = 1) -> DistributedT
 
 @register_schedule(aliases=("AllGather1D_TilingCD_RotatingB",))
 def all_gather_1d_tiling_cd_rotating_b(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """m = r, n = r + i; the shards of B move, A and D are sharded along M (CUTLASS AllGather1D_TilingCD_RotatingB)."""
+    """m = r, n = r + i. Shards of B move; A and D are sharded along M (CUTLASS AllGather1D_TilingCD_RotatingB).
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of B, >= 1.
+    """
     (ranks,) = mesh
     partition = Partition(
         a=TVLayout(mesh, ONE, (_own(ranks), WHOLE, WHOLE)),
@@ -174,7 +209,12 @@ def all_gather_1d_tiling_cd_rotating_b(mesh: Mesh, *, chunks: int = 1) -> Distri
 
 @register_schedule()
 def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> DistributedTileScheduler:
-    """k = r + i, n = r; A is sharded along K and gathered chunk by chunk while D accumulates."""
+    """k = r + i, n = r. A is sharded along K. Each rank gathers it chunk by chunk and accumulates D.
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of A, >= 1.
+    """
     (ranks,) = mesh
     partition = Partition(
         a=TVLayout(mesh, (chunks,), (WHOLE, _own_chunks(ranks, chunks), WHOLE)),
@@ -212,13 +252,13 @@ def _scatter_m(
     """A schedule whose D is sharded along M.
 
     Args:
-        name: of the schedule.
-        mesh: one axis of ranks.
-        chunks: of each shard of D.
+        name: name of the schedule.
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of D.
         iterations: shape of the iterations.
         work: the axis of chunks and the axis of shards.
-        route: of partial sums.
-        chunk_mode: chunks are rows ("m") or columns ("n") of a shard.
+        route: path of the partial sums.
+        chunk_mode: "m": chunks are rows of a shard. "n": chunks are columns.
     """
     (ranks,) = mesh
     chunk, shard = work
@@ -248,18 +288,18 @@ def _scatter_m(
 def reduce_scatter_1d_tiling_a_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """m = r - 1 - i, k = r; partial sums of D travel around the ring, r to r + 1, each rank adding its part
+    """m = r - 1 - i, k = r. Partial sums of D move around the ring from r to r + 1, and each rank adds its part
     (CUTLASS ReduceScatter1D_TilingA_RotatingC).
 
     Args:
-        mesh: one axis of ranks.
-        chunks: of each shard of D.
-        final_add: where the owner of a tile adds the sum that arrives last. "epilogue": in its own GEMM, which waits
-            for the sum. "kernel": in a kernel after its own GEMM, which waits for nothing: the replay ends sooner, for
-            more memory traffic.
-        stagger: each shard starts so many chunks after the one before it, 1 to ``chunks``. The chunks of an owner's own
-            shard, which travel nowhere, then come between others, and sums are on their way until shortly before the
-            end. 0: shard by shard, the own one last.
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of D, >= 1.
+        final_add: where the owner of a tile adds the partial sum that it receives. "epilogue": in its own GEMM, which
+            waits for the partial sum. "kernel": in a kernel after its own GEMM. That GEMM does not wait, so the replay
+            ends sooner, but causes more memory traffic.
+        stagger: number of chunks by which each shard starts after the shard before it, 1 to ``chunks``. Chunks of a
+            rank's own shard, which the rank does not send, are then computed between others. So the links are busy
+            until shortly before the end. 0: shard by shard, the rank's own shard last.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -273,21 +313,21 @@ def reduce_scatter_1d_tiling_a_rotating_c(
 def reduce_scatter_1d_pairwise_a(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "kernel", stagger: int = 0, chunk_mode: ChunkMode = "m"
 ) -> DistributedTileScheduler:
-    """m = r + 1 + j, k = r; each partial result goes directly to its owner, which adds all N once.
+    """m = r + 1 + j, k = r for j = 0..N-1. Each partial sum goes directly to the owner, which adds all N at once.
 
-    There are S = chunks * N iterations; the rank's own slice comes last (nvFuser's ring GEMM + reduce-scatter).
+    There are chunks * N iterations. The rank's own shard comes last (nvFuser's ring GEMM + reduce-scatter).
 
     Args:
-        mesh: one axis of ranks.
-        chunks: of each shard of D.
-        final_add: where an owner adds the partial results. "kernel": in a kernel of its own, with i = chunk * N + j.
-            "epilogue": in the epilogue of its own GEMM, with i = j * chunks + chunk; its own shard, which waits for all
-            others, comes after all of them.
-        stagger: with final_add="epilogue", 1 to ``chunks``: chunk by chunk, with chunk c of the own shard just before
-            chunk c + stagger of the others. 0: shard by shard, the own one last.
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of D, >= 1.
+        final_add: where an owner adds the partial sums. "kernel": in a separate kernel, with i = chunk * N + j.
+            "epilogue": in the epilogue of its own GEMM, with i = j * chunks + chunk. That GEMM waits for the partial
+            sums of all other ranks, so the rank's own shard comes after all others.
+        stagger: with final_add="epilogue", 1 to ``chunks``: the order is chunk by chunk, and chunk c of the rank's own
+            shard comes just before chunk c + stagger of the others. 0: shard by shard, the rank's own shard last.
         chunk_mode: "m": a chunk is some rows of a shard of D, multiplied by all of B. "n": a chunk is some columns of
-            all rows, multiplied by a part of B. Columns are for shards of few rows, whose chunks of rows would be
-            smaller than tiles.
+            all rows of a shard, multiplied by a part of B. Select "n" if a shard has so few rows that chunks of rows
+            would be smaller than the tiles of the kernel.
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"
@@ -316,7 +356,14 @@ def reduce_scatter_1d_pairwise_a(
 def reduce_scatter_1d_tiling_b_rotating_c(
     mesh: Mesh, *, chunks: int = 1, final_add: AddPlace = "epilogue", stagger: int = 0
 ) -> DistributedTileScheduler:
-    """n = r - 1 - i, k = r; as tiling A, with D sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC)."""
+    """n = r - 1 - i, k = r. As tiling A, but D is sharded along N (CUTLASS ReduceScatter1D_TilingB_RotatingC).
+
+    Args:
+        mesh: (N,), the number of ranks.
+        chunks: number of chunks of each shard of D, >= 1.
+        final_add: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+        stagger: as in ``reduce_scatter_1d_tiling_a_rotating_c``.
+    """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_b_rotating_c"
     _check_final_add(name, final_add)

@@ -1,7 +1,7 @@
-"""Schedules by name.
+"""The registry of schedules: names, and the functions that make the schedules.
 
-A schedule is registered as a function of the mesh and of its options. Names, aliases (the C++ names) and patterns
-("ag+gemm" names the default schedule of that pattern) share one namespace. A name is given once.
+A registered schedule is a function of the mesh and of its options. Names, aliases (the C++ names) and patterns
+("ag+gemm" names the default schedule of that pattern) share one namespace. Nobody can register a name twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
 class BuilderError(ValueError):
-    """The builder of a schedule raised another error than ValueError, or returned no scheduler."""
+    """The builder of a schedule has an error: it raised one, or it returned no scheduler.
+
+    A builder that refuses its arguments raises ValueError, which is no BuilderError.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +80,23 @@ def register_schedule(
     default_for_pattern: str | None = None,
     mesh_rank: int = 1,
 ) -> Builder | Callable[[Builder], Builder]:
-    """Register ``build(mesh, **options) -> DistributedTileScheduler`` under a name, by default that of the function.
+    """Decorator that registers a function ``build(mesh, **options) -> DistributedTileScheduler`` as a schedule.
 
-    The options are the function's keyword-only arguments, each with a default. As a decorator it may stand without
-    parentheses. The command line knows the schedules of a file after ``distgemm --import FILE``.
+    The options are the function's keyword-only arguments. Each option needs a default. The decorator may stand without
+    parentheses. ``distgemm --import FILE`` makes the schedules of a file known to the command line.
 
     Args:
-        name: of the schedule. The scheduler that ``build`` returns should have the same name: plans show it.
+        name: name of the schedule. None: the name of the function. Plans show the name of the scheduler that ``build``
+            returns, so the two should be equal.
         aliases: further names.
-        default_for_pattern: the pattern whose default schedule it becomes.
+        default_for_pattern: the pattern for which it becomes the default schedule.
         mesh_rank: number of axes of the mesh that it takes.
 
+    Returns:
+        The function itself, or without a function the decorator.
+
     Raises:
-        ValueError: if a name, alias or pattern is taken already, or an option has no default.
+        ValueError: if a name, alias or pattern is registered already, or an option has no default.
     """
 
     if callable(name):
@@ -120,10 +127,13 @@ def register_schedule(
 
 
 def check_pattern(pattern: str) -> Pattern:
-    """The pattern.
+    """``pattern`` itself, if it is one of PATTERNS.
+
+    Args:
+        pattern: any string.
 
     Raises:
-        ValueError: if there is no such pattern.
+        ValueError: if it is no pattern. The message lists the patterns.
     """
     if pattern not in PATTERNS:
         raise ValueError(f"pattern is one of {', '.join(PATTERNS)}, got {pattern!r}")
@@ -131,12 +141,12 @@ def check_pattern(pattern: str) -> Pattern:
 
 
 def list_schedules() -> list[str]:
-    """Names of all schedules: no aliases, no patterns."""
+    """The names of all schedules, sorted, without aliases and patterns."""
     return sorted(_entries)
 
 
 def list_patterns() -> dict[str, str]:
-    """Each pattern and the schedule that is its default."""
+    """The name of the default schedule of each pattern."""
     return dict(_patterns)
 
 
@@ -158,28 +168,56 @@ def _entry(name: str) -> _Entry:
 
 
 def schedule_options(name: str) -> dict[str, Any]:
-    """The options of a schedule and their defaults."""
+    """The options of a schedule and their defaults.
+
+    Args:
+        name: name or alias of a schedule, or a pattern.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     return dict(_entry(name).options)
 
 
 def schedule_aliases(name: str) -> tuple[str, ...]:
-    """Other names of a schedule."""
+    """The aliases of a schedule.
+
+    Args:
+        name: name or alias of a schedule, or a pattern.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     return _entry(name).aliases
 
 
 def schedule_mesh_rank(name: str) -> int:
-    """The number of axes of the mesh that a schedule takes."""
+    """The number of axes of the mesh that a schedule takes.
+
+    Args:
+        name: name or alias of a schedule, or a pattern.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     return _entry(name).mesh_rank
 
 
 def schedule_doc(name: str) -> str:
-    """What a schedule does, in one line: the first paragraph of its builder's docstring."""
+    """The first paragraph of the docstring of a schedule's function, as one line.
+
+    Args:
+        name: name or alias of a schedule, or a pattern.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
 MAX_RANKS, MAX_CHUNKS = 2048, 4096
-"""Most ranks and chunks of a schedule. A plan has ops for each chunk of each pair of ranks: with more of them planning
-takes minutes and all memory."""
+"""The largest numbers of ranks and of chunks of a schedule. A plan has ops for each chunk of each pair of ranks. With
+larger numbers planning takes minutes and uses up the memory."""
 
 
 def _count(what: str, value: object, most: int | None = None) -> int:
@@ -216,20 +254,23 @@ def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -
 def get_schedule(
     name: str, world_size: int | None = None, *, mesh: tuple[int, ...] | None = None, **options: Hashable
 ) -> DistributedTileScheduler:
-    """The schedule of this name, alias or pattern for a number of ranks.
+    """The schedule with a name for a number of ranks.
 
     A second call with equal arguments returns the same object.
 
     Args:
-        name: of the schedule, an alias, or a pattern for its default schedule.
+        name: name or alias of a schedule, or a pattern, which means its default schedule.
         world_size: number of ranks, >= 1.
-        mesh: arrangement of the ranks, for schedules on a mesh; it determines world_size.
-        **options: of the schedule.
+        mesh: arrangement of the ranks, with as many axes as the schedule takes. It determines ``world_size``.
+        **options: options of the schedule.
+
+    Returns:
+        The scheduler that the registered function made.
 
     Raises:
         ValueError: for an unknown name or option (the message lists the known ones), for a world size or mesh that the
-            schedule cannot take, for an option out of range, and for more than MAX_RANKS ranks or MAX_CHUNKS chunks.
-        BuilderError: for a builder that raises another error or returns no scheduler.
+            schedule does not take, for an option out of range, and for more than MAX_RANKS ranks or MAX_CHUNKS chunks.
+        BuilderError: if the registered function raises another error or returns no scheduler.
     """
     entry = _entry(name)
     chosen = dict(entry.options)

@@ -1,7 +1,7 @@
-"""Routes: the path a derived movement takes.
+"""Routes: the paths of tiles and partial sums from rank to rank.
 
-A route knows ranks and nothing else. It is asked once for each tile that must move, and answers with hops
-in causal order: a rank only passes on what an earlier hop (or its own shard) gave it.
+A route knows only ranks. The derivation of a plan calls its ``hops`` once for each tile that moves. The hops are in
+causal order: a rank forwards only what it holds in its shard or what an earlier hop brought.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ __all__ = [
 
 
 AddPlace = Literal["epilogue", "kernel"]
-"""Where a rank adds the partial sums that it receives: in the epilogue of its own GEMM, or in a kernel of its own, a
-Reduce."""
+"""Where a rank adds the partial sums that it receives: in the epilogue of its own GEMM, or in a separate kernel (the op
+Reduce)."""
 
 
 class Hop(NamedTuple):
     """One transfer of a tile, or of a part of it, from one rank to another.
 
     Attributes:
-        part, parts: which of ``parts`` equal row blocks of the tile travels; whole tiles by default.
-        turn: in which round of the plan it travels at the earliest; None: one iteration before it is used.
+        src: the rank that sends.
+        dst: the rank that receives.
+        part: the number of the row block that moves, 0 to parts - 1.
+        parts: number of equal row blocks of the tile. 1: the hop moves the whole tile.
+        turn: the earliest step of the plan in which the hop happens, counted like iterations. None: one iteration
+            before the tile is used.
     """
 
     src: int
@@ -47,20 +51,29 @@ class Hop(NamedTuple):
 
 
 class GatherRoute(Protocol):
-    """How a tile of an operand gets from its holder to every rank that multiplies it."""
+    """The path of a tile from its holder to all ranks that need it."""
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
-        """Hops that bring the holder's tile to each of ``needers`` (ordered by when they need it)."""
+        """The hops that bring a tile from its holder to each rank that needs it.
+
+        Args:
+            mesh: arrangement of the ranks.
+            holder: the rank that holds the tile.
+            needers: the ranks that need it, without the holder, in the order in which they need it.
+
+        Returns:
+            The hops in causal order.
+        """
         ...
 
 
 class ReduceRoute(Protocol):
-    """How the partial sums of one tile of D come together.
+    """The path of the partial sums of one tile of D to the reducer, the rank that completes the tile.
 
     Attributes:
-        add: where a rank on the way adds the partial sum that it receives.
+        add: where a rank on the path adds the partial sum that it receives.
         final_add: where the reducer adds the partial sums that it receives. With ``add="kernel"`` and
-            ``final_add="epilogue"`` it may receive any number of them.
+            ``final_add="epilogue"`` the reducer may receive any number of them.
     """
 
     @property
@@ -70,18 +83,33 @@ class ReduceRoute(Protocol):
     def final_add(self) -> AddPlace: ...
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
-        """One hop out of each contributor but the reducer; together a tree rooted at the reducer.
+        """The hops that bring all partial sums of a tile to the reducer.
 
-        ``contributors`` stand in the order in which they finish their part of the tile, without the reducer.
+        Args:
+            mesh: arrangement of the ranks.
+            contributors: the ranks that compute partial sums, without the reducer, in the order in which they finish.
+            reducer: the rank that completes the tile.
+
+        Returns:
+            One hop from each contributor. Together they are a tree whose root is the reducer.
         """
         ...
 
 
 def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[int]:
-    """The ranks on the mesh axis that ``start`` and ``others`` share, in ascending order from ``start``.
+    """The ring of ranks along the mesh axis on which ``start`` and ``others`` differ.
+
+    Args:
+        mesh: arrangement of the ranks.
+        start: the first rank of the ring.
+        others: ranks that lie on the ring.
+
+    Returns:
+        All ranks on that axis, in ascending order from ``start``, then round from the lowest. Only ``start`` if the
+        ranks do not differ.
 
     Raises:
-        ValueError: when they differ on more than one axis: a ring runs along one.
+        ValueError: if the ranks differ on more than one axis.
     """
     stride = prod(mesh)
     axes = []
@@ -101,14 +129,14 @@ def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[in
 
 @dataclass(frozen=True)
 class Direct:
-    """From the holder straight to each needer."""
+    """One hop from the holder to each rank that needs the tile."""
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         return [Hop(holder, rank) for rank in needers]
 
 
 def _walk(ring: Sequence[int], steps: int, direction: int, part: int = 0, parts: int = 1) -> list[Hop]:
-    """``steps`` hops from ring[0] to its neighbours, each passing on what it received."""
+    """``steps`` hops from ring[0] from neighbour to neighbour, in direction +1 or -1 round the ring."""
     size = len(ring)
     return [
         Hop(ring[direction * step % size], ring[direction * (step + 1) % size], part, parts, step)
@@ -118,7 +146,7 @@ def _walk(ring: Sequence[int], steps: int, direction: int, part: int = 0, parts:
 
 @dataclass(frozen=True)
 class Ring:
-    """From neighbour to neighbour, upwards, as far as the last needer."""
+    """Hops from neighbour to neighbour in ascending order, up to the last rank that needs the tile."""
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
@@ -127,9 +155,10 @@ class Ring:
 
 @dataclass(frozen=True)
 class BidirectionalFull:
-    """Whole tiles both ways round the ring: clockwise to floor(N/2) ranks, counter-clockwise to the rest.
+    """Whole tiles in both directions round the ring, as tt-metal's FULL_TENSOR.
 
-    The tile at ring distance d has arrived after d hops (tt-metal's FULL_TENSOR).
+    A tile goes clockwise (ascending) to floor(N/2) ranks and counter-clockwise to the others. It reaches the rank at
+    ring distance d after d hops.
     """
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
@@ -143,9 +172,9 @@ class BidirectionalFull:
 
 @dataclass(frozen=True)
 class BidirectionalSplit:
-    """Half of every tile clockwise, the other half counter-clockwise.
+    """Half of every tile clockwise round the ring, the other half counter-clockwise, as tt-metal's SPLIT_TENSOR.
 
-    The tile at clockwise distance d has arrived whole after max(d, N - d) hops (tt-metal's SPLIT_TENSOR).
+    The rank at clockwise distance d has both halves after max(d, N - d) hops.
     """
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
@@ -158,9 +187,11 @@ class BidirectionalSplit:
 
 @dataclass(frozen=True)
 class Chain:
-    """Each contributor adds its part to the partial sum and passes it on; the reducer is last.
+    """Each contributor adds its part to the partial sum and sends it to the next one. The reducer is last.
 
-    With ``final_add="kernel"`` the reducer's GEMM waits for nothing, and a Reduce adds to its result what arrives.
+    Attributes:
+        add: "epilogue": the GEMM of a contributor adds the partial sum that it receives. "kernel": a Reduce adds it.
+        final_add: the same for the reducer. With "kernel" the reducer's GEMM waits for no other rank.
     """
 
     add: AddPlace = "epilogue"
@@ -172,9 +203,12 @@ class Chain:
 
 @dataclass(frozen=True)
 class Pairwise:
-    """Each contributor sends its part to the reducer, which adds all of them once: no rounding per hop.
+    """Each contributor sends its part to the reducer, which adds all parts at once. Hops add no rounding.
 
-    With ``final_add="epilogue"`` the reducer's last GEMM adds them in its epilogue.
+    Attributes:
+        add: only the reducer receives partial sums here. Keep "kernel": with "epilogue" the reducer's GEMM adds a part
+            in its epilogue only if there is one part.
+        final_add: "kernel": a Reduce adds the parts. "epilogue": the reducer's last GEMM for the tile adds them.
     """
 
     add: AddPlace = "kernel"

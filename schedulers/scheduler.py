@@ -1,4 +1,4 @@
-"""DistributedTileScheduler: (iteration, rank) -> MNKL tile coordinates."""
+"""DistributedTileScheduler: which (m, n, k, l) tile each rank multiplies in each iteration, and who holds the data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
 __all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
 
 WHOLE = (Axis(1),)
-"""A mode that is not tiled."""
+"""The axes of a mode that is one tile."""
 
 MODES = {"A": ("m", "k", "l"), "B": ("n", "k", "l"), "D": ("m", "n", "l")}
-"""The modes of the problem that each operand spans, in the order of its tile coordinates."""
+"""The modes of each operand, in the order of its tile coordinates. C has the modes of D."""
 
 
 class TileCoord(NamedTuple):
-    """A coordinate, or the extents, of the grid of work tiles."""
+    """The coordinate of a tile in the grid of work tiles, or the extents of that grid.
+
+    Attributes:
+        m: along the rows of A and D.
+        n: along the rows of B and the columns of D.
+        k: along the columns of A and B, over which the GEMM sums.
+        l: along the batches.
+    """
 
     m: int
     n: int
@@ -36,9 +43,9 @@ class Partition:
     """Which rank holds which tiles: one TV layout (rank, value) -> tile for each operand.
 
     Attributes:
-        a: tiles (m, k, l) of A that a rank holds at the start.
-        b: tiles (n, k, l) of B that a rank holds at the start.
-        d: tiles (m, n, l) of D that a rank holds at the end, and those of C at the start.
+        a: the (m, k, l) tiles of A that a rank holds at the start.
+        b: the (n, k, l) tiles of B that a rank holds at the start.
+        d: the (m, n, l) tiles of D that a rank holds at the end. C is partitioned as D.
     """
 
     a: TVLayout
@@ -51,14 +58,14 @@ class Partition:
 
 @dataclass(frozen=True)
 class Route:
-    """The paths of all that must move.
+    """The paths of tiles and partial sums between ranks.
 
     Attributes:
-        a: path of tiles of A.
-        b: path of tiles of B.
-        d: path of partial sums of D.
-        final_copies: path of complete tiles of D. If a tile has several owners, one of them completes it, and the
-            others get copies.
+        a: path of the tiles of A.
+        b: path of the tiles of B.
+        d: path of the partial sums of D.
+        final_copies: path of the finished tiles of D, if a tile has several owners. One owner, the reducer, completes
+            the tile and sends it to the others.
     """
 
     a: GatherRoute = field(default_factory=Direct)
@@ -69,14 +76,15 @@ class Route:
 
 @dataclass(frozen=True)
 class DistributedTileScheduler:
-    """How the ranks of a mesh share one GEMM. It is pure data, and checked when it is made.
+    """A schedule: how the ranks of a mesh share one GEMM. It is pure data, and checks itself when it is made.
 
     Attributes:
-        name: names the algorithm.
+        name: name of the algorithm.
         partition: which rank holds which tiles of A, B and D.
-        work: TV layout (rank, iteration) -> (m, n, k, l) tile. If the tile is outside the grid, the rank is idle.
-        route: the paths of all that must move.
-        chunks: number of chunks of each shard, by mode (tile = shard * chunks + chunk).
+        work: TV layout (rank, iteration) -> (m, n, k, l) tile. A rank idles in an iteration whose tile is outside the
+            grid.
+        route: the paths of tiles and partial sums between ranks.
+        chunks: number of chunks of a shard in each mode (tile = shard * chunks + chunk).
 
     Raises:
         ValueError: if the parts do not fit together, or a tile has no holder.
@@ -118,7 +126,7 @@ class DistributedTileScheduler:
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """The arrangement of ranks; rank numbers are row-major over it."""
+        """The arrangement of the ranks. Rank numbers are row-major over it."""
         return self.work.mesh
 
     @property
@@ -128,7 +136,7 @@ class DistributedTileScheduler:
 
     @property
     def iterations(self) -> int:
-        """Number of local GEMMs of each rank."""
+        """Number of iterations: each rank multiplies at most one tile in each."""
         return self.work.size
 
     @cached_property
@@ -137,15 +145,33 @@ class DistributedTileScheduler:
         return TileCoord(*self.work.grid)
 
     def work_tile(self, iteration: int, rank: int) -> TileCoord | None:
-        """The tile that ``rank`` multiplies in ``iteration``; None if it is idle."""
+        """The tile that a rank multiplies in an iteration.
+
+        Args:
+            iteration: 0 to iterations - 1.
+            rank: 0 to world_size - 1.
+
+        Returns:
+            The (m, n, k, l) coordinate of the tile. None if the rank idles.
+
+        Raises:
+            ValueError: if there is no such iteration or rank.
+        """
         if not 0 <= iteration < self.iterations:
             raise ValueError(f"iteration {iteration} is not in 0..{self.iterations - 1}")
         tile = self.work(rank, iteration)
         return None if tile is None else TileCoord(*tile)
 
     def owner(self, operand: str, tile: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that hold a tile, ascending: of "A" (m, k, l) and "B" (n, k, l) at the start, of "D"
-        (m, n, l) at the end."""
+        """The ranks that hold a tile, in ascending order: of A and B at the start, of D at the end.
+
+        Args:
+            operand: "A", "B" or "D".
+            tile: coordinate (m, k, l) of a tile of A, (n, k, l) of B, (m, n, l) of D.
+
+        Raises:
+            ValueError: for another operand, or a tile outside the grid.
+        """
         if operand not in MODES:
             raise ValueError(f"operand {operand!r} is none of 'A', 'B', 'D'")
         return self.partition[operand].holders(tile)

@@ -1,6 +1,6 @@
-"""Plans: what every rank does for one product, derived from a schedule and proved.
+"""Plans: the ops of every rank for one product, derived from a schedule, and their verification.
 
-Planning imports neither torch nor CUDA.
+This package imports neither torch nor CUDA.
 """
 
 from distgemm.plan.derive import make_plan

@@ -1,4 +1,4 @@
-"""From a problem and a schedule to a plan."""
+"""make_plan: derives the plan of a problem under a schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYNCS: tuple[SyncMode, ...] = get_args(SyncMode)
 MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
 
 SEND_SLOTS = 2
-"""Partial sums of a rank that may be on their way at once: one is sent while the next one is computed."""
+"""Default number of send slots of a rank: it sends one partial sum while it computes the next one."""
 
 
 def make_plan(
@@ -33,31 +33,33 @@ def make_plan(
     send_slots: int = SEND_SLOTS,
     **options: Any,
 ) -> Plan:
-    """The plan of a product under a schedule: what every rank multiplies, sends, waits for and adds.
+    """The plan of a product under a schedule: the ops of every rank, with their memory and their order.
 
     Plans are cached: a second call with equal arguments returns the same object.
 
     Args:
         problem: the product over all ranks.
-        schedule: a scheduler; or the name of one, with world_size or mesh and its options.
-        world_size: number of ranks, for a schedule's name.
-        mesh: arrangement of the ranks, for a schedule's name.
-        workspace: "full" gives every tile that arrives a slot of its own, so that senders run ahead freely. "bounded"
-            shares slots between tiles whose lifetimes do not overlap, and credits hold senders back.
-        sync: what keeps a replay from slots that the replay before still reads: "credit" is a flag for each transfer,
-            "barrier" one barrier of all ranks at the start of each replay.
-        mechanism: who transfers. With "push" the rank that has a tile copies it into the slot of the rank that needs
-            it. With "pull" the rank that needs it copies it, from a slot into which the other rank has copied its
-            shard.
-            "store" is "push", except that GEMMs write partial sums for other ranks directly into their slots.
-        send_slots: with "push", how many partial sums of a rank may wait to be sent. A GEMM whose sum finds no slot
-            waits for a copy. The fused kernel (``execution="single_kernel"``) cannot wait so, and needs as many send
-            slots as there are chunks.
-        **options: of the schedule, if it is given by name.
+        schedule: a scheduler, or the name of a schedule.
+        world_size: number of ranks, if ``schedule`` is a name.
+        mesh: arrangement of the ranks, if ``schedule`` is a name. It determines ``world_size``.
+        workspace: "full": every tile that arrives has a slot of its own, so senders never wait for a free slot.
+            "bounded": tiles whose lifetimes do not overlap share slots, and senders wait for credits.
+        sync: how a replay avoids overwriting slots that the replay before still reads. "credit": each transfer waits
+            for a flag of its own. "barrier": all ranks meet in one barrier at the start of each replay.
+        mechanism: who transfers. "push": the rank that holds a tile copies it into a slot of the rank that needs it.
+            "pull": the rank that holds a tile copies it into a slot of its own, and the rank that needs it copies it
+            from there. "store": as "push", but GEMMs write partial sums for other ranks directly into their slots.
+        send_slots: with "push", the number of slots for partial sums that a rank has computed and not yet sent, >= 1.
+            A GEMM waits for a copy if no slot is free. The fused kernel (``execution="single_kernel"``) cannot wait for
+            a copy, so it needs as many send slots as there are chunks.
+        **options: options of the schedule, if ``schedule`` is a name.
+
+    Returns:
+        The plan. It is not verified: :meth:`Plan.verify` proves it.
 
     Raises:
-        ValueError: for arguments that do not fit.
-        PlanError: for a route that names a rank that does not exist.
+        ValueError: for arguments that do not fit together, and for a route that does not bring what is needed.
+        PlanError: if a route returns a hop from or to a rank that does not exist.
     """
     if not isinstance(problem, GemmProblem):
         raise ValueError(f"make_plan takes a GemmProblem, got {problem!r}")
@@ -118,5 +120,5 @@ def _make_plan(
 
 
 def forget_plans() -> None:
-    """Drop the cached plans, to measure how long planning takes."""
+    """Empty the cache of plans, so that the time of planning can be measured."""
     _make_plan.cache_clear()

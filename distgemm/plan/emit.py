@@ -1,8 +1,9 @@
-"""The last step of the derivation: events become ops, flags and dependencies.
+"""The last step of the derivation: it makes ops, flags and dependencies from the events.
 
-Ops stand in the order of the events' steps. Each has the dependencies that its memory asks for, and no others. Between
-ranks, flags protect memory: a transfer waits for the credit that the slot may be written again, and is followed by the
-signal of its arrival. Each Wait is emitted by :meth:`Emitter.emit`, for the first op that needs it.
+Ops stand in the order of the events' steps. An op has a dependency only if its memory needs one. Between ranks, flags
+protect memory. Before a transfer its rank waits for the credit, which says that the slot may be written again. After
+the transfer it signals the arrival. ``Emitter._deps`` emits the Wait for an arrival, and ``Emitter._emit`` the Wait for
+a credit, each before the first op that needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ MAKERS = {kind: maker(kind) for kind in OPS}
 
 
 class Emitter:
-    """Makes the ops of all ranks from the events of a derivation."""
+    """Makes the ops of all ranks from the events of a derivation.
+
+    Args:
+        derivation: a derivation after ``run`` and ``allocate``.
+        shards: the box of each rank's shard, by operand ("A", "B", "D").
+        sync: "credit" or "barrier", as :func:`distgemm.make_plan` takes it.
+    """
 
     def __init__(self, derivation: Derivation, shards: dict[str, tuple[Box, ...]], sync: SyncMode) -> None:
         self.events = sorted(derivation.events, key=Event.order)
@@ -32,6 +39,7 @@ class Emitter:
         self.barrier = sync == "barrier"
 
     def emit(self) -> list[list[Op]]:
+        """The ops of each rank, in the order in which the rank can issue them."""
         if self.barrier:
             for rank in range(len(self.ops)):
                 self._add(Barrier, rank, 0, 0, "D", (), -1, ())
@@ -43,7 +51,7 @@ class Emitter:
         for event in self.events:
             for before in event.after:
                 if before.rank != event.rank and event.rank not in before.done_flags:
-                    # It is the last reader of what is overwritten, or it has written what is read.
+                    # ``before`` is the last reader of what ``event`` overwrites, or has written what it reads.
                     reader = before.sources[0].rank == event.rank
                     before.done_flags[event.rank] = self._flag(event.rank, initial=0, credit=reader)
         # Rank by rank, so that the ops of one rank are adjacent in memory.
@@ -56,9 +64,10 @@ class Emitter:
         return self.ops
 
     def _credits(self) -> dict[int, list[tuple[Place, list[Event], Flag]]]:
-        """(place of the slot, readers, flag) for each write that waits for readers, by the last reader's position.
+        """The credits to signal, by the position of the last reader of the slot.
 
-        If the readers and the writer are on the same rank, a dependency orders them.
+        A credit is (place that the slot holds next, readers of what it holds now, flag). If the readers and the writer
+        are on the same rank, a dependency orders them instead.
         """
         found: dict[int, list[tuple[Place, list[Event], Flag]]] = defaultdict(list)
         for event in self.events:
@@ -70,7 +79,7 @@ class Emitter:
                 event.enters = True
             elif event.crosses:
                 self._credit(found, event, into.last.frontier(box))
-            elif into.first is event or event.kind is Copy:  # each of several copies may write a part
+            elif into.first is event or event.kind is Copy:  # a copy may write only a part of the place
                 readers = into.last.frontier(box)
                 far = [reader for reader in readers if reader.rank != event.rank]
                 if not into.wraps:
@@ -85,7 +94,7 @@ class Emitter:
     def _credit(
         self, found: dict[int, list[tuple[Place, list[Event], Flag]]], event: Event, readers: list[Event]
     ) -> None:
-        """Let a write wait for readers on another rank."""
+        """Make ``event`` wait, before it writes, for readers on another rank."""
         into = event.out
         assert into is not None
         last = max(readers, key=lambda reader: reader.position)
@@ -118,7 +127,7 @@ class Emitter:
         return View(rank, operand, -1, frame, box, box_extents(frame)[2])
 
     def _deps(self, event: Event, round_: int) -> list[int]:
-        """Ids of the ops that an event needs. Emits a Wait for each transfer that no op has waited for yet."""
+        """Ids of the ops on which an event depends. Emits the Wait for each event of another rank, once for a rank."""
         found = []
         for before in event.after:
             if before.rank == event.rank:

@@ -1,14 +1,13 @@
-"""The derivation: from a problem and a schedule to events, their steps and their slots.
+"""The derivation: it computes the events of a problem under a schedule, their steps and their slots.
 
-What moves follows from where the tiles lie (partition) and who multiplies them when (work):
+The partition says where tiles are, and the work says who multiplies them and when. The rest follows:
 
-1. A rank that multiplies a tile of A or B that it does not hold needs it. The route gives the hops.
-2. The ranks that add into one tile of D have their partial sums reduced along the route. The result reaches every
-   owner.
-3. Every event (a GEMM, a sum, a transfer) gets a step, the earliest one that its inputs allow. Every tile that rests in
-   the workspace gets a lifetime in steps, and a slot.
+1. A rank that multiplies a tile of A or B and does not hold it must receive it. The route returns the hops.
+2. The partial sums of one tile of D are reduced along the route. The result goes to every owner of the tile.
+3. Every event (a GEMM, a Reduce, a transfer) gets a step, the earliest one that its inputs allow. Every tile in the
+   workspace gets a lifetime in steps, and a slot.
 
-:mod:`distgemm.plan.emit` makes ops of the events.
+:mod:`distgemm.plan.emit` makes ops from the events.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ PHASES = 3
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a tile rests in a rank's memory: in a shard, or for a time in a slot.
+    """A tile's memory on a rank: in a shard, or for some steps in a slot.
 
-    An event that accesses the whole tile uses the object ``frame`` itself as its box.
+    An event that accesses the whole tile passes the object ``frame`` itself as the box, so ``is`` compares them.
     """
 
     rank: int
@@ -59,8 +58,8 @@ class Place:
     dtype: str
     iteration: int  # the iteration that first uses it
     shard: bool = False
-    # (event, box, whether it writes) since the last write, which comes first. After a write of a part, accesses of
-    # the other parts are kept as well.
+    # (event, box, whether it writes): the last write and the accesses after it. If the last write was of a part, the
+    # earlier accesses of the other parts as well.
     accesses: list[tuple[Event, Box, bool]] = field(default_factory=list)
     first: Event | None = None  # the first write
     parts: bool = False  # whether the last write was of a part
@@ -68,23 +67,24 @@ class Place:
     end: int = -1
     slot: int = -1
     remote: bool = False  # whether another rank writes or reads it, or sends it
-    staged: Place | None = None  # of a shard: the slot from which other ranks pull it
-    last: Place | None = None  # the place before it in the slot
-    wraps: bool = False  # ``last`` held the slot in the replay before
-    view: View | None = None  # of all of it
+    staged: Place | None = None  # for a shard: the slot from which other ranks pull it
+    last: Place | None = None  # the place that used the slot before this one
+    wraps: bool = False  # ``last`` used the slot in the replay before
+    view: View | None = None  # the view of the whole frame
 
     @property
     def pitch(self) -> int:
+        """Distance between rows in a slot, in elements."""
         return slot_pitch(box_extents(self.frame)[2], self.dtype)
 
     @property
     def elements(self) -> int:
-        """Elements that it takes up in a slot."""
+        """Number of elements that the tile takes up in a slot, with padding."""
         batches, rows, _ = box_extents(self.frame)
         return batches * rows * self.pitch
 
     def frontier(self, box: Box) -> list[Event]:
-        """The events that a write to ``box`` must follow: reads since the last write, or a write never read."""
+        """The events after which ``box`` may be written: its reads since the last write, or that write if unread."""
         if box is self.frame and not self.parts:
             return [event for event, _, _ in (self.accesses[:0:-1] or self.accesses)]
         found: list[Event] = []
@@ -96,13 +96,13 @@ class Place:
         return found
 
     def writers(self, box: Box) -> list[Event]:
-        """The events whose writes a read of ``box`` sees."""
+        """The events that have written what a read of ``box`` reads."""
         return [event for event, other, writes in reversed(self.accesses) if writes and overlaps(other, box)]
 
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """A GEMM, a sum or a transfer, before it is an op."""
+    """A GEMM, a Reduce or a transfer, from which the emitter makes an op."""
 
     kind: type[Op]
     rank: int
@@ -114,26 +114,27 @@ class Event:
     box: Box | None = None  # what a transfer moves
     sources: list[Place] = field(default_factory=list)  # Gemm: A, B, then partial sums
     out: Place | None = None
-    completes: bool = False  # adds beta * C
+    completes: bool = False  # it completes the tile, and so adds beta * C
     after: list[Event] = field(default_factory=list)  # events whose results or slots it needs
-    follows: Event | None = None  # the GEMM before it on the same rank; an order in time, not a need
+    follows: Event | None = None  # the GEMM before it on the same rank: it sets the step, but no dependency
     step: int = -1
     round: int = -1
     position: int = -1  # among all events, in the order in which they become ops
-    op: int = -1
+    op: int = -1  # id of the op
     done_flags: dict[int, Flag] = field(default_factory=dict)  # by rank: the flag that says that the event has ended
-    waits: dict[int, int] = field(default_factory=dict)  # by rank: its Wait for that
-    credits: list[tuple[Flag, int]] = field(default_factory=list)  # flags that let it write, and who sets them
-    enters: bool = False  # waits for the replay's Barrier
+    waits: dict[int, int] = field(default_factory=dict)  # by rank: id of the Wait for that flag
+    credits: list[tuple[Flag, int]] = field(default_factory=list)  # credits that it waits for, and who signals them
+    enters: bool = False  # it waits for the replay's Barrier
 
     @property
     def crosses(self) -> bool:
-        """Whether it writes another rank's memory."""
+        """Whether the event writes another rank's memory."""
         return self.out is not None and self.out.rank != self.rank
 
     def read(self, place: Place, box: Box) -> None:
+        """Record that the event reads ``box``, after the events that wrote it."""
         if place.shard and place.operand != "D":
-            return  # nobody writes it
+            return  # no event writes it
         place.remote |= place.rank != self.rank
         for event in place.writers(box) if place.parts else (place.accesses[0][0],):
             if event not in self.after:
@@ -141,6 +142,7 @@ class Event:
         place.accesses.append((self, box, False))
 
     def write(self, place: Place, box: Box) -> None:
+        """Record that the event writes ``box``. On its own rank it follows the earlier accesses."""
         place.remote |= place.rank != self.rank
         if place.first is None:
             place.first = self
@@ -157,10 +159,10 @@ class Event:
             place.parts = True
 
     def settle(self) -> None:
-        """Set the step: the earliest one after what it needs and after the GEMM before it, which are settled."""
+        """Set the step: the earliest one that the events in ``after`` and ``follows`` allow. Their steps are set."""
         step = self.floor
         for before in self.after:
-            # A transfer has arrived one step later.
+            # The data of a transfer can be used one step later.
             ready = before.step + 1 if before.kind is Copy or before.crosses else before.step
             if ready > step:
                 step = ready
@@ -179,26 +181,26 @@ class Event:
                 place.end = step
 
     def order(self) -> tuple[int, int]:
-        """The key by which events are emitted: the round, GEMMs first, then the iteration that is served."""
+        """The sort key of emission: the round, GEMMs before other events, then the iteration that uses the result."""
         return self.round * 2 + (self.kind is not Gemm), self.out.iteration if self.out else self.iteration
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """The contribution of one rank to one tile of D."""
+    """One rank's part of the sum of one tile of D."""
 
     rank: int
     frame: Box
     iterations: list[int] = field(default_factory=list)
     incoming: list[int] = field(default_factory=list)  # ranks whose partial sums it receives
-    to: int | None = None  # rank that it sends its partial sum to; None: it completes the tile
-    whole: bool = True  # its last GEMM adds what arrives in its epilogue; otherwise a Reduce does
-    arrived: list[Place] = field(default_factory=list)
-    home: Place | None = None  # where its partial sum accumulates
+    to: int | None = None  # rank to which it sends its partial sum; None: it completes the tile
+    whole: bool = True  # the epilogue of its last GEMM adds the partial sums that it receives; False: a Reduce does
+    arrived: list[Place] = field(default_factory=list)  # the partial sums that it receives
+    home: Place | None = None  # where its own partial sum accumulates
 
 
 def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """Bounds of shards * chunks tiles: shards by ceil-division or of the given sizes, each divided into chunks."""
+    """The bounds of shards * chunks tiles. A shard has its entry of ``sizes``, or ceil(extent / shards)."""
     edges = [0]
     length = -(-extent // shards)
     for shard in range(shards):
@@ -210,7 +212,15 @@ def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) 
 
 
 class Derivation:
-    """Steps 1 to 3: the events, when they happen, and where their tiles rest."""
+    """The events of a problem under a schedule, with their steps and their memory.
+
+    Call ``run``, then ``allocate``. ``events`` and ``places`` hold the results.
+
+    Args:
+        problem: the product.
+        scheduler: the schedule.
+        mechanism: who transfers, as :func:`distgemm.make_plan` takes it.
+    """
 
     def __init__(self, problem: GemmProblem, scheduler: DistributedTileScheduler, mechanism: Mechanism) -> None:
         self.problem = problem
@@ -223,11 +233,12 @@ class Derivation:
         self.work = [self._work(rank) for rank in self.ranks]
         self.events: list[Event] = []
         self.places: list[list[Place]] = [[] for _ in self.ranks]
-        # Places of tiles that each rank has: of A and B, of the final copies of D, and of its own results.
+        # Places of A and B on each rank, and of the finished tiles of D that other ranks send to it.
         self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
-        self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]
+        self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]  # places in each rank's shard of D
 
     def run(self) -> None:
+        """Compute all events and their steps."""
         self._gather()
         parts = self._parts()
         self._multiply(parts)
@@ -235,12 +246,13 @@ class Derivation:
         self._send_final(parts)
 
     def forget(self) -> None:
-        """Remove the cycles of references between events and places, so that they are freed at once."""
+        """Remove the reference cycles between events and places, so that Python frees them immediately."""
         for place in chain(*self.places, *(places.values() for places in self.results)):
             place.accesses = []
             place.first = place.last = place.staged = None
 
     def fail(self, message: str) -> ValueError:
+        """An error that names the schedule and the mesh."""
         return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
 
     # --- extents ------------------------------------------------------------------------------------
@@ -254,7 +266,7 @@ class Derivation:
         return tuple(result)
 
     def _rows(self, shards: int) -> list[int]:
-        """Rows of each shard of M, from the rows that each rank holds of A, or of D if A is not sharded along M."""
+        """The rows of each shard of M. ``m_per_rank`` gives each rank's rows of A, or of D if M does not shard A."""
         rows, scheduler = self.problem.m_per_rank or (), self.scheduler
         if len(rows) != scheduler.world_size:
             raise self.fail(f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
@@ -276,7 +288,7 @@ class Derivation:
         return [sizes[shard] for shard in range(shards)]
 
     def _work(self, rank: int) -> dict[int, TileCoord]:
-        """The tiles that are not empty, by iteration."""
+        """A rank's work tiles that are not empty, by iteration."""
         tiles = self.scheduler.work.tiles[rank]
         empty = [{index for index, (low, high) in enumerate(pairwise(edges)) if low == high} for edges in self.edges]
         if not any(empty):
@@ -288,7 +300,7 @@ class Derivation:
         }
 
     def frame(self, operand: str, tile: Tile) -> Box:
-        """The box of an operand's tile."""
+        """The box of an operand's tile in global coordinates (l, rows, columns)."""
         found = self.frames.get((operand, tile))
         if found is None:
             rows, columns = {"A": (0, 2), "B": (1, 2), "D": (0, 1)}[operand]
@@ -303,7 +315,11 @@ class Derivation:
         return found
 
     def shard(self, operand: str, rank: int) -> Box:
-        """The box that a rank's tiles form."""
+        """The box of a rank's shard, which all its tiles form.
+
+        Raises:
+            ValueError: if the tiles do not form one box.
+        """
         tiles = {tile for tile in self.scheduler.partition[operand].tiles[rank] if tile is not None}
         if not tiles:
             return (0, 0), (0, 0), (0, 0)
@@ -318,7 +334,7 @@ class Derivation:
     # --- what moves -----------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Tiles of A and B that a rank multiplies and does not hold."""
+        """Add the transfers of tiles of A and B that a rank multiplies and does not hold."""
         for operand, route in (("A", self.scheduler.route.a), ("B", self.scheduler.route.b)):
             layout = self.scheduler.partition[operand]
             needs: dict[Tile, dict[int, int]] = defaultdict(dict)
@@ -340,14 +356,14 @@ class Derivation:
         route: GatherRoute,
         dtype: str,
     ) -> None:
-        """Bring a tile to every rank of ``first_use``, each served by the holder nearest to it."""
+        """Add the transfers of a tile to all ranks of ``first_use``. The nearest holder sends it to each."""
         served: dict[int, list[int]] = defaultdict(list)
         for rank in first_use:
             nearest = min(holders, key=lambda holder: self._distance(holder, rank)) if len(holders) > 1 else holders[0]
             served[nearest].append(rank)
         for holder, needers in served.items():
-            # Ranks that need it in the same iteration are served downwards from the holder, so that no two holders
-            # start with the same rank.
+            # Ranks that need the tile in the same iteration are sorted by descending number from the holder, so that
+            # no two holders start with the same rank.
             needers.sort(key=lambda rank: (first_use[rank], (holder - rank) % self.scheduler.world_size))
             hops = route.hops(self.scheduler.mesh, holder, needers)
             self._check_hops(f"{operand}{tile}", route, hops)
@@ -371,7 +387,7 @@ class Derivation:
 
     @staticmethod
     def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
-        """The hops to ranks that use the tile or pass it on, without those that nobody needs."""
+        """The hops to ranks that use the tile or forward it. Hops that no rank needs are dropped."""
         useful: list[Hop] = []
         sources: set[int] = set()
         for hop in reversed(hops):
@@ -387,7 +403,7 @@ class Derivation:
         return useful[::-1]
 
     def _distance(self, holder: int, rank: int) -> tuple[int, int]:
-        """How far a rank is from a holder: mesh axes to cross, then ranks clockwise."""
+        """The distance from a holder to a rank: number of mesh axes on which they differ, then ranks clockwise."""
         crossed, a, b = 0, holder, rank
         for extent in reversed(self.scheduler.mesh):
             crossed += a % extent != b % extent
@@ -430,7 +446,7 @@ class Derivation:
         return places[tile]
 
     def _send(self, into: Place, source: Place, box: Box, phase: int, floor: int = 0) -> None:
-        """Add a transfer; the mechanism decides which rank executes it."""
+        """Add a transfer. The mechanism decides which rank executes it."""
         rank = source.rank
         if self.mechanism == "pull":
             rank, source = into.rank, self._staged(source, phase) if source.shard else source
@@ -442,7 +458,7 @@ class Derivation:
         self.events.append(event)
 
     def _staged(self, shard: Place, phase: int) -> Place:
-        """The copy of a shard's tile in a slot: other ranks can read only the workspace."""
+        """The copy of a shard's tile in a slot, from which other ranks pull. They can read only the workspace."""
         if shard.staged is None:
             place = replace(shard, shard=False, accesses=[], first=None, start=-1, end=-1, view=None)
             event = Event(Copy, shard.rank, shard.iteration, shard.operand, shard.tile, phase, 0, shard.frame)
@@ -456,7 +472,7 @@ class Derivation:
         return shard.staged
 
     def _parts(self) -> dict[Tile, dict[int, Part]]:
-        """The ranks that add into each tile of D, and the ranks to which they send their partial sums."""
+        """The ranks' parts of each tile of D, connected along the route of the partial sums."""
         tiles: dict[Tile, dict[int, Part]] = {}
         for rank in self.ranks:
             for iteration, work in self.work[rank].items():
@@ -470,7 +486,7 @@ class Derivation:
         return tiles
 
     def _join(self, tile: Tile, parts: dict[int, Part]) -> None:
-        """Connect the contributions to one tile along the route, towards the rank that completes it."""
+        """Set for each part of one tile to which rank it goes, and whether an epilogue adds what it receives."""
         reducer = self._reducer(tile)
         contributors = [part for rank, part in parts.items() if rank != reducer]
         contributors.sort(key=lambda part: (part.iterations[-1], part.rank))
@@ -483,7 +499,7 @@ class Derivation:
         hops = route.hops(self.scheduler.mesh, ranks, reducer)
         self._check_hops(f"D{tile}", route, hops)
         for hop in hops:
-            # A rank that contributes nothing may pass on what it receives.
+            # A rank that multiplies no part of the tile may forward what it receives.
             src, dst = (parts.setdefault(rank, Part(rank, frame)) for rank in hop[:2])
             if src.rank == reducer or src.to is not None or not (src.iterations or src.incoming):
                 raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
@@ -492,7 +508,8 @@ class Derivation:
         lost = [part.rank for part in parts.values() if part.to is None and part.rank != reducer]
         if lost:
             raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
-        # The epilogue of the last GEMM adds a partial sum if all sums before it on the route are complete by then.
+        # The epilogue of a part's last GEMM can add the partial sums that it receives only if the parts that send them
+        # are complete in an earlier iteration.
         for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
             before = [parts[rank] for rank in part.incoming]
             place = route.final_add if part.to is None else route.add
@@ -504,7 +521,7 @@ class Derivation:
             )
 
     def _reducer(self, tile: Tile) -> int:
-        """The owner that completes a tile: of several owners, the one whose own GEMM comes last."""
+        """The owner that completes a tile. If there are several, the one whose own GEMM of the tile comes last."""
         owners = self.scheduler.partition.d.holders(tile)
         if len(owners) == 1:
             return owners[0]
@@ -519,7 +536,7 @@ class Derivation:
     # --- who multiplies and adds ------------------------------------------------------------------------
 
     def _multiply(self, tiles: dict[Tile, dict[int, Part]]) -> None:
-        """One GEMM for each tile of work, in the order of iterations."""
+        """Add a GEMM for each work tile, in the order of iterations."""
         before: list[Event | None] = [None for _ in self.ranks]
         landed_a, landed_b = self.landed["A"], self.landed["B"]
         for iteration in range(self.scheduler.iterations):
@@ -545,7 +562,10 @@ class Derivation:
                     self._pass_on(part, parts, (m, n, batch), iteration)
 
     def _accumulate(self, event: Event, part: Part, tile: Tile, into: Place | None) -> None:
-        """Set where a GEMM's result goes and what its epilogue adds; ``into`` is a place of another rank."""
+        """Set where a GEMM's result goes and what its epilogue adds.
+
+        ``into`` is the place of another rank into which the GEMM stores. None: it stores on its own rank.
+        """
         frame = part.frame
         first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
         done = last and part.whole
@@ -558,7 +578,7 @@ class Derivation:
         elif finishes:
             out = self._result(part.rank, tile)
         elif first:
-            # The only GEMM of a tile adds to the partial sum that arrives, in place.
+            # A rank's only GEMM of the tile adds in place: its result replaces the partial sum that arrived.
             in_place = done and bool(part.arrived)
             out = part.home = part.arrived[0] if in_place else self._home(part, tile, event.iteration)
         else:
@@ -572,7 +592,7 @@ class Derivation:
         event.settle()
 
     def _home(self, part: Part, tile: Tile, iteration: int) -> Place:
-        """Where a partial sum rests: in D of the rank that completes it, if the types agree; otherwise in a slot."""
+        """The place of a rank's partial sum: in D, if the rank completes the tile and the types agree, or in a slot."""
         if part.to is None and self.partial_dtype == self.out_dtype:
             return self._result(part.rank, tile)
         place = Place(part.rank, "D", tile, part.frame, self.partial_dtype, iteration)
@@ -580,6 +600,7 @@ class Derivation:
         return place
 
     def _result(self, rank: int, tile: Tile) -> Place:
+        """The place of a tile in the rank's shard of D."""
         place = self.results[rank].get(tile)
         if place is None:
             place = Place(rank, "D", tile, self.frame("D", tile), self.out_dtype, 0, shard=True)
@@ -587,7 +608,7 @@ class Derivation:
         return place
 
     def _arriving(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> Place:
-        """Where a partial sum arrives at the rank that adds to it next."""
+        """A new place for a partial sum, on the rank that adds to it next."""
         assert part.to is not None
         to = parts[part.to]
         used = to.iterations[-1] if to.iterations else iteration
@@ -597,13 +618,13 @@ class Derivation:
         return place
 
     def _pass_on(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> None:
-        """Send a partial sum to the rank that adds to it next."""
+        """Add the transfer of a partial sum to the rank that adds to it next."""
         place = self._arriving(part, parts, tile, iteration)
         assert part.home is not None
         self._send(place, part.home, part.frame, RESULT)
 
     def _sum(self, tiles: dict[Tile, dict[int, Part]]) -> None:
-        """Add a Reduce for all partial sums that no epilogue adds, in an order in which none waits for a later one."""
+        """Add a Reduce for each part whose partial sums no epilogue adds. None depends on a later one."""
         for tile, parts in tiles.items():
             waiting = [part for part in parts.values() if not part.whole]
             last = max(part.iterations[-1] for part in parts.values() if part.iterations)
@@ -618,7 +639,7 @@ class Derivation:
                         self._pass_on(part, parts, tile, last)
 
     def _reduce(self, part: Part, tile: Tile, iteration: int) -> None:
-        """Add the sums that arrived, and the rank's own partial sum last."""
+        """Add the event that sums the partial sums that arrived, then the rank's own."""
         frame = part.frame
         event = Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.to is None)
         self.events.append(event)
@@ -631,7 +652,7 @@ class Derivation:
         event.settle()
 
     def _send_final(self, tiles: dict[Tile, dict[int, Part]]) -> None:
-        """Send finished tiles of D from the rank that completes them to the other owners."""
+        """Add the final copies: finished tiles of D go from the rank that completes them to the other owners."""
         for tile, parts in tiles.items():
             owners = self.scheduler.partition.d.holders(tile)
             if len(owners) == 1:
@@ -651,7 +672,15 @@ class Derivation:
     # --- where --------------------------------------------------------------------------------------------
 
     def allocate(self, workspace: WorkspaceMode, send_slots: int) -> tuple[tuple[Slot, ...], ...]:
-        """A slot for every place, in order of their lifetimes."""
+        """Give every place a slot.
+
+        Args:
+            workspace: "full" or "bounded", as :func:`distgemm.make_plan` takes it.
+            send_slots: number of slots for partial sums that wait to be sent, >= 1.
+
+        Returns:
+            The slots of each rank.
+        """
         return tuple(self._allocate(rank, workspace == "bounded", send_slots) for rank in self.ranks)
 
     def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
@@ -662,10 +691,11 @@ class Derivation:
             place.slot = len(slot_places)
             if bounded or not place.remote:
                 for index, last in enumerate(shared):
-                    # A slot is free after a whole round of chunks, or once all send slots have been used again.
+                    # If another rank accesses a slot, it is free from the next multiple of ``group`` steps (the chunks
+                    # of a shard). Otherwise it is free ``send_slots`` steps after its last access.
                     remote = place.remote or last.remote
                     free = (last.end // group + 1) * group if remote else last.end + send_slots
-                    # Tiles of one operand have almost the same size, so no slot is much larger than its tiles need.
+                    # Tiles of one operand have almost the same size, so sharing wastes little memory.
                     if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
                         place.slot, place.last = last.slot, last
                         shared[index] = place

@@ -1,7 +1,7 @@
-"""What a rank does: a few ops on views of memory, each with the ops it depends on.
+"""The ops of a plan, and the views of memory that they read and write.
 
-Within a rank only ``deps`` order ops; between ranks only signals and barriers do. ``deps`` name ops of the
-same rank and replay by id. A rank begins a replay after it has finished the one before.
+Within a rank only ``deps`` order ops. They are ids of ops of the same rank and the same replay. Between ranks only
+signals and barriers order ops. A rank begins a replay after it has finished the replay before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tile = tuple[int, ...]
 
 
 def box_extents(box: Box) -> tuple[int, int, int]:
-    """Lengths of a box, (l, rows, columns)."""
+    """The extents (l, rows, columns) of a box."""
     (l0, l1), (r0, r1), (c0, c1) = box
     return l1 - l0, r1 - r0, c1 - c0
 
@@ -54,29 +54,29 @@ def box_size(box: Box) -> int:
 
 def overlaps(a: Box, b: Box) -> bool:
     """Whether two boxes share an element."""
-    # Written out: planning and verifying ask this more than anything else.
+    # No loop: planning and verification call this function more often than any other.
     (a0, a1), (a2, a3), (a4, a5) = a
     (b0, b1), (b2, b3), (b4, b5) = b
     return max(a0, b0) < min(a1, b1) and max(a2, b2) < min(a3, b3) and max(a4, b4) < min(a5, b5)
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether ``inner`` lies in ``outer``."""
+    """Whether the box ``inner`` lies in the box ``outer``."""
     (o0, o1), (o2, o3), (o4, o5) = outer
     (i0, i1), (i2, i3), (i4, i5) = inner
     return o0 <= i0 <= i1 <= o1 and o2 <= i2 <= i3 <= o3 and o4 <= i4 <= i5 <= o5
 
 
 class View(NamedTuple):
-    """A box of a matrix where it lies in one rank's memory.
+    """A box of a matrix in the memory of one rank.
 
     Attributes:
-        rank: whose memory.
-        buffer: "A", "B", "C" or "D", the rank's shard; "slot", its workspace.
-        slot: number of the slot; -1 for a shard.
-        frame: the box that the buffer holds, row-major.
-        box: the part of it that is meant.
-        pitch: elements from row to row; a batch follows the rows of the one before.
+        rank: the rank whose memory it is.
+        buffer: "A", "B", "C" or "D" for the rank's shard, "slot" for its workspace.
+        slot: number of the slot. -1 for a shard.
+        frame: the box of the matrix that the buffer holds, row-major.
+        box: the part of the frame that the view covers, in the same global coordinates.
+        pitch: distance between rows in elements. Each batch follows the rows of the batch before.
     """
 
     rank: int
@@ -88,12 +88,12 @@ class View(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of memory that the frame takes up."""
+        """Number of elements that the frame takes up in memory, with padding between rows."""
         batches, rows, _ = box_extents(self.frame)
         return batches * rows * self.pitch
 
     def slices(self) -> tuple[slice, slice, slice]:
-        """Where the box lies in the frame, (l, rows, columns)."""
+        """The slices (l, rows, columns) of the frame that are the box."""
         (fl, _), (fr, _), (fc, _) = self.frame
         (l0, l1), (r0, r1), (c0, c1) = self.box
         return slice(l0 - fl, l1 - fl), slice(r0 - fr, r1 - fr), slice(c0 - fc, c1 - fc)
@@ -105,11 +105,13 @@ class View(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place in a rank's workspace.
+    """A place for tiles or partial sums in a rank's workspace.
 
     Attributes:
-        elements: capacity, with padding, for the element type ``dtype``; offset and bytes are multiples of the
-            alignment.
+        offset: start in the workspace in bytes, a multiple of the alignment.
+        bytes: size in bytes, a multiple of the alignment.
+        dtype: element type of what the slot holds.
+        elements: capacity in elements of ``dtype``, with padding between rows.
     """
 
     offset: int
@@ -119,12 +121,16 @@ class Slot(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A word in the waiting rank's signal memory, 0 or 1. Signal sets it; Wait waits for 1 and resets it.
+    """A 32-bit value, 0 or 1, in the signal memory of the rank that waits for it.
+
+    A Signal sets the flag to 1. A Wait waits for 1 and resets the flag to 0.
 
     Attributes:
-        credit: whether it says "this slot may be written again" (1 before the first replay) or "a chunk has arrived" (0
-            before the first replay). A credit that is spent within the replay in which it is given starts at 0:
-            ``initial`` says which.
+        rank: the rank that waits.
+        number: number of the flag in that rank's signal memory.
+        initial: value before the first replay. An arrival starts at 0. A credit starts at 1, but at 0 if its Signal and
+            its Wait belong to the same replay.
+        credit: True: the flag says that a slot may be written again. False: it says that a chunk has arrived.
     """
 
     rank: int
@@ -138,18 +144,18 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What all ops share.
+    """The base class of all ops.
 
     Attributes:
-        id: names the op within its rank.
-        rank: the rank that executes it.
-        round: place in the plan's global order: whatever happens before this op, on any rank, has a smaller or the same
-            round, and a chunk sent in a round is first used in a later one.
-        iteration: the iteration that it serves.
+        id: number of the op, unique on its rank.
+        rank: the rank that executes the op.
+        round: position in the plan's global order. Everything that happens before this op, on any rank, has a smaller
+            or the same round. The first use of a chunk is in a later round than its transfer.
+        iteration: the iteration to which the op belongs.
         operand: "A", "B" or "D".
-        tile: tile coordinates: (m, n, k, l) of a Gemm, else those of the operand.
-        slot: the slot it writes, or speaks of; -1 for none.
-        deps: ids of the ops that must have finished before.
+        tile: coordinate of the tile: (m, n, k, l) for a Gemm, the coordinate in the operand for other ops.
+        slot: the slot that the op writes, or that a Signal or Wait is about. -1 for none.
+        deps: ids of the ops that must have finished before this op starts.
     """
 
     id: int
@@ -167,7 +173,7 @@ class Op:
         return type(self).__name__
 
     def describe(self) -> str:
-        """Rank, iteration, op and tile, for messages."""
+        """Rank, iteration, op, tile and slot as text, for messages."""
         where = f" slot {self.slot}" if self.slot >= 0 else ""
         tile = ", ".join(map(str, self.tile))
         return f"rank {self.rank} iteration {self.iteration}: {self.kind} #{self.id} {self.operand}({tile}){where}"
@@ -178,8 +184,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Gemm(Op):
-    """out = alpha * a @ b.T + sum of sources (+ beta * c, by the op that completes a tile); a partial sum may go into
-    a slot of the rank that adds to it next"""
+    """out = alpha * a @ b.T + sum of sources. The op that completes a tile also adds beta * c.
+
+    Attributes:
+        tile: coordinate (m, n, k, l) of the work tile.
+        a: the tile of A.
+        b: the tile of B.
+        sources: partial sums that the epilogue adds.
+        c: the tile of C for the op that completes a tile of D. None for other ops.
+        out: the result. With the mechanism "store" a partial sum goes directly into a slot of the next rank.
+    """
 
     tile: TileCoord
     a: View
@@ -191,7 +205,14 @@ class Gemm(Op):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Op):
-    """dst = src; local, or pushed by the rank that holds src, or pulled by the one that holds dst"""
+    """dst = src, on one rank or between two ranks.
+
+    The rank that holds ``src`` executes a push. The rank that holds ``dst`` executes a pull.
+
+    Attributes:
+        src: what is read.
+        dst: what is written, a view with the same box.
+    """
 
     src: View
     dst: View
@@ -202,7 +223,13 @@ class Copy(Op):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Op):
-    """out = sum of sources (+ beta * c, by the op that completes a tile), added in this order"""
+    """out = sum of sources, added in their order. The op that completes a tile also adds beta * c.
+
+    Attributes:
+        sources: the partial sums.
+        c: the tile of C for the op that completes a tile of D. None for other ops.
+        out: the result.
+    """
 
     sources: tuple[View, ...]
     c: View | None
@@ -211,7 +238,11 @@ class Reduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class Signal(Op):
-    """flag = 1, in the memory of the rank that waits for it"""
+    """flag = 1, in the memory of the rank that waits for it.
+
+    Attributes:
+        flag: the flag to set.
+    """
 
     flag: Flag
 
@@ -221,7 +252,12 @@ class Signal(Op):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Op):
-    """wait until flag == 1, then flag = 0; ``peer`` is the rank that signals"""
+    """Wait until flag == 1, then flag = 0.
+
+    Attributes:
+        flag: a flag of this rank.
+        peer: the rank that sets the flag.
+    """
 
     flag: Flag
     peer: int
@@ -232,11 +268,18 @@ class Wait(Op):
 
 @dataclass(frozen=True, slots=True)
 class Barrier(Op):
-    """wait until every rank has come to its Barrier of this round"""
+    """Wait until all ranks have reached their Barrier of the same round."""
 
 
 def accesses(op: Op) -> tuple[list[View], View | None]:
-    """What an op reads, and what it writes."""
+    """The views that an op reads and the view that it writes.
+
+    Args:
+        op: any op.
+
+    Returns:
+        The views that it reads, and the view that it writes. [] and None for a Signal, Wait or Barrier.
+    """
     if isinstance(op, Gemm):
         return [op.a, op.b, *op.sources, *([op.c] if op.c else [])], op.out
     if isinstance(op, Reduce):
@@ -247,7 +290,14 @@ def accesses(op: Op) -> tuple[list[View], View | None]:
 
 
 def link_of(op: Op) -> tuple[int, int] | None:
-    """From which rank to which an op moves something; None where all that it touches is its own."""
+    """The link (src, dst) over which an op moves data.
+
+    Args:
+        op: any op.
+
+    Returns:
+        The rank that holds the data and the rank that gets it. None if the op accesses only its own rank's memory.
+    """
     if isinstance(op, Copy):
         return None if op.src.rank == op.dst.rank else (op.src.rank, op.dst.rank)
     out = accesses(op)[1]
@@ -258,10 +308,16 @@ _Op = TypeVar("_Op", bound=Op)
 
 
 def maker(kind: type[_Op]) -> Callable[..., _Op]:
-    """``kind`` for those who make many: the same ops from the same arguments, several times as fast.
+    """A function that makes the same ops as the class ``kind``, several times as fast.
 
-    A frozen dataclass sets its fields one by one through ``object.__setattr__``. Here they are set as those of any
-    other class are, and frozen afterwards.
+    The ``__init__`` of a frozen dataclass calls ``object.__setattr__`` for each field. The function sets the fields of
+    a class that is not frozen, and changes the object's class afterwards.
+
+    Args:
+        kind: a class of ops.
+
+    Returns:
+        A function with the fields of ``kind`` as positional arguments.
     """
     thawed = make_dataclass("Fields", [field.name for field in fields(kind)])
     members = {

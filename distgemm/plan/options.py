@@ -1,4 +1,4 @@
-"""Values from texts of the command line and of tuned configurations."""
+"""Parsers for the values of options, as the command line and pinned schedules write them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ Mesh = tuple[int, ...]
 
 
 def parse_mesh(text: str | None) -> Mesh | None:
-    """The sides of a mesh from a text such as "2x4".
+    """The sides of a mesh such as "2x4", as a tuple.
+
+    Args:
+        text: the sides, separated by "x". None: no mesh.
+
+    Returns:
+        The sides. None if ``text`` is None.
 
     Raises:
-        ValueError: if the text has another form.
+        ValueError: for another text.
     """
     if text is None:
         return None
@@ -25,10 +31,16 @@ def parse_mesh(text: str | None) -> Mesh | None:
 
 
 def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
-    """Options from texts such as "chunks=2". Integers and truth values are converted; other values stay texts.
+    """The options of "key=value" texts, as a dictionary.
+
+    Args:
+        texts: one text for each option. None: no options.
+
+    Returns:
+        The values by key. A value is an integer or a truth value if it looks like one, otherwise a string.
 
     Raises:
-        ValueError: if a text has another form.
+        ValueError: for a text without a key or without "=".
     """
     found: dict[str, Any] = {}
     for text in texts or []:

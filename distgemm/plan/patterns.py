@@ -1,4 +1,4 @@
-"""Which plans do which pattern."""
+"""Checks whether a plan or a schedule does a pattern: "ag+gemm", "gemm+rs" or "gemm+ar"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ __all__ = ["does_pattern", "schedule_does_pattern"]
 
 
 def does_pattern(plan: Plan, pattern: Pattern) -> bool:
-    """Whether a plan begins and ends with the shards of the pattern, ranks in order."""
+    """Whether the shards of A, B and D in a plan are those of a pattern.
+
+    Args:
+        plan: the plan.
+        pattern: for example "ag+gemm", which needs A sharded along M, B and D along N.
+
+    Returns:
+        True if every rank's shards are as the pattern needs, with the shards in the order of the ranks.
+    """
     p, ranks = plan.problem, range(plan.world_size)
     m, n, k = ((0, extent) for extent in (p.m, p.n, p.k))
     held = {name: [plan.box(name, rank)[1:] for rank in ranks] for name in "ABD"}
@@ -38,7 +46,15 @@ def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
 
 
 def schedule_does_pattern(name: str, pattern: Pattern) -> bool:
-    """Whether a schedule on one axis of ranks does the pattern; False for schedules that need a mesh."""
+    """Whether a schedule on one axis of ranks does a pattern.
+
+    Args:
+        name: name of the schedule.
+        pattern: the pattern.
+
+    Returns:
+        The answer for two ranks. False for schedules that need a mesh of several axes.
+    """
     try:
         plan = make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2))
     except ValueError:  # needs a mesh

@@ -1,4 +1,4 @@
-"""Plan: what all ranks will do for one problem under one schedule. Immutable, hashable, made from metadata."""
+"""Plan: the ops of all ranks for one problem under one schedule. It is immutable and hashable, and contains no data."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ SyncMode = Literal["credit", "barrier"]
 Mechanism = Literal["push", "pull", "store"]
 
 SLOT_ALIGNMENT = 256
-"""Slots start at, and take up, multiples of this many bytes."""
+"""Alignment of the offset and the size of slots in bytes."""
 
 STORED_ALIGNMENT = 1 << 16
-"""The same, where GEMMs store at several peers. To TMA that is one tensor, whose batches are multiples of a distance
-apart, fewer than 2**31 of them, and memories of peers may be 2**47 bytes apart."""
+"""Alignment of slots in bytes if GEMMs store into slots of several peers. For TMA these slots are one tensor, in which
+the distance between batches is a multiple of this alignment. TMA takes fewer than 2**31 such multiples, and the
+memories of peers may be 2**47 bytes apart."""
 
 ROW_ALIGNMENT = 16
-"""Rows in slots start at multiples of this many bytes: TMA, by which kernels load and store, demands it."""
+"""Alignment of rows in slots in bytes. Kernels load and store with TMA, which requires it."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without the cyclic garbage collector: it would go through the ops of a large plan again and again.
+    """A context in which Python's cyclic garbage collector is off.
 
-    What was made meanwhile counts as old, as if it had been gone through: nothing of it is garbage.
+    The collector would otherwise scan the ops of a large plan many times. At the end all objects move to the oldest
+    generation, so that the collector does not scan them soon. None of them is garbage.
     """
     if not gc.isenabled():
         yield
@@ -59,36 +61,49 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if not gc.get_freeze_count():
-            # Moves everything to the oldest generation.
+            # These two calls move all objects to the oldest generation.
             gc.freeze()
             gc.unfreeze()
         gc.enable()
 
 
 def slot_pitch(columns: int, dtype: str) -> int:
-    """Elements from row to row of a tile that rests in a slot: its columns, rounded up to ROW_ALIGNMENT."""
+    """The distance between rows of a tile in a slot, in elements.
+
+    Args:
+        columns: number of columns of the tile.
+        dtype: element type, a key of ``DTYPE_BYTES``.
+
+    Returns:
+        The columns, rounded up so that each row starts at a multiple of ROW_ALIGNMENT bytes.
+    """
     size = DTYPE_BYTES[dtype]
     return -(-columns * size // ROW_ALIGNMENT) * ROW_ALIGNMENT // size
 
 
 class PlanError(Exception):
-    """A plan that does not compute its product; the message names rank, iteration and op, or what no op does."""
+    """A plan that does not compute its product, or that a runtime cannot execute.
+
+    The message names rank, iteration and op, or what no op does.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The ops of every rank, and what they refer to. Made by :func:`distgemm.make_plan`.
+    """The ops of every rank for one product, and the memory that they use. :func:`distgemm.make_plan` makes it.
 
     Attributes:
         problem: the product.
-        schedule: the schedule's name.
+        schedule: name of the schedule.
         mesh: arrangement of the ranks.
-        workspace, sync, mechanism: as given to :func:`distgemm.make_plan`.
-        iterations: local GEMMs of each rank.
-        edges: for each of m, n, k, l the bounds of the work tiles: tile t is edges[t]:edges[t+1].
-        shards: the box of each rank, for "A", "B" and "D".
-        rank_ops: the ops of each rank, in an order in which they can be issued one by one.
-        slots: the workspace of each rank.
+        workspace: as given to :func:`distgemm.make_plan`.
+        sync: as given to :func:`distgemm.make_plan`.
+        mechanism: as given to :func:`distgemm.make_plan`.
+        iterations: number of iterations of each rank.
+        edges: bounds of the work tiles in the modes m, n, k and l. Tile t is edges[mode][t]:edges[mode][t + 1].
+        shards: the boxes of A, B and D that each rank holds: shards[operand][rank].
+        rank_ops: the ops of each rank, in an order in which the rank can issue them one by one.
+        slots: the slots of each rank's workspace.
     """
 
     problem: GemmProblem
@@ -126,33 +141,80 @@ class Plan:
         return rank
 
     def ops(self, rank: int) -> tuple[Op, ...]:
-        """The ops of a rank."""
+        """The ops of a rank, in an order in which it can issue them one by one.
+
+        Args:
+            rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
         return self.rank_ops[self._rank(rank)]
 
     def replace_ops(self, rank: int, ops: Sequence[Op]) -> Plan:
-        """A new plan in which ``rank`` does these ops instead; for tests and tools. Nothing is checked."""
+        """A new plan in which a rank has other ops, for tests and tools. Nothing is checked.
+
+        Args:
+            rank: 0 to world_size - 1.
+            ops: all ops of the rank in the new plan.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
         changed = list(self.rank_ops)
         changed[self._rank(rank)] = tuple(ops)
         return dataclasses.replace(self, rank_ops=tuple(changed))
 
     def box(self, operand: str, rank: int) -> Box:
-        """A rank's shard of "A", "B" or "D" (and "C", as "D") in global coordinates (l, rows, columns)."""
+        """The box of a rank's shard in global coordinates (l, rows, columns).
+
+        Args:
+            operand: "A", "B", "C" or "D". C has the same shards as D.
+            rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: for another operand or rank.
+        """
         if operand not in ("A", "B", "C", "D"):
             raise ValueError(f"operand {operand!r} is none of 'A', 'B', 'C', 'D'")
         return self.shards[{"A": 0, "B": 1}.get(operand, 2)][self._rank(rank)]
 
     def shard(self, operand: str, rank: int) -> tuple[slice, ...]:
-        """The slices of the global array that a rank holds: A (m, k), B (n, k), D and C (m, n); with l > 1, l first."""
+        """The slices of a global array that are a rank's shard.
+
+        Args:
+            operand: "A", "B", "C" or "D".
+            rank: 0 to world_size - 1.
+
+        Returns:
+            Slices of an array of shape (m, k) for A, (n, k) for B, (m, n) for C and D. With l > 1 the first slice is
+            along l.
+
+        Raises:
+            ValueError: for another operand or rank.
+        """
         slices = tuple(slice(start, stop) for start, stop in self.box(operand, rank))
         return slices if self.problem.l > 1 else slices[1:]
 
     def shard_shape(self, operand: str, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard, laid out as :meth:`shard`."""
+        """The shape of a rank's shard, with the axes of :meth:`shard`.
+
+        Args:
+            operand: "A", "B", "C" or "D".
+            rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: for another operand or rank.
+        """
         shape = box_extents(self.box(operand, rank))
         return shape if self.problem.l > 1 else shape[1:]
 
     def link_bytes(self) -> dict[tuple[int, int], int]:
-        """Payload bytes sent over each link (src, dst) in one replay; links that carry nothing are absent."""
+        """The bytes that one replay sends over each link, without flags.
+
+        Returns:
+            Bytes by (source rank, destination rank). A link that carries nothing is absent.
+        """
         found: Counter[tuple[int, int]] = Counter()
         for link, view in self._transfers:
             found[link] += box_size(view.box) * DTYPE_BYTES[self.dtype(view)]
@@ -160,41 +222,56 @@ class Plan:
 
     @cached_property
     def _transfers(self) -> tuple[tuple[tuple[int, int], View], ...]:
-        """(src, dst) and what is written, for all that goes from rank to rank."""
+        """The link (src, dst) and the view that is written, for each op that moves data between ranks."""
         every = ((link_of(op), accesses(op)[1]) for ops in self.rank_ops for op in ops)
         return tuple((link, view) for link, view in every if link is not None and view is not None)
 
     def dtype(self, view: View) -> str:
-        """The element type of the memory in which a view lies."""
+        """The element type of a view's memory.
+
+        Args:
+            view: a view of this plan.
+        """
         if view.buffer == "slot":
             return self.slots[view.rank][view.slot].dtype
         return self.problem.dtype if view.buffer in ("A", "B") else str(self.problem.out_dtype)
 
     def workspace_bytes(self, rank: int) -> int:
-        """Symmetric workspace of a rank with alignment, without signals and kernel scratch."""
+        """The bytes of all slots of a rank, with alignment, without signal memory and scratch memory of kernels.
+
+        Args:
+            rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
         return sum(slot.bytes for slot in self.slots[self._rank(rank)])
 
     @cached_property
     def padded_rows(self) -> tuple[tuple[int, int], ...]:
-        """Tiles that rest in slots with padding between their rows: (columns, elements from row to row)."""
-        # What rests in a slot was written there.
+        """The (columns, pitch) of tiles that have padding between their rows in slots, in elements, sorted."""
+        # The views that ops write are enough: an op has written each tile that is in a slot.
         written = (view for ops in self.rank_ops for op in ops if (view := accesses(op)[1]) and view.buffer == "slot")
         found = {(box_extents(view.frame)[2], view.pitch) for view in written}
         return tuple(sorted(rows for rows in found if rows[0] != rows[1]))
 
     def verify(self) -> None:
-        """Prove the plan over all ranks and all replays; raises :class:`PlanError` where it fails."""
+        """Prove that the plan computes its product, over all ranks, legal orders of ops, and replays.
+
+        Raises:
+            PlanError: if it does not. The message names rank, iteration and op, or the tile that no op computes.
+        """
         from distgemm.plan.verify import verify
 
         verify(self)
 
     @cached_property
     def digest(self) -> str:
-        """A hash that is the same for equal plans in every process, for ranks to agree on."""
+        """A SHA-256 hash of the plan as JSON. Ranks compare it: it is the same for equal plans in every process."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON; :meth:`from_json` reads it back."""
+        """The plan as a JSON text that :meth:`from_json` reads."""
         fields: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rank_ops"
         }
@@ -204,7 +281,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote."""
+        """The plan that :meth:`to_json` wrote.
+
+        Args:
+            text: a result of :meth:`to_json`.
+        """
         fields = json.loads(text)
         problem = fields.pop("problem")
         ranks = fields.pop("rank_ops")
@@ -218,7 +299,7 @@ class Plan:
 
 
 def _to_dict(op: Op) -> dict[str, Any]:
-    # Named tuples become lists; what they are is known from the op's class.
+    # Named tuples become lists. The name of the field says which type to read back.
     return {"kind": op.kind, **{field.name: getattr(op, field.name) for field in dataclasses.fields(op)}}
 
 
@@ -240,7 +321,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "sources": lambda value: tuple(map(_view, value)),
     "flag": lambda value: Flag(*value),
 }
-"""How the fields of an op are read back; all others are numbers, strings and tuples of them."""
+"""Readers for fields of ops, by name. All other fields are numbers, strings and tuples of them."""
 
 
 def _from_dict(fields: dict[str, Any]) -> Op:

@@ -1,4 +1,4 @@
-"""The product to compute: extents and types, nothing about ranks."""
+"""GemmProblem: the product to compute, with its extents and element types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPE_BYTES = {
     "float16": 2,
     "float8_e4m3fn": 1,
 }
-"""Known element types and their size in memory, bytes. "tfloat32" is float32 multiplied with 10 bits of mantissa."""
+"""The element types and their sizes in bytes. "tfloat32" is float32 that is multiplied with 10 bits of mantissa."""
 
 _DEFAULT_OUT = {"tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
 
@@ -43,16 +43,23 @@ def _dtype(name: str, value: object, known: tuple[str, ...]) -> str:
 class GemmProblem:
     """D[m, n] = alpha * sum over k of A[m, k] * B[n, k] + beta * C[m, n], for each of l batches.
 
+    A has the shape (m, k). B has the shape (n, k), as the weight of a torch Linear. C and D have the shape (m, n). With
+    l > 1 all of them have a leading axis l. The extents are global, over all ranks.
+
     Attributes:
-        m, n, k, l: global extents, >= 1. A is (m, k), B (n, k) as a Linear's weight, C and D (m, n); with l > 1 a
-            leading l axis.
-        dtype: element type of A and B: a key of ``DTYPE_BYTES``.
-        out_dtype: element type of C and D; None: dtype ("float32" for tfloat32, "bfloat16" for fp8).
-        partial_dtype: element type in which partial sums of D rest and travel; None: out_dtype.
-        m_per_rank: rows of each rank's shard where M is sharded, zeros allowed; None: as torch.chunk splits.
+        m: rows of A and D, >= 1.
+        n: rows of B and columns of D, >= 1.
+        k: columns of A and B, >= 1.
+        l: number of batches, >= 1.
+        dtype: element type of A and B, a key of ``DTYPE_BYTES``.
+        out_dtype: element type of C and D. None: ``dtype``, but "float32" for "tfloat32" and "bfloat16" for
+            "float8_e4m3fn".
+        partial_dtype: element type of partial sums of D in memory and in transfers. None: ``out_dtype``.
+        m_per_rank: number of rows of each rank's shard, if M is sharded. Zeros are allowed. None: as torch.chunk
+            splits.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other extents or types, and for ``m_per_rank`` whose sum is no multiple of m.
     """
 
     m: int

@@ -1,7 +1,7 @@
-"""The form of a plan: ops refer to what exists, and say the same thing twice where they say it twice.
+"""Structural checks of a plan: ops name memory, ops and flags that exist, and do not contradict each other.
 
-What every user of a plan may rely on before it asks what the plan computes: the model checker, and runtimes that
-execute plans of any origin.
+The model checker and the collective runtime call :func:`validate` before they use a plan, so they can rely on these
+properties for plans of any origin. What a plan computes is the subject of :mod:`distgemm.plan.verify`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from distgemm.plan.problem import DTYPE_BYTES
 __all__ = ["FlagKey", "PlanIndex", "validate", "fail"]
 
 FlagKey = tuple[int, int]
-"""(rank, number): what names a flag."""
+"""(rank, number) of a flag."""
 
 
 class PlanIndex(NamedTuple):
-    """What a look at all ops has found.
+    """The ops of a plan, by rank and id, by flag, and by round.
 
     Attributes:
-        ops: of each rank, by their ids.
-        signals, waits: the one op of each flag.
-        barriers: by round, the Barrier of every rank.
+        ops: the ops of each rank, by id.
+        signals: the Signal of each flag. There is exactly one.
+        waits: the Wait of each flag. There is exactly one.
+        barriers: the Barriers of each round, one of every rank.
     """
 
     ops: list[dict[int, Op]]
@@ -51,12 +52,28 @@ class PlanIndex(NamedTuple):
 
 
 def fail(op: Op, message: str) -> PlanError:
-    """An error that names the op."""
+    """A PlanError that names rank, iteration and op.
+
+    Args:
+        op: the op that is wrong.
+        message: what is wrong.
+    """
     return PlanError(f"{op.describe()}: {message}")
 
 
 def validate(plan: Plan) -> PlanIndex:
-    """Raise :class:`PlanError` where ops name what is not there, or contradict each other or the plan."""
+    """Check the structure of a plan.
+
+    Args:
+        plan: a plan of any origin.
+
+    Returns:
+        The ops of the plan, indexed.
+
+    Raises:
+        PlanError: if an op names memory, an op or a flag that does not exist, or contradicts another op or the plan.
+            The message names rank, iteration and op.
+    """
     _check_slots(plan)
     _check_owners(plan)
     form = PlanIndex([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
@@ -106,7 +123,7 @@ def validate(plan: Plan) -> PlanIndex:
 
 
 def _check_slots(plan: Plan) -> None:
-    """Slots are aligned, hold what they say and do not overlap."""
+    """Check that slots are aligned, are large enough for their elements and do not overlap."""
     for rank, slots in enumerate(plan.slots):
         end = 0
         for slot in sorted(slots):
@@ -118,7 +135,7 @@ def _check_slots(plan: Plan) -> None:
 
 
 def _check_owners(plan: Plan) -> None:
-    """Every tile of D has an owner."""
+    """Check that every tile of D has an owner."""
     tiles = [list(pairwise(plan.edges[mode])) for mode in (3, 0, 1)]
     owned: set[tuple[Range, ...]] = set()
     for shard in set(plan.shards[2]):
@@ -133,6 +150,7 @@ def _check_owners(plan: Plan) -> None:
 
 
 def _check_flag(signal: Signal, wait: Wait) -> None:
+    """Check that the two ops of a flag agree about it."""
     flag = wait.flag
     if signal.flag != flag:
         raise fail(wait, f"waits for {flag!r}, but {signal} sets {signal.flag!r}")
@@ -145,18 +163,18 @@ def _check_flag(signal: Signal, wait: Wait) -> None:
 
 
 class _Memory:
-    """The views of ops. One that several ops share is looked at once."""
+    """Checks the views of ops. A view that several ops share is checked once."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.problem = plan.problem
         self.shards = dict(zip("ABDC", (*plan.shards, plan.shards[2]), strict=True))
         self.tiles = tuple(dict(enumerate(pairwise(edges))) for edges in plan.edges)  # by mode and index
-        self.dtypes: dict[int, str] = {}  # of each view, by its identity: equal views may be looked at again
-        self.views: list[tuple[View, Op]] = []  # with the op that had it first
+        self.dtypes: dict[int, str] = {}  # by id() of the view; equal views may be checked twice
+        self.views: list[tuple[View, Op]] = []  # each view, and the first op that has it
 
     def check(self, op: Op) -> None:
-        """Views lie in memory that the op may touch, and mean what the op says."""
+        """Check that an op may access the memory of its views, and that they agree with its tile and types."""
         reads, write = accesses(op)
         assert write is not None
         rank, dtypes = op.rank, self.dtypes
@@ -178,7 +196,8 @@ class _Memory:
                     raise fail(op, f"touches {view}, the memory of another rank")
             if id(view) not in dtypes:
                 self._check_place(op, view)
-            # An op works on its elements in any order: only a sum may replace, element by element, what it adds to.
+            # An op works on its elements in any order. So only a sum may write what it reads: it replaces each element
+            # that it adds.
             if view.slot == write.slot and view[:2] == write[:2]:
                 adds = isinstance(op, (Gemm, Reduce)) and view in op.sources
                 if not adds or view.frame != write.frame:
@@ -232,7 +251,7 @@ class _Memory:
         self.views.append((view, op))
 
     def check_pitches(self) -> None:
-        """Rows are dense in the caller's shards, and aligned in slots."""
+        """Check that rows are dense in the caller's shards, and aligned in slots."""
         for view, op in self.views:
             columns = box_extents(view.frame)[2]
             pitch = slot_pitch(columns, self.dtypes[id(view)]) if view.buffer == "slot" else columns

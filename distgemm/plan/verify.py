@@ -1,17 +1,17 @@
-"""The model checker: a plan computes its product on every legal order of its ops, replay after replay.
+"""The model checker: it proves that a plan computes its product in every legal order of its ops, in every replay.
 
-Two questions settle that, for all ranks together:
+It answers two questions, for all ranks together:
 
-* **Is every conflicting pair of accesses ordered?** Happens-before is the closure of dependencies within a
-  rank, of signals and barriers between ranks, and of the end of a rank's replay before its next begins.
-  Where any two accesses to the same memory, one of them a write, are ordered by it, every legal execution
-  gives the same values.
-* **Are those values right?** One legal execution is followed symbolically: what each piece of memory holds
-  is a tile of an operand, or the sum of certain contributions.
+* **Is every conflicting pair of accesses ordered?** Two accesses to the same memory conflict if one of them is a write.
+  Happens-before is the transitive closure of dependencies within a rank, of signals and barriers between ranks, and of
+  the order of a rank's replays. If happens-before orders all conflicting pairs, every legal execution computes the same
+  values.
+* **Are these values right?** The checker executes one legal order symbolically. Each piece of memory then holds a tile
+  of an operand, or the sum of certain contributions.
 
-Deadlock is ruled out twice: for ops that start as soon as they may, and for ranks that issue their ops one
-by one in the order of the plan. Why one replay, and what it hands to the next, are enough, and how this module
-is itself checked, is in docs/verify.md.
+The checker also proves that there is no deadlock, in two cases: ops start as soon as they may, or each rank issues its
+ops one by one in the order of the plan. docs/verify.md says why it is enough to check one replay and what it leaves to
+the next one. It also says how this module is tested.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ __all__ = ["verify"]
 
 
 def verify(plan: Plan) -> None:
-    """Raise :class:`PlanError`, naming rank, iteration and op, where the plan can go wrong."""
+    """Prove that a plan computes its product, in every legal order of its ops and in every replay.
+
+    Args:
+        plan: a plan of any origin.
+
+    Raises:
+        PlanError: if it does not. The message names rank, iteration and op, or the tile that no op computes.
+    """
     with collector_paused():
         Evaluation(plan, Order(plan, validate(plan))).run()
 
@@ -39,12 +46,14 @@ def verify(plan: Plan) -> None:
 
 
 class _Graph(NamedTuple):
-    """Which ops directly happen before which, by their places in ``Order.sequence``.
+    """The direct edges of happens-before. Ops are numbers, their positions in ``Order.sequence``.
 
     Attributes:
-        number: the place of each op, by rank and id.
-        direct, following: of each op, those directly before it, and after it, in the same replay.
-        next_wait, last_signal: of a Signal, the Wait of the next replay that it ends; and the other way round.
+        number: the number of each op, by rank and id.
+        direct: for each op, the ops directly before it in the same replay.
+        following: for each op, the ops directly after it in the same replay.
+        next_wait: for the Signal of a flag that starts at 1, the Wait in the next replay that it ends.
+        last_signal: for the Wait of such a flag, the Signal in the replay before that ends it.
     """
 
     number: list[dict[int, int]]
@@ -55,9 +64,16 @@ class _Graph(NamedTuple):
 
 
 class Order:
-    """Happens-before, and one legal order of all ops of a replay.
+    """Happens-before, and ``sequence``, one legal order of all ops of a replay.
 
-    Nothing happens before an op that stands later in ``sequence``.
+    If an op happens before another op of the same replay, it stands before it in ``sequence``.
+
+    Args:
+        plan: the plan.
+        form: its ops, as :func:`distgemm.plan.validate.validate` returns them.
+
+    Raises:
+        PlanError: if the plan deadlocks.
     """
 
     def __init__(self, plan: Plan, form: PlanIndex) -> None:
@@ -65,12 +81,15 @@ class Order:
         self.sequence = self._issue()
 
     def _issue(self) -> list[Op]:
-        """One replay of all ranks, each rank issuing its ops one by one; raises where that blocks.
+        """The ops of one replay, in an order in which each rank issues its ops one by one.
 
-        Rounds that grow, as the form demands, leave no circle to wait in; this makes sure, and is quick.
-        An order in which the ranks issue their ops one by one is also legal for ops that start as soon as
-        they may. Starting an op never keeps another from starting, so neither can deadlock if this one does
-        not; and as it leaves every flag as it found it, nor does the next replay.
+        validate() has checked that rounds grow, so there is no cycle of waits. This method makes sure of that, and is
+        fast. The order that it finds is also legal if ops start as soon as they may. Starting an op never prevents
+        another op from starting. So if this order does not deadlock, no other order does. The order leaves every flag
+        as it found it, so the next replay does not deadlock either.
+
+        Raises:
+            PlanError: if the ranks deadlock.
         """
         result: list[Op] = []
         ranks = range(self.plan.world_size)
@@ -99,7 +118,7 @@ class Order:
                     missing[op.round] -= 1
                     if missing[op.round]:
                         break
-                    # The last to come sends the others on.
+                    # The last rank to arrive lets the others continue.
                     ready.extend(other for other in ranks if other != rank)
                 result.append(op)
                 op = next(left[rank], None)
@@ -112,7 +131,7 @@ class Order:
 
     @cached_property
     def _graph(self) -> _Graph:
-        """Only built for orders that are not plain to see."""
+        """The graph of happens-before. It is made only if the ops' own dependencies do not show an order."""
         number: list[dict[int, int]] = [{} for _ in self.ops]
         for place, op in enumerate(self.sequence):
             number[op.rank][op.id] = place
@@ -135,15 +154,15 @@ class Order:
         return _Graph(number, direct, following, next_wait, last_signal)
 
     def before(self, op: Op, other: Op) -> bool:
-        """Whether ``op`` has ended before ``other`` of the same replay starts, in every execution.
+        """Whether ``op`` has always ended before ``other`` of the same replay starts.
 
-        Searched from both, nearest first: what orders two ops is nearly always close to both.
+        This is a breadth-first search from both ops at once, because the connecting path is nearly always short.
         """
         graph = self._graph
         first, then = graph.number[op.rank][op.id], graph.number[other.rank][other.id]
         after, prior = {first}, {then}
         ahead, behind = [first], [then]
-        # Where one search comes to its end, nothing connects the two.
+        # If one of the two searches is exhausted, no path connects the ops.
         for near, far in zip(ahead, behind, strict=False):
             for place in graph.following[near]:
                 if place in prior:
@@ -160,11 +179,11 @@ class Order:
         return False
 
     def before_next(self, op: Op, other: Op) -> bool:
-        """Whether ``op`` of a replay has ended before ``other`` of the next one starts, in every execution.
+        """Whether ``op`` of a replay has always ended before ``other`` of the next replay starts.
 
-        What follows ``op`` in its replay and what comes before ``other`` in the next are searched for a pair that
-        connects the replays: a Signal and its Wait; two ops of one rank; anything and a Barrier, to which every
-        rank comes after its replay before.
+        The search goes from ``op`` to the ops after it in its replay, and from ``other`` to the ops before it in the
+        next one. It ends at a pair that connects the replays: a Signal and its Wait, two ops of one rank, or any op and
+        a Barrier, which every rank enters after its replay before.
         """
         graph = self._graph
         first, then = graph.number[op.rank][op.id], graph.number[other.rank][other.id]
@@ -199,15 +218,22 @@ class Order:
 INPUTS = ("A", "B", "C")
 
 Content = str | int
-"""What a box of memory holds: "A", "B", "C", these elements of it; or a sum: bit 0 for beta * C, bit k + 1 for the
-contribution of k tile k."""
+"""The content of a box of memory: an operand, or the bits of a sum. "A", "B" or "C" means the elements of that operand
+in the same box. In a sum, bit 0 stands for beta * C, and bit k + 1 for the contribution of k tile k."""
 
 
 class _Piece:
-    """A box of memory that was written at once, and who has read which part of it since.
+    """A box of memory that one op has written, and the ops that have read parts of it since.
 
-    known: the id of the op after which the memory's rank knows that it was written: the writer, or the Wait for the
-           arrival, then with its flag
+    Attributes:
+        frame: the frame of the view that was written.
+        box: the part of the frame.
+        content: what the op has written.
+        writer: the op.
+        known: id of the op on the memory's rank after which the content is there: the writer, or the Wait for its
+            arrival. None if there is no such op.
+        flag: the flag of that Wait. None without a Wait.
+        readers: each op that has read since, and the box that it read.
     """
 
     __slots__ = ("box", "content", "flag", "frame", "known", "readers", "writer")
@@ -222,11 +248,11 @@ class _Piece:
         self.readers: list[tuple[Op, Box]] = []
 
     def is_for(self, op: Op, view: View) -> bool:
-        """Whether it is just what an op reads and replaces, and nobody else has read."""
+        """Whether ``op`` writes exactly this piece and is its only reader."""
         return self.frame == view.frame and self.box == view.box and len(self.readers) == 1 and self.readers[0][0] is op
 
     def part(self, box: Box) -> _Piece:
-        """The part in ``box``, which lies in it."""
+        """The part of this piece in ``box``, which lies in the piece."""
         part = _Piece(self.frame, box, self.content, self.writer)
         part.known, part.flag = self.known, self.flag
         part.readers = [reader for reader in self.readers if overlaps(reader[1], box)]
@@ -234,22 +260,33 @@ class _Piece:
 
 
 class Evaluation:
-    """One legal execution of a replay, and what it hands to the next, with every access checked."""
+    """A symbolic execution of one replay, with a check of every access, also against those of the next replay.
+
+    Args:
+        plan: the plan.
+        order: happens-before, and the order of the execution.
+    """
 
     def __init__(self, plan: Plan, order: Order) -> None:
         self.plan, self.order = plan, order
         self.signals, self.waits = order.form.signals, order.form.waits
         self.slots: list[list[list[_Piece]]] = [[[] for _ in slots] for slots in plan.slots]
         self.d: list[list[_Piece]] = [[] for _ in plan.rank_ops]
-        # For each slot, by rank and number, what writes it, in the order of the ops.
+        # The writes to each slot, by rank and number of the slot, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
-        # The Wait for the arrival of what was sent, by the op's rank and id; and flags that need no further look.
+        # The Wait for the arrival of what an op has sent, by rank and id of that op. handed_over: flags whose Wait and
+        # Signal other checks have ordered already.
         self.arrivals: dict[tuple[int, int], Wait] = {}
         self.handed_over: set[FlagKey] = set()
         self.complete = 1 | sum(2 << k for k, (start, stop) in enumerate(pairwise(plan.edges[2])) if start < stop)
 
     def run(self) -> None:
+        """Check the plan.
+
+        Raises:
+            PlanError: if the plan does not compute its product.
+        """
         for key, signal in self.signals.items():
             wait = self.waits[key]
             for dep in () if wait.flag.initial else signal.deps:
@@ -268,7 +305,7 @@ class Evaluation:
         self._check_flags()
 
     def _end(self) -> None:
-        """The caller reads D: every contribution to every element is in it, so every tile was multiplied."""
+        """Check that every element of D holds all its contributions, so that every tile was multiplied."""
         for rank, pieces in enumerate(self.d):
             for piece in pieces:
                 if piece.content != self.complete:
@@ -278,7 +315,7 @@ class Evaluation:
                 raise self._missing(rank)
 
     def _missing(self, rank: int) -> PlanError:
-        """Says which tile is not in a rank's D."""
+        """The error that names a tile that is missing in a rank's D."""
         shard = self.plan.box("D", rank)
 
         def lacks(box: Box) -> bool:
@@ -301,10 +338,10 @@ class Evaluation:
         return PlanError(f"no rank multiplies the tile D({m}, {n}, {batch}), {where}, owned by {_ranks(owners)}")
 
     def _next_replay(self) -> None:
-        """What is left in the workspace is overwritten only after all that this replay does with it.
+        """Check that the next replay overwrites a slot only after this replay's accesses to it have ended.
 
-        The next replay does the same ops: it reads only what it has itself written before, as this one did, and
-        the order within it is the same. Shards need no order: none but their own rank touches them.
+        The next replay executes the same ops. As this one, it reads only what it has written itself, and the order
+        within it is the same. Shards need no check: only their own rank accesses them.
         """
         for (rank, slot), writes in self.written.items():
             left = self.slots[rank][slot]
@@ -314,13 +351,13 @@ class Evaluation:
                     break
 
     def _ended_before_next(self, op: Op) -> Callable[[Op], bool]:
-        """Asks whether another op of this replay has ended before ``op`` of the next one starts.
+        """A function that says whether another op of this replay has ended before ``op`` of the next one starts.
 
-        What ``op`` itself waits for, which nearly always says it, is looked at first.
+        The function looks first at the dependencies of ``op`` itself, which nearly always give the answer.
         """
         needs = [self.order.ops[op.rank][dep] for dep in op.deps]
         credits = [self.signals[need.flag[:2]] for need in needs if isinstance(need, Wait) and need.flag.initial]
-        # Every rank comes to a Barrier after its replay before.
+        # Every rank enters a Barrier after its replay before.
         barrier = any(isinstance(need, Barrier) for need in needs)
 
         def ended(other: Op) -> bool:
@@ -335,18 +372,19 @@ class Evaluation:
         return ended
 
     def _check_flags(self) -> None:
-        """A flag is set again only after it was waited for.
+        """Check that a flag is set again only after the Wait for it has ended.
 
-        Where all conflicting accesses are ordered, flags around a transfer need no search. The Wait for its arrival
-        comes before an op that reads what arrived, hence before the transfer of the next replay, and the Signal after
-        that. The Wait for the credit comes before the transfer, hence before an op that uses the memory after it,
-        and the Signal after that.
+        If all conflicting accesses are ordered, the flags of a transfer need no search. The Wait for its arrival
+        happens before an op that reads the data. That op happens before the transfer of the next replay, and the
+        transfer before the Signal of the arrival. The Wait for a credit happens before the transfer. The transfer
+        happens before an op that uses the slot next, and that op before the Signal of the credit.
         """
         for key, signal in self.signals.items():
             wait = self.waits[key]
             if key in self.handed_over:
                 continue
-            # A flag that starts at 1 is waited for before it is set in each replay, one that starts at 0 after it.
+            # In each replay the Wait of a flag that starts at 1 comes before its Signal. If the flag starts at 0, the
+            # Wait comes after its Signal, and before the Signal of the next replay.
             ordered = self.order.before if wait.flag.initial else self.order.before_next
             if not ordered(wait, signal):
                 raise fail(signal, f"may set {signal.flag} again before {wait} has seen it: a signal would be lost")
@@ -378,7 +416,11 @@ class Evaluation:
                 raise fail(op, f"reads {view} as {operand}, but it holds {self._say(piece.content)}{_by(piece)}")
 
     def _sum(self, op: Gemm | Reduce, total: int) -> int:
-        """What an op makes that adds to its own contribution."""
+        """The content of an op's result: its own contribution ``total``, its sources and C.
+
+        Raises:
+            PlanError: if a source is no sum, or a contribution or C would be added twice.
+        """
         for view in op.sources:
             if view.buffer in INPUTS:
                 raise fail(op, f"adds {view}, but it holds {view.buffer}")
@@ -410,7 +452,11 @@ class Evaluation:
         return f"the sum of k tiles {parts}{c}" + (f", not of {missing}" if missing else "")
 
     def _read(self, op: Op, view: View) -> list[_Piece]:
-        """The pieces of a view of a slot or of D, cut to it; every writer must happen before the read."""
+        """The pieces of a view of a slot or of D, cut to its box.
+
+        Raises:
+            PlanError: if a writer does not happen before the read, or the view holds something else.
+        """
         held = self.slots[view.rank][view.slot] if view.buffer == "slot" else self.d[view.rank]
         found = []
         size = 0
@@ -437,7 +483,11 @@ class Evaluation:
         return found
 
     def _write(self, op: Op, view: View, content: Content) -> None:
-        """Replace what a view holds; every earlier access must happen before the write."""
+        """Replace what a view holds.
+
+        Raises:
+            PlanError: if an earlier access does not happen before the write.
+        """
         if view.buffer == "slot":
             places, place = self.slots[view.rank], view.slot
             self.written.setdefault((view.rank, place), []).append((op, view))
@@ -449,7 +499,7 @@ class Evaluation:
         elif held:
 
             def ended(other: Op) -> bool:
-                # Where an op writes what it reads, the form has been checked.
+                # validate() has checked ops that write what they read.
                 return other is op or (other.rank == op.rank and other.id in op.deps) or self.order.before(other, op)
 
             held = places[place] = self._replaced(held, view, op, ended)
@@ -463,9 +513,12 @@ class Evaluation:
         held.append(piece)
 
     def _replaced(self, held: list[_Piece], view: View, op: Op, ended: Callable[[Op], bool]) -> list[_Piece]:
-        """What is left of pieces when an op writes ``view``; all ops that used the rest must have ``ended``.
+        """The rest of ``held`` after an op has written ``view``.
 
-        With another frame the bytes of a tile lie elsewhere in the slot: then all that it held is in the way.
+        A view with another frame has its elements at other bytes of the slot, so it replaces all that the slot held.
+
+        Raises:
+            PlanError: if an op that used a replaced part has not ``ended``.
         """
         kept = []
         for piece in held:
@@ -474,7 +527,7 @@ class Evaluation:
                 kept.append(piece)
                 continue
             readers = [reader for reader, box in piece.readers if whole or not same or overlaps(box, view.box)]
-            # The writer happens before each reader: where there are any, only they need be looked at.
+            # The writer happens before each reader. So if there are readers, it is enough to check them.
             for other in readers or [piece.writer]:
                 if not ended(other):
                     raise fail(op, f"writing {view} is not ordered after {other}")
@@ -492,14 +545,14 @@ def _by(piece: _Piece) -> str:
 
 
 def _cut(box: Box, to: Box) -> Box:
-    """What two boxes share."""
+    """The intersection of two boxes."""
     (l0, l1), (r0, r1), (c0, c1) = box
     (m0, m1), (s0, s1), (d0, d1) = to
     return (max(l0, m0), min(l1, m1)), (max(r0, s0), min(r1, s1)), (max(c0, d0), min(c1, d1))
 
 
 def _subtract(box: Box, cut: Box) -> list[Box]:
-    """What is left of ``box`` without ``cut``, in disjoint boxes."""
+    """``box`` without ``cut``, as disjoint boxes."""
     batch, rows, columns = box
     shared = _cut(box, cut)
     rest: list[Box] = [((low, high), rows, columns) for low, high in _outside(batch, shared[0])]
@@ -508,5 +561,5 @@ def _subtract(box: Box, cut: Box) -> list[Box]:
 
 
 def _outside(whole: tuple[int, int], part: tuple[int, int]) -> list[tuple[int, int]]:
-    """What is left of a range without a part of it."""
+    """A range without a part of it, as up to two ranges."""
     return [(low, high) for low, high in ((whole[0], part[0]), (part[1], whole[1])) if low < high]
