@@ -100,8 +100,9 @@ class Plan:
         sync: as given to :func:`distgemm.make_plan`.
         mechanism: as given to :func:`distgemm.make_plan`.
         iterations: number of iterations of each rank.
-        edges: bounds of the work tiles in the modes m, n, k and l. Tile t is edges[mode][t]:edges[mode][t + 1].
-        shards: the boxes of A, B and D that each rank holds: shards[operand][rank].
+        edges: bounds of the work tiles in the modes m, n, k and l. Tile t of a mode lies between
+            its bounds t and t + 1.
+        shards: the boxes of A, B and D that each rank holds: ``shards[operand][rank]``.
         rank_ops: the ops of each rank, in an order in which the rank can issue them one by one.
         slots: the slots of each rank's workspace.
     """
