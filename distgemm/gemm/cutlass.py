@@ -8,17 +8,27 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+from cuda.bindings import driver
 
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.select import order, select_config
-from distgemm.gemm.spec import RASTERS, Epilogue, GemmConfig, GemmSpec, KernelSchedule, MatrixSpec, Status
+from distgemm.gemm.spec import (
+    RASTERS,
+    TMA_ALIGNMENT,
+    Epilogue,
+    GemmConfig,
+    GemmSpec,
+    KernelSchedule,
+    MatrixSpec,
+    Status,
+)
 from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
@@ -28,10 +38,13 @@ __all__ = [
     "CutlassKernel",
     "CutlassLaunch",
     "CutlassProvider",
+    "Descriptor",
+    "DescriptorError",
     "KernelKind",
     "Matrix",
     "as_matrix",
     "kernel_source",
+    "raise_failed",
     "sm_count",
 ]
 
@@ -59,14 +72,16 @@ KIND_MACROS: dict[KernelKind, str] = {
     "reduce_send": "DG_REDUCE_SEND",
 }
 KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
-    "one_gemm": (),
-    "gather": ("fused.cuh", "flags.cuh"),
-    "reduce": ("fused.cuh", "fused_reduce.cuh", "flags.cuh"),
-    "reduce_send": ("fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "one_gemm": ("tma.cuh",),
+    "gather": ("tma.cuh", "fused.cuh", "flags.cuh"),
+    "reduce": ("tma.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "reduce_send": ("tma.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
 }
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
 INT32_MAX = 2**31 - 1
+MAX_GRID = 2**16 - 1
+"""Thread blocks along the second and the third dimension of a grid, at most."""
 
 _ARCH = re.compile(r"(\d{2,3})[af]?")
 
@@ -79,6 +94,17 @@ def _depth(dtype: str, kernel_schedule: KernelSchedule) -> int:
 
 def _plain(dtype: str) -> GemmConfig:
     return GemmConfig((*PLAIN_TILE.extents, _depth(dtype, "plain")), (1, 1), "plain", "direct")
+
+
+def _configs(spec: GemmSpec) -> list[GemmConfig]:
+    """All configurations that are tried for a spec, if they fit."""
+    dtype = spec.a.dtype
+    epilogue: Epilogue = "tma" if spec.results_aligned else "direct"
+    found = [
+        GemmConfig((*tile, _depth(dtype, kernel_schedule)), cluster, kernel_schedule, epilogue)
+        for tile, cluster, kernel_schedule in TMA_TILES
+    ]
+    return [*found, _plain(dtype)]
 
 
 def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKind = "one_gemm") -> KernelSource:
@@ -150,10 +176,64 @@ class Arguments(ctypes.Structure):
     )
 
 
+class Descriptor(ctypes.Structure):
+    """struct Descriptor of tma.cuh."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("extents", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
+        *((name, ctypes.c_int32) for name in ("modes", "type", "error")),
+    )
+
+
+OPERANDS = {
+    "a": "A",
+    "b": "B",
+    "source": "C or the partial sum",
+    "aux": "C",
+    "d": "D",
+    "received_operand": "the operand that arrives",
+    "remote_d": "D of another rank",
+}
+"""What the matrices of a kernel's arguments are, by the names of the fields."""
+
+
+class DescriptorError(ValueError):
+    """TMA cannot describe a tensor, so the kernel cannot be launched. The message says which tensor."""
+
+
+def raise_failed(kernel: str, arguments: ctypes.Structure, failed: Descriptor) -> NoReturn:
+    """Raise DescriptorError for the descriptor that a kernel could not encode.
+
+    Args:
+        kernel: the kernel's name.
+        arguments: the kernel's arguments.
+        failed: what ``distgemm_encode`` wrote.
+    """
+    names = [OPERANDS[name] for name, matrix in _matrices(arguments) if matrix.data == failed.address]
+    dtype = driver.CUtensorMapDataType(failed.type).name.rpartition("_TYPE_")[2].lower()
+    extents, strides = failed.extents[: failed.modes], failed.strides[: failed.modes - 1]
+    raise DescriptorError(
+        f"kernel {kernel}: TMA cannot describe {' and '.join(names) or 'a matrix'}: extents {tuple(extents)}, the "
+        f"contiguous one first, strides {tuple(strides)} bytes, {dtype} at {failed.address:#x} "
+        f"({driver.CUresult(failed.error).name}). Extents are 1 to 2**32, strides multiples of {TMA_ALIGNMENT} and "
+        "below 2**40 bytes"
+    )
+
+
+def _matrices(arguments: ctypes.Structure) -> Iterator[tuple[str, Matrix]]:
+    """The matrices of a kernel's arguments, by the names of the fields."""
+    for name, kind, *_ in arguments._fields_:
+        if kind is Matrix:
+            yield name, getattr(arguments, name)
+        elif kind is Arguments:
+            yield from _matrices(getattr(arguments, name))
+
+
 def _open(source: KernelSource, arguments: type[ctypes.Structure]) -> Library:
     library = open_library(source, arguments)
-    library.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.functions.distgemm_encode.restype = None
+    library.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Descriptor))
     library.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return library
 
@@ -188,6 +268,7 @@ class CutlassKernel:
 
         Raises:
             ValueError: for tensors that the kernel was not compiled for.
+            DescriptorError: for tensors that TMA cannot describe; it is a ValueError.
         """
         spec = spec_of(tensors)
         arguments = self.encode(tensors, spec)
@@ -233,12 +314,18 @@ class CutlassKernel:
         )
 
     def launch(self, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None) -> CutlassLaunch:
-        """A launch with these arguments, which keeps the tensors alive. Arguments None: it launches nothing."""
+        """A launch with these arguments, which keeps the tensors alive. Arguments None: it launches nothing.
+
+        Raises:
+            DescriptorError: if TMA cannot describe a tensor.
+        """
         if arguments is None:
             return CutlassLaunch(self, tensors, None, 0)
         buffer = ctypes.create_string_buffer(self._size + self._alignment)
         address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
-        self._library.functions.distgemm_encode(ctypes.addressof(arguments), address)
+        failed = Descriptor()
+        if self._library.functions.distgemm_encode(ctypes.addressof(arguments), address, failed):
+            raise_failed(self.name, arguments, failed)
         return CutlassLaunch(self, tensors, buffer, address)
 
 
@@ -306,14 +393,7 @@ class CutlassProvider:
 
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
         """Configurations worth trying for this spec, the default first: each tile with each of its clusters."""
-        dtype = spec.a.dtype
-        epilogue: Epilogue = "tma" if spec.results_aligned else "direct"
-        found = [
-            GemmConfig((*tile, _depth(dtype, kernel_schedule)), cluster, kernel_schedule, epilogue)
-            for tile, cluster, kernel_schedule in TMA_TILES
-        ]
-        found.append(_plain(dtype))
-        return order(spec, [config for config in found if self.supports(spec, config)], streams)
+        return order(spec, [config for config in _configs(spec) if self.supports(spec, config)], streams)
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
@@ -333,7 +413,11 @@ class CutlassProvider:
             return Status("rows of A and B are contiguous in fp8: neither can be column-major")
         if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
             return Status("scales per row are for one batch")
-        return self._fits(spec, config or _plain(dtype))  # the plain kernel supports all that any kernel supports
+        if config is not None:
+            return self._fits(spec, config)
+        # The plain kernel supports all that other kernels support, but for the number of batches.
+        status = self._fits(spec, _plain(dtype))
+        return status if status or not any(self._fits(spec, each) for each in _configs(spec)) else Status()
 
     def _fits(self, spec: GemmSpec, config: GemmConfig) -> Status:
         dtype, (m, n, k) = spec.a.dtype, config.tile
@@ -345,6 +429,11 @@ class CutlassProvider:
                 return Status(f"plain kernels for {dtype} have tiles of {'x'.join(map(str, tile))}")
             if dtype == "float8_e4m3fn" and number < 89:
                 return Status(f"sm_{self.arch} does not multiply fp8")
+            if spec.l > MAX_GRID or -(-spec.n // n) > MAX_GRID:
+                return Status(
+                    f"plain kernels compute at most {MAX_GRID} batches of at most {MAX_GRID * n} columns, got {spec.l} "
+                    f"of {spec.n}"
+                )
             return Status()
         if self.arch != "90a":
             return Status(

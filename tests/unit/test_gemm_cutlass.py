@@ -179,6 +179,13 @@ def test_gemms_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
         ("90a", spec(), config("128x100x64_1x1_cooperative"), "multiples of 128 by 8..256, got 128x100"),
         ("90a", spec(), config("128x264x64_1x1_cooperative"), "multiples of 128 by 8..256, got 128x264"),
         ("90a", spec("tfloat32"), config("256x144x32_1x2_cooperative"), "tiles of tfloat32 are multiples of 32 wide"),
+        (
+            "90a",
+            GemmSpec(*(replace(x, batches=65536, batch_stride=-1) for x in (spec().a, spec().b, D))),
+            PLAIN,
+            "plain kernels compute at most 65535 batches of at most 8388480 columns, got 65536 of 512",
+        ),
+        ("80", spec(n=65535 * 128 + 1), PLAIN, "65535 batches of at most 8388480 columns, got 1 of 8388481"),
         ("90a", spec(), config("128x128x24_1x1_cooperative"), "depths of tiles are multiples of 32 bytes, got 24"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -188,6 +195,21 @@ def test_configurations_that_do_not_fit(arch: str, product: GemmSpec, one: GemmC
     assert reason in provider.supports(product, one).reason
     with pytest.raises(ValueError, match=re.escape(f"provider cutlass, {one}: ")):
         provider.compile(product, one)
+
+
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_the_largest_grid_of_a_plain_kernel(arch: str) -> None:
+    """Kernels with TMA compute more batches: their thread blocks take tile after tile."""
+    provider = CutlassProvider(arch)
+
+    def batches(count: int) -> GemmSpec:
+        return GemmSpec(*(replace(x, batches=count, batch_stride=-1) for x in (spec().a, spec().b, D)))
+
+    assert provider.supports(batches(65535), PLAIN)
+    assert provider.supports(spec(n=65535 * 128), PLAIN)
+    more = provider.configs(batches(65536))
+    assert bool(more) is (arch == "90a") and PLAIN not in more
+    assert bool(provider.supports(batches(65536))) is (arch == "90a")
 
 
 def test_without_tma_there_is_another_kernel() -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.cutlass import KernelKind, kernel_source
+from distgemm.gemm.cutlass import (
+    Arguments,
+    Descriptor,
+    DescriptorError,
+    KernelKind,
+    Matrix,
+    kernel_source,
+    raise_failed,
+)
+from distgemm.gemm.fused.arguments import FusedArguments
 from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
 
 MATRIX = MatrixSpec("bfloat16", 256, 256)
@@ -55,7 +66,9 @@ def test_a_kernel_has_the_instructions_of_its_kind(name: str, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     ptx = (tmp_path / source.path.with_suffix(".ptx").name).read_text()
-    assert SERIALISED not in done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert SERIALISED not in output
+    assert not [line for line in output.splitlines() if re.search(r"distgemm/gemm/kernels/.*warning", line)]
     assert INSTRUCTIONS[name] in ptx
     with_tma = "plain" not in name
     assert ("wgmma" in ptx) is with_tma
@@ -64,3 +77,59 @@ def test_a_kernel_has_the_instructions_of_its_kind(name: str, tmp_path: Path) ->
     assert ("cp.async.bulk.tensor.3d.global.shared::cta" in ptx) is with_tma
     for instruction, kinds in KIND_INSTRUCTIONS.items():
         assert (instruction in ptx) is (kind in kinds), instruction
+    check_descriptors(tmp_path / "kernel.so", kind, with_tma)
+
+
+def check_descriptors(library: Path, kind: KernelKind, with_tma: bool) -> None:
+    """A descriptor that cannot be encoded is an error: on no machine does TMA take rows of 2**40 bytes."""
+    functions = ctypes.CDLL(str(library))
+    near, far = Matrix(1 << 20, 256, 0), Matrix(1 << 21, 1 << 39, 0)
+    base = Arguments(256, 256, 256, 1, near, far, near, near, near)
+    given = base if kind == "one_gemm" else FusedArguments(base, near, near, 0, 1, 1, 1, 1, 1, 1, 256)
+    assert functions.distgemm_arguments_size() == ctypes.sizeof(given)
+    alignment = functions.distgemm_params_alignment()
+    out = ctypes.create_string_buffer(functions.distgemm_params_size() + alignment)
+    address = -(-ctypes.addressof(out) // alignment) * alignment
+    failed = Descriptor()
+    error = functions.distgemm_encode(ctypes.byref(given), ctypes.c_void_p(address), ctypes.byref(failed))
+    assert (error != 0) is with_tma and failed.error == error
+    if with_tma and failed.address == far.data:  # without a driver, nothing is encoded, and A fails before B
+        assert (failed.modes, [*failed.extents[:3]], failed.strides[0]) == (3, [256, 256, 1], 1 << 40)
+    if with_tma:
+        with pytest.raises(DescriptorError, match=f"TMA cannot describe .*{failed.address:#x}"):
+            raise_failed("a kernel", given, failed)
+
+
+def test_a_failed_descriptor_is_named() -> None:
+    given = Arguments(128, 256, 512, 1, *(Matrix(number << 20, 512, 0) for number in (1, 2, 3, 4, 3)))
+    failed = Descriptor(2 << 20, (512, 256, 1), (1 << 40, 0), 3, 9, 1)
+    with pytest.raises(DescriptorError) as raised:
+        raise_failed("a kernel", given, failed)
+    assert str(raised.value) == (
+        "kernel a kernel: TMA cannot describe B: extents (512, 256, 1), the contiguous one first, strides "
+        "(1099511627776, 0) bytes, bfloat16 at 0x200000 (CUDA_ERROR_INVALID_VALUE). Extents are 1 to 2**32, strides "
+        "multiples of 16 and below 2**40 bytes"
+    )
+    failed.address = 3 << 20
+    with pytest.raises(DescriptorError, match=r"describe C or the partial sum and D: extents"):
+        raise_failed("a kernel", given, failed)
+    fused = FusedArguments(given, Matrix(5 << 20), Matrix(6 << 20))
+    for address, name in ((1, "A"), (5, "the operand that arrives"), (6, "D of another rank"), (7, "a matrix")):
+        failed.address = address << 20
+        with pytest.raises(DescriptorError, match=f"describe {name}: extents"):
+            raise_failed("a kernel", fused, failed)
+
+
+def test_lambdas_capture_no_structured_bindings() -> None:
+    """That is C++20, and kernels are compiled as C++17: some host compilers refuse it, nvcc only warns."""
+    folder = Path(__file__).parents[2] / "distgemm" / "gemm" / "kernels"
+    for path in folder.iterdir():
+        text = path.read_text()
+        for binding in re.finditer(r"auto\s*(?:const\s*)?&?\s*\[", text):
+            depth = 0
+            for end in range(binding.end(), len(text)):
+                depth += {"{": 1, "}": -1}.get(text[end], 0)
+                if depth < 0:
+                    break
+            scope = text[binding.end() : end]
+            assert not re.search(r"\[[&=]", scope), f"{path.name}: {binding.group()}{scope[:60]}"

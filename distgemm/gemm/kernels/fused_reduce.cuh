@@ -213,12 +213,13 @@ class ReducingEpilogue : public Base {
   template <class Pipeline, class State, class Problem, class Block, class Coord, class... Rest>
   CUTLASS_DEVICE auto load(
       Pipeline pipeline, State state, Problem const& problem, Block block, Coord const& coord, Rest&&... rest) {
-    auto [m, n, k, number] = coord;
+    int32_t const number = get<3>(coord);
     Result const& result = params_.results[number];
     bool const waits = waited_.insert(number);
     auto const load_one = [&](uint64_t flag, int32_t batch) {
       if (waits && flag && elect_one_sync()) wait_for(flag);
-      state = Base::load(pipeline, state, problem, block, make_coord(m, n, k, batch), rest...);
+      auto const at = make_coord(get<0>(coord), get<1>(coord), get<2>(coord), batch);
+      state = Base::load(pipeline, state, problem, block, at, rest...);
     };
     Addends::load(params_.addends, number, pipeline, state, load_one);
     load_one(result.source_flag, result.source_batch);

@@ -18,6 +18,8 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #endif
 
+#include "tma.cuh"  // before all headers of CUTLASS
+
 #include "cutlass/cutlass.h"
 
 #include "cute/tensor.hpp"
@@ -205,11 +207,11 @@ struct Builder {
     typename RowsOfA::Arguments rows_of_a{args.scale_a, 1.0f, {}};
     typename RowsOfB::Arguments rows_of_b{args.scale_b, 1.0f, {}};
     typename BiasRow::Arguments bias{static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}};
-    if constexpr (fused) {
-      get<2>(rows_of_a.dCol) = args.scale_a_stride;
-      get<2>(rows_of_b.dRow) = args.scale_b_stride;
-      get<2>(bias.dRow) = args.bias_stride;
-    }
+#if DG_KIND != DG_ONE_GEMM
+    get<2>(rows_of_a.dCol) = args.scale_a_stride;
+    get<2>(rows_of_b.dRow) = args.scale_b_stride;
+    get<2>(bias.dRow) = args.bias_stride;
+#endif
     auto scaled_a = ScaledA::arguments(product, rows_of_a);
     auto scaled_b = ScaledB::arguments(scaled_a, rows_of_b);
     auto biased = Biased::arguments(scaled_b, bias);
@@ -613,8 +615,10 @@ int distgemm_load() {
 }
 
 // Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. `args` points to
-// Arguments, or to FusedArguments for a fused kernel.
-void distgemm_encode(void const* args, void* out) {
+// Arguments, or to FusedArguments for a fused kernel. Returns a CUresult. If it is an error, `failed` is the descriptor
+// that could not be encoded, and the parameters must not be launched.
+int distgemm_encode(void const* args, void* out, Descriptor* failed) {
+  first_failure = {};
   auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
 #if DG_REDUCES
   // Includes the tiles outside of D that complete clusters.
@@ -622,9 +626,11 @@ void distgemm_encode(void const* args, void* out) {
 #else
   static_cast<void>(params);
 #endif
+  *failed = first_failure;
+  return failed->error;
 }
 
-// Launches with parameters that distgemm_encode wrote. Returns a cudaError_t.
+// Launches with parameters that distgemm_encode wrote without an error. Returns a cudaError_t.
 int distgemm_launch(void* params, cudaStream_t stream) {
   cutlass::Status status = Gemm::run(*static_cast<Params*>(params), stream);
   cudaError_t error = cudaGetLastError();
