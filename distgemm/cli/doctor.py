@@ -12,6 +12,7 @@ import typer
 
 from distgemm.cli.options import JsonFile
 from distgemm.cli.output import check_json, new_console, new_table, say, wants_text, write_json
+from distgemm.gemm.nvcc import OLDER_NVCC, not_loadable
 from distgemm.measure.machine_facts import NO_MULTICAST, QUEUES, Facts, look
 
 if TYPE_CHECKING:
@@ -107,7 +108,10 @@ def check_gpus(facts: Facts) -> Check:
     if any(gpu.capability < MIN_CAPABILITY for gpu in facts.gpus):
         return Check("GPUs", FIX, detail, f"choose GPUs of compute capability {_dotted(MIN_CAPABILITY)} or newer")
     if any(gpu.capability[0] != 9 for gpu in facts.gpus):
-        detail += "; kernels with TMA and wgmma are for 9.0 alone, other GPUs use plain kernels, which are slower"
+        detail += (
+            "; the default provider is cutlass on 9.0 alone, for which it has kernels with TMA and wgmma, and cublas "
+            "on others, for which cutlass has plain kernels, which are slower"
+        )
     return Check("GPUs", OK, detail)
 
 
@@ -208,6 +212,8 @@ def check_compiler(facts: Facts) -> Check:
     if facts.nvcc is None:
         return Check("compiler", FIX, "nvcc was not found", INSTALL_NVCC)
     detail = f"{facts.nvcc}, {facts.nvcc_version}"
+    if why := not_loadable(facts.nvcc_version or "", facts.driver_cuda):
+        return Check("compiler", FIX, f"{detail}, too new: {why}", OLDER_NVCC)
     if facts.gxx is None:
         return Check("compiler", FIX, f"{detail}, but no g++", "install g++: on Debian and Ubuntu, apt install g++")
     return Check("compiler", OK, f"{detail}; g++ {facts.gxx}")
@@ -216,7 +222,7 @@ def check_compiler(facts: Facts) -> Check:
 def check_cache(facts: Facts) -> Check:
     """The cache of compiled kernels."""
     if facts.cache_error:
-        fix = "set DISTGEMM_CACHE_DIR to a folder that can be written"
+        fix = "set DISTGEMM_CACHE_DIR to a folder that this user can write, and no other user"
         return Check("kernel cache", FIX, f"{facts.cache}: {facts.cache_error}", fix)
     broken = f", {facts.broken} damaged, which are compiled again at their next use" if facts.broken else ""
     return Check("kernel cache", OK, f"{facts.cache}: {facts.kernels} kernels{broken}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,15 @@ from typing import Any
 from filelock import FileLock
 
 from distgemm.gemm.nvcc import cache_dir
+from distgemm.system import read_regular, write_atomically
 
 __all__ = ["Entries", "TunedCache"]
 
 Entries = dict[str, dict[str, Any]]
 """Tuned configurations as they stand in JSON, by their keys."""
+
+LOCK_TIMEOUT_S = 60.0
+"""Time after which a lock that another process holds is an error. Writing takes milliseconds."""
 
 
 class TunedCache:
@@ -45,24 +48,38 @@ class TunedCache:
         """All entries for a GPU; the user's own replace the shipped ones. Files that are absent hold none.
 
         Raises:
-            ValueError: if a file is broken.
+            ValueError: if a file is broken or cannot be read.
         """
         return self._read(self.shipped / self._name(device)) | self._read(self.path(device))
 
     def _read(self, path: Path) -> Entries:
         """The entries of a file, read again when it has changed."""
-        stamp = path.stat().st_mtime_ns if path.exists() else 0
+        try:
+            stamp = path.stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            stamp = 0
+        except OSError as error:
+            raise self._unreadable(path, error) from error
         known = self._known.get(path)
         if known is None or known[0] != stamp:
             known = self._known[path] = stamp, self._parse(path) if stamp else {}
         return known[1]
 
+    @staticmethod
+    def _unreadable(path: Path, error: OSError) -> ValueError:
+        return ValueError(
+            f"tuned configurations: {path} cannot be read: {error.strerror or error}; delete it, make it readable, or "
+            "set DISTGEMM_CACHE_DIR to another folder"
+        )
+
     def _parse(self, path: Path) -> Entries:
         try:
-            entries: Entries = json.loads(path.read_text())["configs"]
+            entries: Entries = json.loads(read_regular(path))["configs"]
             for entry in entries.values():
                 self._check(entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold tuned configurations ({type(error).__name__}: {error}); delete it, and measure "
                 f"anew with: {self.command}"
@@ -73,14 +90,12 @@ class TunedCache:
         """Add entries to the user's file, under a lock, all or nothing. Returns the file's path.
 
         Raises:
-            ValueError: if the file is broken; it stays as it is.
-            OSError: if it cannot be written.
+            ValueError: if the file is broken or cannot be read; it stays as it is.
+            OSError: if it cannot be written, or if another process holds its lock.
         """
         path = self.path(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
             known = self._parse(path) if path.exists() else {}
-            written = path.with_suffix(f".{os.getpid()}.new")
-            written.write_text(json.dumps({"device": device, "configs": known | entries}, indent=1) + "\n")
-            os.replace(written, path)
+            write_atomically(path, json.dumps({"device": device, "configs": known | entries}, indent=1) + "\n")
         return path

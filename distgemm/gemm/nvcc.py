@@ -1,8 +1,9 @@
 """Kernel libraries: nvcc compiles them at first use, with CUTLASS's headers, and they stay on disk.
 
 A library's name is a hash of everything it is made from: our source, the macros, CUTLASS's version, the architecture,
-nvcc's options and its version. A manifest with the library's checksum is written after the library. A library without a
-matching manifest is compiled again.
+nvcc's options and its version, and the host: its architecture and C library. A manifest with the library's checksum is
+written after the library. A library without a matching manifest is compiled again. A library is loaded only if this
+user or root owns it and its folder, and no other user can write them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -25,9 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distgemm.system import cores, read_regular
 
 __all__ = [
     "CacheError",
@@ -42,9 +48,14 @@ __all__ = [
     "command",
     "compiler_version",
     "cutlass_include",
+    "driver_cuda",
     "find_nvcc",
+    "host",
     "library",
     "missing",
+    "not_loadable",
+    "unsafe",
+    "works_here",
 ]
 
 # Without NDEBUG, ptxas serialises wgmma.
@@ -53,17 +64,39 @@ SERIALISED = "C7510"
 """The number of ptxas's warning that it serialised wgmma."""
 TOOLKIT = "/usr/local/cuda"
 
+VERSION_TIMEOUT_S = 60.0
+"""Time in which nvcc must say its version."""
+COMPILE_TIMEOUT_S = 1800.0
+"""Time in which nvcc must compile a kernel. It takes about a minute on an idle machine."""
+
+OLDER_NVCC = "update the driver, or install an older nvcc and set DISTGEMM_NVCC to its path"
+WRITABLE = "set DISTGEMM_CACHE_DIR to a folder that can be written"
+
+BUILDING = ".building"
+"""Ends the names of folders in which a library is compiled."""
+MANIFEST: dict[str, type | tuple[type, ...]] = {
+    "kernel": str,
+    "arch": str,
+    "macros": dict,
+    "compiler": str,
+    "cutlass": str,
+    "host": str,
+    "seconds": (int, float),
+    "sha256": str,
+}
+"""The entries of a library's manifest, and their types."""
+
 
 class CompilerNotFoundError(RuntimeError):
-    """There is neither a compiler nor a compiled library. The message says what to install."""
+    """There is neither a compiler nor a compiled library that works here. The message says what to install."""
 
 
 class CompileError(RuntimeError):
-    """nvcc failed, or serialised wgmma. The message has nvcc's output."""
+    """nvcc failed, did not end, or serialised wgmma. The message has nvcc's output."""
 
 
 class CacheError(OSError):
-    """The cache folder cannot be written. The message says which, and what to do."""
+    """The cache folder cannot be used: it cannot be written, or others can write it. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +127,21 @@ def cache_dir() -> Path:
     """The folder of compiled kernels and tuned configurations.
 
     It is $DISTGEMM_CACHE_DIR, or ``distgemm`` in $XDG_CACHE_HOME, or ``~/.cache/distgemm``.
+
+    Raises:
+        CacheError: if neither variable is set, and the user has no home.
     """
     if chosen := os.environ.get("DISTGEMM_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distgemm"
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "distgemm"
+    try:
+        return Path.home() / ".cache" / "distgemm"
+    except RuntimeError as error:
+        raise CacheError(
+            f"kernel cache: this user has no home folder ({error}); set DISTGEMM_CACHE_DIR to a folder that can be "
+            "written"
+        ) from error
 
 
 def find_nvcc() -> Path | None:
@@ -130,16 +174,76 @@ def compiler_version(nvcc: Path) -> str:
     """The release of nvcc, as it prints it.
 
     Raises:
-        CompilerNotFoundError: if the file does not run, or is no nvcc.
+        CompilerNotFoundError: if the file does not run, does not end, or is no nvcc.
     """
     try:
-        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        status, output = _run([str(nvcc), "--version"], VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerNotFoundError(f"{nvcc} does not run as a compiler: {error}") from error
+    if status:
+        raise CompilerNotFoundError(
+            f"{nvcc} does not run as a compiler: asked for its version, it ends with exit status {status}"
+        )
     found = re.search(r"release .*", output)
     if not found:
         raise CompilerNotFoundError(f"{nvcc} does not run as nvcc: asked for its version, it says {output[:200]!r}")
     return found.group()
+
+
+def _run(words: Sequence[str], timeout: float) -> tuple[int, str]:
+    """The exit status of a program, and what it prints. Nothing that it started remains when it takes too long.
+
+    Raises:
+        OSError: if it cannot be started.
+        subprocess.TimeoutExpired: if it takes longer than ``timeout`` seconds.
+    """
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that all of its processes can be ended
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA version that this machine's driver serves, such as "12.8"; None without a driver."""
+    from cuda.bindings import driver
+
+    try:
+        error, version = driver.cuDriverGetVersion()
+    except RuntimeError:  # no driver library
+        return None
+    return None if error or not version else f"{version // 1000}.{version % 1000 // 10}"
+
+
+def not_loadable(compiler: str, driver: str | None) -> str:
+    """Why a driver does not load what a compiler compiles; "" if it does, or if there is no driver.
+
+    A library contains the CUDA runtime of its compiler. Within a major version, an older driver serves a newer runtime.
+
+    Args:
+        compiler: what nvcc prints about its release.
+        driver: the newest CUDA version that the driver serves.
+    """
+    release = re.search(r"release (\d+)", compiler)
+    if driver is None or release is None or int(release[1]) <= int(driver.partition(".")[0]):
+        return ""
+    return f"the driver serves CUDA up to {driver}, and does not load kernels that nvcc of {compiler} compiles"
+
+
+@functools.cache
+def host() -> str:
+    """The architecture and the C library of this machine, for which libraries are linked."""
+    return " ".join([platform.machine(), *platform.libc_ver()]).strip()
 
 
 @functools.cache
@@ -160,7 +264,8 @@ def cutlass_include() -> Path:
 def _stem(source: KernelSource) -> str:
     """The part of a library's name that does not depend on the compiler."""
     texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
-    made_from = json.dumps([*texts, importlib.metadata.version("nvidia-cutlass"), source.macros, source.arch, FLAGS])
+    cutlass = importlib.metadata.version("nvidia-cutlass")
+    made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS, host()])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
 
@@ -170,13 +275,21 @@ def read_source(path: Path) -> str:
     return path.read_text()
 
 
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a library; None if the library or the manifest is missing or damaged, or if they do not match."""
+    try:
+        manifest = json.loads(read_regular(path.with_suffix(".json")))
+        if not all(isinstance(manifest[name], kind) for name, kind in MANIFEST.items()):
+            return None
+        checksum = hashlib.sha256(read_regular(path)).hexdigest()
+        return manifest if checksum == manifest["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def _is_intact(path: Path) -> bool:
     """Whether the library exists and matches its manifest."""
-    try:
-        manifest = json.loads(path.with_suffix(".json").read_text())
-        return bool(hashlib.sha256(path.read_bytes()).hexdigest() == manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return _manifest(path) is not None
 
 
 def _cached(source: KernelSource) -> tuple[Path, Path | None]:
@@ -185,16 +298,48 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
     nvcc = find_nvcc()
     stem = _stem(source)
     if nvcc is not None:
-        version = hashlib.sha256(compiler_version(nvcc).encode()).hexdigest()[:8]
-        return kernels / f"{stem}-{version}.so", nvcc
+        version = compiler_version(nvcc)
+        if why := not_loadable(version, driver_cuda()):
+            raise CompilerNotFoundError(f"{nvcc} is too new: {why}; {OLDER_NVCC}")
+        return kernels / f"{stem}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so", nvcc
+    refused = ""
     for path in sorted(kernels.glob(f"{stem}-*.so")):
-        if _is_intact(path):
-            return path, None
+        if (manifest := _manifest(path)) is not None:
+            refused = not_loadable(manifest["compiler"], driver_cuda())
+            if not refused:
+                return path, None
+    if refused:
+        raise CompilerNotFoundError(f"kernel {source.name} is compiled, but {refused}; {OLDER_NVCC}")
     raise CompilerNotFoundError(
-        f"kernel {source.name} is not compiled yet and nvcc was not found. Install it with: pip install "
-        "'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile ahead elsewhere "
-        "with: distgemm build, or name a provider that needs none: provider='cublas'"
+        f"kernel {source.name} is not compiled yet for {host()} and nvcc was not found. Install it with: pip install "
+        "'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile ahead elsewhere, on "
+        "a machine of the same kind, with: distgemm build, or name a provider that needs none: provider='cublas'"
     )
+
+
+def works_here(manifest: dict[str, Any]) -> bool:
+    """Whether this machine can load the library of a manifest."""
+    return bool(manifest["host"] == host()) and not not_loadable(manifest["compiler"], driver_cuda())
+
+
+def unsafe(path: Path) -> str:
+    """Why another user could have changed a file or a folder; "" if no other user but root can."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to the user with number {found.st_uid}, and not to this user ({os.geteuid()}) or root"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"users other than its owner can write {path} (mode {stat.S_IMODE(found.st_mode):03o})"
+    return ""
+
+
+def _refuse_unsafe(*paths: Path) -> None:
+    """Raise CacheError if another user could have changed a file or a folder."""
+    for path in paths:
+        if why := unsafe(path):
+            raise CacheError(
+                f"kernel cache: {why}, so it is not loaded; remove the others' permission with chmod go-w, or set "
+                "DISTGEMM_CACHE_DIR to a folder of this user"
+            )
 
 
 def library(source: KernelSource) -> Path:
@@ -203,15 +348,17 @@ def library(source: KernelSource) -> Path:
     Several processes may call this at once: one compiles, the others wait.
 
     Raises:
-        CompilerNotFoundError: if it is not compiled yet and there is no compiler.
+        CompilerNotFoundError: if it is not compiled yet and there is no compiler, or if the driver does not load it.
         CompileError: if the compiler fails.
-        CacheError: if the cache folder cannot be written.
+        CacheError: if the cache folder cannot be written, or if other users can write it or the library.
     """
     path, _ = _cached(source)
-    if _is_intact(path):
-        return path
-    with _spinner(f"compiling {source.name} (once)"):
-        return _compile_once(source)
+    if not _is_intact(path):
+        with _spinner(f"compiling {source.name} (once)"):
+            path = _compile_once(source)
+    real = path.resolve()
+    _refuse_unsafe(real.parent, real)
+    return path
 
 
 def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
@@ -219,7 +366,7 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
 
     Args:
         sources: the sources; they may repeat.
-        jobs: compilers that run at a time; None: one for each core.
+        jobs: compilers that run at a time; None: one for each core that this process may use.
         progress: whether a progress bar is drawn.
 
     Raises:
@@ -241,7 +388,7 @@ def build_together(sources: Sequence[KernelSource], rank: int, ranks: int) -> No
     """
     first = rank * len(sources) // ranks
     rotated = [*sources[first:], *sources[:first]]
-    build(rotated, jobs=max(1, (os.cpu_count() or 1) // ranks), progress=rank == 0)
+    build(rotated, jobs=max(1, cores() // ranks), progress=rank == 0)
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
@@ -252,7 +399,7 @@ def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
 def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=_console(), disable=not drawn)
-    with bar as progress, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+    with bar as progress, ThreadPoolExecutor(jobs or cores()) as pool:
         task = progress.add_task("compiling kernels", total=len(sources))
 
         def one(source: KernelSource) -> None:
@@ -265,7 +412,7 @@ def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> No
 def cached() -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """The libraries in the cache, each with its manifest; None if the manifest is missing or does not match."""
     for path in sorted((cache_dir() / "kernels").glob("*.so")):
-        yield path, json.loads(path.with_suffix(".json").read_text()) if _is_intact(path) else None
+        yield path, _manifest(path)
 
 
 def _console() -> Console:
@@ -285,27 +432,56 @@ def _spinner(text: str) -> Iterator[None]:
 def _compile_once(source: KernelSource) -> Path:
     path, nvcc = _cached(source)
     check_writable(path.parent)
-    with FileLock(path.with_suffix(".lock")):
-        if not _is_intact(path):
-            if nvcc is None:
-                raise CompilerNotFoundError(f"kernel {source.name} vanished from {path.parent}, and nvcc was not found")
-            _compile(source, nvcc, path)
+    try:
+        _sweep(path.parent)
+        with FileLock(path.with_suffix(".lock"), timeout=COMPILE_TIMEOUT_S):
+            if not _is_intact(path):
+                if nvcc is None:
+                    raise CompilerNotFoundError(
+                        f"kernel {source.name} vanished from {path.parent}, and nvcc was not found"
+                    )
+                _compile(source, nvcc, path)
+    except Timeout:
+        raise CompileError(
+            f"kernel {source.name}: another process has been compiling it for {COMPILE_TIMEOUT_S:.0f} s; end the "
+            f"process that holds {path.with_suffix('.lock')}"
+        ) from None
+    except CacheError:
+        raise
+    except OSError as error:
+        raise CacheError(f"kernel cache: {path.parent} cannot be written: {error}; {WRITABLE}") from error
     return path
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what builds that were killed have left: folders, and libraries without a manifest."""
+
+    def is_left(path: Path) -> bool:
+        return path.suffix == BUILDING or not path.with_suffix(".json").exists()
+
+    for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.so")]):
+        # Who builds a library holds its lock, and may have finished meanwhile.
+        with contextlib.suppress(Timeout), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif is_left(path):
+                path.unlink(missing_ok=True)
+
+
 def check_writable(folder: Path) -> None:
-    """Make a folder of the cache.
+    """Make a folder of the cache, which only this user can write.
 
     Raises:
-        CacheError: if it cannot be made or written.
+        CacheError: if it cannot be made or written, or if other users can write it.
     """
     reason = f"{folder} cannot be written"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
         reason = f"{folder} cannot be made: {error.strerror or error}"
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise CacheError(f"kernel cache: {reason}; set DISTGEMM_CACHE_DIR to a folder that can be written")
+        raise CacheError(f"kernel cache: {reason}; {WRITABLE}")
+    _refuse_unsafe(folder)
 
 
 def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
@@ -322,21 +498,30 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
         out = Path(folder) / path.name
+        words = command(source, nvcc, out)
         start = time.monotonic()
-        done = subprocess.run(command(source, nvcc, out), capture_output=True, text=True, check=False)
-        output = done.stdout + done.stderr
-        if done.returncode:
-            raise CompileError(f"{' '.join(done.args)}\nfailed with exit status {done.returncode}:\n{_excerpt(output)}")
+        try:
+            status, output = _run(words, COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise CompileError(
+                f"{' '.join(words)}\ndid not end within {COMPILE_TIMEOUT_S:.0f} s, and was stopped"
+            ) from None
+        if status:
+            raise CompileError(f"{' '.join(words)}\nfailed with exit status {status}:\n{_excerpt(output)}")
         if SERIALISED in output:
             raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
+        if not out.is_file():
+            raise CompileError(f"{' '.join(words)}\nended with exit status 0 and wrote no library:\n{_excerpt(output)}")
+        out.chmod(0o755)
         manifest = {
             "kernel": source.name,
             "arch": source.arch,
             "macros": dict(source.macros),
             "compiler": compiler_version(nvcc),
             "cutlass": importlib.metadata.version("nvidia-cutlass"),
+            "host": host(),
             "seconds": round(time.monotonic() - start, 1),
             "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
         }

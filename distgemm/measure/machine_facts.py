@@ -80,7 +80,7 @@ class Facts:
         gxx: version of g++.
         cache: cache folder.
         cache_error: why nothing can be written there.
-        kernels: number of compiled kernels in the cache.
+        kernels: number of compiled kernels in the cache that this machine can load.
         broken: number of incomplete kernels in the cache.
         environment: variables that matter.
     """
@@ -241,6 +241,8 @@ def parse_nvlinks(status: str) -> dict[str, int]:
 
 def driver_facts() -> dict[str, Any]:
     """The fields ``driver`` and ``driver_cuda`` of :class:`Facts`, as far as they are known."""
+    from distgemm.gemm.nvcc import driver_cuda
+
     found: dict[str, Any] = {}
     try:
         module = Path("/proc/driver/nvidia/version").read_text()
@@ -249,13 +251,7 @@ def driver_facts() -> dict[str, Any]:
     except OSError:
         if output := program_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
             found["driver"] = output.split()[0]
-    # Without a driver, cuda.bindings raises.
-    with contextlib.suppress(ImportError, RuntimeError):
-        from cuda.bindings import driver
-
-        error, version = driver.cuDriverGetVersion()
-        if not error:
-            found["driver_cuda"] = f"{version // 1000}.{version % 1000 // 10}"
+    found["driver_cuda"] = driver_cuda()
     return found
 
 
@@ -280,18 +276,23 @@ def _compiler_facts() -> dict[str, Any]:
 
 
 def _cache_facts() -> dict[str, Any]:
-    from distgemm.gemm.nvcc import cache_dir, cached
+    from distgemm.gemm.nvcc import CacheError, cache_dir, cached, unsafe, works_here
 
-    folder = cache_dir()
-    libraries = [manifest is not None for _, manifest in cached()]
+    try:
+        folder = cache_dir()
+    except CacheError as error:
+        return {"cache_error": str(error)}
+    manifests = [manifest for _, manifest in cached()]
     kernels = folder / "kernels"
     there = next(path for path in (kernels, *kernels.absolute().parents) if os.path.exists(path))
-    writable = os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
+    problem = "" if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    if not problem and there == kernels:
+        problem = unsafe(kernels)
     return {
         "cache": str(folder),
-        "cache_error": "" if writable else f"{there} cannot be written",
-        "kernels": sum(libraries),
-        "broken": len(libraries) - sum(libraries),
+        "cache_error": problem,
+        "kernels": sum(manifest is not None and works_here(manifest) for manifest in manifests),
+        "broken": manifests.count(None),
     }
 
 

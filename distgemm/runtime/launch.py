@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from distgemm.system import cores
+
 __all__ = ["BACKENDS", "Backend", "LaunchSpec", "init_from_env", "launch", "raise_first_error"]
 
 Backend = Literal["gloo", "nccl"]
@@ -123,7 +125,7 @@ def launch(
     if backend == "nccl" and (found := torch.cuda.device_count()) < (wanted := 1 if share else world_size):
         raise ValueError(f"nccl with {world_size} ranks takes {wanted} CUDA device{'s' * (wanted > 1)}, found {found}")
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder, _started() as processes:
-        threads = max(1, (os.cpu_count() or 1) // world_size)
+        threads = max(1, cores() // world_size)
         spec = LaunchSpec(function, args, world_size, backend, timeout, Path(folder), os.getpid(), threads, share)
         deadline = time.monotonic() + timeout
         context = start_processes(  # type: ignore[no-untyped-call]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from distgemm.runtime.checks import resolve_group
 from distgemm.runtime.cuda import CudaExecutable
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
 from distgemm.schedulers import Pattern
+from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import bucketed, gpu_name, look_up
 from distgemm.tune.candidates import predicted, single_kernel_status
@@ -45,19 +45,19 @@ def select(
         device: this rank's GPU; None: the current one.
         tune: what happens if nothing is recorded. True: measure now, at the :func:`bucket` of m, and record the
             result. False: take the prediction of the cost model. None: True, unless the environment of rank 0 has
-            DISTGEMM_TUNE=0.
+            DISTGEMM_TUNE=0 (or false, no, off).
 
     Raises:
         RuntimeError: while the current stream is captured.
-        ValueError: on all ranks, if a file of rank 0 is broken.
+        ValueError: on all ranks, if a file of rank 0 is broken, or if its DISTGEMM_TUNE is neither true nor false.
     """
     whole, at = resolve_group(group), device_of(device)
     size = whole.size()
     refuse_capture(problem, pattern, size, at)
 
     def look_up_or_predict() -> TunedConfig | None:
+        measure = switch("DISTGEMM_TUNE", True) if tune is None else tune
         recorded = look_up(problem, pattern, size, gpu_name(at))
-        measure = os.environ.get("DISTGEMM_TUNE") != "0" if tune is None else tune
         return recorded or (None if measure and measurable(problem) else predicted(problem, pattern, size))
 
     config = from_first(whole, at, look_up_or_predict)

@@ -135,6 +135,9 @@ def test_nothing_is_measured_if_that_is_off_or_impossible(found: list[dict[str, 
     for each in (rank["measuring"] for rank in found):
         assert [config.source for config in each["off"]] == ["predicted"] * 3
         assert each["off measured"] == 0
+        assert each["neither"] == (
+            "ValueError: DISTGEMM_TUNE is 1, true, yes or on, or else 0, false, no or off; got 'never'"
+        )
         assert each["batches"] == "ValueError: batches are not measured: l is 1, got 2"
 
 

@@ -480,8 +480,11 @@ def measuring(folder: str) -> dict[str, Any]:
     with Bench(by_name("chunks=2")) as fakes:
         found["off"] = [tune.select(PROBLEM, "gemm+rs", group, device=CPU, tune=False)]
         if rank == 0:
-            os.environ["DISTGEMM_TUNE"] = "0"
+            os.environ["DISTGEMM_TUNE"] = "false"
         found["off"].append(tune.select(PROBLEM, "gemm+rs", group, device=CPU))
+        if rank == 0:
+            os.environ["DISTGEMM_TUNE"] = "never"
+        found["neither"] = message(lambda: tune.select(PROBLEM, "gemm+rs", group, device=CPU))
         os.environ.pop("DISTGEMM_TUNE", None)
         batches = dataclasses.replace(PROBLEM, l=2)
         found["off"].append(tune.select(batches, "gemm+rs", group, device=CPU))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from distgemm.cli import doctor
 from distgemm.cli import main as cli
 from distgemm.cli.doctor import Check, checks, runtimes, unsatisfied
+from distgemm.gemm import nvcc
 from distgemm.measure.machine_facts import Facts, Gpu, look, parse_nvlinks
 
 H200 = Gpu("NVIDIA H200", (9, 0), 140 << 30, multicast=True, nvlinks=18)
@@ -82,6 +84,12 @@ def test_a_machine_without_a_gpu() -> None:
         ({"nvcc": None, "kernels": 0}, "compiler", "nvcc was not found", "distgemm[nvcc]"),
         ({"nvcc_error": "DISTGEMM_NVCC is 'x'"}, "compiler", "DISTGEMM_NVCC is 'x'", "DISTGEMM_NVCC"),
         ({"gxx": None}, "compiler", "but no g++", "install g++"),
+        (
+            {"nvcc_version": "release 14.0, V14.0.1"},
+            "compiler",
+            "too new: the driver serves CUDA up to 13.0, and does not load kernels",
+            "update the driver, or install an older nvcc and set DISTGEMM_NVCC",
+        ),
         ({"cache_error": "/ cannot be written"}, "kernel cache", "/cache: / cannot", "DISTGEMM_CACHE_DIR"),
     ],
 )
@@ -136,7 +144,7 @@ def test_notes() -> None:
         assert (check.status, check.detail[: len(detail)]) == ("note", detail)
     other = by_name(checks(replace(WELL, gpus=(replace(H200, capability=(8, 0)),))))["GPUs"]
     assert other.status == "ok"
-    assert "plain kernels" in other.detail
+    assert "the default provider is cutlass on 9.0 alone" in other.detail
     assert "2 damaged" in by_name(checks(replace(WELL, broken=2)))["kernel cache"].detail
 
 
@@ -168,6 +176,26 @@ def test_looking_at_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (kernels / "cut_short.so").write_bytes(b"")
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path))
     assert (look().kernels, look().broken) == (0, 1)
+    kernels.chmod(0o777)
+    assert look().cache_error == f"users other than its owner can write {kernels} (mode 777)"
+
+
+def test_kernels_of_another_machine_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path))
+    manifest = dict.fromkeys(("kernel", "arch", "cutlass"), "") | {
+        "macros": {},
+        "seconds": 1,
+        "sha256": hashlib.sha256(b"").hexdigest(),
+    }
+    (tmp_path / "kernels").mkdir()
+    for number, (host, compiler) in enumerate(
+        [(nvcc.host(), "release 12.8"), (nvcc.host(), "release 14.0"), ("aarch64 glibc 2.39", "release 12.8")]
+    ):
+        (tmp_path / "kernels" / f"{number}.so").touch()
+        text = json.dumps(manifest | {"host": host, "compiler": compiler})
+        (tmp_path / "kernels" / f"{number}.json").write_text(text)
+    monkeypatch.setattr(nvcc, "driver_cuda", lambda: "13.0")
+    assert (look().kernels, look().broken) == (1, 0)
 
 
 def test_looking_at_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

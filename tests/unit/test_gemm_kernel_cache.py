@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
+import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm import nvcc as compiler
 from distgemm.gemm.cutlass import KernelKind, kernel_source
 from distgemm.gemm.nvcc import (
+    CacheError,
     CompileError,
     CompilerNotFoundError,
     KernelSource,
@@ -70,6 +77,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
     found = Nvcc(tmp_path)
     monkeypatch.setenv("DISTGEMM_NVCC", str(found.path))
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "driver_cuda", lambda: None)
     return found
 
 
@@ -97,6 +105,7 @@ def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
         "macros": {"DG_D": "float", "DG_TILE_M": "128"},
         "compiler": "release 13.0, V13.0.48",
         "cutlass": importlib.metadata.version("nvidia-cutlass"),
+        "host": compiler.host(),
         "sha256": "30e14955ebf1352266dc2ff8067e68104607e750abb9d3b36582b8af909fcb58",
     }
     assert libraries() == sorted([path.name, path.with_suffix(".json").name])
@@ -181,14 +190,18 @@ def test_the_name_depends_on_all_that_the_library_is_made_from(nvcc: Nvcc, monke
         lambda patch: patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-lineinfo")),
         lambda patch: patch.setattr(compiler, "read_source", lambda path: path.read_text() + "// changed"),
         lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "9.9"),
+        lambda patch: patch.setattr(platform, "machine", lambda: "aarch64"),
+        lambda patch: patch.setattr(platform, "libc_ver", lambda: ("glibc", "2.17")),
     ]
     for change in changes:
         with monkeypatch.context() as patch:
             change(patch)
+            compiler.host.cache_clear()
             paths.append(library(SOURCE))
-    assert len(set(paths)) == 5 == len(nvcc.calls)
+    compiler.host.cache_clear()
+    assert len(set(paths)) == 7 == len(nvcc.calls)
     assert library(SOURCE) == paths[1]
-    assert len(nvcc.calls) == 5
+    assert len(nvcc.calls) == 7
 
 
 def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +246,8 @@ def test_a_library_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"\xff\xfe\x00", b"{", b"[]", b"{}", b'"text"', b"7", b"null", b'{"sha256": null}']
+    "garbage",
+    [b"", b"\xff\xfe\x00", b"{", b"[]", b"{}", b'"text"', b"7", b"null", b'{"sha256": null}', b"[" * 100_000],
 )
 def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
     path = library(SOURCE)
@@ -244,8 +258,32 @@ def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
     assert len(nvcc.calls) == 2
 
 
+@pytest.mark.parametrize("lacking", compiler.MANIFEST)
+def test_a_manifest_that_lacks_an_entry(nvcc: Nvcc, lacking: str) -> None:
+    """The name of a wrong type counts as lacking."""
+    path = library(SOURCE)
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    for changed in ({name: value for name, value in manifest.items() if name != lacking}, manifest | {lacking: None}):
+        path.with_suffix(".json").write_text(json.dumps(changed))
+        assert [found for _, found in cached()] == [None]
+        assert missing([SOURCE]) == [SOURCE]
+    assert library(SOURCE) == path
+    assert [found and found["kernel"] for _, found in cached()] == ["a kernel"]
+
+
+@pytest.mark.parametrize("suffix", [".so", ".json"])
+def test_a_fifo_in_the_place_of_a_file(nvcc: Nvcc, suffix: str) -> None:
+    """Nothing waits for somebody to write it."""
+    path = library(SOURCE)
+    path.with_suffix(suffix).unlink()
+    os.mkfifo(path.with_suffix(suffix))
+    assert [found for _, found in cached()] == [None]
+    assert library(SOURCE) == path
+    assert path.with_suffix(suffix).is_file()
+
+
 def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None:
-    nvcc.set(does='printf half >"$2"; exec sleep 30')
+    nvcc.set(does='printf half >"$2"; exec sleep 3')
     go = tmp_path / "go"
     go.touch()
     process = subprocess.Popen([sys.executable, "-c", CHILD, str(go)], start_new_session=True)
@@ -259,8 +297,105 @@ def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None
         process.wait()
     nvcc.set()
     assert missing([SOURCE]) == [SOURCE]
+    (left,) = (cache_dir() / "kernels").glob("*.building")
+    # Any build removes what is left, also of another kernel.
+    path = library(replace(SOURCE, arch="80"))
+    assert not left.exists()
+    assert libraries() == sorted([path.name, path.with_suffix(".json").name])
     assert library(SOURCE).stat().st_size == MEBIBYTE
-    assert len(nvcc.calls) == 2
+    assert len(nvcc.calls) == 3
+
+
+def test_a_library_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:
+    """It is left by a process that was killed between the two files. Its source may never be asked for again."""
+    left = library(SOURCE)
+    left.with_suffix(".json").unlink()
+    other = library(replace(SOURCE, arch="80"))
+    assert libraries() == sorted([other.name, other.with_suffix(".json").name])
+
+
+def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
+    kernels = cache_dir() / "kernels"
+    kernels.mkdir(parents=True)
+    built = kernels / "abc-1.x.building"
+    built.mkdir()
+    with FileLock(kernels / "abc-1.lock"):
+        library(SOURCE)
+        assert built.exists()
+    library(replace(SOURCE, arch="80"))
+    assert not built.exists()
+
+
+# --- owners and modes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
+@pytest.mark.parametrize("of", ["folder", "library"])
+def test_a_library_that_others_can_write_is_refused(nvcc: Nvcc, of: str, mode: int) -> None:
+    path = library(SOURCE)
+    changed = path if of == "library" else path.parent
+    before = changed.stat().st_mode
+    changed.chmod(mode)
+    with pytest.raises(CacheError, match=rf"can write {changed} \(mode {mode:o}\), so it is not loaded; .*chmod go-w"):
+        library(SOURCE)
+    changed.chmod(before)
+    assert library(SOURCE) == path
+    assert len(nvcc.calls) == 1
+
+
+def test_nothing_is_compiled_into_a_folder_that_others_can_write(nvcc: Nvcc) -> None:
+    kernels = cache_dir() / "kernels"
+    kernels.mkdir(parents=True)
+    kernels.chmod(0o777)
+    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+        with pytest.raises(CacheError, match=f"can write {kernels}"):
+            call()
+    assert nvcc.calls == []
+
+
+@pytest.mark.parametrize("of", ["folder", "library"])
+def test_a_library_of_another_user_is_refused(nvcc: Nvcc, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = library(SOURCE)
+    changed = path if of == "library" else path.parent
+    stat, owner = Path.stat, os.geteuid() + 1
+
+    def with_owner(self: Path, **options: bool) -> os.stat_result:
+        found = stat(self, **options)
+        return os.stat_result([*found[:4], owner, *found[5:]]) if self == changed else found
+
+    monkeypatch.setattr(Path, "stat", with_owner)
+    with pytest.raises(CacheError, match=f"{changed} belongs to the user with number {owner}, and not to this user"):
+        library(SOURCE)
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    if of == "folder":
+        path.chmod(0o755)
+    others = {"folder": path, "library": path.parent}[of]
+    if others.stat().st_uid != 0:  # root's files are everybody's
+        with pytest.raises(CacheError, match=f"{others} belongs to the user"):
+            library(SOURCE)
+    else:
+        assert library(SOURCE) == path
+
+
+def test_a_link_is_followed_to_the_folder_that_holds_the_library(nvcc: Nvcc, tmp_path: Path) -> None:
+    path = library(SOURCE)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    moved = open_to_all / path.name
+    shutil.move(path, moved)
+    path.symlink_to(moved)
+    with pytest.raises(CacheError, match=f"can write {open_to_all}"):
+        library(SOURCE)
+
+
+def test_a_loose_umask_leaves_folder_and_library_to_their_owner(nvcc: Nvcc) -> None:
+    before = os.umask(0)
+    try:
+        path = library(SOURCE)
+    finally:
+        os.umask(before)
+    assert [oct(each.stat().st_mode & 0o777) for each in (path.parent, path)] == ["0o755", "0o755"]
 
 
 # --- failures -------------------------------------------------------------------------------------------
@@ -295,6 +430,55 @@ def test_serialised_wgmma_is_a_failure(nvcc: Nvcc) -> None:
     assert libraries() == []
 
 
+def test_a_compiler_that_writes_nothing(nvcc: Nvcc) -> None:
+    nvcc.set(does='echo "nothing to do"')
+    with pytest.raises(CompileError, match="ended with exit status 0 and wrote no library:\nnothing to do"):
+        library(SOURCE)
+    assert libraries() == []
+
+
+def test_a_compiler_that_does_not_end(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs that it started do not remain, either."""
+    nvcc.set(does=f'(sleep 60; touch "{tmp_path}/remained") & echo $! >"{tmp_path}/child"; wait')
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 1.0)
+    start = time.monotonic()
+    with pytest.raises(CompileError, match="did not end within 1 s, and was stopped"):
+        library(SOURCE)
+    assert time.monotonic() - start < 10
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
+    deadline = time.monotonic() + 10
+    while child.exists() and "Z (zombie)" not in child.read_text():
+        assert time.monotonic() < deadline, "a program of the compiler still runs"
+        time.sleep(0.01)
+    assert libraries() == []
+
+
+def test_a_compiler_that_does_not_say_its_version(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc.path.write_text("#!/bin/sh\nsleep 60\n")
+    compiler.compiler_version.cache_clear()
+    monkeypatch.setattr(compiler, "VERSION_TIMEOUT_S", 0.5)
+    with pytest.raises(CompilerNotFoundError, match=r"does not run as a compiler: .* timed out after 0.5 seconds"):
+        library(SOURCE)
+
+
+def test_a_lock_that_another_process_keeps(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = library(SOURCE)
+    path.unlink()
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.5)
+    lock = path.with_suffix(".lock")
+    with FileLock(lock), pytest.raises(CompileError, match=f"another process has been compiling it .* holds {lock}"):
+        library(SOURCE)
+
+
+def test_a_full_disk(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(CacheError, match=r"cannot be written: .*No space left on device; set DISTGEMM_CACHE_DIR"):
+        library(SOURCE)
+
+
 def test_a_failure_among_several(nvcc: Nvcc) -> None:
     sources = [replace(SOURCE, macros=(("DG_TILE_M", str(tile)),)) for tile in (64, 128, 256)]
     nvcc.set(does=f'grep -q "TILE_M=128" "{nvcc.log}" && exit 1; {WRITES}')
@@ -325,12 +509,86 @@ def test_build_compiles_what_is_missing(nvcc: Nvcc, capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.parametrize("usable", [1, 3])
+def test_as_many_compilers_as_cores(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, usable: int) -> None:
+    """Not as many as the machine has, of which this process may use only some."""
+    monkeypatch.setattr(compiler, "cores", lambda: usable)
+    jobs = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count: int) -> None:
+            jobs.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(compiler, "ThreadPoolExecutor", Pool)
+    build([SOURCE], progress=False)
+    compiler.build_together([replace(SOURCE, arch="80")], 0, 2)
+    assert jobs == [usable, max(1, usable // 2)]
+
+
+# --- the driver -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("release", "driver", "loads"),
+    [
+        ("13.0", None, True),
+        ("13.0", "13.0", True),
+        ("13.1", "13.0", True),
+        ("12.9", "13.0", True),
+        ("13.0", "12.8", False),
+        ("13.0", "12.9", False),
+        ("14.0", "13.2", False),
+    ],
+)
+def test_a_compiler_that_is_too_new_for_the_driver(
+    nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, release: str, driver: str | None, loads: bool
+) -> None:
+    """Within a major version, an older driver loads kernels of a newer compiler. Without one, nothing is loaded."""
+    nvcc.set(release=release)
+    monkeypatch.setattr(compiler, "driver_cuda", lambda: driver)
+    if loads:
+        assert library(SOURCE).exists()
+        return
+    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+        with pytest.raises(CompilerNotFoundError) as raised:
+            call()
+        assert str(raised.value) == (
+            f"{nvcc.path} is too new: the driver serves CUDA up to {driver}, and does not load kernels that nvcc of "
+            f"release {release}, V{release}.48 compiles; update the driver, or install an older nvcc and set "
+            "DISTGEMM_NVCC to its path"
+        )
+    assert nvcc.calls == []
+
+
+def test_without_a_compiler_a_library_that_is_too_new_for_the_driver(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("DISTGEMM_NVCC", str(put(tmp_path / "nvcc-elsewhere")))
+        elsewhere.setenv("PATH", os.defpath)
+        path = library(SOURCE)
+    monkeypatch.setattr(compiler, "driver_cuda", lambda: "12.8")
+    with pytest.raises(CompilerNotFoundError, match=r"a kernel is compiled, but the driver serves CUDA up to 12.8"):
+        library(SOURCE)
+    monkeypatch.setattr(compiler, "driver_cuda", lambda: "13.0")
+    assert library(SOURCE) == path
+
+
+def test_the_driver_of_this_machine() -> None:
+    has_driver = Path("/proc/driver/nvidia/version").exists()
+    found = compiler.driver_cuda()
+    assert (found is None) is not has_driver
+    assert found is None or re.fullmatch(r"\d+\.\d", found)
+
+
 # --- the compiler ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No compiler in any place where one is looked for; the folder stands for the site-packages."""
+    monkeypatch.setattr(compiler, "driver_cuda", lambda: None)
     for name in ("DISTGEMM_NVCC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -376,7 +634,7 @@ def test_without_a_compiler_the_error_says_what_to_install(nowhere: Path) -> Non
             call()
         text = str(raised.value)
         assert text.startswith(
-            "kernel a kernel is not compiled yet and nvcc was not found. Install it with: pip install "
+            f"kernel a kernel is not compiled yet for {compiler.host()} and nvcc was not found. Install it with: pip "
         )
         for advice in ("'distgemm[nvcc]'", "CUDA toolkit", "DISTGEMM_NVCC", "distgemm build", "provider='cublas'"):
             assert advice in text
@@ -448,6 +706,17 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/caches/distgemm")
     monkeypatch.setenv("DISTGEMM_CACHE_DIR", "/kernels")
     assert cache_dir() == Path("/kernels")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DISTGEMM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(CacheError, match=r"this user has no home folder .*; set DISTGEMM_CACHE_DIR to a folder"):
+        cache_dir()
 
 
 def test_cutlass_lies_in_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
+from distgemm.gemm import cache as tuned_cache
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.select import CACHE, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
 from distgemm.gemm.tiles import TILES
@@ -215,7 +219,9 @@ def test_the_file_names_the_device(cache: Path) -> None:
         '{"configs": {"one": {"ms": 1.0}}}',
         '{"configs": {"one": {"config": "fast"}}}',
         '{"configs": {"one": {"config": 5}}}',
+        '{"configs": ' + "[" * 100_000,
     ],
+    ids=lambda text: text[:40],
 )
 @pytest.mark.parametrize("where", ["own", "shipped"])
 def test_a_broken_file_is_named(text: str, where: str) -> None:
@@ -232,6 +238,52 @@ def test_a_broken_file_is_named(text: str, where: str) -> None:
         assert str(raised.value).startswith(f"{path} ")
         assert str(raised.value).endswith(": distgemm tune-gemm")
     assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    path = CACHE.path(DEVICE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def loop() -> None:
+        path.symlink_to(path)
+
+    makers: dict[str, Callable[[], object]] = {
+        "it is no regular file": lambda: os.mkfifo(path),
+        "Too many levels of symbolic links": loop,
+    }
+    for reason, make in makers.items():
+        make()
+        with pytest.raises(
+            ValueError, match=f"^tuned configurations: {path} cannot be read: {reason}; delete it, make"
+        ):
+            select_config(HOPPER, SHAPE)
+        path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: it is no regular file"):
+        CACHE.record(DEVICE, {"two": GOOD})
+
+
+def test_a_record_is_not_written_through_links(cache: Path, tmp_path: Path) -> None:
+    """Neither through a link in the place of the file, nor in the place of a file that it becomes."""
+    victim = tmp_path / "victim"
+    victim.write_text('{"configs": {}}')
+    cache.mkdir(parents=True, exist_ok=True)
+    path = CACHE.path(DEVICE)
+    path.symlink_to(victim)
+    for name in (f"{path.stem}.{os.getpid()}.new", f"{path.name}.new", f"{path.name}.tmp"):
+        (cache / name).symlink_to(victim)
+    CACHE.record(DEVICE, {"one": GOOD})
+    assert victim.read_text() == '{"configs": {}}'
+    assert not path.is_symlink()
+    assert CACHE.read(DEVICE) == {"one": GOOD}
+
+
+def test_a_lock_that_another_process_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = CACHE.path(DEVICE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(tuned_cache, "LOCK_TIMEOUT_S", 0.2)
+    with FileLock(path.with_suffix(".lock")), pytest.raises(OSError, match="could not be acquired"):
+        CACHE.record(DEVICE, {"one": GOOD})
 
 
 ADDING = """

@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "distgemm"
 
 LAYERS = (
+    "system",
     "layouts",
     "schedulers",
     "plan",
