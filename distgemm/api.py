@@ -34,7 +34,7 @@ def compile(
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
-    provider: str = "cutlass",
+    provider: str | None = None,
     config: str | None = None,
     gemm_streams: int = 2,
     execution: ExecutionMode = "multi_kernel",
@@ -59,7 +59,8 @@ def compile(
             the unfused program. "auto" takes no options of the schedule or of the execution.
         group: the ranks that take part, a process group with NCCL. None: all ranks.
         device: this rank's GPU. None: the current device.
-        provider: provider of the GEMMs, "cutlass" or "cublas".
+        provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "single_kernel" and
+            with a ``config``, otherwise "cublas".
         config: name of the provider's tile configuration for all GEMMs. None: the shape decides.
         gemm_streams: number of streams on which the GEMMs of a rank alternate, 1 or 2.
         execution: "multi_kernel": a kernel for each GEMM. "single_kernel": the fused kernel for all GEMMs of a rank.

@@ -69,11 +69,15 @@ def trace_command(
     ] = None,
     mechanism: Mechanism = MECHANISMS[0],
     provider: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--provider", parser=one_of(["cutlass", "cublas"]), metavar="NAME", help="Of the GEMMs: cutlass or cublas."
+            "--provider",
+            parser=one_of(["cutlass", "cublas"]),
+            metavar="NAME",
+            help="Of the GEMMs: cutlass or cublas. [default: cutlass on Hopper, cublas on other GPUs]",
+            show_default=False,
         ),
-    ] = "cutlass",
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option("--config", metavar="CONFIG", help="A tile configuration of the provider. [default: by shape]"),

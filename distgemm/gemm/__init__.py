@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from distgemm.gemm.provider import GemmProvider, GemmTensors, Kernel, Launch
-from distgemm.gemm.registry import get_provider, list_providers
+from distgemm.gemm.registry import default_provider, get_provider, list_providers
 from distgemm.gemm.spec import GemmConfig, GemmSpec, MatrixSpec, Status
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "GemmProvider",
     "Kernel",
     "Launch",
+    "default_provider",
     "get_provider",
     "list_providers",
     # in one call
@@ -39,13 +40,13 @@ __all__ = [
 
 
 def bind(
-    tensors: GemmTensors, *, provider: str = "cutlass", config: GemmConfig | str | None = None, streams: int = 1
+    tensors: GemmTensors, *, provider: str | None = None, config: GemmConfig | str | None = None, streams: int = 1
 ) -> Launch:
     """A launch of a GEMM: its kernel, compiled if need be, with its arguments encoded.
 
     Args:
         tensors: the tensors and numbers.
-        provider: a name of :func:`list_providers`.
+        provider: a name of :func:`list_providers`; None: :func:`default_provider`, with ``config`` "cutlass".
         config: the configuration or its text; None: selected for the shape.
         streams: number of streams on which such GEMMs alternate; the selection depends on it.
 
@@ -58,6 +59,8 @@ def bind(
         config = GemmConfig.parse(config)
     spec = spec_of(tensors)
     check_device(tensors)
+    if provider is None:
+        provider = default_provider(tensors.d.device) if config is None else "cutlass"
     return _kernel(spec, provider, config, streams).bind(tensors)
 
 
@@ -84,7 +87,7 @@ def gemm(
     alpha: float = 1.0,
     beta: float = 0.0,
     dtype: str | None = None,
-    provider: str = "cutlass",
+    provider: str | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
     """``out = alpha * scale_a[:, None] * scale_b * (a @ b.mT) + bias + partial + beta * c``
@@ -103,7 +106,7 @@ def gemm(
         alpha: factor of the product.
         beta: factor of ``c``; with 0, ``c`` is not read.
         dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: IEEE float32.
-        provider: a name of :func:`list_providers`.
+        provider: a name of :func:`list_providers`; None: :func:`default_provider`, with ``config`` "cutlass".
         config: the configuration or its text; None: selected for the shape.
 
     Returns:

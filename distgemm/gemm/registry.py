@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from distgemm.gemm.provider import GemmProvider
 
-__all__ = ["get_provider", "list_providers"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["default_provider", "get_provider", "list_providers"]
+
+HOPPER = (9, 0)
+"""The compute capability for which the provider cutlass has kernels with TMA and wgmma."""
 
 
 def list_providers() -> list[str]:
     """Names of the providers."""
     return ["cublas", "cutlass"]
+
+
+def default_provider(device: torch.device | None = None) -> str:
+    """The provider that is taken if the caller names none.
+
+    It is "cutlass" on GPUs of compute capability 9.0, for which it has kernels with TMA and wgmma. On other GPUs it has
+    slower kernels only, so it is "cublas". Without a GPU it is "cutlass", to plan and to compile for Hopper.
+
+    Args:
+        device: the GPU; None: the current one.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return "cutlass"
+    return "cutlass" if torch.cuda.get_device_capability(device) == HOPPER else "cublas"
 
 
 def get_provider(name: str) -> GemmProvider:

@@ -82,7 +82,7 @@ class Span(NamedTuple):
 
 
 def record(
-    plan: Plan, provider: str, config: str | None, gemm_streams: int, wait_by: WaitBy = "memory_op"
+    plan: Plan, provider: str | None, config: str | None, gemm_streams: int, wait_by: WaitBy = "memory_op"
 ) -> Recording:
     """Run a plan on this rank's GPU, replay its graph, and record what the GPU does. A collective call.
 

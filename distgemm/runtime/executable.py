@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from distgemm.gemm import default_provider
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,8 @@ class ExecutionConfig:
     """How GPUs execute a plan.
 
     Attributes:
-        provider: provider of the GEMMs, a name of :func:`distgemm.gemm.list_providers`.
+        provider: provider of the GEMMs, a name of :func:`distgemm.gemm.list_providers`. None: "cutlass" with
+            "single_kernel" or a ``config``, else :func:`distgemm.gemm.default_provider` of the GPU.
         config: name of the provider's tile configuration for all GEMMs; None: the shape decides.
         gemm_streams: streams on which the GEMMs of a rank alternate, 1 or 2.
         execution: "multi_kernel" launches a kernel for each GEMM. "single_kernel" computes all GEMMs of a rank in one
@@ -52,7 +55,7 @@ class ExecutionConfig:
             they are looked up.
     """
 
-    provider: str = "cutlass"
+    provider: str | None = None
     config: str | None = None
     gemm_streams: int = 2
     execution: ExecutionMode = "multi_kernel"
@@ -77,6 +80,8 @@ class ExecutionConfig:
                 f"transport={self.transport!r} goes with execution='single_kernel' and merge_copies=False, "
                 f"got {self.execution!r} and {self.merge_copies}"
             )
+        if self.provider is None and (self.single_kernel or self.config is not None):
+            object.__setattr__(self, "provider", "cutlass")
         if self.single_kernel and self.provider != "cutlass":
             raise ValueError(
                 f"execution='single_kernel' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
@@ -86,6 +91,10 @@ class ExecutionConfig:
     def single_kernel(self) -> bool:
         """Whether all GEMMs of a rank are one kernel."""
         return self.execution == "single_kernel"
+
+    def on(self, device: torch.device) -> ExecutionConfig:
+        """The same, with the provider named."""
+        return self if self.provider else replace(self, provider=default_provider(device))
 
 
 EXECUTION_FIELDS = tuple(ExecutionConfig.__dataclass_fields__)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from distgemm.gemm import GemmSpec, MatrixSpec
+from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
@@ -282,7 +282,8 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
     """The configuration that the cost model predicts to be fastest, with a kernel for each GEMM.
 
     The fused kernel is left out because it cannot read tensors of any strides. If a plan and the unfused program have
-    the same predicted time, the unfused program is taken; if two providers have, the first one that computes the plan.
+    the same predicted time, the unfused program is taken; if two providers have, the default one if it computes the
+    plan.
 
     Args:
         problem: the GEMM over all ranks.
@@ -355,9 +356,10 @@ def _plans(
 def _multi_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
 ) -> Iterator[tuple[TunedConfig, float]]:
-    """Configurations with a kernel for each GEMM, and their predicted us."""
+    """Configurations with a kernel for each GEMM, and their predicted us. The default provider comes first."""
+    preferred = default_provider()
     for candidate, plan in _plans(problem, pattern, world_size, "multi_kernel"):
-        able = [name for name in ("cutlass", "cublas") if _computes(name, plan)]
+        able = [name for name in sorted(providers(), key=lambda name: name != preferred) if _computes(name, plan)]
         most = max(sum(isinstance(op, Gemm) for op in plan.ops(rank)) for rank in range(world_size))
         for gemm_streams in (1, 2) if most > 1 and able else (1,):
             time = simulate(plan, machine, gemm_streams=gemm_streams).time

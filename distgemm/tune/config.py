@@ -53,7 +53,7 @@ class TunedConfig:
                 "method is 'plan', with a schedule, or 'unfused', without one; "
                 f"got {self.method!r} and {self.schedule!r}"
             )
-        if self.execution.provider not in list_providers():
+        if self.execution.provider not in (None, *list_providers()):
             raise ValueError(f"provider is one of {', '.join(list_providers())}, got {self.execution.provider!r}")
         if self.collective not in (COLLECTIVES if self.method == "unfused" else ("nccl",)):
             raise ValueError(
@@ -72,6 +72,8 @@ class TunedConfig:
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused collective={self.collective}"
         default = asdict(ExecutionConfig())
+        if self.execution.single_kernel or self.execution.config is not None:
+            default["provider"] = "cutlass"
         changed = {name: value for name, value in asdict(self.execution).items() if value != default[name]}
         pairs = [*self.options, *changed.items()]
         return " ".join([self.schedule, *(f"{name}={str(value).lower()}" for name, value in pairs)])
@@ -125,7 +127,7 @@ class TunedConfig:
         e = self.execution
         parts = [
             " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)]),
-            f"GEMMs by {e.provider}{'' if e.config is None else f' {e.config}'}",
+            f"GEMMs by {e.provider or 'the default provider'}{'' if e.config is None else f' {e.config}'}",
             f"{e.gemm_streams} GEMM stream{'s' * (e.gemm_streams > 1)}",
         ]
         parts += ["fused kernel"] * e.single_kernel + ["waits by kernel"] * (e.wait_by == "kernel")

@@ -71,7 +71,7 @@ def test_lines_fit_80_columns(launched: list[tuple[Any, ...]], monkeypatch: pyte
 def test_waits_by_a_kernel(launched: list[tuple[Any, ...]]) -> None:
     found = RUN.invoke(app, [*SMALL, "--gemm-streams", "1", "--wait-by", "kernel"])
     assert found.exit_code == 0, found.output
-    assert launched[0][3:] == ("cutlass", None, 1, "kernel", "nccl")
+    assert launched[0][3:] == (None, None, 1, "kernel", "nccl")
 
 
 def test_mechanism(launched: list[tuple[Any, ...]]) -> None:

@@ -42,7 +42,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_configuration_is_printed_in_words() -> None:
     assert str(PLAN) == "all_gather_1d_tiling_cd_rotating_a chunks=2, GEMMs by cublas, 2 GEMM streams"
     assert str(OTHER) == "reduce_scatter_1d_pairwise_a chunks=1, GEMMs by cutlass 64x128x64_1x1_pingpong, 1 GEMM stream"
-    assert str(MERGED) == f"{GATHER} chunks=2, GEMMs by cutlass, 2 GEMM streams, waits by kernel, merged copies"
+    assert (
+        str(MERGED)
+        == f"{GATHER} chunks=2, GEMMs by the default provider, 2 GEMM streams, waits by kernel, merged copies"
+    )
     fused = ExecutionConfig(gemm_streams=1, execution="single_kernel", transport="sm")
     assert str(TunedConfig("plan", GATHER, execution=fused)) == (
         f"{GATHER}, GEMMs by cutlass, 1 GEMM stream, fused kernel, transport sm"
@@ -282,6 +285,10 @@ def test_a_configuration_survives_its_text(config: TunedConfig) -> None:
 def test_the_text_has_only_what_differs_from_the_defaults() -> None:
     assert OTHER.text == "reduce_scatter_1d_pairwise_a chunks=1 config=64x128x64_1x1_pingpong gemm_streams=1"
     assert MERGED.text == f"{GATHER} chunks=2 wait_by=kernel merge_copies=true"
+    named = dataclasses.replace(MERGED, execution=dataclasses.replace(MERGED.execution, provider="cutlass"))
+    assert named.text == f"{GATHER} chunks=2 provider=cutlass wait_by=kernel merge_copies=true"
+    fused = ExecutionConfig(gemm_streams=1, execution="single_kernel")
+    assert TunedConfig("plan", GATHER, execution=fused).text == f"{GATHER} gemm_streams=1 execution=single_kernel"
     assert (UNFUSED.text, TWO_SHOT.text) == ("unfused", "unfused collective=two-shot")
 
 

@@ -203,6 +203,16 @@ def test_providers_are_considered_for_what_they_compute(
     assert (UNFUSED in found) == unfused
 
 
+@pytest.mark.parametrize("default", ["cutlass", "cublas"])
+def test_the_default_provider_is_predicted(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    """The cost model does not distinguish providers: with equal times, the GPU's default is taken."""
+    monkeypatch.setattr(candidates, "default_provider", lambda: default)
+    # Without the cache, which holds the predictions of this machine's default.
+    monkeypatch.setattr(candidates, "multi_kernel_predictions", candidates.multi_kernel_predictions.__wrapped__)
+    found = predicted(GemmProblem(8192, 8192, 28672), "gemm+rs", 4)
+    assert (found.method, found.execution.provider) == ("plan", default)
+
+
 def test_the_prediction_is_on_the_shortlist() -> None:
     for pattern, problem in LAYERS:
         found = predicted(problem, pattern, 4)

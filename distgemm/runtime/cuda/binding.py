@@ -117,7 +117,9 @@ class Binder:
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
     ) -> None:
-        self.plan, self.rank, self.device, self.execution, self.fallback = plan, rank, device, execution, fallback
+        self.plan, self.rank, self.device, self.fallback = plan, rank, device, fallback
+        self.execution = execution.on(device)
+        self.provider = str(self.execution.provider)
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
         self.first_users_of_a = first_users_of_a(plan, rank)
         self.counters: Tensor | None = None
@@ -158,7 +160,7 @@ class Binder:
             return [*(found.fused_source(action) for action in kernels), flag_source()]
         gemms = [found.gemm_tensors(op) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
-        provider = get_provider(self.execution.provider)
+        provider = get_provider(self.provider)
         sources = provider.sources(list(specs), self.config, self.execution.gemm_streams)
         for tensors, rest in gemms:
             if rest is not None:
@@ -366,7 +368,7 @@ class Binding:
         tensors, rest = self.gemm_tensors(op)
         execution = self.binder.execution
         launches: list[Launch] = [
-            bind_gemm(tensors, provider=execution.provider, config=self.config, streams=execution.gemm_streams)
+            bind_gemm(tensors, provider=self.binder.provider, config=self.config, streams=execution.gemm_streams)
         ]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=self.call.beta, bias=rest.bias))
@@ -420,7 +422,7 @@ class Binding:
             dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
             padded=op.out.buffer == "slot",
         )
-        provider = get_provider(self.binder.execution.provider)
+        provider = get_provider(self.binder.provider)
         if not provider.supports(spec_of(tensors)):
             bare = replace(tensors, c=None, beta=0.0, bias=None)
             if provider.supports(spec_of(bare)):

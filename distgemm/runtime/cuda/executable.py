@@ -72,6 +72,7 @@ class CudaExecutable:
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
     ) -> None:
+        execution = execution.on(device)
         self.timeout, self.on_timeout = timeout, on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank = dist.get_rank(group)
@@ -114,7 +115,7 @@ class CudaExecutable:
     @property
     def provider(self) -> str:
         """The provider of its GEMMs."""
-        return self.execution.provider
+        return str(self.execution.provider)
 
     @property
     def transfers(self) -> str:
@@ -395,7 +396,8 @@ def compile_plan(
     execution = ExecutionConfig() if execution is None else execution
     if on_timeout not in get_args(OnTimeout) or not timeout > 0:
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
-    get_provider(execution.provider)
+    if execution.provider is not None:
+        get_provider(execution.provider)
     if plan.world_size != dist.get_world_size(whole):
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
     at = torch.device("cuda" if device is None else device)
