@@ -292,8 +292,8 @@ def shard_dtype(plan: Plan, name: str) -> torch.dtype:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether the ranges of memory that the two tensors span overlap."""
-    if not x.numel() or not y.numel() or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+    """Whether the ranges of memory that the two tensors span overlap, also if they have different storages."""
+    if not x.numel() or not y.numel() or x.device != y.device or x.device.type == "meta":
         return False
     (x0, x1), (y0, y1) = _bytes_spanned(x), _bytes_spanned(y)
     return max(x0, y0) < min(x1, y1)
