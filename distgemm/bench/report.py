@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
 from distgemm.measure.roof import Roof
+from distgemm.system import read_regular, write_atomically
 
 __all__ = [
     "AUTO",
@@ -162,9 +162,7 @@ def wrong(result: Result) -> list[str]:
 
 def save(result: Result, path: Path) -> None:
     """Write a result as JSON. A reader sees the old file or the whole new one."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(json.dumps(result, indent=1) + "\n")
-    written.replace(path)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def load(path: Path) -> Result:
@@ -174,7 +172,7 @@ def load(path: Path) -> Result:
         ValueError: if the file cannot be read or holds something else.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_regular(path))
         found["rows"] = [figures(row) for row in found["rows"]]
         for row in found["rows"]:
             label(row)  # has the fields that name a row

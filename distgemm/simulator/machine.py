@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.system import read_regular
 
 __all__ = ["GemmCost", "KernelTile", "Link", "Machine", "Rate", "list_machines"]
 
@@ -184,7 +185,7 @@ class Machine:
                 known = ", ".join(list_machines())
                 raise ValueError(f"machine {str(name)!r} is none of {known}, nor the path of a .json file")
         try:
-            fields = json.loads(path.read_text())
+            fields = json.loads(read_regular(path))
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"machine {path}: {error}") from None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,20 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         load(tmp_path / "x.json")
     with pytest.raises(ValueError, match="No such file"):
         load(tmp_path / "y.json")
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(ValueError, match=r"fifo\.json: it is no regular file"):
+        load(tmp_path / "fifo.json")
+
+
+def test_a_result_is_not_saved_through_links(tmp_path: Path) -> None:
+    """The file that becomes the result has a name that nobody foresees."""
+    victim, path = tmp_path / "victim", tmp_path / "x.json"
+    victim.write_text("precious")
+    (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(victim)
+    path.symlink_to(victim)
+    save(example(), path)
+    assert victim.read_text() == "precious"
+    assert load(path) == example()
 
 
 def test_copies_that_take_nothing_are_not_measured() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -129,6 +130,9 @@ def test_missing_machine_is_named(tmp_path: Path) -> None:
     (tmp_path / "less.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"no \['wait'\]"):
         Machine.load(tmp_path / "less.json")
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(ValueError, match=r"machine .*fifo\.json: .*it is no regular file"):
+        Machine.load(tmp_path / "fifo.json")
 
 
 def test_gemm_comes_in_waves() -> None:
