@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from distgemm.gemm import default_provider
-
 if TYPE_CHECKING:
     import torch
 
@@ -94,6 +92,8 @@ class ExecutionConfig:
 
     def on(self, device: torch.device) -> ExecutionConfig:
         """The same, with the provider named."""
+        from distgemm.gemm import default_provider  # the GPU code is imported where it is needed
+
         return self if self.provider else replace(self, provider=default_provider(device))
 
 

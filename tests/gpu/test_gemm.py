@@ -134,6 +134,38 @@ def test_empty_results_launch_nothing() -> None:
     assert nodes_of(graph) == []
 
 
+def test_a_descriptor_that_cannot_be_encoded_is_an_error() -> None:
+    """Rows of B are 2**40 bytes apart. No tensor is that large, so the arguments are changed behind the checks."""
+    from distgemm.gemm.cutlass import CutlassProvider, DescriptorError
+    from distgemm.gemm.tensors import spec_of
+
+    made = make(Case(m=256, n=256, k=128, pad=0), integers=True)
+    spec = spec_of(made.tensors)
+    kernel = CutlassProvider().compile(spec)
+    if kernel.config.kernel_schedule == "plain":
+        pytest.skip("kernels of this GPU have no TMA")
+    arguments = kernel.encode(made.tensors, spec)
+    arguments.b.stride = 1 << 39
+    reason = (
+        r"TMA cannot describe B: extents \(128, 256, 1\), .* strides \(1099511627776, .* bfloat16 at .*INVALID_VALUE"
+    )
+    with pytest.raises(DescriptorError, match=reason):
+        kernel.launch([made.tensors], arguments)
+    run(Case(m=256, n=256, k=128, pad=0), made)
+    assert torch.equal(made.tensors.d.double(), made.reference)
+
+
+def test_the_most_batches_of_a_plain_kernel() -> None:
+    """float32 has plain kernels only, on all GPUs."""
+    a, b = (torch.randint(-8, 8, (65536, 8, 8), device="cuda").float() for _ in range(2))
+    d = torch.full_like(a, float("nan"))
+    gemm(a[1:], b[1:], d[1:], provider="cutlass")
+    assert torch.equal(d[1:], a[1:] @ b[1:].mT)
+    assert d[0].isnan().all()
+    with pytest.raises(ValueError, match=r"plain kernels compute at most 65535 batches .*, got 65536 of 8"):
+        gemm(a, b, d, provider="cutlass")
+
+
 def test_a_kernel_refuses_other_tensors() -> None:
     from distgemm.gemm.cutlass import CutlassProvider
     from distgemm.gemm.tensors import spec_of

@@ -299,7 +299,7 @@ def test_calls_are_eager_then_recorded_then_replayed(
         monkeypatch.setattr(executable, name, value)
     monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
-    monkeypatch.setattr("distgemm.runtime.executable.default_provider", lambda device: ANY_TERMS)
+    monkeypatch.setattr("distgemm.gemm.default_provider", lambda device: ANY_TERMS)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
