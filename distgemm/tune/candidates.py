@@ -377,7 +377,9 @@ def _multi_kernel(
 def _single_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
 ) -> Iterator[tuple[TunedConfig, float]]:
-    """Configurations with the fused kernel, and their predicted us."""
+    """Configurations with the fused kernel, and their predicted us; none on GPUs that are not Hopper."""
+    if providers()["cutlass"].arch != "90a":
+        return
     kernel_alone = without_launches(machine)
     for candidate, plan in _plans(problem, pattern, world_size, "single_kernel"):
         if not _computes("cutlass", plan):

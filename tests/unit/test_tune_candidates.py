@@ -213,6 +213,17 @@ def test_the_default_provider_is_predicted(monkeypatch: pytest.MonkeyPatch, defa
     assert (found.method, found.execution.provider) == ("plan", default)
 
 
+def test_only_hopper_has_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = GemmProblem(8192, 8192, 28672)
+    assert fused(problem, "gemm+rs")
+    others = {"cutlass": CutlassProvider("80"), "cublas": CublasProvider()}
+    monkeypatch.setattr(candidates, "providers", lambda: others)
+    for name in ("predictions", "multi_kernel_predictions"):  # without their caches
+        monkeypatch.setattr(candidates, name, getattr(candidates, name).__wrapped__)
+    found = shortlist(problem, "gemm+rs", 4)
+    assert found and not fused(problem, "gemm+rs")
+
+
 def test_the_prediction_is_on_the_shortlist() -> None:
     for pattern, problem in LAYERS:
         found = predicted(problem, pattern, 4)
