@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,21 @@ from distgemm.runtime.launch import _shared  # noqa: PLC2701  (launch would stop
 from tests.gpu.cuda_worker import CONFIG, Case, Data, compile_plan, compiled
 
 GROUP_TIMEOUT_S = 60.0
+SPAWN_TIMEOUT_S = 90.0
 MANY_CALLS = 100_000
+GATHER = "all_gather_1d_tiling_cd_rotating_a"
 
 
-def spawn(folder: Path, ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90.0) -> dict[int, Any]:
-    """What the ranks return that end by themselves, by rank. No rank is stopped because another one has ended."""
+def spawn(folder: Path, ranks: int, function: Callable[..., Any], *args: Any, lost: int = -1) -> dict[int, Any]:
+    """What the ranks return, by rank. None is stopped because another one has ended; rank ``lost`` is not awaited."""
     context = torch.multiprocessing.get_context("spawn")
     every = [context.Process(target=_run, args=(str(folder), ranks, rank, function, args)) for rank in range(ranks)]
     for process in every:
         process.start()
-    deadline = time.monotonic() + seconds
-    for process in every:
-        process.join(max(0.1, deadline - time.monotonic()))
+    deadline = time.monotonic() + SPAWN_TIMEOUT_S
+    for rank, process in enumerate(every):
+        if rank != lost:
+            process.join(max(0.1, deadline - time.monotonic()))
     for process in every:
         if process.is_alive():
             process.kill()
@@ -80,7 +83,7 @@ class Loop:
         self.sums, self.inputs = [], []
         for seed in range(3):  # two buffers: what an earlier replay left is of another input
             self.sums.append(data.draw(seed).sum().item())
-            self.inputs.append(data.shards["A"].clone())
+            self.inputs.append({name: data.shards[name].clone() for name in "AB"})
         self.behind: list[torch.Tensor] = []
         self.wanted: list[float] = []
         self.number = 0
@@ -90,7 +93,8 @@ class Loop:
         for _ in range(count):
             which = self.number % 3
             self.number += 1
-            self.data.shards["A"].copy_(self.inputs[which])
+            for name, given in self.inputs[which].items():
+                self.data.shards[name].copy_(given)
             self.data.call(self.exe)
             self.behind.append(self.data.shards["D"].double().sum())
             self.wanted.append(self.sums[which])
@@ -104,14 +108,14 @@ def lose_a_rank(case: Case, victim: int, after: int, how: str) -> dict[str, Any]
     exe, data = compiled(case, **({"timeout": 3.0} if how == "SIGSTOP" else {}))
     loop = Loop(exe, data)
     found: dict[str, Any] = {}
-    loop.run(8)
     with noting(found):
+        loop.run(8 + after)
         if dist.get_rank() == victim:
-            loop.run(after)
             os.kill(os.getpid(), getattr(signal, how))
+        found["lost_at"] = time.monotonic()
         loop.run(MANY_CALLS)
-    with suppress(ReplayTimeoutError):  # the one that was raised in this thread may come again
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    found["seconds"] = time.monotonic() - found.pop("lost_at", math.inf)
     time.sleep(0.5)  # the watchdog fills D once the calls have ended
     found["d_is_nan"] = bool(data.shards["D"].isnan().all())
     found["behind"] = [
@@ -149,9 +153,9 @@ def late_backward() -> dict[str, Any]:
     a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     b = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with _patient(4.0):
-        y = distgemm.all_gather_matmul(a, b, schedule="all_gather_1d_tiling_cd_rotating_a", chunks=1)
+        y = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
         torch.autograd.backward(y.float().sum())  # makes the executables of the backward pass
-        y = distgemm.all_gather_matmul(a, b, schedule="all_gather_1d_tiling_cd_rotating_a", chunks=1)
+        y = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
     torch.cuda.synchronize()
     found: dict[str, Any] = {}
     with noting(found):
@@ -255,7 +259,7 @@ def order_of_streams(rounds: int) -> list[str]:
 
 def cost_of_order(calls: int = 50) -> dict[str, float]:
     """Microseconds of a captured call of one rank, with the nodes that keep the order and without."""
-    exe, data = compiled(Case("all_gather_1d_tiling_cd_rotating_a", (1,), m=256, n=256, k=256, config=CONFIG))
+    exe, data = compiled(Case(GATHER, (1,), m=256, n=256, k=256, config=CONFIG))
     data.draw(0)
     data.call(exe)
 

@@ -34,8 +34,8 @@ POINTS = [(how, seed) for how in ("SIGKILL", "SIGSTOP") for seed in range(10)]
 def test_the_others_raise_when_a_rank_is_lost(how: str, seed: int, tmp_path: Path) -> None:
     """Within seconds where it has ended. They name op, rank and tile; what they compute is right or NaN."""
     rng = random.Random(f"{how} {seed}")
-    case, victim, after = rng.choice(CASES), rng.randrange(2), rng.randrange(200)
-    found = fault_worker.spawn(tmp_path, 2, fault_worker.lose_a_rank, case, victim, after, how)
+    case, victim, after = rng.choice(CASES), rng.randrange(2), rng.randrange(100)
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.lose_a_rank, case, victim, after, how, lost=victim)
     assert set(found) == {1 - victim}
     (one,) = found.values()
     assert case.schedule in one["error"] and f"on rank {1 - victim} of 2" in one["error"], one

@@ -307,7 +307,9 @@ def test_calls_are_eager_then_recorded_then_replayed(
         "workspace_for": lambda *_: workspace,
         "call_order": lambda device: order,
         "watchdog": lambda: SimpleNamespace(
-            add=lambda _: SimpleNamespace(issued=lambda exe, out: watched.append((exe, out())))
+            add=lambda _: SimpleNamespace(
+                issued=lambda exe, out: watched.append((exe, out())), raises_itself=lambda: None
+            )
         ),
     }.items():
         monkeypatch.setattr(executable, name, value)

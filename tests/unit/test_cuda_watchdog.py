@@ -76,7 +76,7 @@ def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
-    watched.warned, watched.failed, watched.last_change = False, False, (None, 0.0)
+    watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
     watched.read_flags = lambda: [0, *values.tolist()]
     return watched
 
@@ -202,6 +202,34 @@ def test_an_error_goes_to_the_thread_whose_step_it_is(monkeypatch: pytest.Monkey
     stepping.join()
     assert callers[0] != callers[1]
     assert [call.thread for call in watched.pending] == [stepping.ident] * 2
+
+
+class StuckError(Exception):
+    """What a thread gets."""
+
+
+@pytest.mark.parametrize("first", ["watchdog", "call"])
+def test_a_thread_gets_one_error(first: str) -> None:
+    """Of the watchdog, or of its next call. A second one would come while the first is handled."""
+    watched = watched_without_gpu(Machine(2, 256).workspaces[0], torch.zeros(0))
+    watched.pending.append(SimpleNamespace(thread=threading.get_ident()))
+    handled = 0
+    try:
+        if first == "watchdog":
+            watched.raise_in_threads(StuckError)
+        else:
+            watched.raises_itself()
+            raise StuckError
+        for _ in range(1000):
+            time.sleep(1e-5)
+    except StuckError:
+        handled += 1
+        for _ in range(1000):
+            time.sleep(1e-5)
+        watched.raise_in_threads(StuckError)
+        for _ in range(1000):
+            time.sleep(1e-5)
+    assert handled == 1
 
 
 # --- what becomes of calls that were issued -------------------------------------------------------------

@@ -213,6 +213,7 @@ class CudaExecutable:
         if self.workspace.memory is None:
             raise RuntimeError("the workspace of this executable is closed; compile it anew")
         if self.workspace.dead is not None:
+            self._watched.raises_itself()
             raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
 
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import threading
@@ -179,14 +178,14 @@ class Watchdog:
                 watched.store.compare_set("dead", "", message)
         workspace.dead, watched.failure = message, None
         LOG.error("%s", message)
-        silent = self._await_others(watched)
         executables = [found for ref in workspace.executables if (found := ref()) is not None]
         if any(executable.on_timeout == "abort" for executable in executables):
+            self._await_others(watched)
             LOG.critical("distgemm ends this process: on_timeout is 'abort'")
             os._exit(1)
-        for thread in {call.thread for call in list(watched.pending)}:
-            _raise_in(thread, message)
-        self.free(watched, silent)
+        # CPython makes the error of its class, without arguments, so the message is part of a class.
+        watched.raise_in_threads(type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message}))
+        self.free(watched, self._await_others(watched))
 
     def _await_others(self, watched: WatchedWorkspace) -> set[int]:
         """Wait until all other ranks know, or the time for their answers is over; the ranks that do not answer."""
@@ -290,15 +289,6 @@ def store_of(workspace: Workspace) -> Any:
     base = dist.distributed_c10d._get_default_store()
     store = base.clone() if hasattr(base, "clone") else base
     return dist.PrefixStore(f"distgemm/{workspace.token:x}", store)  # type: ignore[attr-defined]
-
-
-def _raise_in(thread: int, message: str) -> None:
-    """Raise ReplayTimeoutError in a thread, at its next Python instruction.
-
-    CPython makes the error of its class, without arguments, so the message is part of a class.
-    """
-    error = type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message})
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 _WATCHDOG = Watchdog()

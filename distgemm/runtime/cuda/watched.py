@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
@@ -70,6 +71,7 @@ class WatchedWorkspace:
         ended: number of calls that are known to have ended.
         under_way: the executable whose replay the flags named when they were last read; None: they named none.
         failed: whether the watchdog itself has failed here.
+        informed: threads that have raised the error of this workspace, or will.
         failure: why this rank gives the workspace up, until the watchdog has informed the others; None: it does not.
     """
 
@@ -79,9 +81,10 @@ class WatchedWorkspace:
         self.pending: deque[PendingCall] = deque()
         self.ended = 0
         self.free_events: deque[torch.cuda.Event] = deque()
-        self.lock = threading.Lock()  # between threads that take calls out of ``pending``
+        self.lock = threading.Lock()  # between threads that take calls out of ``pending``, or raise
         self.streams: dict[int, torch.cuda.Stream] = {}  # by handle: torch takes microseconds to wrap one
         self.owner = threading.main_thread().ident or 0
+        self.informed: set[int] = set()
         self.failed = self.warned = False
         self.failure: str | None = None
         self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
@@ -110,6 +113,22 @@ class WatchedWorkspace:
             self.owner = threading.get_ident()
         self.pending.append(PendingCall(executable, end, out, self.owner))
         executable.raise_if_dead()
+
+    def raise_in_threads(self, error: type[Exception]) -> None:
+        """Raise an error in the threads of all calls that have not ended, at their next Python instruction."""
+        with self.lock:
+            threads = {call.thread for call in self.pending} - self.informed
+            self.informed |= threads
+            for thread in threads:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+    def raises_itself(self) -> None:
+        """Note that the calling thread raises the error by itself: it does not get a second one."""
+        thread = threading.get_ident()
+        with self.lock:
+            if thread in self.informed:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            self.informed.add(thread)
 
     def give_up(self, reason: str) -> None:
         """End the workspace: calls raise from now on, and the watchdog informs the other ranks."""
