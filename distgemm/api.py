@@ -14,7 +14,6 @@ from distgemm.runtime.checks import resolve_group
 from distgemm.runtime.cuda import CudaExecutable, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
-    REPLAY_TIMEOUT_S,
     ExecutionConfig,
     ExecutionMode,
     OnTimeout,
@@ -41,7 +40,7 @@ def compile(
     wait_by: WaitBy = "memory_op",
     merge_copies: bool = False,
     transport: Transport = "copy_engine",
-    timeout: float = REPLAY_TIMEOUT_S,
+    timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
     pattern: Pattern | None = None,
     tune: bool | None = None,
@@ -72,7 +71,8 @@ def compile(
         merge_copies: True: copy neighbouring chunks as one, and with "multi_kernel" also multiply them as one.
         transport: who copies data to peers. With "single_kernel" and "sm" the fused kernel copies the shards of plans
             that gather with push, and the results of all-reduces with ``mechanism="store"``.
-        timeout: seconds without progress after which a replay that has begun counts as stuck.
+        timeout: seconds without progress after which a replay that has begun counts as stuck; None: the timeout of the
+            group. A replay that waits for a process which has ended counts as stuck after 3 s.
         on_timeout: "raise": ReplayTimeoutError in the calling thread. "abort": end the process with a log entry.
         pattern: with "auto", the pattern of the product.
         tune: with "auto", what to do if no measurement is recorded, as in :func:`distgemm.tune.select`.

@@ -173,15 +173,17 @@ def load(path: Path) -> Result:
     """
     try:
         found = json.loads(read_regular(path))
+        if lacking := {"rows", "about", "date", "rounds", "planned", "complete", "peers"} - set(found):
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
         found["rows"] = [figures(row) for row in found["rows"]]
         for row in found["rows"]:
             label(row)  # has the fields that name a row
-        if lacking := {"about", "date", "rounds", "planned", "complete", "peers"} - set(found):
-            raise KeyError(*sorted(lacking))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what distgemm bench --json wrote: {type(error).__name__}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is not what distgemm bench --json wrote: a row or method lacks {error}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not what distgemm bench --json wrote: {error}") from None
     return dict(found)
 
 

@@ -267,5 +267,5 @@ def print_summary(rows: Sequence[Row]) -> None:
         ]
         names = f"{ours['name'] if ours else '-'}; peer: {peer['name'] if peer else '-'}"
         lines.append(Line(label(row), figures, below=[names]))
-    heads = ["row: best distgemm; best peer", "ms", "efficiency", "auto", "peer ms", "peer / ours"]
+    heads = ["row; best methods", "ms", "efficiency", "auto", "peer ms", "peer / ours"]
     print_figures(heads, lines, "all rows")

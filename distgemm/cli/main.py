@@ -27,6 +27,7 @@ from distgemm.cli.trace import trace_command
 from distgemm.cli.tune import tune_command
 from distgemm.cli.tune_gemm import tune_gemm_command
 from distgemm.cli.verify import verify_command
+from distgemm.plan.plan import PlanError
 from distgemm.schedulers import list_schedules
 
 __all__ = ["app", "main"]
@@ -38,7 +39,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, PlanError) as error:
             message = str(error)
         except typer.BadParameter as error:
             message = _of_parameter(error)

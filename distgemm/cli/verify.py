@@ -85,26 +85,25 @@ def verify_command(
             result, detail = "proved", ""
             for mode in modes:
                 try:
-                    plan = make_plan(problem, get_schedule(schedule, mesh=on, **options), **mode)
+                    built = get_schedule(schedule, mesh=on, **options)
                 except ValueError as error:
-                    result, reason = "skipped", " ".join(str(error).split())
-                    detail = reason
-                    if isinstance(error, BuilderError):
-                        result = "failed"
-                        say(f"{schedule} on {mesh_text(on)}: {reason}")
+                    result = "failed" if isinstance(error, BuilderError) else "skipped"
+                    detail = reason = " ".join(str(error).split())
                     break
-                ops += sum(map(len, plan.rank_ops))
                 try:
+                    plan = make_plan(problem, built, **mode)
+                    ops += sum(map(len, plan.rank_ops))
                     plan.verify()
-                except PlanError as error:
+                except (ValueError, PlanError) as error:
                     with_mode = ", ".join(f"{key} {value}" for key, value in mode.items())
                     result, detail = "failed", f"{with_mode}: {error}"
-                    say(f"{schedule} on {mesh_text(on)}, {detail}")
                     break
+            if result == "failed":
+                say(f"{schedule} on {mesh_text(on)}: {detail}")
             counts[result] += 1
             ms = 1e3 * (time.perf_counter() - start)
             facts = ["-", "-", "-"] if result == "skipped" else [str(len(modes)), str(ops), f"{ms:.0f}"]
-            rows.append(Line(schedule, [mesh_text(on), *facts, result], below=[detail] if detail else []))
+            rows.append(Line(schedule, [mesh_text(on), *facts, result], below=[detail] if result == "skipped" else []))
             found.append({"schedule": schedule, "mesh": on, "result": result, "reason": detail})
     if counts["skipped"] == len(cases):
         raise ValueError(reason)

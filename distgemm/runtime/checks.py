@@ -20,9 +20,11 @@ __all__ = [
     "check_agreement",
     "check_bias",
     "check_gathered",
+    "check_gradients",
     "check_scales",
     "check_shards",
     "exchange_reports",
+    "group_timeout",
     "process_group",
     "raise_failures",
     "resolve_group",
@@ -95,6 +97,12 @@ def resolve_group(group: Group | None) -> dist.ProcessGroup:
     if dist.get_rank(found) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group")
     return found
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that collectives of a group wait for its ranks, on a device that it serves."""
+    backend: Any = group._get_backend(device)
+    return float(backend.options._timeout.total_seconds())
 
 
 class Report(NamedTuple):
@@ -176,6 +184,29 @@ def check_agreement(
     raise_failures(reports, problem, PlanError, "cannot execute the plan")
 
 
+TENSORS_OF_A_CALL = ("A's shard", "B's shard", "C's shard", "bias", "scale_a", "scale_b", "out", "gathered")
+
+
+def check_gradients(rank: int, *tensors: Any) -> None:
+    """Refuse tensors whose gradient a call would lose. Every call makes this check, in the caller's grad mode.
+
+    Args:
+        rank: this rank.
+        *tensors: those of a call, in the order of ``TENSORS_OF_A_CALL``; None: not given.
+
+    Raises:
+        ValueError: where a tensor requires grad while gradients are recorded.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in zip(TENSORS_OF_A_CALL, tensors, strict=True):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            raise ValueError(
+                f"{name} on rank {rank} requires grad, and executables know no gradients: call them under "
+                "torch.no_grad(), or take distgemm.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce"
+            )
+
+
 def check_shards(
     plan: Plan,
     rank: int,
@@ -199,8 +230,7 @@ def check_shards(
         out: where D goes; None: a new tensor.
 
     Raises:
-        ValueError: for tensors of another shape, dtype or device, for ``out`` that shares memory with a shard, and for
-            shards that require grad. Call it in the caller's grad mode.
+        ValueError: for tensors of another shape, dtype or device, and for ``out`` that shares memory with a shard.
     """
     if beta and c_shard is None:
         raise ValueError(f"beta is {beta}, which needs c_shard")
@@ -223,11 +253,6 @@ def check_shards(
         ):
             if actual != wanted:
                 raise ValueError(f"{what} on rank {rank} has {aspect} {wanted}, got {actual}")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{what} on rank {rank} requires grad, and executables know no gradients: call them under "
-                "torch.no_grad(), or take distgemm.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce"
-            )
         found[name] = tensor
     if out is not None:
         for name in "ABC":

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXECUTION_FIELDS",
-    "REPLAY_TIMEOUT_S",
     "Executable",
     "ExecutionConfig",
     "ExecutionMode",
@@ -25,9 +24,6 @@ ExecutionMode = Literal["multi_kernel", "single_kernel"]
 WaitBy = Literal["memory_op", "kernel"]
 Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
 OnTimeout = Literal["raise", "abort"]
-
-REPLAY_TIMEOUT_S = 300.0
-"""Time without a change after which a replay counts as stuck, unless the caller gives another."""
 
 
 @dataclass(frozen=True)

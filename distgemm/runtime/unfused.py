@@ -19,6 +19,7 @@ from distgemm.runtime.checks import (
     check_agreement,
     check_bias,
     check_gathered,
+    check_gradients,
     check_shards,
     resolve_group,
     shard_dtype,
@@ -287,6 +288,7 @@ class UnfusedExecutable:
         """
         if scale_a is not None or scale_b is not None:
             raise ValueError("the unfused program has no scales: they are for fp8, which it does not multiply")
+        check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         self._check(given, bias, gathered)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

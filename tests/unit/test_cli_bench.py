@@ -138,9 +138,17 @@ def test_the_summary_has_all_rows() -> None:
     assert "; peer: " in table
 
 
-def test_lines_fit_80_columns() -> None:
-    narrow = succeed("bench", "--from", str(EXAMPLE), columns=80)
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "bench_4xh200.json"
+
+
+@pytest.mark.parametrize("path", [EXAMPLE, RECORDED], ids=["example", "recorded"])
+def test_lines_fit_80_columns(path: Path) -> None:
+    narrow = succeed("bench", "--from", str(path), columns=80)
     assert max(map(len, narrow.splitlines())) <= 80
+
+
+def test_narrow_lines_have_all_words() -> None:
+    narrow = succeed("bench", "--from", str(EXAMPLE), columns=80)
     wide = succeed("bench", "--from", str(EXAMPLE), columns=300)
     assert sorted(re.findall(r"[^\s─]+", narrow)) == sorted(re.findall(r"[^\s─]+", wide))
 

@@ -115,7 +115,23 @@ def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(distgemm.PlanError) as failure:
         broken(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 2).verify()
     assert str(failure.value) in done.stderr
-    assert "gemm+rs on 2, workspace full, sync credit, mechanism push: " in done.stderr
+    assert "gemm+rs on 2: workspace full, sync credit, mechanism push: " in done.stderr
+
+
+@pytest.mark.parametrize("error", [distgemm.PlanError("a hop to rank 9"), ValueError("a rank gets no tile")])
+def test_a_schedule_that_gives_no_plan_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Only what the registry refuses is skipped."""
+
+    def refuse(*arguments: Any, **keywords: Any) -> Plan:
+        raise error
+
+    monkeypatch.setattr(command, "make_plan", refuse)
+    done = invoke("verify", "gemm+rs", *ranks(2, 3))
+    assert done.exit_code == 1 and str(error) in done.stderr
+    assert [result for _, _, result in results(done.stdout)] == ["failed", "failed"]
+    monkeypatch.setattr("distgemm.cli.plan.make_plan", refuse)
+    done = invoke("plan", "gemm+rs", "--ranks", "2")
+    assert (done.exit_code, done.stderr) == (2, f"error: {error}\n")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import nullcontext
 from copy import deepcopy
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,7 +210,8 @@ def test_a_rank_that_raises_flips_no_buffer(monkeypatch: pytest.MonkeyPatch, rec
     exe = emulated(GATHERS[1])
     exe._recorded = OrderedDict()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    exe._watched = SimpleNamespace(issued=lambda *_: None)
+    exe._watched, exe._order = SimpleNamespace(issued=lambda *_: None), PretendedOrder()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     exe._shape_of_d, exe._dtype_of_d = (16, 8), torch.float32
     monkeypatch.setattr(exe, "raise_if_dead", lambda: None)
     put: list[int] = []
@@ -244,6 +246,16 @@ class PretendedStream:
         return object()
 
     def synchronize(self) -> None: ...
+
+
+class PretendedOrder:
+    """The order of calls on a device, as a list of what begins and ends."""
+
+    def __init__(self) -> None:
+        self.lock, self.noted = RLock(), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda stream: self.noted.append(f"{name} {stream}")
 
 
 class PretendedGraph:
@@ -288,12 +300,17 @@ def test_calls_are_eager_then_recorded_then_replayed(
     workspace.memory, workspace.streams = torch.empty(0), [PretendedStream()] * 3
     workspace.capture_stream = PretendedStream()
     watched: list[Any] = []
+    order = PretendedOrder()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     for name, value in {
         "check_agreement": lambda *_: None,
         "build_together": lambda sources, rank, size: None,
         "workspace_for": lambda *_: workspace,
+        "call_order": lambda device: order,
         "watchdog": lambda: SimpleNamespace(
-            add=lambda _: SimpleNamespace(issued=lambda exe, out: watched.append((exe, out())))
+            add=lambda _: SimpleNamespace(
+                issued=lambda exe, out: watched.append((exe, out())), raises_itself=lambda: None
+            )
         ),
     }.items():
         monkeypatch.setattr(executable, name, value)
@@ -327,6 +344,7 @@ def test_calls_are_eager_then_recorded_then_replayed(
         assert torch.equal(out, a @ b.T), number
         assert exe.graphs == min(number, 2)
     assert len(watched) == 5 and all(found == (exe, out) for found in watched)
+    assert order.noted == ["begin 7", "end 7"] * 5
     replay = exe.capture(a, b)
     assert not recorded
     for number in range(3):
@@ -334,7 +352,25 @@ def test_calls_are_eager_then_recorded_then_replayed(
         found = replay()
         run_all()
         assert found is replay.out and torch.equal(found, a @ b.T)
-    workspace.keep(exe)
+    for tensor in (a, b, out):
+        tensor.requires_grad_()
+        with pytest.raises(ValueError, match="requires grad, and executables know no gradients"):
+            exe(a, b, out=out)  # also with a graph, which was recorded when it did not
+        tensor.requires_grad_(False)
+    a.requires_grad_()
+    with torch.no_grad():
+        replay = exe.capture(a, b)
+    with pytest.raises(ValueError, match="A's shard on rank 0 requires grad"):
+        replay()
+    a.requires_grad_(False)
+    recorded.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a replay cannot become part of a graph"):
+        replay()
+    workspace.replays = torch.zeros(1)
+    assert exe(a, b, out=out) is out and order.noted[-2:] == ["begin_captured 7", "end_captured 7"]
+    assert workspace.kept == [exe]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     exe.release()
     assert not workspace.kept
     workspace.dead = "a rank did not come"
@@ -390,7 +426,7 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
         ({"transport": "sm", "merge_copies": True, **FUSED}, "got 'single_kernel' and True"),
         ({"provider": "cublas", **FUSED}, "execution='single_kernel' takes provider 'cutlass'"),
         ({"timeout": 0}, "timeout > 0"),
-        ({"on_timeout": "ignore"}, "on_timeout 'raise' or 'abort', got 300.0 and 'ignore'"),
+        ({"on_timeout": "ignore"}, "on_timeout 'raise' or 'abort', got None and 'ignore'"),
         ({"schedule": "auto", "pattern": "ag+gemm"}, "pattern and tune are for a problem"),
         ({"schedule": GATHERS[1]}, "a plan has its schedule and options already"),
     ):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _thread  # noqa: PLC2701  (starts threads that threading does not know)
+import random
 import re
+import threading
+import time
 from collections import deque
 from contextlib import nullcontext
 from threading import Lock
@@ -16,9 +20,21 @@ import torch.distributed as dist
 import distgemm
 from distgemm.plan.ops import Wait
 from distgemm.runtime.cuda import watchdog
-from distgemm.runtime.cuda.watchdog import Watchdog, WatchedWorkspace, explain_hang, reason_of_other_rank, store_of
-from distgemm.runtime.cuda.workspace import FlagValues, Stage, first_plan_flag, stage_index, stage_value
-from tests.unit.cuda_emulation import ALL_REDUCES, GATHERS, Emulated, Machine, emulated, machine_of
+from distgemm.runtime.cuda.watchdog import Watchdog, explain_hang, reason_of_other_rank, store_of
+from distgemm.runtime.cuda.watched import WatchedWorkspace, owed_flags
+from distgemm.runtime.cuda.workspace import FLAG_BYTES, FlagValues, Stage, first_plan_flag, stage_index, stage_value
+from tests.unit.cuda_emulation import (
+    ALL_REDUCES,
+    CHAINS,
+    GATHERS,
+    PAIRWISE,
+    Data,
+    Emulated,
+    Machine,
+    emulated,
+    machine_of,
+    run,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +54,7 @@ def test_the_message_says_what_a_replay_waits_for(stage: Stage, values: dict[str
         flags[op.flag.number] = value
     for op in waits[3:]:
         flags[op.flag.number] = 1
-    read = FlagValues(1, stage, values.get("left", [1] * 4), values.get("entered", [1] * 4), flags)
+    read = FlagValues(0, 1, stage, values.get("left", [1] * 4), values.get("entered", [1] * 4), flags)
     found = explain_hang(exe, read, 2.0)
     assert re.search(message, found), found
     assert f"{ALL_REDUCES[0]} on rank 0 of 4 has not ended within 2 s" in found
@@ -51,8 +67,18 @@ def test_the_message_knows_slices() -> None:
     exe = Emulated(plan, 0, workspace, execution="single_kernel", transport="sm").exe
     for missing in range(8):
         flags = [int(number != missing) for number in range(8)]
-        found = explain_hang(exe, FlagValues(1, Stage.BODY, [1] * 2, [1] * 2, flags), 2.0)
+        found = explain_hang(exe, FlagValues(0, 1, Stage.BODY, [1] * 2, [1] * 2, flags), 2.0)
         assert re.search(rf"waits for rank 1 at .*arrival flag {missing}@0, from rank 1$", found), found
+
+
+def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
+    """What the watchdog looks at, with flags that a test sets."""
+    watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
+    watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
+    watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
+    watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
+    watched.read_flags = lambda: [0, *values.tolist()]
+    return watched
 
 
 def test_a_call_is_stuck_once_nothing_has_changed(
@@ -62,15 +88,12 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     exe = SimpleNamespace(timeout=2.0, plan=SimpleNamespace(schedule="a schedule"))
     workspace.executables.append(lambda: exe)
     values = torch.zeros(2 * (first_plan_flag(2) + 4), dtype=torch.int32)
-    watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
-    watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
-    watched.pending, watched.free_events, watched.ended = deque(), deque(), 0
-    watched.warned, watched.last_change = False, (None, 0.0)
-    watched.read_flags = lambda: [0, *values.tolist()]
+    watched = watched_without_gpu(workspace, values)
     now, died = [0.0], []
     monkeypatch.setattr(watchdog, "reason_of_other_rank", lambda store: None)
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watchdog, "explain_hang", lambda *_: "stuck")
+    monkeypatch.setattr(watchdog, "awaited", lambda *_: ("", []))
     dog = Watchdog()
     monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append(now[0]))
 
@@ -106,18 +129,243 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     assert watched.ended == len(watched.free_events) == 2 and not watched.pending and died == [15, 18]
 
 
+@pytest.mark.parametrize("ended", [[], [1], [2]])
+def test_a_rank_that_waits_for_a_process_that_has_ended_gives_up_soon(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not where the process is late, or where it waits for another one."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(24, 24, 24, dtype="float32"), GATHERS[0], 3, sync="barrier")
+    workspace = machine_of([plan]).workspaces[0]
+    workspace.processes = ["rank 0", "rank 1", "rank 2"]
+    exe = Emulated(plan, 0, workspace).exe
+    exe.timeout = 600.0
+    buffer, base = workspace.buffers[0], workspace.buffers[0].bases[0]
+    values = torch.zeros(2 * (first_plan_flag(3) + 64), dtype=torch.int32)
+    values[stage_index(3)] = stage_value(1, Stage.ENTRY)
+    values[(buffer.left(0, 2) - base) // FLAG_BYTES] = 1  # it waits for rank 1
+    now, died = [0.0], list[tuple[float, str]]()
+    monkeypatch.setattr(watchdog, "has_ended", lambda process: process in {f"rank {rank}" for rank in ended})
+    monkeypatch.setattr(watchdog, "reason_of_other_rank", lambda store: None)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog, watched = Watchdog(), watched_without_gpu(workspace, values)
+    monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append((now[0], message)))
+    while now[0] < 700 and not died:
+        now[0] += 0.5
+        dog.look(watched)
+    (at, message) = died[0]
+    assert "at its start it waits for ranks [1] to leave" in message
+    if ended == [1]:
+        assert at < 5 and message.endswith("the processes of ranks [1] have ended")
+    else:
+        assert at > 600
+
+
+def test_a_rank_whose_call_failed_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Machine(2, 256).workspaces[0]
+    workspace.memory = torch.empty(0)
+    watched = watched_without_gpu(workspace, torch.zeros(0))
+    watched.give_up("a kernel does not start")
+    assert workspace.dead == "a kernel does not start"
+    dog, died = Watchdog(), list[tuple[str, bool]]()
+    monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append((message, first)))
+    dog.watched[workspace] = watched
+    dog._look_at_all()
+    assert died == [("a kernel does not start", True)]
+    watched.failure = None  # as _die leaves it
+    dog._look_at_all()
+    assert len(died) == 1
+
+
+def test_an_error_goes_to_the_thread_whose_step_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to a thread of autograd, which makes the calls of a backward pass and has no Python of its own."""
+    workspace = Machine(2, 256).workspaces[0]
+    watched = watched_without_gpu(workspace, torch.zeros(0))
+    watched.owner, watched.streams = 0, {7: object()}
+    watched.reclaim = lambda: None
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    exe: Any = SimpleNamespace(device=torch.device("cpu"), raise_if_dead=lambda: None)
+    callers: list[int] = []
+
+    def forward_or_backward() -> None:
+        callers.append(threading.get_ident())
+        watched.issued(exe, lambda: None)
+
+    def step() -> None:
+        forward_or_backward()
+        _thread.start_new_thread(forward_or_backward, ())  # as autograd starts its own
+        while len(watched.pending) < 2:
+            time.sleep(1e-3)
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    stepping.join()
+    assert callers[0] != callers[1]
+    assert [call.thread for call in watched.pending] == [stepping.ident] * 2
+
+
+class StuckError(Exception):
+    """What a thread gets."""
+
+
+@pytest.mark.parametrize("first", ["watchdog", "call"])
+def test_a_thread_gets_one_error(first: str) -> None:
+    """Of the watchdog, or of its next call. A second one would come while the first is handled."""
+    watched = watched_without_gpu(Machine(2, 256).workspaces[0], torch.zeros(0))
+    watched.pending.append(SimpleNamespace(thread=threading.get_ident()))
+    handled = 0
+    try:
+        if first == "watchdog":
+            watched.raise_in_threads(StuckError)
+        else:
+            watched.raises_itself()
+            raise StuckError
+        for _ in range(1000):
+            time.sleep(1e-5)
+    except StuckError:
+        handled += 1
+        for _ in range(1000):
+            time.sleep(1e-5)
+        watched.raise_in_threads(StuckError)
+        for _ in range(1000):
+            time.sleep(1e-5)
+    assert handled == 1
+
+
+# --- what becomes of calls that were issued -------------------------------------------------------------
+
+
+class Freeing:
+    """The watchdogs of all ranks, on a workspace that has died: :meth:`Watchdog.free` without threads and a GPU.
+
+    Args:
+        machine: all ranks.
+        ranks: by rank, its replays.
+        silent: the rank that does not answer.
+    """
+
+    def __init__(self, machine: Machine, ranks: list[list[tuple[Emulated, Any]]], silent: int) -> None:
+        self.machine, self.ranks, self.silent = machine, ranks, silent
+        self.finished: dict[int, set[int]] = {}
+        self.written: list[int] = []
+
+    def poison(self, rank: int) -> None:
+        """Fill a rank's slots with NaN."""
+        for slots in self.machine.slots:
+            slots[rank].fill_(0xFF)
+
+    def values(self, workspace: Any) -> FlagValues:
+        """What a copy of a rank's flags says."""
+        size = first_plan_flag(workspace.world_size) + 64
+        flags = [
+            [self.machine.flags.get(buffer.bases[workspace.rank] + FLAG_BYTES * at, 0) for at in range(size)]
+            for buffer in workspace.buffers
+        ]
+        return workspace.read(torch.tensor(flags))
+
+    def step(self, ended: list[int]) -> bool:
+        """One look of each watchdog; whether one of them wrote a flag."""
+        done = {rank for rank, replays in enumerate(self.ranks) if ended[rank] == len(replays)} | {self.silent}
+        for rank in range(len(self.ranks)):
+            if self.finished.get(rank) != done:
+                self.finished[rank] = done
+                self.poison(rank)  # each its own, and one that of the silent rank
+        self.written = []
+        for rank, replays in enumerate(self.ranks):
+            if rank in done:
+                continue
+            workspace = self.machine.workspaces[rank]
+            values = self.values(workspace)
+            actions = replays[ended[rank]][0].actions
+            self.written += owed_flags(workspace.buffers[values.buffer], values, actions, done - {rank})
+        for address in self.written:
+            assert self.machine.flags.get(address, 0) == 0
+            self.machine.flags[address] = 1
+        return bool(self.written)
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("mode", [{}, {"execution": "single_kernel"}], ids=["multi_kernel", "single_kernel"])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (GATHERS[0], {}),
+        (GATHERS[0], {"mechanism": "pull"}),
+        (GATHERS[1], {"chunks": 2}),
+        (CHAINS[0], {"mechanism": "store"}),
+        (PAIRWISE, {"final_add": "epilogue", "mechanism": "store"}),
+        (PAIRWISE, {"mechanism": "pull"}),
+        (ALL_REDUCES[0], {"mechanism": "store"}),
+    ],
+)
+def test_queued_calls_of_a_dead_workspace_give_their_result_or_nan(
+    schedule: str, options: dict[str, Any], mode: dict[str, Any], seed: int, recorded: list[Any]
+) -> None:
+    """A rank stops anywhere. Others have issued several calls, not equally many; each D element is right or NaN."""
+    if mode and options.get("mechanism") == "pull":
+        pytest.skip("the fused kernel takes no pulled plans")
+    ranks, order = 3, random.Random(f"{schedule} {options} {mode} {seed}")
+    plan = distgemm.make_plan(
+        distgemm.GemmProblem(24, 24, 48, dtype="float32"), schedule, ranks, sync="barrier", **options
+    )
+    machine = machine_of([plan])
+    silent = order.randrange(ranks)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = [Data(plan, 10 * seed + replay) for replay in range(6)]
+    for rank in range(ranks):
+        one = Emulated(plan, rank, machine.workspaces[rank], **mode)
+        for replay, drawn in enumerate(data[: 6 - order.randrange(3) * (rank != silent)]):
+            drawn.calls[rank].shards.pop("gathered", None)
+            todo[rank].append((one, one.tasks(drawn.calls[rank], recorded, replay % 2)))
+    actions = len(todo[silent][0][0].actions) + 1
+    freeing = Freeing(machine, todo, silent)
+    run(machine, todo, order, False, halts={silent: order.randrange(1, 2 * actions)}, stuck=freeing.step)
+    assert freeing.finished  # the others were stuck
+    lost = 0
+    for replay, drawn in enumerate(data):
+        for rank in set(range(ranks)) - {silent}:
+            if replay < len(todo[rank]):
+                found, wanted = drawn.calls[rank].out.double(), drawn.wanted[rank]
+                assert (found.isnan() | (found == wanted)).all(), (replay, rank)
+                lost += int(found.isnan().any())
+    assert lost
+
+
 def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots become NaN before a flag is set, and D once the calls have ended."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(watchdog, "finished_ranks", lambda store, ranks: set())
     with torch.inference_mode():
         outs = [torch.zeros(2)]
     outs.append(torch.zeros(2))
+    workspace = machine_of([emulated(GATHERS[0]).plan]).workspaces[0]
+    stage = stage_value(1, Stage.ENTRY)
+    flags = torch.zeros(2, first_plan_flag(2) + 4, dtype=torch.int32)
+    flags[1, stage_index(2)] = stage
+    flags[1, 3] = 1  # entered
+    workspace.executables.append(lambda: SimpleNamespace(actions=[]))
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
-    watched.workspace = SimpleNamespace(flag_memory=lambda: torch.zeros(4, dtype=torch.int32))
-    watched.stream, watched.ones = None, torch.ones(4, dtype=torch.int32)
-    ended = SimpleNamespace(query=lambda: True)
-    watched.pending = deque(SimpleNamespace(end=ended, out=lambda out=out: out) for out in outs)
-    Watchdog().free(watched)
+    watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
+    watched.stream = SimpleNamespace(synchronize=lambda: None)
+    watched.read_flags = lambda: [0, *flags.flatten().tolist()]
+    did: list[Any] = []
+    watched.poison = lambda rank: did.append(("poison", rank))
+
+    def write(addresses: list[int], value: int) -> None:
+        did.append((list(addresses), value))
+        flags[1, stage_index(2)] *= 1 - value  # the replay goes on
+
+    watched.write_flags = write
+    watched.pending = deque(
+        SimpleNamespace(end=SimpleNamespace(query=lambda: not flags[1, stage_index(2)]), out=lambda out=out: out)
+        for out in outs
+    )
+    Watchdog().free(watched, {1})
     assert all(out.isnan().all() for out in outs) and not watched.pending
+    entry = workspace.buffers[1].left(0, 1)
+    closed = [buffer.left(1, 0) for buffer in workspace.buffers]
+    assert did == [("poison", 0), ("poison", 1), (closed, 0), ("poison", 0), ([entry], 1), ("poison", 0)]
 
 
 def test_a_message_is_for_one_workspace_alone() -> None:

@@ -12,6 +12,7 @@ import torch
 import distgemm
 from distgemm.runtime import checks
 from distgemm.runtime.cuda import workspace
+from distgemm.runtime.cuda.processes import ProcessId, this_process
 from distgemm.runtime.cuda.workspace import (
     FLAG_BYTES,
     MAX_GROWTH_BYTES,
@@ -34,7 +35,7 @@ def test_flags_are_read_as_they_are_written(number: int) -> None:
     flags[number] = torch.arange(flags.shape[1])
     buffer = workspace.buffers[number]
     flags[number, stage_index(3)] = stage_value(5, Stage.BODY)
-    assert workspace.read(flags.flatten()) == (5, Stage.BODY, [0, 1, 2], [4, 5, 6], [10, 11, 12, 13])
+    assert workspace.read(flags.flatten()) == (number, 5, Stage.BODY, [0, 1, 2], [4, 5, 6], [10, 11, 12, 13])
     addresses = [buffer.left(1, 2), buffer.entered(1, 2), buffer.plan_flag(1, 3)]
     assert addresses == [buffer.bases[1] + FLAG_BYTES * index for index in (2, 6, 13)]
     steps = [op for step in buffer.steps(5, []).values() for op in step]
@@ -141,7 +142,7 @@ class Exchange:
             raise RuntimeError("this rank is out of memory")
         return torch.empty(size, dtype=dtype)
 
-    def allocate(self) -> tuple[torch.Tensor, int]:
+    def allocate(self) -> tuple[torch.Tensor, int, list[ProcessId]]:
         group: Any = SimpleNamespace(size=lambda: 3)
         return allocate(64, group, torch.device("cpu"))
 
@@ -167,6 +168,7 @@ def test_workspaces_have_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     exchange = Exchange(monkeypatch, [])
     tokens = {exchange.allocate()[1] for _ in range(4)}
     assert len(tokens) == 4 and exchange.allocate()[0].numel() == 64
+    assert exchange.allocate()[2] == [this_process()] * 3
 
 
 @pytest.mark.parametrize("end", ["dead", "closed", "the group is gone"])

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_agreement, check_bias, check_gathered, check_shards, resolve_group
+from distgemm.runtime.checks import (
+    check_agreement,
+    check_bias,
+    check_gathered,
+    check_gradients,
+    check_shards,
+    resolve_group,
+)
 from distgemm.runtime.collective.memory import CallState, Memory, Step
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
 from distgemm.runtime.executable import Executable
@@ -139,6 +146,7 @@ class CollectiveExecutable:
         """
         if scale_a is not None or scale_b is not None:
             raise ValueError("the collective runtime has no scales; the CUDA runtime has, for fp8")
+        check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         check_bias(self.rank, bias, given["D"])
         if gathered is not None:

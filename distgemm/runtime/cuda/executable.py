@@ -22,17 +22,20 @@ from distgemm.runtime.checks import (
     check_agreement,
     check_bias,
     check_gathered,
+    check_gradients,
     check_scales,
     check_shards,
+    group_timeout,
     resolve_group,
     shard_dtype,
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
+from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import BUFFERS, Workspace, workspace_for
-from distgemm.runtime.executable import REPLAY_TIMEOUT_S, Executable, ExecutionConfig, OnTimeout
+from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 
 __all__ = ["CudaExecutable", "Replay", "call_key", "compile_plan", "copied_buffers"]
 
@@ -57,7 +60,7 @@ class CudaExecutable:
         execution: how GPUs execute the plan.
         workspace: the memory that it shares with the group's other executables.
         graphs: number of graphs that it has recorded for eager calls; replays from :meth:`capture` do not count.
-        timeout: seconds without a change after which a replay counts as stuck.
+        timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
     """
 
@@ -68,12 +71,13 @@ class CudaExecutable:
         device: torch.device,
         execution: ExecutionConfig,
         *,
-        timeout: float = REPLAY_TIMEOUT_S,
+        timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
     ) -> None:
         execution = execution.on(device)
-        self.timeout, self.on_timeout = timeout, on_timeout
+        self.timeout = group_timeout(group, device) if timeout is None else timeout
+        self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank = dist.get_rank(group)
         self.graphs = 0
@@ -90,13 +94,14 @@ class CudaExecutable:
             build_together(self.binder.sources(), self.rank, plan.world_size)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        check_agreement(plan, f"{execution}, timeout {timeout} s, {on_timeout}", group, device, problem)
+        check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
         flags = most_flags(plan, execution)
         self.workspace: Workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
+        self._order = call_order(device)
         counters = None
         if execution.single_kernel:
             counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
@@ -150,9 +155,10 @@ class CudaExecutable:
         :class:`distgemm.CollectiveExecutable` shows the unfused program. Sums accumulate in float32. Partial sums are
         rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
 
-        A call does not wait for the GPU. Calls on the same tensors are served by graphs: the second and third calls
-        record one graph for each buffer of the workspace, and later calls replay them. While the current stream is
-        captured, the ops become part of that graph.
+        A call does not wait for the GPU. Calls of all executables on a device run one after the other, in the order in
+        which they are issued, also on several streams. Calls on the same tensors are served by graphs: the second and
+        third calls record one graph for each buffer of the workspace, and later calls replay them. While the current
+        stream is captured, the ops become part of that graph.
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
@@ -167,36 +173,35 @@ class CudaExecutable:
             gathered: where all of A goes, where the plan gathers it: (m, k), of A's dtype, with contiguous rows.
 
         Raises:
-            ValueError: for tensors of another shape, dtype or device, before anything is sent.
+            ValueError: for tensors of another shape, dtype or device, and for tensors that require grad outside of
+                torch.no_grad(), before anything is sent.
             ReplayTimeoutError: once a replay on this workspace has not ended in time on any rank.
         """
         self.raise_if_dead()
+        check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         if out is None:
             out = torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
-        buffer, capturing = self.workspace.next_buffer, torch.cuda.is_current_stream_capturing()
-        key = call_key((a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered), alpha, beta)
-        graphs = None if capturing else self._recorded.get(key)
-        graph = None if graphs is None else graphs.get(buffer)
-        if graph is None:
-            # A call with a graph was checked before the graph was recorded.
-            given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
-            self._check_terms(given, bias, scale_a, scale_b)
-            call = CallTensors(given, alpha, beta, bias, scale_a, scale_b)
+        tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+        with self._order.lock:
+            buffer = self.workspace.next_buffer
+            if torch.cuda.is_current_stream_capturing():
+                self._put_captured(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
+                return out
+            key = call_key(tensors, alpha, beta)
+            graphs = self._recorded.get(key)
             if graphs is None:
-                self._issue(call, buffer, captured=capturing)
-                if capturing:
-                    return out
-                graphs = self._recorded[key] = {}  # not for a call that has raised
+                self._put_eager(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
+                self._recorded[key] = {}  # not for a call that has raised
                 while len(self._recorded) > MAX_RECORDED_CALLS:
                     self._recorded.popitem(last=False)
             else:
-                graph = graphs[buffer] = self._record(call, buffer)
-                self.graphs += 1
-        if graph is not None:
-            self._recorded.move_to_end(key)
-            self.workspace.flip()
-            graph.replay()
-        self._watched.issued(self, weakref.ref(out))
+                if buffer not in graphs:
+                    graphs[buffer] = self._record(self._checked(tensors, alpha, beta), buffer)
+                    self.graphs += 1
+                self._recorded.move_to_end(key)
+                self._replay(graphs[buffer], stream)
+            self._watched.issued(self, weakref.ref(out))
         return out
 
     def raise_if_dead(self) -> None:
@@ -209,6 +214,7 @@ class CudaExecutable:
         if self.workspace.memory is None:
             raise RuntimeError("the workspace of this executable is closed; compile it anew")
         if self.workspace.dead is not None:
+            self._watched.raises_itself()
             raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
 
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:
@@ -220,12 +226,21 @@ class CudaExecutable:
             c_shard: as a call takes it.
             **options: the keyword arguments of a call. Where ``out`` is None, D is a new tensor: ``replay.out``.
         """
-        given = self._check(
-            a_shard, b_shard, c_shard, options.get("beta", 0.0), options.pop("out", None), options.pop("gathered", None)
-        )
-        call = CallTensors(given, **options)
-        self._check_terms(given, call.bias, call.scale_a, call.scale_b)
-        return Replay(self, [self._record(call, buffer) for buffer in range(BUFFERS)], call)
+        names = ("bias", "scale_a", "scale_b", "out", "gathered")
+        terms = {name: options.pop(name, None) for name in names}
+        tensors = (a_shard, b_shard, c_shard, *terms.values())
+        check_gradients(self.rank, *tensors)
+        with self._order.lock:
+            call = self._checked(tensors, **options)
+            return Replay(self, [self._record(call, buffer) for buffer in range(BUFFERS)], call.out, tensors)
+
+    def _checked(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> CallTensors:
+        """The tensors of a call, once they are known to fit; in the order of ``TENSORS_OF_A_CALL``."""
+        a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered = tensors
+        assert a_shard is not None and b_shard is not None
+        given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
+        self._check_terms(given, bias, scale_a, scale_b)
+        return CallTensors(given, alpha, beta, bias, scale_a, scale_b)
 
     def _check(
         self,
@@ -283,13 +298,37 @@ class CudaExecutable:
         graph.instantiate()
         return graph
 
-    def _issue(self, call: CallTensors, buffer: int, captured: bool = False) -> None:
-        bound = self.binder.bind(call, buffer)
-        if captured:
-            self.workspace.keep(self)
+    def _put_eager(self, bound: Bound, stream: int) -> None:
         # Not before: a rank that has raised until here has sent nothing, and may call again.
         self.workspace.flip()
-        self._put(bound, counted=captured)
+        self._order.begin(stream)
+        try:
+            self._put(bound)
+        except Exception as error:
+            self._give_up(error)
+            raise
+        self._order.end(stream)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, stream: int) -> None:
+        self.workspace.flip()
+        self._order.begin(stream)
+        try:
+            graph.replay()
+        except Exception as error:
+            self._give_up(error)
+            raise
+        self._order.end(stream)
+
+    def _put_captured(self, bound: Bound, stream: int) -> None:
+        self.workspace.keep(self)
+        self.workspace.flip()
+        self._order.begin_captured(stream)
+        self._put(bound, counted=True)
+        self._order.end_captured(stream)
+
+    def _give_up(self, error: Exception) -> None:
+        """End the workspace on all ranks: a part of a call may have been sent when it failed."""
+        self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
 
     def _put(self, bound: Bound, counted: bool = False) -> None:
         """Put all actions on streams that begin and end with the current stream of this device.
@@ -348,10 +387,15 @@ class Replay:
         out: the tensor that it writes.
     """
 
-    def __init__(self, executable: CudaExecutable, graphs: list[torch.cuda.CUDAGraph], call: CallTensors) -> None:
-        self._executable, self.graphs, self._call = executable, graphs, call
-        self._replays = [graph.replay for graph in graphs]
-        self.out, self._watched_out = call.out, weakref.ref(call.out)
+    def __init__(
+        self,
+        executable: CudaExecutable,
+        graphs: list[torch.cuda.CUDAGraph],
+        out: Tensor,
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        self._executable, self.graphs, self.out, self._tensors = executable, graphs, out, tensors
+        self._watched_out = weakref.ref(out)
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
@@ -361,8 +405,15 @@ class Replay:
     def __call__(self) -> Tensor:
         executable = self._executable
         executable.raise_if_dead()
-        self._replays[executable.workspace.flip()]()
-        executable._watched.issued(executable, self._watched_out)
+        check_gradients(executable.rank, *self._tensors)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a replay cannot become part of a graph: call the executable while the stream is captured"
+            )
+        stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
+        with executable._order.lock:
+            executable._replay(self.graphs[executable.workspace.next_buffer], stream)
+            executable._watched.issued(executable, self._watched_out)
         return self.out
 
 
@@ -372,7 +423,7 @@ def compile_plan(
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
-    timeout: float = REPLAY_TIMEOUT_S,
+    timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
     fallback: bool = False,
 ) -> CudaExecutable:
@@ -383,7 +434,7 @@ def compile_plan(
         execution: how GPUs execute it; None: the defaults.
         group: the ranks, with NCCL; None: all.
         device: this rank's GPU; None: the current one.
-        timeout: seconds without a change after which a replay counts as stuck.
+        timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
         fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a
             warning. Otherwise they raise ValueError.
@@ -394,7 +445,7 @@ def compile_plan(
     """
     whole = resolve_group(group)
     execution = ExecutionConfig() if execution is None else execution
-    if on_timeout not in get_args(OnTimeout) or not timeout > 0:
+    if on_timeout not in get_args(OnTimeout) or not (timeout is None or timeout > 0):
         raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
     if execution.provider is not None:
         get_provider(execution.provider)

@@ -1,148 +1,58 @@
 """A thread that notices replays which do not end, says what they wait for, and frees the GPU.
 
 The watchdog looks at events behind calls, and now and then at a copy of the workspace's flags. A replay is stuck when
-it has begun, and nothing has changed for the time that its executable allows. Then the watchdog takes these steps:
+it has begun, and nothing has changed for the time that its executable allows, or for some seconds where it waits for a
+rank whose process has ended. Then the watchdog takes these steps:
 
 1. It reads the flags: which peers have not entered or left, which plan flags are not set. They make the message.
 2. It marks the workspace as dead on this rank and, through the group's store, on every rank that answers.
-3. It raises a :class:`ReplayTimeoutError` in the thread that made the calls, at the next Python instruction.
-4. Only then does it satisfy all waits, so that the GPU comes free, and fill D of every unfinished call with NaN.
+3. It raises a :class:`ReplayTimeoutError` in the thread whose step it is, at the next Python instruction.
+4. It fills the slots with NaN. Only then does it set flags in the place of ranks that set none any more, until all
+   calls that were issued have ended. At last it fills D of these calls with NaN.
 
-So no caller gets the result of a stuck call as if it were right. For a graph that the caller captured, the watchdog
-knows neither the thread nor D: there, only the next call of an executable raises, or ``raise_if_dead``.
+So no caller gets the result of a stuck call as if it were right, and neither does a kernel that is queued behind the
+call: what it reads came in this replay, or is NaN. A rank that comes late finds the workspace dead, and the entry into
+its next replay closed. For a graph that the caller captured, the watchdog knows neither the thread nor D: there, only
+the next call of an executable raises, or ``raise_if_dead``.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from cuda.bindings import runtime
 
-from distgemm.gemm.streams import new_stream
-from distgemm.plan.plan import Plan
-from distgemm.runtime.cuda.lowering.actions import Action, waits_of
 from distgemm.runtime.cuda.memops import raise_on
+from distgemm.runtime.cuda.processes import has_ended
+from distgemm.runtime.cuda.watched import WatchedExecutable, WatchedWorkspace, awaited, owed_flags
 from distgemm.runtime.cuda.workspace import FlagValues, Stage, Workspace, close_workspaces
-from distgemm.runtime.executable import OnTimeout
 
-__all__ = ["ReplayTimeoutError", "WatchedWorkspace", "Watchdog", "close_workspace", "watchdog"]
+__all__ = ["ReplayTimeoutError", "Watchdog", "close_workspace", "watchdog"]
 
 POLL_INTERVAL_S = 0.2
 """Time between two looks."""
-COPY_TIMEOUT_S = 2.0
-"""Time for the copy of the flags; a GPU that is stuck may not end it."""
+GONE_AFTER_S = 3.0
+"""Time without a change after which a rank that others wait for is looked for."""
 ANSWER_TIMEOUT_S = 5.0
-"""Time for other ranks to answer that they know, before waits are satisfied here."""
+"""Time for other ranks to answer that they know, before flags are set in their place."""
 FREE_TIMEOUT_S = 30.0
-"""Time for calls to end once their waits are satisfied."""
+"""Time for calls to end. In its second half, flags are set in the place of all other ranks."""
+FREE_INTERVAL_S = 1e-3
+"""Time between two looks at flags that other ranks owe."""
 
 LOG = logging.getLogger("distgemm")
 
 
 class ReplayTimeoutError(RuntimeError):
     """A replay did not end in time; the message names schedule, rank, iteration, op, tile and peer."""
-
-
-class WatchedExecutable(Protocol):
-    """What the watchdog knows of a :class:`distgemm.CudaExecutable`."""
-
-    plan: Plan
-    rank: int
-    device: torch.device
-    workspace: Workspace
-    timeout: float
-    on_timeout: OnTimeout
-
-    @property
-    def actions(self) -> Sequence[Action]: ...
-
-    def raise_if_dead(self) -> None: ...
-
-
-class _PendingCall(NamedTuple):
-    """A call that is not known to have ended."""
-
-    executable: WatchedExecutable
-    end: torch.cuda.Event
-    out: weakref.ref[torch.Tensor]
-    thread: int
-
-
-class WatchedWorkspace:
-    """A workspace with the calls on it that are not known to have ended.
-
-    Args:
-        workspace: the workspace.
-        store: a store of all ranks, for this workspace alone.
-
-    Attributes:
-        ended: number of calls that are known to have ended.
-        under_way: the executable whose replay the flags named when they were last read; None: they named none.
-        failed: whether the watchdog itself has failed here.
-    """
-
-    @torch.inference_mode(False)  # the tensors are written outside of inference mode too
-    def __init__(self, workspace: Workspace, store: Any) -> None:
-        self.workspace, self.store = workspace, store
-        self.pending: deque[_PendingCall] = deque()
-        self.ended = 0
-        self.free_events: deque[torch.cuda.Event] = deque()
-        self.lock = threading.Lock()  # between threads that take calls out of ``pending``
-        self.streams: dict[int, torch.cuda.Stream] = {}  # by handle: torch takes microseconds to wrap one
-        self.failed = self.warned = False
-        self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
-        self.under_way: WatchedExecutable | None = None
-        self.stream = new_stream(workspace.device)
-        self.copy = torch.empty(1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
-        self.ones = torch.ones(workspace.flag_memory().numel(), dtype=torch.int32).pin_memory()
-
-    def issued(self, executable: WatchedExecutable, out: weakref.ref[torch.Tensor]) -> None:
-        """Note that a call was issued on the current stream.
-
-        Raises:
-            ReplayTimeoutError: where the workspace has died meanwhile: nobody else would raise it for this call.
-        """
-        if not self.free_events:
-            self.reclaim()
-        end = self.free_events.popleft() if self.free_events else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        handle = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
-        stream = self.streams.get(handle)
-        if stream is None:
-            stream = self.streams[handle] = torch.cuda.current_stream(executable.device)
-        end.record(stream)
-        self.pending.append(_PendingCall(executable, end, out, threading.get_ident()))
-        executable.raise_if_dead()
-
-    def reclaim(self) -> None:
-        """Stop watching calls that have ended, and reuse their events."""
-        with self.lock:
-            while self.pending and self.pending[0].end.query():  # type: ignore[no-untyped-call]
-                self.free_events.append(self.pending.popleft().end)
-                self.ended += 1
-
-    def read_flags(self) -> list[int] | None:
-        """The count of replays and the flags now; None where even a copy does not end."""
-        with torch.cuda.stream(self.stream):
-            self.copy[:1].copy_(self.workspace.replays, non_blocking=True)
-            self.copy[1:].copy_(self.workspace.flag_memory(), non_blocking=True)
-            done = self.stream.record_event()
-        deadline = time.monotonic() + COPY_TIMEOUT_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(1e-3)
-        return list(self.copy.tolist())
 
 
 class Watchdog:
@@ -156,6 +66,7 @@ class Watchdog:
         self.watched: dict[Workspace, WatchedWorkspace] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     def add(self, workspace: Workspace) -> WatchedWorkspace:
         """Watch a workspace. A collective call: all ranks make it in the same order.
@@ -171,7 +82,14 @@ class Watchdog:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="distgemm-watchdog", daemon=True)
                 self._thread.start()
+                atexit.register(self.stop)
             return found
+
+    def stop(self) -> None:
+        """End the thread, before the interpreter ends and takes away what the thread uses."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def sweep(self) -> None:
         """Stop watching workspaces that no executable can use any more."""
@@ -189,8 +107,7 @@ class Watchdog:
         raise_on(
             runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
         )
-        while True:
-            time.sleep(POLL_INTERVAL_S)
+        while not self._stopping.wait(POLL_INTERVAL_S):
             with self._lock:
                 self._look_at_all()
 
@@ -200,7 +117,8 @@ class Watchdog:
         This is a function of its own: once it returns, the thread refers to no workspace, so it never frees one.
         """
         for workspace, watched in self.watched.items():
-            if workspace.dead is not None or workspace.memory is None or watched.failed:
+            over = workspace.dead is not None and watched.failure is None
+            if over or workspace.memory is None or watched.failed:
                 continue
             try:
                 self.look(watched)
@@ -214,6 +132,9 @@ class Watchdog:
         """Look at one workspace, and end what is stuck."""
         now = time.monotonic()
         workspace = watched.workspace
+        if watched.failure is not None:
+            self._die(watched, watched.failure, first=True)
+            return
         reason = reason_of_other_rank(watched.store)
         if reason is not None:
             self._die(watched, f"another rank has given up: {reason}", first=False)
@@ -222,18 +143,24 @@ class Watchdog:
         flags = watched.read_flags()
         values = None if flags is None else workspace.read(torch.tensor(flags[1:]))
         if values is not None:  # also for a graph that the caller captured
-            watched.under_way = None if values.stage is Stage.IDLE else workspace.executables[values.executable - 1]()
+            watched.under_way = watched.executable_of(values)
         first = next(iter(list(watched.pending)), None)  # a calling thread may take it away meanwhile
         executable = watched.under_way or (None if first is None else first.executable)
         state = flags, watched.ended
         if watched.last_change[0] != state or executable is None:
             watched.last_change, watched.warned = (state, now), False
             return
-        if now - watched.last_change[1] <= executable.timeout:
-            return
+        unchanged = now - watched.last_change[1]
         if watched.under_way is not None:
-            self._die(watched, explain_hang(executable, values, executable.timeout), first=True)
-        elif not watched.warned:
+            message = explain_hang(executable, values, min(executable.timeout, unchanged))
+            if unchanged > GONE_AFTER_S and values is not None:
+                _, ranks = awaited(executable, values)
+                if gone := sorted({rank for rank in ranks if has_ended(workspace.processes[rank])}):
+                    self._die(watched, f"{message}; the processes of ranks {gone} have ended", first=True)
+                    return
+            if unchanged > executable.timeout:
+                self._die(watched, message, first=True)
+        elif unchanged > executable.timeout and not watched.warned:
             watched.warned = True
             LOG.warning(
                 "a call of %s on rank %d has not ended within %g s. It waits for no other rank: something before it on "
@@ -249,42 +176,71 @@ class Watchdog:
         if first:
             with contextlib.suppress(RuntimeError):  # the store ends with the rank that keeps it
                 watched.store.compare_set("dead", "", message)
-        workspace.dead = message
+        workspace.dead, watched.failure = message, None
         LOG.error("%s", message)
-        self._await_others(watched)
         executables = [found for ref in workspace.executables if (found := ref()) is not None]
         if any(executable.on_timeout == "abort" for executable in executables):
+            self._await_others(watched)
             LOG.critical("distgemm ends this process: on_timeout is 'abort'")
             os._exit(1)
-        for thread in {call.thread for call in list(watched.pending)}:
-            _raise_in(thread, message)
-        self.free(watched)
+        # CPython makes the error of its class, without arguments, so the message is part of a class.
+        watched.raise_in_threads(type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message}))
+        self.free(watched, self._await_others(watched))
 
-    def _await_others(self, watched: WatchedWorkspace) -> None:
-        """Wait until all other ranks know, or the time for their answers is over."""
+    def _await_others(self, watched: WatchedWorkspace) -> set[int]:
+        """Wait until all other ranks know, or the time for their answers is over; the ranks that do not answer."""
+        workspace = watched.workspace
+        silent = set(workspace.peers)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
-            watched.store.set(f"knows/{watched.workspace.rank}", "")
-            keys = [f"knows/{peer}" for peer in watched.workspace.peers]
-            while keys and not watched.store.check(keys) and time.monotonic() < deadline:
+            watched.store.set(f"knows/{workspace.rank}", "")
+            while silent:
+                silent = {peer for peer in silent if not watched.store.check([f"knows/{peer}"])}
+                if time.monotonic() > deadline or all(has_ended(workspace.processes[peer]) for peer in silent):
+                    break
                 time.sleep(0.05)
+        return silent
 
-    def free(self, watched: WatchedWorkspace) -> None:
-        """Satisfy all waits until the calls have ended, then fill their results with NaN."""
-        flags = watched.workspace.flag_memory()
-        deadline = time.monotonic() + FREE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            with torch.cuda.stream(watched.stream):
-                flags.copy_(watched.ones, non_blocking=True)  # by a copy engine: kernels that wait may occupy all SMs
+    def free(self, watched: WatchedWorkspace, silent: set[int]) -> None:
+        """Let all calls end that this rank has issued, then fill their results with NaN.
+
+        A rank that answers sets its flags itself, as it frees its own calls. Flags are set in its place only once its
+        calls have ended. Otherwise this rank would run ahead of it, and overwrite slots that it still reads.
+
+        Args:
+            watched: the workspace.
+            silent: the ranks that do not answer.
+        """
+        workspace = watched.workspace
+        rank, everyone = workspace.rank, set(workspace.peers)
+        watched.poison(rank)
+        for peer in silent:
+            watched.poison(peer)  # where plans read the slots of other ranks
+            watched.write_flags([buffer.left(peer, rank) for buffer in workspace.buffers], 0)  # it enters no more
+        start, finished = time.monotonic(), set[int]()
+        while True:
+            flags = watched.read_flags()
+            values = None if flags is None else workspace.read(torch.tensor(flags[1:]))
             pending = list(watched.pending)
-            if pending and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
+            if values is not None and values.stage is Stage.IDLE and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
-            if not pending and (watched.read_flags() or [])[1:] == [1] * flags.numel():
-                break
-            time.sleep(0.05)
-        else:
-            LOG.critical("the GPU of rank %d did not come free", watched.workspace.rank)
-            return
+            seconds = time.monotonic() - start
+            if seconds > FREE_TIMEOUT_S:
+                LOG.critical("the GPU of rank %d did not come free", rank)
+                return
+            now = everyone if seconds > FREE_TIMEOUT_S / 2 else silent | finished_ranks(watched.store, everyone)
+            if now - finished:
+                finished = now
+                watched.poison(rank)  # what came from them was for other calls
+            executable = None if values is None else watched.executable_of(values)
+            if values is not None and executable is not None:
+                owed = owed_flags(workspace.buffers[values.buffer], values, executable.actions, finished)
+                watched.write_flags(owed, 1)
+            time.sleep(FREE_INTERVAL_S)
+        watched.poison(rank)  # before other ranks read it
+        watched.stream.synchronize()
+        with contextlib.suppress(RuntimeError):
+            watched.store.set(f"finished/{rank}", "")
         # A D that was made in inference mode is written in no other mode.
         with torch.inference_mode(), torch.cuda.stream(watched.stream):
             for call in pending:
@@ -302,23 +258,11 @@ def explain_hang(executable: WatchedExecutable, flags: FlagValues | None, second
         flags: this rank's; None: they cannot be read.
         seconds: for which nothing has changed.
     """
-    plan, rank = executable.plan, executable.rank
-    head = f"{plan.schedule} on rank {rank} of {plan.world_size} has not ended within {seconds:g} s"
+    head = f"{executable.plan.schedule} on rank {executable.rank} of {executable.plan.world_size}"
+    head = f"{head} has not ended within {seconds:.3g} s"
     if flags is None:
         return f"{head}; its flags cannot be read, the GPU does not answer"
-    late = [peer for peer in executable.workspace.peers if not flags.left[peer]]
-    if flags.stage is Stage.ENTRY and late:
-        return f"{head}: at its start it waits for ranks {late} to leave their last replay"
-    waits = [op for op in waits_of(executable.actions) if op.peer != rank]
-    missing = sorted((op for op in waits if not flags.plan_flags[op.flag.number]), key=lambda op: op.round)
-    if missing:
-        first = missing[0]
-        more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
-        return f"{head}: it waits for rank {first.peer} at {first.describe()}{more}"
-    late = [peer for peer in executable.workspace.peers if not flags.entered[peer]]
-    if late:
-        return f"{head}: at its end it waits for ranks {late} to begin this replay"
-    return f"{head}: all that it waits for has come, but a kernel or a copy has not ended"
+    return f"{head}: {awaited(executable, flags)[0]}"
 
 
 def reason_of_other_rank(store: Any) -> str | None:
@@ -329,6 +273,14 @@ def reason_of_other_rank(store: Any) -> str | None:
         return None  # the rank that keeps the store is gone; this rank notices by its own timeout
 
 
+def finished_ranks(store: Any, ranks: set[int]) -> set[int]:
+    """The ranks whose calls have all ended, after the workspace has died."""
+    try:
+        return {rank for rank in ranks if store.check([f"finished/{rank}"])}
+    except RuntimeError:
+        return set()  # as above: their time ends
+
+
 def store_of(workspace: Workspace) -> Any:
     """A part of the default group's store, the same on all ranks, for this workspace alone.
 
@@ -337,15 +289,6 @@ def store_of(workspace: Workspace) -> Any:
     base = dist.distributed_c10d._get_default_store()
     store = base.clone() if hasattr(base, "clone") else base
     return dist.PrefixStore(f"distgemm/{workspace.token:x}", store)  # type: ignore[attr-defined]
-
-
-def _raise_in(thread: int, message: str) -> None:
-    """Raise ReplayTimeoutError in a thread, at its next Python instruction.
-
-    CPython makes the error of its class, without arguments, so the message is part of a class.
-    """
-    error = type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message})
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 _WATCHDOG = Watchdog()

@@ -41,6 +41,7 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
 from distgemm.runtime.checks import exchange_reports, raise_failures
 from distgemm.runtime.cuda.memops import clear, wait_for, write
+from distgemm.runtime.cuda.processes import ProcessId, this_process
 
 __all__ = [
     "BUFFERS",
@@ -59,6 +60,7 @@ MIN_PLAN_FLAGS = 1024
 """Plan flags of each buffer at least."""
 MAX_GROWTH_BYTES = 256 << 20
 """Bytes by which a workspace at most grows beyond what is asked for."""
+TOKEN_BYTES = 8
 BUFFERS = 2
 """Buffers of a workspace."""
 
@@ -84,6 +86,7 @@ class FlagValues(NamedTuple):
     """Values of a rank's flags in one buffer.
 
     Attributes:
+        buffer: the buffer's number.
         executable: number of the executable whose replay is under way; 0: none.
         stage: how far its replay is.
         left: by peer.
@@ -91,6 +94,7 @@ class FlagValues(NamedTuple):
         plan_flags: by number.
     """
 
+    buffer: int
     executable: int
     stage: Stage
     left: list[int]
@@ -185,6 +189,7 @@ class Workspace:
 
     Attributes:
         memory: this rank's part; None once it is closed.
+        processes: by rank.
         dead: why no replay can be made any more; None while that is not so.
         replaced: whether a larger workspace has taken its place.
 
@@ -202,7 +207,7 @@ class Workspace:
         self._flags_of_buffer = first_plan_flag(self.world_size) + _even(flags)
         self._slots_at = _aligned(BUFFERS * self._flags_of_buffer * FLAG_BYTES)
         self.memory: torch.Tensor | None = None
-        self.memory, self.token = allocate(self._slots_at + BUFFERS * self.slot_bytes, group, device)
+        self.memory, self.token, self.processes = allocate(self._slots_at + BUFFERS * self.slot_bytes, group, device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
         bases = self._handle.buffer_ptrs
         self.buffers = tuple(
@@ -267,10 +272,11 @@ class Workspace:
         """
         size, at = self.world_size, stage_index(self.world_size)
         buffers: list[list[int]] = flags.view(BUFFERS, -1).tolist()
-        values = max(buffers, key=lambda values: values[at] > 0)
+        buffer, values = max(enumerate(buffers), key=lambda one: one[1][at] > 0)
         executable, stage = divmod(values[at], len(Stage))
         entered = _even(size)
         return FlagValues(
+            buffer,
             executable,
             Stage(stage),
             values[:size],
@@ -285,6 +291,10 @@ class Workspace:
         at = self._slots_at + buffer * self.slot_bytes + offset
         found: torch.Tensor = self._handle.get_buffer(rank, (size,), torch.uint8, at)
         return found
+
+    def slots_of(self, rank: int) -> torch.Tensor:
+        """The bytes of all slots of a rank, of both buffers, as a tensor on this device."""
+        return self.slot(0, rank, 0, BUFFERS * self.slot_bytes)
 
     def flag_memory(self) -> torch.Tensor:
         """This rank's flags of both buffers, int32, as :meth:`read` takes them."""
@@ -305,8 +315,8 @@ class Workspace:
         self.kept.clear()
 
 
-def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Symmetric memory, and a token that all ranks have and no other memory had. A collective call.
+def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, int, list[ProcessId]]:
+    """Symmetric memory, a token that all ranks have and no other memory had, and the processes. A collective call.
 
     Args:
         size: bytes on each rank, the same on all ranks.
@@ -322,10 +332,11 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple
         made = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     except Exception as error:  # raised below, once all ranks know of it
         problem = error
-    reports = exchange_reports(secrets.token_bytes(8), problem, group, device)
+    reports = exchange_reports(secrets.token_bytes(TOKEN_BYTES) + this_process().pack(), problem, group, device)
     raise_failures(reports, problem, RuntimeError, f"cannot allocate {size} bytes of symmetric memory")
     assert made is not None
-    return made, int.from_bytes(reports[0].payload, "little")
+    processes = [ProcessId.unpack(report.payload[TOKEN_BYTES:]) for report in reports]
+    return made, int.from_bytes(reports[0].payload[:TOKEN_BYTES], "little"), processes
 
 
 def _aligned(size: int) -> int:

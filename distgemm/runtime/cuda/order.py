@@ -1,0 +1,85 @@
+"""The order of calls on a device: one after the other, whatever executables and streams they are on.
+
+Two calls at the same time might never end: kernels of one call may hold the SMs that the other needs before it can
+send. On one workspace they would also use the same slots. So each call waits for the end of the call before it, through
+an event of the device. Ranks issue the calls of all their groups in one order, so this order is the same on all ranks.
+
+A graph that the caller captures has nodes that wait for this event and record it, so its replays keep the order, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from cuda.bindings import runtime
+
+from distgemm.runtime.cuda.memops import raise_on
+
+__all__ = ["CallOrder", "call_order"]
+
+
+class CallOrder:
+    """The order of the calls on one device.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        lock: is held while a call is issued, so that calls of several threads have an order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the context current
+            (self._ended,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+        self._stream: int | None = None  # of the last call that was no part of a capture
+        self._in_graphs = False  # whether replays of captured graphs record the event, on streams nobody knows
+        self._captured: tuple[int, Any] | None = None  # the last capture's id, and the end of the last call in it
+
+    def begin(self, stream: int) -> None:
+        """Let a stream wait for the end of the last call."""
+        if self._in_graphs or stream != self._stream:
+            raise_on(runtime.cudaStreamWaitEvent(stream, self._ended, runtime.cudaEventWaitDefault))
+
+    def end(self, stream: int) -> None:
+        """Note that a call ends with what is on the stream now."""
+        raise_on(runtime.cudaEventRecord(self._ended, stream))
+        self._stream = stream
+
+    def begin_captured(self, stream: int) -> None:
+        """:meth:`begin` for a stream that is captured: each replay of the graph waits for the last call before it."""
+        if self._captured is not None and self._captured[0] == _capture_id(stream):
+            raise_on(runtime.cudaStreamWaitEvent(stream, self._captured[1], runtime.cudaEventWaitDefault))
+        else:
+            raise_on(runtime.cudaStreamWaitEvent(stream, self._ended, runtime.cudaEventWaitExternal))
+
+    def end_captured(self, stream: int) -> None:
+        """:meth:`end` for a stream that is captured: each replay of the graph records the event."""
+        raise_on(runtime.cudaEventRecordWithFlags(self._ended, stream, runtime.cudaEventRecordExternal))
+        (inner,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+        raise_on(runtime.cudaEventRecord(inner, stream))
+        if self._captured is not None:
+            raise_on(runtime.cudaEventDestroy(self._captured[1]))
+        self._captured = _capture_id(stream), inner
+        self._in_graphs = True
+
+
+def _capture_id(stream: int) -> int:
+    status, number, *_ = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
+    assert status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
+    return int(number)
+
+
+_ORDERS: dict[int, CallOrder] = {}
+
+
+def call_order(device: torch.device) -> CallOrder:
+    """The order of the calls on a device."""
+    index = device.index or 0
+    found = _ORDERS.get(index)
+    if found is None:
+        found = _ORDERS[index] = CallOrder(device)
+    return found

@@ -1,0 +1,215 @@
+"""A workspace as the watchdog sees it: the calls on it that have not ended, its flags, and writes to it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from cuda.bindings import runtime
+
+from distgemm.gemm.streams import new_stream
+from distgemm.plan.plan import Plan
+from distgemm.runtime.cuda.lowering.actions import Action, waits_of
+from distgemm.runtime.cuda.memops import raise_on
+from distgemm.runtime.cuda.workspace import FLAG_BYTES, FlagValues, Stage, Workspace, WorkspaceBuffer
+from distgemm.runtime.executable import OnTimeout
+
+__all__ = ["PendingCall", "WatchedExecutable", "WatchedWorkspace", "awaited", "owed_flags"]
+
+COPY_TIMEOUT_S = 2.0
+"""Time for the copy of the flags; a GPU that is stuck may not end it."""
+POISON_BYTES = 1 << 20
+"""NaN in host memory, from which a copy engine fills slots: kernels that wait may occupy all SMs."""
+
+
+class WatchedExecutable(Protocol):
+    """What the watchdog knows of a :class:`distgemm.CudaExecutable`."""
+
+    plan: Plan
+    rank: int
+    device: torch.device
+    workspace: Workspace
+    timeout: float
+    on_timeout: OnTimeout
+
+    @property
+    def actions(self) -> Sequence[Action]: ...
+
+    def raise_if_dead(self) -> None: ...
+
+
+class PendingCall(NamedTuple):
+    """A call that is not known to have ended.
+
+    Attributes:
+        executable: what was called.
+        end: an event behind the call.
+        out: the tensor that the call writes.
+        thread: the thread to which an error is raised.
+    """
+
+    executable: WatchedExecutable
+    end: torch.cuda.Event
+    out: weakref.ref[torch.Tensor]
+    thread: int
+
+
+class WatchedWorkspace:
+    """A workspace with the calls on it that are not known to have ended.
+
+    Args:
+        workspace: the workspace.
+        store: a store of all ranks, for this workspace alone.
+
+    Attributes:
+        ended: number of calls that are known to have ended.
+        under_way: the executable whose replay the flags named when they were last read; None: they named none.
+        failed: whether the watchdog itself has failed here.
+        informed: threads that have raised the error of this workspace, or will.
+        failure: why this rank gives the workspace up, until the watchdog has informed the others; None: it does not.
+    """
+
+    @torch.inference_mode(False)  # the tensors are written outside of inference mode too
+    def __init__(self, workspace: Workspace, store: Any) -> None:
+        self.workspace, self.store = workspace, store
+        self.pending: deque[PendingCall] = deque()
+        self.ended = 0
+        self.free_events: deque[torch.cuda.Event] = deque()
+        self.lock = threading.Lock()  # between threads that take calls out of ``pending``, or raise
+        self.streams: dict[int, torch.cuda.Stream] = {}  # by handle: torch takes microseconds to wrap one
+        self.owner = threading.main_thread().ident or 0
+        self.informed: set[int] = set()
+        self.failed = self.warned = False
+        self.failure: str | None = None
+        self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
+        self.under_way: WatchedExecutable | None = None
+        self.stream = new_stream(workspace.device)
+        self.copy = torch.empty(1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
+        self.flag_values = torch.tensor([0, 1], dtype=torch.int32).pin_memory()
+        self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
+
+    def issued(self, executable: WatchedExecutable, out: weakref.ref[torch.Tensor]) -> None:
+        """Note that a call was issued on the current stream.
+
+        Raises:
+            ReplayTimeoutError: where the workspace has died meanwhile: nobody else would raise it for this call.
+        """
+        if not self.free_events:
+            self.reclaim()
+        end = self.free_events.popleft() if self.free_events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        handle = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream(executable.device)
+        end.record(stream)
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            # Otherwise autograd's thread makes the call, for the step of the thread that called last.
+            self.owner = threading.get_ident()
+        self.pending.append(PendingCall(executable, end, out, self.owner))
+        executable.raise_if_dead()
+
+    def raise_in_threads(self, error: type[Exception]) -> None:
+        """Raise an error in the threads of all calls that have not ended, at their next Python instruction."""
+        with self.lock:
+            threads = {call.thread for call in self.pending} - self.informed
+            self.informed |= threads
+            for thread in threads:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+    def raises_itself(self) -> None:
+        """Note that the calling thread raises the error by itself: it does not get a second one."""
+        thread = threading.get_ident()
+        with self.lock:
+            if thread in self.informed:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            self.informed.add(thread)
+
+    def give_up(self, reason: str) -> None:
+        """End the workspace: calls raise from now on, and the watchdog informs the other ranks."""
+        self.workspace.dead = self.failure = reason
+
+    def reclaim(self) -> None:
+        """Stop watching calls that have ended, and reuse their events."""
+        with self.lock:
+            while self.pending and self.pending[0].end.query():  # type: ignore[no-untyped-call]
+                self.free_events.append(self.pending.popleft().end)
+                self.ended += 1
+
+    def read_flags(self) -> list[int] | None:
+        """The count of replays and the flags now; None where even a copy does not end."""
+        with torch.cuda.stream(self.stream):
+            self.copy[:1].copy_(self.workspace.replays, non_blocking=True)
+            self.copy[1:].copy_(self.workspace.flag_memory(), non_blocking=True)
+            done = self.stream.record_event()
+        deadline = time.monotonic() + COPY_TIMEOUT_S
+        while not done.query():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(1e-3)
+        return list(self.copy.tolist())
+
+    def write_flags(self, addresses: Iterable[int], value: int) -> None:
+        """Write flags, by a copy engine."""
+        source = self.flag_values.data_ptr() + value * FLAG_BYTES
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        for address in addresses:
+            raise_on(runtime.cudaMemcpyAsync(address, source, FLAG_BYTES, kind, self.stream.cuda_stream))
+
+    def poison(self, rank: int) -> None:
+        """Fill the slots of a rank with NaN, by a copy engine."""
+        with torch.cuda.stream(self.stream):
+            for part in torch.split(self.workspace.slots_of(rank), POISON_BYTES):
+                part.copy_(self.poison_source[: part.numel()], non_blocking=True)
+
+    def executable_of(self, values: FlagValues) -> WatchedExecutable | None:
+        """The executable whose replay the flags name; None: they name none, or it is gone."""
+        return None if values.stage is Stage.IDLE else self.workspace.executables[values.executable - 1]()
+
+
+def awaited(executable: WatchedExecutable, flags: FlagValues) -> tuple[str, list[int]]:
+    """What a replay waits for, in words, and the ranks that it waits for."""
+    peers = executable.workspace.peers
+    late = [peer for peer in peers if not flags.left[peer]]
+    if flags.stage is Stage.ENTRY and late:
+        return f"at its start it waits for ranks {late} to leave their last replay", late
+    waits = [op for op in waits_of(executable.actions) if op.peer != executable.rank]
+    missing = sorted((op for op in waits if not flags.plan_flags[op.flag.number]), key=lambda op: op.round)
+    if missing:
+        first = missing[0]
+        more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
+        return f"it waits for rank {first.peer} at {first.describe()}{more}", [op.peer for op in missing]
+    late = [peer for peer in peers if not flags.entered[peer]]
+    if late:
+        return f"at its end it waits for ranks {late} to begin this replay", late
+    return "all that it waits for has come, but a kernel or a copy has not ended", []
+
+
+def owed_flags(
+    buffer: WorkspaceBuffer, flags: FlagValues, actions: Sequence[Action], finished: Iterable[int]
+) -> list[int]:
+    """Addresses of the flags that a replay waits for now, and that ranks owe which will set no more.
+
+    Only flags that are 0 and that the replay itself resets: each is written once for each replay, so none stays set for
+    a later replay.
+
+    Args:
+        buffer: that of the replay.
+        flags: this rank's.
+        actions: those of the replay.
+        finished: the ranks that will set no more.
+    """
+    rank, found = buffer.rank, sorted(set(finished))
+    if flags.stage is Stage.IDLE:
+        return []
+    # Between its entry and ENTERED, a replay has seen left, and waits for plan flags already.
+    starts = [buffer.left(rank, peer) for peer in found if flags.stage is Stage.ENTRY and not flags.left[peer]]
+    numbers = dict.fromkeys(op.flag.number for op in waits_of(actions) if op.peer in found)
+    inner = [buffer.plan_flag(rank, number) for number in numbers if not flags.plan_flags[number]]
+    ends = [buffer.entered(rank, peer) for peer in found if not flags.entered[peer]]
+    return starts + inner + ends

@@ -1,0 +1,91 @@
+"""Faults of ranks that share one GPU: ranks that end, stop, come back or do not call; and calls on several streams."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.gpu import cuda_worker, fault_worker
+from tests.gpu.cuda_worker import Case
+
+pytestmark = pytest.mark.gpu(1)
+
+CHAIN, GATHER, RING = (
+    "reduce_scatter_1d_tiling_a_rotating_c",
+    "all_gather_1d_tiling_cd_rotating_a",
+    "all_gather_1d_ring_a",
+)
+STORE: dict[str, Any] = {"mechanism": "store", "execution": "single_kernel"}
+CASES = [
+    Case(GATHER, (2,)),
+    Case(CHAIN, (2,), chunks=2),
+    Case(CHAIN, (2,), chunks=2, **STORE),
+    Case(GATHER, (2,), transport="sm", execution="single_kernel"),
+    Case(GATHER, (2,), mechanism="pull"),
+]
+POINTS = [(how, seed) for how in ("SIGKILL", "SIGSTOP") for seed in range(10)]
+
+
+@pytest.mark.parametrize(("how", "seed"), POINTS)
+def test_the_others_raise_when_a_rank_is_lost(how: str, seed: int, tmp_path: Path) -> None:
+    """Within seconds where it has ended. They name op, rank and tile; what they compute is right or NaN."""
+    rng = random.Random(f"{how} {seed}")
+    case, victim, after = rng.choice(CASES), rng.randrange(2), rng.randrange(100)
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.lose_a_rank, case, victim, after, how, lost=victim)
+    assert set(found) == {1 - victim}
+    (one,) = found.values()
+    assert case.schedule in one["error"] and f"on rank {1 - victim} of 2" in one["error"], one
+    assert f"rank {victim}" in one["error"] or f"ranks [{victim}]" in one["error"], one
+    assert one["seconds"] < 20
+    if how == "SIGKILL":
+        assert f"the processes of ranks [{victim}] have ended" in one["error"], one
+    assert one["d_is_nan"] and "wrong" not in one["behind"] and one["behind"][-1] == "nan", one
+    assert "no executable on this workspace can be called any more" in one["called_again"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_that_is_late_is_waited_for(case: Case, tmp_path: Path) -> None:
+    """With the group's timeout, which is the default."""
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.come_back, case, 6.0, None)
+    assert len(found) == 2
+    for one in found.values():
+        assert "error" not in one and one["wrong"] == 0 and one["seconds"] > 5, one
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_rank_that_comes_back_too_late_raises(case: Case, tmp_path: Path) -> None:
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.come_back, case, 14.0, 3.0)
+    assert len(found) == 2
+    assert "has not ended within 3 s" in found[0]["error"]
+    assert "another rank has given up" in found[1]["error"]
+    assert [one["wrong"] for one in found.values()] == [0, 0]
+
+
+def test_an_error_of_a_backward_pass_reaches_the_thread_of_the_step(tmp_path: Path) -> None:
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.late_backward)
+    assert "has not ended within 4 s" in found[0]["error"] and found[0]["seconds"] < 15, found
+
+
+def test_calls_of_two_groups_on_several_streams_are_right() -> None:
+    cases = [CASES[0], CASES[1], CASES[2], CASES[3]]
+    found = launch(fault_worker.streams, 2, cases, 300, backend="nccl", timeout=120, share=True)
+    assert [failure for failures in found for failure in failures] == []
+
+
+def test_calls_on_two_streams_follow_one_another() -> None:
+    assert launch(fault_worker.order_of_streams, 1, 50, backend="nccl", timeout=60, share=True) == [[]]
+
+
+def test_what_the_order_costs_in_a_graph() -> None:
+    (found,) = launch(fault_worker.cost_of_order, 1, backend="nccl", timeout=60, share=True)
+    print(f"microseconds of a captured call: {found}")
+    assert found["ordered"] < found["plain"] + 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    launch(cuda_worker.compile_kernels, 1, CASES, backend="nccl", timeout=400, share=True)
