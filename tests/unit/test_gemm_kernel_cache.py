@@ -588,6 +588,7 @@ def test_the_driver_of_this_machine() -> None:
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No compiler in any place where one is looked for; the folder stands for the site-packages."""
+    compiler.cutlass_include()  # is found now, and stays known
     monkeypatch.setattr(compiler, "driver_cuda", lambda: None)
     for name in ("DISTGEMM_NVCC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
