@@ -70,9 +70,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(cuda, name)
     if name == "compile":
-        from distgemm import api as compiling
+        from distgemm import api
 
-        return compiling.compile
+        return api.compile
     if name in ("all_gather_matmul", "last_call", "matmul_all_reduce", "matmul_reduce_scatter", "record_calls"):
         from distgemm import torch_ops
 
