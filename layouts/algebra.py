@@ -15,6 +15,8 @@ import numpy as np
 import pycute
 from numpy.typing import NDArray
 
+from distgemm.arguments import MAX_EXTENT, instance, integer, wrong
+
 __all__ = [
     "IntTuple",
     "Layout",
@@ -31,14 +33,25 @@ __all__ = [
 
 IntTuple = int | tuple["IntTuple", ...]
 
-_INTEGER = (int, np.integer)
+MAX_STRIDE = 2**40
+"""The largest absolute value of a stride. Tables of values have 64 bits."""
 
 
 def flatten(value: IntTuple) -> tuple[int, ...]:
-    """The leaves of a nested tuple, from left to right."""
+    """The leaves of a nested tuple, from left to right.
+
+    Raises:
+        ValueError: if a leaf is no integer.
+    """
     if isinstance(value, tuple):
         return tuple(leaf for part in value for leaf in flatten(part))
+    if not _is_integer(value):
+        raise wrong("value", "an integer or a nested tuple of integers", value)
     return (value,)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def product(value: IntTuple) -> int:
@@ -52,13 +65,17 @@ def product(value: IntTuple) -> int:
 def _congruent(a: IntTuple, b: IntTuple) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_congruent, a, b))
-    return isinstance(a, _INTEGER) and isinstance(b, _INTEGER)
+    return _is_integer(a) and _is_integer(b)
 
 
 def _is_shape(value: object) -> bool:
     if isinstance(value, tuple):
         return len(value) > 0 and all(map(_is_shape, value))
-    return isinstance(value, _INTEGER) and bool(value >= 1)
+    return _is_integer(value) and 1 <= value <= MAX_EXTENT  # type: ignore[operator]
+
+
+def _layout(name: str, value: Layout) -> Layout:
+    return instance(name, value, Layout, "a distgemm.layouts.Layout")
 
 
 class Layout(pycute.Layout):
@@ -67,7 +84,7 @@ class Layout(pycute.Layout):
     ``Layout(shape, stride)`` maps a coordinate c, or its colexicographic index, to sum(c_i * stride_i).
 
     Args:
-        shape: an extent >= 1, or a nested tuple of extents.
+        shape: an extent from 1 to MAX_EXTENT, or a nested tuple of extents.
         stride: one integer for each extent, nested as ``shape``. Strides may be negative or zero. None: the strides of
             a compact layout whose first mode is the fastest.
 
@@ -81,9 +98,11 @@ class Layout(pycute.Layout):
 
     def __init__(self, shape: IntTuple, stride: IntTuple | None = None) -> None:
         if not _is_shape(shape):
-            raise ValueError(f"a layout's shape is an integer >= 1 or a tuple of shapes, got {shape!r}")
-        if stride is not None and not _congruent(shape, stride):
-            raise ValueError(f"stride {stride!r} is not integers in the profile of shape {shape!r}")
+            raise wrong("shape", f"an integer from 1 to {MAX_EXTENT} or a tuple of shapes", shape)
+        if stride is not None and (
+            not _congruent(shape, stride) or any(abs(one) > MAX_STRIDE for one in flatten(stride))
+        ):
+            raise wrong("stride", f"integers of at most {MAX_STRIDE} in the profile of shape {shape!r}", stride)
         super().__init__(shape, stride)
 
     def __eq__(self, other: object) -> bool:
@@ -155,6 +174,7 @@ def coalesce(layout: Layout) -> Layout:
     Raises:
         ValueError: if pycute's result is another function.
     """
+    _layout("layout", layout)
     return _checked("coalesce", pycute.coalesce, lambda result: np.array_equal(result.table, layout.table), layout)
 
 
@@ -172,10 +192,10 @@ def composition(a: Layout, b: Layout) -> Layout:
         ValueError: if a value of B is outside A's domain, or if no layout equals the composed function. In the second
             case compose the functions with ``ComposedLayout``.
     """
-    inner = b.table
-    if inner.min() < 0 or inner.max() >= a.size():
+    inner, domain = _layout("b", b).table, _layout("a", a).size()
+    if inner.min() < 0 or inner.max() >= domain:
         raise ValueError(
-            f"composition({a}, {b}): B's values {inner.min()}..{inner.max()} leave A's domain 0..{a.size() - 1}"
+            f"composition({a}, {b}): B's values {inner.min()}..{inner.max()} leave A's domain 0..{domain - 1}"
         )
     wanted = a.table[inner]
     try:
@@ -217,6 +237,8 @@ def complement(layout: Layout, size: int = 1) -> Layout:
     Raises:
         ValueError: if pycute's result does not have these two properties.
     """
+    _layout("layout", layout)
+    size = integer("size", size, 1, MAX_EXTENT)
 
     def holds(result: Layout) -> bool:
         reached = layout.table[:, None] + result.table[None, :]
@@ -232,6 +254,7 @@ def right_inverse(layout: Layout) -> Layout:
     Raises:
         ValueError: if pycute's result is no right inverse.
     """
+    _layout("layout", layout)
     return _checked("right_inverse", pycute.right_inverse, lambda result: _inverts(layout, result), layout)
 
 
@@ -241,6 +264,7 @@ def left_inverse(layout: Layout) -> Layout:
     Raises:
         ValueError: if ``layout`` is not injective, or pycute finds no left inverse.
     """
+    _layout("layout", layout)
     return _checked("left_inverse", pycute.left_inverse, lambda result: _inverts(result, layout), layout)
 
 
@@ -264,7 +288,7 @@ def logical_divide(a: Layout, b: Layout) -> Layout:
     Raises:
         ValueError: if the complement or the composition is no layout.
     """
-    rest = complement(b, a.size())
+    rest = complement(_layout("b", b), _layout("a", a).size())
     return composition(a, Layout((b.shape, rest.shape), (b.stride, rest.stride)))
 
 
@@ -281,6 +305,6 @@ def logical_product(a: Layout, b: Layout) -> Layout:
     Raises:
         ValueError: if the complement or the composition is no layout.
     """
-    rest = complement(a, a.size() * b.cosize())
+    rest = complement(_layout("a", a), a.size() * _layout("b", b).cosize())
     tiles = composition(rest, b)
     return Layout((a.shape, tiles.shape), (a.stride, tiles.stride))

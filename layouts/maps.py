@@ -13,11 +13,18 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from distgemm.arguments import MAX_EXTENT, function, instance, integer
 from distgemm.layouts.algebra import IntTuple, Layout
 
 __all__ = ["ComposedLayout", "Map", "Modulo", "Offset", "Swizzle"]
 
+MAX_BIT = 62
+"""The highest bit of the integers of numpy that a map takes."""
+
 Value = TypeVar("Value", int, NDArray[np.int64])
+
+
+MAP = "a function of integers, such as distgemm.layouts.Modulo(4)"
 
 
 class Map(Protocol):
@@ -37,10 +44,16 @@ class Offset:
     """value + amount
 
     Args:
-        amount: any integer.
+        amount: an integer of at most MAX_EXTENT in absolute value.
+
+    Raises:
+        ValueError: for anything else.
     """
 
     amount: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amount", integer("amount", self.amount, -MAX_EXTENT, MAX_EXTENT))
 
     def __call__(self, value: Value) -> Value:
         return value + self.amount
@@ -63,8 +76,7 @@ class Modulo:
     extent: int
 
     def __post_init__(self) -> None:
-        if self.extent < 1:
-            raise ValueError(f"Modulo wraps at an extent >= 1, got {self.extent}")
+        object.__setattr__(self, "extent", integer("extent", self.extent, 1, MAX_EXTENT))
 
     def __call__(self, value: Value) -> Value:
         return value % self.extent
@@ -81,8 +93,8 @@ class Swizzle:
     < 0 the source field starts at bit base, and the target field at bit base - shift.
 
     Args:
-        bits: width of both fields, >= 0.
-        base: lowest bit of the lower field, >= 0.
+        bits: width of both fields, 0 to 62.
+        base: lowest bit of the lower field, 0 to 62.
         shift: distance of the fields in bits. Its absolute value is at least ``bits``.
 
     Raises:
@@ -94,9 +106,11 @@ class Swizzle:
     shift: int
 
     def __post_init__(self) -> None:
-        if self.bits < 0 or self.base < 0 or abs(self.shift) < self.bits:
+        for name, least in (("bits", 0), ("base", 0), ("shift", -MAX_BIT)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, MAX_BIT))
+        if abs(self.shift) < self.bits:
             raise ValueError(
-                f"Swizzle takes bits >= 0, base >= 0 and |shift| >= bits, got {self.bits}, {self.base}, {self.shift}"
+                f"shift is an integer whose absolute value is at least bits = {self.bits}, got {self.shift}"
             )
 
     def __call__(self, value: Value) -> Value:
@@ -116,27 +130,31 @@ class ComposedLayout:
     Args:
         layout: the layout, applied first.
         *maps: functions of integers, applied in this order.
+
+    Raises:
+        ValueError: if ``layout`` is no layout, or a map is no function.
     """
 
     layout: Layout
     maps: tuple[Map, ...]
 
     def __init__(self, layout: Layout, *maps: Map) -> None:
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "maps", maps)
+        object.__setattr__(self, "layout", instance("layout", layout, Layout, "a distgemm.layouts.Layout"))
+        read = (function(f"maps[{index}]", each, MAP) for index, each in enumerate(maps))
+        object.__setattr__(self, "maps", tuple(read))
 
     def __call__(self, *coordinate: IntTuple) -> int:
         value = int(self.layout(*coordinate))
-        for function in self.maps:
-            value = function(value)
+        for each in self.maps:
+            value = each(value)
         return value
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
         """The value at each colexicographic index, shape (size,)."""
         values = self.layout.table
-        for function in self.maps:
-            values = function(values)
+        for each in self.maps:
+            values = each(values)
         values.setflags(write=False)  # all callers get this array
         return values
 

@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from distgemm.arguments import MAX_EXTENT, function, instance, integer, integers, sequence, wrong
 from distgemm.layouts.algebra import IntTuple, Layout, flatten, product
-from distgemm.layouts.maps import ComposedLayout, Map
+from distgemm.layouts.maps import MAP, ComposedLayout, Map
 
 __all__ = ["Axis", "TVLayout"]
 
@@ -33,7 +34,7 @@ class Axis:
         maps: functions applied to the sum, in this order.
 
     Raises:
-        ValueError: if ``extent`` is not an integer >= 1.
+        ValueError: if ``extent`` is not an integer >= 1, a stride is no integer, or a map is no function.
     """
 
     extent: int
@@ -42,22 +43,38 @@ class Axis:
     maps: tuple[Map, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.extent, int) or self.extent < 1:
-            raise ValueError(f"the extent of an axis is an integer >= 1, got {self.extent!r}")
+        object.__setattr__(self, "extent", integer("extent", self.extent, 1, MAX_EXTENT))
+        for name in ("rank", "value"):
+            strides = getattr(self, name)
+            if not all(type(stride) is int and abs(stride) <= MAX_EXTENT for stride in _leaves(strides)):
+                raise wrong(name, "an integer, or a tuple with an integer for each mode", strides)
+        if not isinstance(self.maps, tuple):
+            raise wrong("maps", f"a tuple, each entry {MAP}", self.maps)
+        for index, each in enumerate(self.maps):
+            function(f"maps[{index}]", each, MAP)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _strides(given: IntTuple, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
     strides = flatten(given)
     if strides == (0,):
         return (0,) * len(shape)
-    if len(strides) != len(shape) or not all(isinstance(stride, int) for stride in strides):
+    if len(strides) != len(shape):
         raise ValueError(f"{what} strides {given!r} are not one integer for each mode of the {what} shape {shape!r}")
     return strides
 
 
 def _check_order(order: Sequence[int], size: int) -> None:
-    if not isinstance(order, tuple) or len(order) != size or set(order) != set(range(size)):
-        raise ValueError(f"an order is a permutation of 0..{size - 1} as a tuple, got {order!r}")
+    numbers = isinstance(order, tuple) and all(type(index) is int for index in order)
+    if not numbers or len(order) != size or set(order) != set(range(size)):
+        raise wrong("order", f"a permutation of the integers 0..{size - 1} as a tuple", order)
 
 
 @dataclass(frozen=True)
@@ -81,12 +98,15 @@ class TVLayout:
     order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, shape in (("mesh", self.mesh), ("values", self.values)):
-            valid = isinstance(shape, tuple) and shape and all(isinstance(e, int) and e >= 1 for e in shape)
-            if not valid:
-                raise ValueError(f"{what} of a TVLayout: expected a tuple of integers >= 1, got {shape!r}")
-        if not self.modes:
-            raise ValueError(f"a TVLayout has at least one mode, got {self.modes!r}")
+        for what in ("mesh", "values"):
+            shape = integers(what, getattr(self, what), 1, MAX_EXTENT)
+            if not shape:
+                raise wrong(what, "a tuple of integers >= 1", shape)
+            object.__setattr__(self, what, shape)
+        modes = self.modes
+        valid = isinstance(modes, tuple) and modes and all(isinstance(axes, tuple) and axes for axes in modes)
+        if not valid or not all(isinstance(axis, Axis) for axes in modes for axis in axes):
+            raise wrong("modes", "a tuple with a tuple of Axis objects for each mode of the grid", modes)
         if self.order != ():
             _check_order(self.order, self.size)
         for axes in self.modes:
@@ -149,11 +169,8 @@ class TVLayout:
         return tuple(tuple(None if tile[0] < 0 else tuple(tile) for tile in of_rank) for of_rank in self.table.tolist())
 
     def __call__(self, rank: int, value: int) -> tuple[int, ...] | None:
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not in 0..{self.ranks - 1}")
-        if not 0 <= value < self.size:
-            raise ValueError(f"value {value} is not in 0..{self.size - 1}")
-        return self.tiles[rank][value]
+        at = integer("rank", rank, 0, self.ranks - 1), integer("value", value, 0, self.size - 1)
+        return self.tiles[at[0]][at[1]]
 
     @cached_property
     def _inverse(self) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -176,13 +193,15 @@ class TVLayout:
         Raises:
             ValueError: if the tile is not in the grid.
         """
-        coordinate = tuple(tile)
-        inside = len(coordinate) == len(self.grid) and all(
-            0 <= index < extent for index, extent in zip(coordinate, self.grid, strict=True)
-        )
-        if not inside:
-            raise ValueError(f"tile {coordinate} is not in a grid of {self.grid} tiles")
+        coordinate = self._coordinate(tile)
         return self._inverse.get(coordinate, ())
+
+    def _coordinate(self, tile: Sequence[int]) -> tuple[int, ...]:
+        wanted = f"a tuple of integers inside the grid of {self.grid} tiles"
+        coordinate = sequence("tile", tile, lambda name, index: integer(name, index, 0), wanted)
+        if len(coordinate) != len(self.grid) or not all(map(int.__lt__, coordinate, self.grid)):
+            raise wrong("tile", wanted, tile)
+        return coordinate
 
     @cached_property
     def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -197,9 +216,9 @@ class TVLayout:
         Raises:
             ValueError: if the tile is not in the grid.
         """
-        found = self._holders.get(tuple(tile))
-        # A tile without holders may also be outside the grid: inverse() raises then.
-        return tuple(rank for rank, _ in self.inverse(tile)) if found is None else found
+        found = self._holders.get(tile) if type(tile) is tuple else None
+        # A tile without holders is perhaps outside the grid.
+        return self._holders.get(self._coordinate(tile), ()) if found is None else found
 
     def covers(self) -> bool:
         """Whether every tile of the grid has at least one holder."""
@@ -218,7 +237,8 @@ class TVLayout:
         Raises:
             ValueError: if ``order`` is no permutation.
         """
-        _check_order(tuple(order), self.size)
+        order = tuple(order) if isinstance(order, (list, range)) else order
+        _check_order(order, self.size)
         before = self.order or range(self.size)
         return replace(self, order=tuple(before[index] for index in order))
 
@@ -238,8 +258,9 @@ class TVLayout:
         Raises:
             ValueError: if the grids have different numbers of modes.
         """
+        instance("inner", inner, TVLayout, "a distgemm.layouts.TVLayout")
         if len(self.modes) != len(inner.modes):
-            raise ValueError(f"cannot nest a grid of {inner.grid} tiles in one of {self.grid}: other modes")
+            raise wrong("inner", f"a TVLayout whose grid has {len(self.modes)} modes", inner)
 
         def placed(axis: Axis, layout: TVLayout, ranks: tuple[int, int], values: tuple[int, int]) -> Axis:
             rank = _strides(axis.rank, layout.mesh, "mesh")
@@ -276,8 +297,9 @@ class TVLayout:
             ValueError: if ``rows`` and ``columns`` are not two modes of the grid.
         """
         modes = range(len(self.grid))
-        if rows == columns or rows not in modes or columns not in modes:
-            raise ValueError(f"rows {rows} and columns {columns} are not two modes of a grid of {self.grid} tiles")
+        rows, columns = (integer(*each, 0, len(modes) - 1) for each in (("rows", rows), ("columns", columns)))
+        if rows == columns:
+            raise ValueError(f"rows and columns are two different modes, given as integers, got {rows} for both")
         others = [mode for mode in modes if mode not in (rows, columns)]
         for rest in np.ndindex(*(self.grid[mode] for mode in others)):
             cells = []

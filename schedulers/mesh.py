@@ -7,6 +7,7 @@ of the reduction the slowest. A gathered axis starts at the rank's own tile. A r
 
 from __future__ import annotations
 
+from distgemm.arguments import member
 from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.schedulers.registry import register_schedule
 from distgemm.schedulers.routes import (
@@ -34,8 +35,7 @@ REDUCTIONS: dict[str, ReduceRoute] = {"chain": Chain(), "pairwise": Pairwise()}
 
 def _route(name: str, gather: str, reduce: str = "chain") -> Route:
     for option, given, known in (("gather", gather, GATHERS), ("reduce", reduce, REDUCTIONS)):
-        if given not in known:
-            raise ValueError(f"{name}: {option} is one of {', '.join(known)}, got {given!r}")
+        member(f"{name}: {option}", given, known)
     return Route(GATHERS[gather], GATHERS[gather], REDUCTIONS[reduce])
 
 

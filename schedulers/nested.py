@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distgemm.arguments import instance, string
 from distgemm.schedulers.registry import get_schedule, register_schedule
 from distgemm.schedulers.routes import AddPlace, GatherRoute, Hop, ReduceRoute
 from distgemm.schedulers.scheduler import DistributedTileScheduler, Partition, Route, TileCoord
@@ -107,6 +108,10 @@ def nest(
         ValueError: if ``across`` has chunks, or if the route of D of one schedule has a ``final_add`` that differs from
             its ``add``. The reducer of the product has no single GEMM that could make the final addition.
     """
+    for where, given in (("across", across), ("inside", inside)):
+        instance(where, given, DistributedTileScheduler, "a DistributedTileScheduler")
+    if name is not None:
+        string("name", name)
     if set(across.chunks) != {1}:
         raise ValueError(f"the schedule across hosts has no chunks, {across.name} has {tuple(across.chunks)}")
     for schedule in (across, inside):

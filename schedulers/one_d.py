@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
+from distgemm.arguments import member
 from distgemm.layouts import Axis, Modulo, Offset, Swizzle, TVLayout
 from distgemm.schedulers.registry import register_schedule
 from distgemm.schedulers.routes import (
@@ -75,7 +76,7 @@ def _staggered(name: str, work: TVLayout, stagger: int) -> TVLayout:
 
 def _check_stagger(name: str, stagger: int, chunks: int) -> None:
     if stagger > chunks:
-        raise ValueError(f"{name}: stagger is at most as many as there are chunks, {chunks}, got {stagger}")
+        raise ValueError(f"{name}: stagger is an integer from 0 to the number of chunks, {chunks}, got {stagger}")
 
 
 def _in_order(work: TVLayout, key: Callable[[int, int], tuple[int, int]]) -> TVLayout:
@@ -235,11 +236,6 @@ def all_gather_1d_tiling_k_rotating_a(mesh: Mesh, *, chunks: int = 1) -> Distrib
 #     3  | 0 | 1 | 2 | 3 |                       | rank 3 |   | 0 | 1 | 2 | 3 |
 
 
-def _check_final_add(name: str, final_add: AddPlace) -> None:
-    if final_add not in get_args(AddPlace):
-        raise ValueError(f"{name}: final_add is {' or '.join(get_args(AddPlace))}, got {final_add!r}")
-
-
 def _scatter_m(
     name: str,
     mesh: Mesh,
@@ -261,6 +257,7 @@ def _scatter_m(
         chunk_mode: "m": chunks are rows of a shard. "n": chunks are columns.
     """
     (ranks,) = mesh
+    member(f"{name}: chunk_mode", chunk_mode, get_args(ChunkMode))
     chunk, shard = work
     own, every = _own(ranks), (Axis(ranks, value=1),)
     if chunk_mode == "m":
@@ -271,7 +268,7 @@ def _scatter_m(
         )
         modes: tuple[Axes, ...] = ((chunk, shard), WHOLE, own, WHOLE)
         tiles = TileCoord(chunks, 1, 1, 1)
-    elif chunk_mode == "n":
+    else:
         columns = (Axis(chunks, value=1),)
         partition = Partition(
             a=TVLayout(mesh, (ranks,), (every, own, WHOLE)),
@@ -279,8 +276,6 @@ def _scatter_m(
             d=TVLayout(mesh, (chunks,), (own, columns, WHOLE)),
         )
         modes, tiles = ((shard,), (chunk,), own, WHOLE), TileCoord(1, chunks, 1, 1)
-    else:
-        raise ValueError(f"{name}: chunk_mode is m (chunks are rows of a shard) or n (columns), got {chunk_mode!r}")
     return DistributedTileScheduler(name, partition, TVLayout(mesh, iterations, modes), Route(d=route), tiles)
 
 
@@ -303,7 +298,6 @@ def reduce_scatter_1d_tiling_a_rotating_c(
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_a_rotating_c"
-    _check_final_add(name, final_add)
     work = _rotate(ranks, chunks, direction=-1, offset=-1)
     schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Chain(final_add=final_add))
     return replace(schedule, work=_staggered(name, schedule.work, stagger))
@@ -331,11 +325,11 @@ def reduce_scatter_1d_pairwise_a(
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_pairwise_a"
-    _check_final_add(name, final_add)
+    route = Pairwise(final_add=final_add)
     if final_add == "epilogue":
         _check_stagger(name, stagger, chunks)
         work = _rotate(ranks, chunks, offset=1)
-        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, Pairwise(final_add="epilogue"), chunk_mode)
+        schedule = _scatter_m(name, mesh, chunks, (chunks, ranks), work, route, chunk_mode)
         if not stagger:
             return schedule
         own = ranks - 1
@@ -346,10 +340,11 @@ def reduce_scatter_1d_pairwise_a(
         return replace(schedule, work=_in_order(schedule.work, place))
     if stagger:
         raise ValueError(
-            f"{name}: stagger goes with final_add='epilogue', where an owner adds chunk by chunk, got {final_add!r}"
+            f"{name}: stagger goes with final_add='epilogue', where an owner adds chunk by chunk, and is the "
+            f"integer 0 otherwise; got stagger {stagger} and {final_add!r}"
         )
     slices = Axis(ranks, rank=1, value=(1, 0), maps=(Offset(1), Modulo(ranks)))
-    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), Pairwise(), chunk_mode)
+    return _scatter_m(name, mesh, chunks, (ranks, chunks), (Axis(chunks, value=(0, 1)), slices), route, chunk_mode)
 
 
 @register_schedule(aliases=("ReduceScatter1D_TilingB_RotatingC",))
@@ -366,7 +361,6 @@ def reduce_scatter_1d_tiling_b_rotating_c(
     """
     (ranks,) = mesh
     name = "reduce_scatter_1d_tiling_b_rotating_c"
-    _check_final_add(name, final_add)
     partition = Partition(
         a=TVLayout(mesh, ONE, (WHOLE, _own(ranks), WHOLE)),
         b=TVLayout(mesh, (chunks, ranks), (_all_chunks(ranks, chunks), _own(ranks), WHOLE)),

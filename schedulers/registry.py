@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Literal, get_args, overload
 
+from distgemm.arguments import function, integer, integers, member, sequence, shown, string, wrong
+from distgemm.schedulers.cache import BoundedCache
 from distgemm.schedulers.scheduler import DistributedTileScheduler
 
 __all__ = [
@@ -36,6 +36,14 @@ Builder = Callable[..., DistributedTileScheduler]
 Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar"]
 """What a tensor-parallel GEMM does over the ranks: all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+
+
+MAX_RANKS, MAX_CHUNKS = 2048, 4096
+"""The largest numbers of ranks and of chunks of a schedule. MAX_TILES bounds their product."""
+MAX_AXES = 8
+"""The largest number of axes of a mesh."""
+RESERVED = ("all", "auto", "unfused")
+"""Texts that stand in the place of a schedule's name."""
 
 
 class BuilderError(ValueError):
@@ -96,17 +104,27 @@ def register_schedule(
         The function itself, or without a function the decorator.
 
     Raises:
-        ValueError: if a name, alias or pattern is registered already, or an option has no default.
+        ValueError: if a name, alias or pattern is no string or is registered already, if ``mesh_rank`` is no integer
+            >= 1, if the function takes no mesh, and if an option has no default.
     """
 
     if callable(name):
         return register_schedule()(name)
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f"a schedule's name is a string, got {name!r}")
+    if name is not None:
+        _new_name("name", name)
+    if default_for_pattern is not None:
+        _new_name("default_for_pattern", default_for_pattern)
+    others = sequence("aliases", aliases, _new_name, "a tuple of names, such as ('name',)")
+    axes = integer("mesh_rank", mesh_rank, 1, MAX_AXES)
 
     def register(build: Builder) -> Builder:
+        function("build", build, "a function build(mesh, *, option=...)")
         chosen = name or build.__name__
         options = {}
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        first = next(iter(inspect.signature(build).parameters.values()), None)
+        if first is None or first.kind not in positional:
+            raise ValueError(f"schedule {chosen!r}: its function takes the mesh first: build(mesh, *, option=...)")
         for position, (key, parameter) in enumerate(inspect.signature(build).parameters.items()):
             if position and parameter.kind is not parameter.KEYWORD_ONLY:
                 raise ValueError(f"schedule {chosen!r}: option {key!r} is keyword-only: build(mesh, *, {key}=...)")
@@ -114,16 +132,28 @@ def register_schedule(
                 if parameter.default is parameter.empty:
                     raise ValueError(f"schedule {chosen!r}: option {key!r} needs a default")
                 options[key] = parameter.default
-        for taken in (chosen, *aliases, *([default_for_pattern] if default_for_pattern else [])):
+        names = (chosen, *others, *([default_for_pattern] if default_for_pattern else []))
+        for place, taken in enumerate(names):
             if taken in _entries or taken in _other_names or taken in _patterns:
-                raise ValueError(f"schedule {taken!r} is registered already")
-        _entries[chosen] = _Entry(chosen, build, mesh_rank, options, aliases)
-        _other_names.update(dict.fromkeys(aliases, chosen))
+                raise ValueError(f"schedule {taken!r} is registered already: a name is given once")
+            if taken in names[:place]:
+                raise ValueError(f"schedule {chosen!r} has the name {taken!r} twice")
+        _entries[chosen] = _Entry(chosen, build, axes, options, others)
+        _other_names.update(dict.fromkeys(others, chosen))
         if default_for_pattern:
             _patterns[default_for_pattern] = chosen
         return build
 
     return register
+
+
+def _new_name(argument: str, value: object) -> str:
+    """A name to register. Texts such as "gemm+rs chunks=2" contain names, so names have neither blanks nor "="."""
+    wanted = f"a string without blanks and '=', and none of {', '.join(RESERVED)}"
+    name = string(argument, value, wanted)
+    if name in RESERVED or "=" in name or name.split() != [name]:
+        raise wrong(argument, wanted, value)
+    return name
 
 
 def check_pattern(pattern: str) -> Pattern:
@@ -135,9 +165,7 @@ def check_pattern(pattern: str) -> Pattern:
     Raises:
         ValueError: if it is no pattern. The message lists the patterns.
     """
-    if pattern not in PATTERNS:
-        raise ValueError(f"pattern is one of {', '.join(PATTERNS)}, got {pattern!r}")
-    return pattern
+    return member("pattern", pattern, PATTERNS)
 
 
 def list_schedules() -> list[str]:
@@ -151,19 +179,19 @@ def list_patterns() -> dict[str, str]:
 
 
 def _entry(name: str) -> _Entry:
+    string("schedule", name, "the name of one of distgemm.list_schedules(), or a pattern")
     resolved = _other_names.get(name) or _patterns.get(name) or name
     if resolved not in _entries:
         known = {each.lower(): each for each in (*_entries, *_patterns, *_other_names)}
-        close = difflib.get_close_matches(str(name).lower(), known, n=1)
+        close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f", did you mean {known[close[0]]!r}?" if close else "."
-        if str(name).lower() == "auto":
+        if name.lower() == "auto":
             hint = (
                 ': "auto" is for the torch functions and layers, which choose by sizes, and for distgemm.tune; here a '
                 "schedule has a name."
             )
-        raise ValueError(
-            f"unknown schedule {name!r}{hint} Known: {', '.join(list_schedules())}; patterns: {', '.join(_patterns)}"
-        )
+        known_names = f"Known: {', '.join(list_schedules())}; patterns: {', '.join(_patterns)}"
+        raise ValueError(f"unknown schedule {shown(name)}{hint} {known_names}")
     return _entries[resolved]
 
 
@@ -215,37 +243,19 @@ def schedule_doc(name: str) -> str:
     return " ".join((inspect.getdoc(_entry(name).build) or "").split("\n\n")[0].split())
 
 
-MAX_RANKS, MAX_CHUNKS = 2048, 4096
-"""The largest numbers of ranks and of chunks of a schedule. A plan has ops for each chunk of each pair of ranks. With
-larger numbers planning takes minutes and uses up the memory."""
-
-
-def _count(what: str, value: object, most: int | None = None) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{what} is an integer >= 1, got {value!r}")
-    if most is not None and number > most:
-        raise ValueError(f"{what} is at most {most}, got {number}")
-    return number
-
-
 def _mesh(entry: _Entry, world_size: int | None, mesh: tuple[int, ...] | None) -> tuple[int, ...]:
-    size = None if world_size is None else _count("world_size", world_size, MAX_RANKS)
+    size = None if world_size is None else integer("world_size", world_size, 1, MAX_RANKS)
     if mesh is not None:
-        if not isinstance(mesh, (tuple, list)) or not mesh:
-            raise ValueError(f"mesh is a tuple of integers >= 1, got {mesh!r}")
-        sides = tuple(_count("each side of a mesh", side) for side in mesh)
-        _count("the number of ranks of a mesh", prod(sides), MAX_RANKS)
+        sides = integers("mesh", mesh, 1, MAX_RANKS)
+        if not sides or prod(sides) > MAX_RANKS:
+            raise wrong("mesh", f"a tuple of integers >= 1 whose product is at most {MAX_RANKS}", mesh)
         if size not in (None, prod(sides)):
-            raise ValueError(f"mesh {sides} has {prod(sides)} ranks, world_size says {size}")
+            raise ValueError(f"world_size is an integer that is the product of mesh {sides}, {prod(sides)}, got {size}")
         if len(sides) != entry.mesh_rank:
-            raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got {sides}")
+            raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, a tuple of integers, got {sides}")
         return sides
     if size is None:
-        raise ValueError(f"{entry.name} needs a world_size or a mesh")
+        raise ValueError(f"{entry.name} needs a world_size, an integer >= 1, or a mesh, got None")
     if entry.mesh_rank > 1:
         raise ValueError(f"{entry.name} takes a mesh of {entry.mesh_rank} axes, got world_size={size} alone")
     return (size,)
@@ -269,8 +279,10 @@ def get_schedule(
 
     Raises:
         ValueError: for an unknown name or option (the message lists the known ones), for a world size or mesh that the
-            schedule does not take, for an option out of range, and for more than MAX_RANKS ranks or MAX_CHUNKS chunks.
-        BuilderError: if the registered function raises another error or returns no scheduler.
+            schedule does not take, for an option out of range, and for more than MAX_RANKS
+            ranks, MAX_CHUNKS chunks or MAX_TILES tiles.
+        BuilderError: if the registered function raises another error, returns no scheduler, or returns one for another
+            mesh.
     """
     entry = _entry(name)
     chosen = dict(entry.options)
@@ -278,14 +290,22 @@ def get_schedule(
         if key not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
-        default = entry.options[key]
-        counts = type(default) is int and (type(value), value) != (int, default)
-        chosen[key] = _count(f"{entry.name}: {key}", value, MAX_CHUNKS) if counts else value
+        chosen[key] = _option(f"{entry.name}: {key}", value, entry.options[key])
     return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
 
 
-@lru_cache(maxsize=1024)
-def _build(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:
+def _option(name: str, value: Hashable, default: Any) -> Hashable:
+    """The value of an option. It is a number if its default is one."""
+    if type(default) is int:
+        return integer(name, value, min(default, 1), MAX_CHUNKS)
+    try:
+        hash(value)
+    except TypeError:
+        raise wrong(name, f"a value such as {default!r}", value) from None
+    return value
+
+
+def _make(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hashable], ...]) -> DistributedTileScheduler:
     try:
         found = entry.build(mesh, **dict(options))
     except ValueError:  # the builder refuses its arguments
@@ -299,7 +319,26 @@ def _build(entry: _Entry, mesh: tuple[int, ...], options: tuple[tuple[str, Hasha
             f"the builder of schedule {entry.name!r}, {_where(entry)}, returns a DistributedTileScheduler; it returned "
             f"{found!r}"
         )
+    if found.mesh != mesh:
+        raise BuilderError(
+            f"the builder of schedule {entry.name!r}, {_where(entry)}, returns a scheduler for the mesh {mesh}; it "
+            f"returned one for {found.mesh}"
+        )
     return found
+
+
+CACHE_BYTES = 64 << 20
+"""The most memory of the schedulers that are kept, in bytes."""
+
+TILE_BYTES = 1 << 8
+"""Estimated memory of a tile of a layout in the tables that planning makes, in bytes."""
+
+
+def _size_of(scheduler: DistributedTileScheduler) -> int:
+    return TILE_BYTES * sum(layout.ranks * layout.size for layout in scheduler.layouts)
+
+
+_build = BoundedCache(_make, _size_of, CACHE_BYTES)
 
 
 def _where(entry: _Entry) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
+
+from distgemm.arguments import integers, member, wrong
 
 __all__ = [
     "AddPlace",
@@ -109,9 +111,14 @@ def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[in
         ranks do not differ.
 
     Raises:
-        ValueError: if the ranks differ on more than one axis.
+        ValueError: if the ranks differ on more than one axis, or are not on the mesh.
     """
-    stride = prod(mesh)
+    stride = prod(integers("mesh", mesh))
+    wanted = f"an integer from 0 to {stride - 1}, a rank of the mesh {mesh}"
+    if not isinstance(others, (tuple, list)) or not all(type(rank) is int and 0 <= rank < stride for rank in others):
+        raise wrong("others", f"a sequence, each {wanted}", others)
+    if type(start) is not int or not 0 <= start < stride:
+        raise wrong("start", wanted, start)
     axes = []
     for extent in mesh:
         stride //= extent
@@ -119,7 +126,11 @@ def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[in
         if any(rank // stride % extent != here for rank in others):
             axes.append((stride, extent, here))
     if len(axes) > 1:
-        raise ValueError(f"a ring runs along one axis of the mesh {mesh}; ranks {[start, *others]} differ on several")
+        raise wrong(
+            "others",
+            f"a sequence of integers, ranks that differ from rank {start} on one axis of the mesh {mesh}",
+            others,
+        )
     if not axes:
         return [start]
     ((stride, extent, here),) = axes
@@ -185,6 +196,11 @@ class BidirectionalSplit:
         return clockwise + counter
 
 
+def _check_adds(route: ReduceRoute) -> None:
+    member("add", route.add, get_args(AddPlace))
+    member("final_add", route.final_add, get_args(AddPlace))
+
+
 @dataclass(frozen=True)
 class Chain:
     """Each contributor adds its part to the partial sum and sends it to the next one. The reducer is last.
@@ -192,10 +208,16 @@ class Chain:
     Attributes:
         add: "epilogue": the GEMM of a contributor adds the partial sum that it receives. "kernel": a Reduce adds it.
         final_add: the same for the reducer. With "kernel" the reducer's GEMM waits for no other rank.
+
+    Raises:
+        ValueError: for another value.
     """
 
     add: AddPlace = "epilogue"
     final_add: AddPlace = "epilogue"
+
+    def __post_init__(self) -> None:
+        _check_adds(self)
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(src, dst) for src, dst in zip(contributors, [*contributors[1:], reducer], strict=True)]
@@ -209,10 +231,16 @@ class Pairwise:
         add: only the reducer receives partial sums here. Keep "kernel": with "epilogue" the reducer's GEMM adds a part
             in its epilogue only if there is one part.
         final_add: "kernel": a Reduce adds the parts. "epilogue": the reducer's last GEMM for the tile adds them.
+
+    Raises:
+        ValueError: for another value.
     """
 
     add: AddPlace = "kernel"
     final_add: AddPlace = "kernel"
+
+    def __post_init__(self) -> None:
+        _check_adds(self)
 
     def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         return [Hop(rank, reducer) for rank in contributors]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from distgemm.arguments import instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
 
@@ -37,6 +38,10 @@ class TileCoord(NamedTuple):
 
 UNCHUNKED = TileCoord(1, 1, 1, 1)
 
+MAX_TILES = 1 << 18
+"""The most tiles that the ranks of a schedule multiply or hold together. A plan has about six ops for each tile of
+work, and each takes about 1 KB: 512 ranks that gather 512 shards take 2 GB and half a minute."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -46,11 +51,18 @@ class Partition:
         a: the (m, k, l) tiles of A that a rank holds at the start.
         b: the (n, k, l) tiles of B that a rank holds at the start.
         d: the (m, n, l) tiles of D that a rank holds at the end. C is partitioned as D.
+
+    Raises:
+        ValueError: if one of them is no TVLayout.
     """
 
     a: TVLayout
     b: TVLayout
     d: TVLayout
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "d"):
+            instance(name, getattr(self, name), TVLayout, "a distgemm.layouts.TVLayout")
 
     def __getitem__(self, operand: str) -> TVLayout:
         return {"A": self.a, "B": self.b, "D": self.d}[operand]
@@ -66,12 +78,23 @@ class Route:
         d: path of the partial sums of D.
         final_copies: path of the finished tiles of D, if a tile has several owners. One owner, the reducer, completes
             the tile and sends it to the others.
+
+    Raises:
+        ValueError: if one of them is no route.
     """
 
     a: GatherRoute = field(default_factory=Direct)
     b: GatherRoute = field(default_factory=Direct)
     d: ReduceRoute = field(default_factory=Chain)
     final_copies: GatherRoute = field(default_factory=Direct)
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "d", "final_copies"):
+            route, sums = getattr(self, name), name == "d"
+            valid = not isinstance(route, type) and callable(getattr(route, "hops", None))
+            if not valid or (sums and not (hasattr(route, "add") and hasattr(route, "final_add"))):
+                example = "a ReduceRoute, such as Chain()" if sums else "a GatherRoute, such as Direct()"
+                raise wrong(name, example, route)
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,7 @@ class DistributedTileScheduler:
         chunks: number of chunks of a shard in each mode (tile = shard * chunks + chunk).
 
     Raises:
-        ValueError: if the parts do not fit together, or a tile has no holder.
+        ValueError: if the parts do not fit together, if a tile has no holder, and for more than MAX_TILES tiles.
     """
 
     name: str
@@ -97,8 +120,18 @@ class DistributedTileScheduler:
     chunks: TileCoord = UNCHUNKED
 
     def __post_init__(self) -> None:
+        string("name", self.name)
+        instance("partition", self.partition, Partition, "a Partition")
+        instance("work", self.work, TVLayout, "a TVLayout (rank, iteration) -> (m, n, k, l) tile")
+        instance("route", self.route, Route, "a Route")
+        for what, layout in zip(("work", "A", "B", "D"), self.layouts, strict=True):
+            if layout.ranks * layout.size > MAX_TILES:
+                raise ValueError(
+                    f"{self.name}: {layout.ranks} ranks with {layout.size} tiles of {what} each; a schedule has at "
+                    f"most {MAX_TILES} in total: take fewer ranks or chunks"
+                )
         if len(self.work.modes) != 4:
-            raise ValueError(f"{self.name}: work maps to (m, n, k, l) tiles, got {len(self.work.modes)} modes")
+            raise ValueError(f"{self.name}: work is a TVLayout of 4 modes, (m, n, k, l), got {len(self.work.modes)}")
         for operand, modes in MODES.items():
             layout = self.partition[operand]
             wanted = tuple(getattr(self.grid, mode) for mode in modes)
@@ -112,10 +145,12 @@ class DistributedTileScheduler:
             if not layout.covers():
                 raise ValueError(f"{self.name}: the partition of {operand} leaves tiles of {wanted} without a holder")
         if not isinstance(self.chunks, TileCoord):
-            raise ValueError(f"{self.name}: chunks is a TileCoord(m, n, k, l) of counts, got {self.chunks!r}")
+            raise wrong(f"{self.name}: chunks", "a TileCoord(m, n, k, l) of integers >= 1", self.chunks)
         for mode, extent, chunks in zip(TileCoord._fields, self.grid, self.chunks, strict=True):
-            if chunks < 1 or extent % chunks:
-                raise ValueError(f"{self.name}: {chunks} chunks do not divide the {extent} tiles of mode {mode}")
+            if extent % integer(f"{self.name}: chunks.{mode}", chunks):
+                raise wrong(
+                    f"{self.name}: chunks.{mode}", f"an integer that divides the {extent} tiles of mode {mode}", chunks
+                )
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,6 +158,11 @@ class DistributedTileScheduler:
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.partition, self.work, self.route, self.chunks))
+
+    @property
+    def layouts(self) -> tuple[TVLayout, TVLayout, TVLayout, TVLayout]:
+        """The layouts of the work and of A, B and D."""
+        return self.work, self.partition.a, self.partition.b, self.partition.d
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -157,9 +197,7 @@ class DistributedTileScheduler:
         Raises:
             ValueError: if there is no such iteration or rank.
         """
-        if not 0 <= iteration < self.iterations:
-            raise ValueError(f"iteration {iteration} is not in 0..{self.iterations - 1}")
-        tile = self.work(rank, iteration)
+        tile = self.work(rank, integer("iteration", iteration, 0, self.iterations - 1))
         return None if tile is None else TileCoord(*tile)
 
     def owner(self, operand: str, tile: Sequence[int]) -> tuple[int, ...]:
@@ -172,6 +210,4 @@ class DistributedTileScheduler:
         Raises:
             ValueError: for another operand, or a tile outside the grid.
         """
-        if operand not in MODES:
-            raise ValueError(f"operand {operand!r} is none of 'A', 'B', 'D'")
-        return self.partition[operand].holders(tile)
+        return self.partition[member("operand", operand, MODES)].holders(tile)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, get_args
 
+from distgemm.arguments import instance, integer, integers, member, wrong
 from distgemm.plan.emit import Emitter
 from distgemm.plan.movement import Derivation
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collector_paused
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, get_schedule
+from distgemm.schedulers.cache import BoundedCache
 
 __all__ = ["MECHANISMS", "SYNCS", "WORKSPACES", "forget_plans", "make_plan"]
 
@@ -35,7 +36,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a product under a schedule: the ops of every rank, with their memory and their order.
 
-    Plans are cached: a second call with equal arguments returns the same object.
+    Plans are cached: a second call with equal arguments returns the same object. Plans of up to CACHE_BYTES are kept,
+    and the newest one in any case.
 
     Args:
         problem: the product over all ranks.
@@ -61,34 +63,31 @@ def make_plan(
         ValueError: for arguments that do not fit together, and for a route that does not bring what is needed.
         PlanError: if a route returns a hop from or to a rank that does not exist.
     """
-    if not isinstance(problem, GemmProblem):
-        raise ValueError(f"make_plan takes a GemmProblem, got {problem!r}")
+    instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     if isinstance(schedule, str):
         scheduler = get_schedule(schedule, world_size, mesh=mesh, **options)
     elif isinstance(schedule, DistributedTileScheduler):
         if options:
             raise ValueError(f"options {sorted(options)} belong to a schedule's name; {schedule.name} is made already")
-        if world_size not in (None, schedule.world_size) or mesh not in (None, schedule.mesh):
-            given = f"world_size={world_size}, mesh={mesh}"
-            raise ValueError(f"{schedule.name} is for the mesh {schedule.mesh}, got {given}")
+        if world_size is not None and integer("world_size", world_size) != schedule.world_size:
+            raise wrong("world_size", f"an integer, {schedule.world_size} as {schedule.name} has it", world_size)
+        if mesh is not None and integers("mesh", mesh) != schedule.mesh:
+            raise wrong("mesh", f"a tuple of integers, {schedule.mesh} as {schedule.name} has it", mesh)
         scheduler = schedule
     else:
-        raise ValueError(f"schedule is a name or a DistributedTileScheduler, got {schedule!r}")
-    for name, value, known in (
-        ("workspace", workspace, WORKSPACES),
-        ("sync", sync, SYNCS),
-        ("mechanism", mechanism, MECHANISMS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-    if not isinstance(send_slots, int) or send_slots < 1:
-        raise ValueError(f"send_slots is an integer >= 1, got {send_slots!r}")
-    return _make_plan(problem, scheduler, workspace, sync, mechanism, send_slots)
+        raise wrong("schedule", "the name of a schedule or a DistributedTileScheduler", schedule)
+    return _make_plan(
+        problem,
+        scheduler,
+        member("workspace", workspace, WORKSPACES),
+        member("sync", sync, SYNCS),
+        member("mechanism", mechanism, MECHANISMS),
+        integer("send_slots", send_slots),
+    )
 
 
-@lru_cache(maxsize=128)
 @collector_paused()
-def _make_plan(
+def _derive(
     problem: GemmProblem,
     scheduler: DistributedTileScheduler,
     workspace: WorkspaceMode,
@@ -119,6 +118,20 @@ def _make_plan(
     )
 
 
+CACHE_BYTES = 256 << 20
+"""The most memory of the plans that are kept, in bytes."""
+
+OP_BYTES = 1 << 10
+"""Estimated memory of an op of a plan with its views, in bytes."""
+
+
+def _size_of(plan: Plan) -> int:
+    return OP_BYTES * sum(map(len, plan.rank_ops))
+
+
+_make_plan = BoundedCache(_derive, _size_of, CACHE_BYTES)
+
+
 def forget_plans() -> None:
     """Empty the cache of plans, so that the time of planning can be measured."""
-    _make_plan.cache_clear()
+    _make_plan.clear()

@@ -521,13 +521,18 @@ class Derivation:
             )
 
     def _reducer(self, tile: Tile) -> int:
-        """The owner that completes a tile. If there are several, the one whose own GEMM of the tile comes last."""
+        """The owner that completes a tile. If there are several, the one whose own GEMM of the tile comes last.
+
+        An owner without a GEMM of the tile would have to receive what another owner already has.
+        """
         owners = self.scheduler.partition.d.holders(tile)
         if len(owners) == 1:
             return owners[0]
         last = dict.fromkeys(owners, -1)
         m, n, batch = tile
-        for k in range(self.scheduler.grid.k):
+        for k, (low, high) in enumerate(pairwise(self.edges[2])):
+            if low == high:
+                continue  # nobody multiplies an empty tile
             for rank, iteration in self.scheduler.work.inverse((m, n, k, batch)):
                 if rank in last:
                     last[rank] = max(last[rank], iteration)
@@ -684,34 +689,48 @@ class Derivation:
         return tuple(self._allocate(rank, workspace == "bounded", send_slots) for rank in self.ranks)
 
     def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
+        slots, tenants = self._share(rank, False, send_slots)
+        if bounded:
+            # A slot is as large as its largest tile. If tiles differ in size, sharing more slots may take more memory.
+            fewer, others = self._share(rank, True, send_slots)
+            if sum(slot.bytes for slot in fewer) <= sum(slot.bytes for slot in slots):
+                slots, tenants = fewer, others
+        for number, places in enumerate(tenants):
+            for place, last in zip(places, (places[-1], *places), strict=False):
+                place.slot, place.last = number, last
+            places[0].wraps = True
+        return slots
+
+    def _share(self, rank: int, bounded: bool, send_slots: int) -> tuple[tuple[Slot, ...], list[list[Place]]]:
+        """The slots of a rank, and the places that use each in turn."""
         group = prod(self.scheduler.chunks)
-        slot_places: list[list[Place]] = []
-        shared: list[Place] = []  # the last places of slots that may be used again
+        tenants: list[list[Place]] = []
+        shared: list[list[Place]] = []  # the places of slots that may be used again
         for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
-            place.slot = len(slot_places)
+            found = None
             if bounded or not place.remote:
-                for index, last in enumerate(shared):
+                for places in shared:
                     # If another rank accesses a slot, it is free from the next multiple of ``group`` steps (the chunks
                     # of a shard). Otherwise it is free ``send_slots`` steps after its last access.
+                    last = places[-1]
                     remote = place.remote or last.remote
                     free = (last.end // group + 1) * group if remote else last.end + send_slots
                     # Tiles of one operand have almost the same size, so sharing wastes little memory.
                     if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
-                        place.slot, place.last = last.slot, last
-                        shared[index] = place
+                        found = places
                         break
-                else:
-                    shared.append(place)
-            if place.last is None:
-                slot_places.append([])
-            slot_places[place.slot].append(place)
+            if found is None:
+                found = []
+                tenants.append(found)
+                if bounded or not place.remote:
+                    shared.append(found)
+            found.append(place)
         alignment = STORED_ALIGNMENT if self.mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
         slots, offset = [], 0
-        for held in slot_places:
-            held[0].last, held[0].wraps = held[-1], True
-            elements = max(place.elements for place in held)
-            size = elements * DTYPE_BYTES[held[0].dtype]
+        for places in tenants:
+            elements = max(place.elements for place in places)
+            size = elements * DTYPE_BYTES[places[0].dtype]
             size = -(-size // alignment) * alignment
-            slots.append(Slot(offset, size, held[0].dtype, elements))
+            slots.append(Slot(offset, size, places[0].dtype, elements))
             offset += size
-        return tuple(slots)
+        return tuple(slots), tenants

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from distgemm.arguments import sequence, string, wrong
+
 __all__ = ["Mesh", "parse_mesh", "parse_options"]
 
 Mesh = tuple[int, ...]
+
+MAX_DIGITS = 1000
+"""Digits of an integer that a text may have. Python refuses to read integers of thousands of digits."""
 
 
 def parse_mesh(text: str | None) -> Mesh | None:
@@ -24,10 +29,10 @@ def parse_mesh(text: str | None) -> Mesh | None:
     """
     if text is None:
         return None
-    try:
-        return tuple(int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"a mesh is given as 2x4, got {text!r}") from None
+    sides = text.lower().split("x") if isinstance(text, str) else []
+    if not sides or not all(side.isdecimal() and len(side) <= MAX_DIGITS and int(side) for side in sides):
+        raise wrong("mesh", "a text such as 2x4, of integers >= 1", text)
+    return tuple(map(int, sides))
 
 
 def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
@@ -43,11 +48,14 @@ def parse_options(texts: Iterable[str] | None) -> dict[str, Any]:
         ValueError: for a text without a key or without "=".
     """
     found: dict[str, Any] = {}
-    for text in texts or []:
+    words = {"true": True, "false": False}
+    wanted = "a schedule's option as a text such as chunks=2"
+    for text in sequence(
+        "options", () if texts is None else texts, lambda name, text: string(name, text, wanted), wanted
+    ):
         key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ValueError(f"a schedule's option is given as chunks=2, got {text!r}")
-        words = {"true": True, "false": False}
         digits = value.removeprefix("-").isdecimal()
+        if not key or not equals or (digits and len(value) > MAX_DIGITS):
+            raise wrong("option", wanted, text)
         found[key] = int(value) if digits else words.get(value.lower(), value)
     return found

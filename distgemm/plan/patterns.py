@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from distgemm.arguments import instance
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import Pattern, get_schedule
+from distgemm.schedulers import Pattern, check_pattern, get_schedule, schedule_mesh_rank
 
 __all__ = ["does_pattern", "schedule_does_pattern"]
 
@@ -20,6 +21,8 @@ def does_pattern(plan: Plan, pattern: Pattern) -> bool:
     Returns:
         True if every rank's shards are as the pattern needs, with the shards in the order of the ranks.
     """
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    check_pattern(pattern)
     p, ranks = plan.problem, range(plan.world_size)
     m, n, k = ((0, extent) for extent in (p.m, p.n, p.k))
     held = {name: [plan.box(name, rank)[1:] for rank in ranks] for name in "ABD"}
@@ -55,8 +58,7 @@ def schedule_does_pattern(name: str, pattern: Pattern) -> bool:
     Returns:
         The answer for two ranks. False for schedules that need a mesh of several axes.
     """
-    try:
-        plan = make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2))
-    except ValueError:  # needs a mesh
+    check_pattern(pattern)
+    if schedule_mesh_rank(name) != 1:
         return False
-    return does_pattern(plan, pattern)
+    return does_pattern(make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2)), pattern)

@@ -7,14 +7,15 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from distgemm.plan import ops as _ops
-from distgemm.plan.ops import Box, Flag, Op, Slot, View, accesses, box_extents, box_size, link_of
+from distgemm.arguments import instance, integer, json_value, member, sequence
+from distgemm.plan.ops import Box, Op, Slot, View, accesses, box_extents, box_size, link_of
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.schema import Mechanism, PlanError, SyncMode, WorkspaceMode, check_types, read_fields
 from distgemm.schedulers import TileCoord
 
 __all__ = [
@@ -29,10 +30,6 @@ __all__ = [
     "collector_paused",
     "slot_pitch",
 ]
-
-WorkspaceMode = Literal["full", "bounded"]
-SyncMode = Literal["credit", "barrier"]
-Mechanism = Literal["push", "pull", "store"]
 
 SLOT_ALIGNMENT = 256
 """Alignment of the offset and the size of slots in bytes."""
@@ -79,13 +76,6 @@ def slot_pitch(columns: int, dtype: str) -> int:
     """
     size = DTYPE_BYTES[dtype]
     return -(-columns * size // ROW_ALIGNMENT) * ROW_ALIGNMENT // size
-
-
-class PlanError(Exception):
-    """A plan that does not compute its product, or that a runtime cannot execute.
-
-    The message names rank, iteration and op, or what no op does.
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +127,7 @@ class Plan:
         return TileCoord(*(len(edges) - 1 for edges in self.edges))
 
     def _rank(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1}")
-        return rank
+        return integer("rank", rank, 0, self.world_size - 1)
 
     def ops(self, rank: int) -> tuple[Op, ...]:
         """The ops of a rank, in an order in which it can issue them one by one.
@@ -153,7 +141,7 @@ class Plan:
         return self.rank_ops[self._rank(rank)]
 
     def replace_ops(self, rank: int, ops: Sequence[Op]) -> Plan:
-        """A new plan in which a rank has other ops, for tests and tools. Nothing is checked.
+        """A new plan in which a rank has other ops, for tests and tools. The ops are not checked.
 
         Args:
             rank: 0 to world_size - 1.
@@ -163,7 +151,7 @@ class Plan:
             ValueError: if there is no such rank.
         """
         changed = list(self.rank_ops)
-        changed[self._rank(rank)] = tuple(ops)
+        changed[self._rank(rank)] = sequence("ops", ops, lambda _, op: op, "a sequence of ops")
         return dataclasses.replace(self, rank_ops=tuple(changed))
 
     def box(self, operand: str, rank: int) -> Box:
@@ -176,8 +164,7 @@ class Plan:
         Raises:
             ValueError: for another operand or rank.
         """
-        if operand not in ("A", "B", "C", "D"):
-            raise ValueError(f"operand {operand!r} is none of 'A', 'B', 'C', 'D'")
+        member("operand", operand, ("A", "B", "C", "D"))
         return self.shards[{"A": 0, "B": 1}.get(operand, 2)][self._rank(rank)]
 
     def shard(self, operand: str, rank: int) -> tuple[slice, ...]:
@@ -232,7 +219,11 @@ class Plan:
 
         Args:
             view: a view of this plan.
+
+        Raises:
+            ValueError: for anything else than a view.
         """
+        instance("view", view, View, "a View of an op")
         if view.buffer == "slot":
             return self.slots[view.rank][view.slot].dtype
         return self.problem.dtype if view.buffer in ("A", "B") else str(self.problem.out_dtype)
@@ -256,6 +247,18 @@ class Plan:
         found = {(box_extents(view.frame)[2], view.pitch) for view in written}
         return tuple(sorted(rows for rows in found if rows[0] != rows[1]))
 
+    def check_types(self) -> None:
+        """Check that every field of the plan, of its ops and of their views has its type.
+
+        A plan is immutable, so a second call does nothing.
+
+        Raises:
+            PlanError: if a field has another type. The message names the field and its value.
+        """
+        if "_types_checked" not in vars(self):
+            check_types(self)
+            vars(self)["_types_checked"] = True
+
     def verify(self) -> None:
         """Prove that the plan computes its product, over all ranks, legal orders of ops, and replays.
 
@@ -272,7 +275,12 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The plan as a JSON text that :meth:`from_json` reads."""
+        """The plan as a JSON text that :meth:`from_json` reads.
+
+        Raises:
+            PlanError: if a field has another type than a plan's.
+        """
+        self.check_types()
         fields: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rank_ops"
         }
@@ -286,49 +294,23 @@ class Plan:
 
         Args:
             text: a result of :meth:`to_json`.
+
+        Returns:
+            The plan. It is not verified.
+
+        Raises:
+            PlanError: if the text does not describe a plan. The message names the field that is wrong.
         """
-        fields = json.loads(text)
-        problem = fields.pop("problem")
-        ranks = fields.pop("rank_ops")
-        slots = fields.pop("slots")
-        return cls(
-            problem=GemmProblem(**problem),
-            rank_ops=tuple(tuple(_from_dict(op) for op in ops) for ops in ranks),
-            slots=tuple(tuple(Slot(*slot) for slot in of_rank) for of_rank in slots),
-            **{name: _tuples(value) for name, value in fields.items()},
-        )
+        try:
+            fields = json_value("text", instance("text", text, str, "a plan as JSON, from Plan.to_json"))
+        except ValueError as error:
+            raise PlanError(f"the plan is not JSON: {error}") from None
+        with collector_paused():
+            plan = cls(**read_fields(fields, [field.name for field in dataclasses.fields(cls)]))
+            plan.check_types()
+        return plan
 
 
 def _to_dict(op: Op) -> dict[str, Any]:
     # Named tuples become lists. The name of the field says which type to read back.
     return {"kind": op.kind, **{field.name: getattr(op, field.name) for field in dataclasses.fields(op)}}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _view(value: Any) -> View:
-    return View(*_tuples(value))
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "src": _view,
-    "dst": _view,
-    "a": _view,
-    "b": _view,
-    "out": _view,
-    "c": lambda value: None if value is None else _view(value),
-    "sources": lambda value: tuple(map(_view, value)),
-    "flag": lambda value: Flag(*value),
-}
-"""Readers for fields of ops, by name. All other fields are numbers, strings and tuples of them."""
-
-
-def _from_dict(fields: dict[str, Any]) -> Op:
-    kind = getattr(_ops, fields["kind"])
-    values = {name: _READ.get(name, _tuples)(value) for name, value in fields.items() if name != "kind"}
-    if kind is _ops.Gemm:
-        values["tile"] = TileCoord(*values["tile"])
-    op: Op = kind(**values)
-    return op

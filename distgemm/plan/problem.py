@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["DTYPE_BYTES", "GemmProblem"]
+from distgemm.arguments import MAX_EXTENT, integer, integers, member, wrong
+
+__all__ = ["DTYPE_BYTES", "MAX_EXTENT", "GemmProblem"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -21,24 +22,6 @@ DTYPE_BYTES = {
 _DEFAULT_OUT = {"tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
 
 
-def _extent(name: str, value: object, least: int = 1) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        extent = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} is an integer >= {least}, got {value!r}") from None
-    if extent < least:
-        raise ValueError(f"{name} is an integer >= {least}, got {extent}")
-    return extent
-
-
-def _dtype(name: str, value: object, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
-    return str(value)
-
-
 @dataclass(frozen=True)
 class GemmProblem:
     """D[m, n] = alpha * sum over k of A[m, k] * B[n, k] + beta * C[m, n], for each of l batches.
@@ -47,10 +30,10 @@ class GemmProblem:
     l > 1 all of them have a leading axis l. The extents are global, over all ranks.
 
     Attributes:
-        m: rows of A and D, >= 1.
-        n: rows of B and columns of D, >= 1.
-        k: columns of A and B, >= 1.
-        l: number of batches, >= 1.
+        m: rows of A and D, 1 to MAX_EXTENT.
+        n: rows of B and columns of D, 1 to MAX_EXTENT.
+        k: columns of A and B, 1 to MAX_EXTENT.
+        l: number of batches, 1 to MAX_EXTENT.
         dtype: element type of A and B, a key of ``DTYPE_BYTES``.
         out_dtype: element type of C and D. None: ``dtype``, but "float32" for "tfloat32" and "bfloat16" for
             "float8_e4m3fn".
@@ -73,20 +56,18 @@ class GemmProblem:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "l"):
-            object.__setattr__(self, name, _extent(name, getattr(self, name)))
-        dtypes = tuple(DTYPE_BYTES)
-        outputs = tuple(name for name in dtypes if name != "float8_e4m3fn")
-        _dtype("dtype", self.dtype, dtypes)
-        out = self.out_dtype or _DEFAULT_OUT.get(self.dtype, self.dtype)
-        object.__setattr__(self, "out_dtype", _dtype("out_dtype", out, outputs))
-        object.__setattr__(self, "partial_dtype", _dtype("partial_dtype", self.partial_dtype or out, outputs))
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_EXTENT))
+        outputs = tuple(name for name in DTYPE_BYTES if name != "float8_e4m3fn")
+        object.__setattr__(self, "dtype", member("dtype", self.dtype, DTYPE_BYTES))
+        out = _DEFAULT_OUT.get(self.dtype, self.dtype) if self.out_dtype is None else self.out_dtype
+        object.__setattr__(self, "out_dtype", member("out_dtype", out, outputs))
+        partial = out if self.partial_dtype is None else self.partial_dtype
+        object.__setattr__(self, "partial_dtype", member("partial_dtype", partial, outputs))
         if self.m_per_rank is not None:
-            try:
-                rows = tuple(_extent("each entry of m_per_rank", value, least=0) for value in self.m_per_rank)
-            except TypeError:
-                raise ValueError(f"m_per_rank is a sequence of integers >= 0, got {self.m_per_rank!r}") from None
+            rows = integers("m_per_rank", self.m_per_rank, 0, MAX_EXTENT)
             if not sum(rows) or sum(rows) % self.m:
-                raise ValueError(f"m_per_rank {rows} sums to {sum(rows)}, which does not make up m = {self.m}")
+                wanted = f"a tuple of integers >= 0 whose sum is a multiple of m = {self.m}"
+                raise wrong("m_per_rank", f"{wanted}, not {sum(rows)}", self.m_per_rank)
             object.__setattr__(self, "m_per_rank", rows)
 
     def __hash__(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise, product
+from math import prod
 from typing import NamedTuple
 
+from distgemm.arguments import shown
 from distgemm.plan.ops import (
     Barrier,
     Box,
@@ -19,17 +21,19 @@ from distgemm.plan.ops import (
     Range,
     Reduce,
     Signal,
+    Tile,
     View,
     Wait,
     accesses,
     box_extents,
     box_size,
     contains,
+    overlaps,
 )
 from distgemm.plan.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["FlagKey", "PlanIndex", "validate", "fail"]
+__all__ = ["FlagKey", "PlanIndex", "fail", "not_multiplied", "tile_box", "validate"]
 
 FlagKey = tuple[int, int]
 """(rank, number) of a flag."""
@@ -74,6 +78,9 @@ def validate(plan: Plan) -> PlanIndex:
         PlanError: if an op names memory, an op or a flag that does not exist, or contradicts another op or the plan.
             The message names rank, iteration and op.
     """
+    plan.check_types()
+    _check_ranks(plan)
+    _check_extents(plan)
     _check_slots(plan)
     _check_owners(plan)
     form = PlanIndex([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
@@ -114,7 +121,8 @@ def validate(plan: Plan) -> PlanIndex:
     for key, wait in form.waits.items():
         if key not in form.signals:
             raise fail(wait, "no op signals this flag: the wait never ends")
-        _check_flag(form.signals[key], wait)
+        signal = form.signals[key]
+        _check_flag(signal, wait, form.ops[signal.rank])
     for round_, barriers in form.barriers.items():
         ranks = [op.rank for op in barriers]
         if ranks != list(range(plan.world_size)):
@@ -122,21 +130,60 @@ def validate(plan: Plan) -> PlanIndex:
     return form
 
 
+def _check_ranks(plan: Plan) -> None:
+    """Check that all fields are about the same number of ranks."""
+    ranks = plan.world_size
+    counts = {"mesh": prod(plan.mesh), "slots": len(plan.slots)}
+    counts |= {f"shards of {operand}": len(boxes) for operand, boxes in zip("ABD", plan.shards, strict=True)}
+    for name, count in counts.items():
+        if count != ranks:
+            raise PlanError(f"the plan has ops for {ranks} ranks, but its {name} are for {count}")
+    if not ranks or min(plan.mesh) < 1:
+        raise PlanError(f"the plan is for {ranks} ranks on the mesh {plan.mesh}; each side is 1 or more")
+
+
+def _check_extents(plan: Plan) -> None:
+    """Check that tiles and shards are those of the problem."""
+    problem = plan.problem
+    extents = problem.m, problem.n, problem.k, problem.l
+    for mode, edges, extent in zip("mnkl", plan.edges, extents, strict=True):
+        if not edges or (edges[0], edges[-1]) != (0, extent) or any(low > high for low, high in pairwise(edges)):
+            raise PlanError(
+                f"the plan's bounds of tiles in mode {mode} go from 0 up to {extent}, the problem's {mode}; got "
+                f"{shown(edges)}"
+            )
+    m, n, k, batches = extents
+    for operand, boxes, whole in zip("ABD", plan.shards, ((m, k), (n, k), (m, n)), strict=True):
+        matrix = (0, batches), (0, whole[0]), (0, whole[1])
+        for rank, box in enumerate(boxes):
+            if not contains(matrix, box):
+                raise PlanError(f"rank {rank}: its shard {box} of {operand} reaches out of the problem's {matrix}")
+    if problem.m_per_rank is not None and all(
+        [box_extents(box)[1] for box in boxes] != list(problem.m_per_rank) for boxes in (plan.shards[0], plan.shards[2])
+    ):
+        raise PlanError(f"neither the shards of A nor those of D have m_per_rank = {problem.m_per_rank} rows")
+
+
 def _check_slots(plan: Plan) -> None:
-    """Check that slots are aligned, are large enough for their elements and do not overlap."""
+    """Check that slots are aligned, are large enough for their elements, do not overlap and lie in the workspace."""
     for rank, slots in enumerate(plan.slots):
         end = 0
         for slot in sorted(slots):
-            if slot.offset < end or slot.bytes < slot.elements * DTYPE_BYTES[slot.dtype]:
+            if slot.offset < end or not 0 <= slot.elements * DTYPE_BYTES[slot.dtype] <= slot.bytes:
                 raise PlanError(f"rank {rank}: {slot} overlaps another slot, or is too small for its elements")
             if slot.offset % SLOT_ALIGNMENT:
                 raise PlanError(f"rank {rank}: {slot} does not start at a multiple of {SLOT_ALIGNMENT} bytes")
             end = slot.offset + slot.bytes
+        if end > plan.workspace_bytes(rank):
+            raise PlanError(f"rank {rank}: its slots end at {end}, its workspace at {plan.workspace_bytes(rank)} bytes")
 
 
 def _check_owners(plan: Plan) -> None:
     """Check that every tile of D has an owner."""
-    tiles = [list(pairwise(plan.edges[mode])) for mode in (3, 0, 1)]
+    tiles = [[tile for tile in pairwise(plan.edges[mode]) if tile[0] < tile[1]] for mode in (3, 0, 1)]
+    count, most = prod(map(len, tiles)), sum(map(len, plan.rank_ops))
+    if count > most:  # this also bounds the time of what follows
+        raise PlanError(f"the plan divides D into {count} tiles, and has only {most} ops")
     owned: set[tuple[Range, ...]] = set()
     for shard in set(plan.shards[2]):
         inside = [
@@ -145,13 +192,38 @@ def _check_owners(plan: Plan) -> None:
         ]
         owned.update(product(*inside))
     for tile in product(*tiles):
-        if all(low < high for low, high in tile) and tile not in owned:
+        if tile not in owned:
             raise PlanError(f"no rank owns the tile of D in {tile}")
 
 
-def _check_flag(signal: Signal, wait: Wait) -> None:
-    """Check that the two ops of a flag agree about it."""
+def not_multiplied(plan: Plan, tile: Tile) -> PlanError:
+    """The error for a tile of D that no rank multiplies.
+
+    Args:
+        plan: the plan.
+        tile: coordinate (m, n, l) of the tile.
+    """
+    _, (top, bottom), (left, right) = box = tile_box(plan, tile)
+    owners = [str(rank) for rank, shard in enumerate(plan.shards[2]) if overlaps(shard, box)]
+    by = f"owned by rank{'s' * (len(owners) != 1)} {', '.join(owners)}" if owners else "which no rank owns"
+    return PlanError(f"no rank multiplies the tile D{tile}, rows {top}:{bottom}, columns {left}:{right}, {by}")
+
+
+def tile_box(plan: Plan, tile: Tile) -> Box:
+    """The box of a tile (m, n, l) of D."""
+    m, n, batch = tile
+    rows, columns, _, batches = plan.edges
+    return (batches[batch], batches[batch + 1]), (rows[m], rows[m + 1]), (columns[n], columns[n + 1])
+
+
+def _check_flag(signal: Signal, wait: Wait, ops: dict[int, Op]) -> None:
+    """Check that the two ops of a flag agree about it. ``ops`` are those of the Signal's rank."""
     flag = wait.flag
+    if signal.slot != wait.slot:
+        raise fail(wait, f"is about slot {wait.slot}, but {signal} about slot {signal.slot}")
+    for dep in () if flag.credit else signal.deps:
+        if isinstance(ops[dep], (Copy, Gemm, Reduce)) and ops[dep].slot != signal.slot:
+            raise fail(signal, f"is about slot {signal.slot}, but comes after {ops[dep]}")
     if signal.flag != flag:
         raise fail(wait, f"waits for {flag!r}, but {signal} sets {signal.flag!r}")
     if flag.initial not in (0, 1):
@@ -177,11 +249,19 @@ class _Memory:
         """Check that an op may access the memory of its views, and that they agree with its tile and types."""
         reads, write = accesses(op)
         assert write is not None
+        self._check_access(op, reads, write)
+        if op.slot != write.slot:
+            raise fail(op, f"names slot {op.slot}, but writes {write}")
+
+    def _check_access(self, op: Op, reads: list[View], write: View) -> None:
         rank, dtypes = op.rank, self.dtypes
         if write.rank != rank:
             stores = isinstance(op, Copy) or (isinstance(op, Gemm) and write.buffer == "slot")
             if not stores or not 0 <= write.rank < self.plan.world_size:
                 raise fail(op, f"touches {write}, the memory of another rank")
+            needed = ("push", "store") if isinstance(op, Copy) else ("store",)
+            if self.plan.mechanism not in needed:
+                raise fail(op, f'writes {write}, the memory of another rank, with mechanism="{self.plan.mechanism}"')
         if id(write) not in dtypes:
             self._check_place(op, write)
         if write.buffer != "slot":
@@ -194,6 +274,8 @@ class _Memory:
                 pulls = isinstance(op, Copy) and write.rank == rank and 0 <= view.rank < self.plan.world_size
                 if not pulls or view.buffer != "slot":
                     raise fail(op, f"touches {view}, the memory of another rank")
+                if self.plan.mechanism != "pull":
+                    raise fail(op, f'reads {view}, the memory of another rank, with mechanism="{self.plan.mechanism}"')
             if id(view) not in dtypes:
                 self._check_place(op, view)
             # An op works on its elements in any order. So only a sum may write what it reads: it replaces each element

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_size, link_of, overlaps
 from distgemm.plan.plan import Plan, PlanError, collector_paused
-from distgemm.plan.validate import FlagKey, PlanIndex, fail, validate
+from distgemm.plan.validate import FlagKey, PlanIndex, fail, not_multiplied, tile_box, validate
 
 __all__ = ["verify"]
 
@@ -156,8 +156,18 @@ class Order:
     def before(self, op: Op, other: Op) -> bool:
         """Whether ``op`` has always ended before ``other`` of the same replay starts.
 
-        This is a breadth-first search from both ops at once, because the connecting path is nearly always short.
+        The dependencies of ``other`` itself nearly always answer this. Otherwise this is a breadth-first search from
+        both ops at once, because the connecting path is nearly always short.
         """
+        # Ids count for each rank, so only ops of one rank can be compared by id.
+        if op.rank == other.rank and op.id in other.deps:
+            return True
+        for dep in other.deps:
+            need = self.ops[other.rank][dep]
+            if isinstance(need, Wait) and not need.flag.initial:
+                signal = self.form.signals[need.flag[:2]]
+                if signal.rank == op.rank and op.id in signal.deps:
+                    return True
         graph = self._graph
         first, then = graph.number[op.rank][op.id], graph.number[other.rank][other.id]
         after, prior = {first}, {then}
@@ -231,7 +241,7 @@ class _Piece:
         content: what the op has written.
         writer: the op.
         known: id of the op on the memory's rank after which the content is there: the writer, or the Wait for its
-            arrival. None if there is no such op.
+            arrival. None if there is no such op. An op of another rank may have the same id.
         flag: the flag of that Wait. None without a Wait.
         readers: each op that has read since, and the box that it read.
     """
@@ -251,12 +261,67 @@ class _Piece:
         """Whether ``op`` writes exactly this piece and is its only reader."""
         return self.frame == view.frame and self.box == view.box and len(self.readers) == 1 and self.readers[0][0] is op
 
+    def users(self, box: Box | None = None) -> list[Op]:
+        """The last ops that used the piece, or its part in ``box``: the readers, or the writer if there are none.
+
+        The writer happens before each reader, so it is enough to look at the readers.
+        """
+        readers = [reader for reader, read in self.readers if box is None or overlaps(read, box)]
+        return readers or [self.writer]
+
     def part(self, box: Box) -> _Piece:
         """The part of this piece in ``box``, which lies in the piece."""
         part = _Piece(self.frame, box, self.content, self.writer)
         part.known, part.flag = self.known, self.flag
         part.readers = [reader for reader in self.readers if overlaps(reader[1], box)]
         return part
+
+
+class _Memory:
+    """What a slot or a shard of D holds.
+
+    Attributes:
+        held: the pieces that can be read. All of them have one frame.
+        replaced: the ops that used the tile that the slot held before, with another frame. If a tile arrives in parts,
+            each part must wait for these ops, because the bytes of a part may be anywhere in the old tile.
+    """
+
+    __slots__ = ("held", "replaced")
+
+    def __init__(self, held: list[_Piece]) -> None:
+        self.held = held
+        self.replaced: list[Op] = []
+
+    def replace(self, view: View, op: Op, ended: Callable[[Op], bool]) -> None:
+        """Remove what ``op`` replaces when it writes ``view``.
+
+        Raises:
+            PlanError: if an op that used a replaced part has not ``ended``.
+        """
+        if self.held and self.held[0].frame != view.frame:
+            # The op comes after everything that used the held tile, and so after what used the tile before that one.
+            self.replaced = [user for piece in self.held for user in piece.users()]
+            self.held = []
+        _check_ended(self.replaced, view, op, ended)
+        if view.box == view.frame:
+            # What is written into this frame later comes after this op.
+            self.replaced = []
+        kept = []
+        for piece in self.held:
+            whole = piece.box == view.box
+            if not whole and not overlaps(piece.box, view.box):
+                kept.append(piece)
+                continue
+            _check_ended(piece.users(None if whole else view.box), view, op, ended)
+            if not whole:
+                kept += [piece.part(rest) for rest in _subtract(piece.box, view.box)]
+        self.held = kept
+
+
+def _check_ended(users: list[Op], view: View, op: Op, ended: Callable[[Op], bool]) -> None:
+    for other in users:
+        if not ended(other):
+            raise fail(op, f"writing {view} is not ordered after {other}")
 
 
 class Evaluation:
@@ -270,8 +335,8 @@ class Evaluation:
     def __init__(self, plan: Plan, order: Order) -> None:
         self.plan, self.order = plan, order
         self.signals, self.waits = order.form.signals, order.form.waits
-        self.slots: list[list[list[_Piece]]] = [[[] for _ in slots] for slots in plan.slots]
-        self.d: list[list[_Piece]] = [[] for _ in plan.rank_ops]
+        self.slots = [[_Memory([]) for _ in slots] for slots in plan.slots]
+        self.d = [_Memory([]) for _ in plan.rank_ops]
         # The writes to each slot, by rank and number of the slot, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
@@ -306,12 +371,12 @@ class Evaluation:
 
     def _end(self) -> None:
         """Check that every element of D holds all its contributions, so that every tile was multiplied."""
-        for rank, pieces in enumerate(self.d):
-            for piece in pieces:
+        for rank, memory in enumerate(self.d):
+            for piece in memory.held:
                 if piece.content != self.complete:
                     holds = f"D in {piece.box} holds {self._say(piece.content)} at the end of the replay"
                     raise fail(piece.writer, holds)
-            if sum(box_size(piece.box) for piece in pieces) != box_size(self.plan.box("D", rank)):
+            if sum(box_size(piece.box) for piece in memory.held) != box_size(self.plan.box("D", rank)):
                 raise self._missing(rank)
 
     def _missing(self, rank: int) -> PlanError:
@@ -319,23 +384,21 @@ class Evaluation:
         shard = self.plan.box("D", rank)
 
         def lacks(box: Box) -> bool:
-            held = sum(box_size(_cut(piece.box, box)) for piece in self.d[rank] if overlaps(piece.box, box))
+            held = sum(box_size(_cut(piece.box, box)) for piece in self.d[rank].held if overlaps(piece.box, box))
             return overlaps(box, shard) and held != box_size(_cut(box, shard))
 
-        rows, columns, _, batches = (list(pairwise(edges)) for edges in self.plan.edges)
-        m, n, batch = next(
-            (m, n, batch)
-            for m, n, batch in product(range(len(rows)), range(len(columns)), range(len(batches)))
-            if lacks((batches[batch], rows[m], columns[n]))
+        rows, columns, _, batches = (
+            [index for index, (start, stop) in enumerate(pairwise(edges)) if start < stop] for edges in self.plan.edges
         )
-        box = batches[batch], rows[m], columns[n]
-        owners = [other for other in range(self.plan.world_size) if overlaps(self.plan.box("D", other), box)]
-        where = f"rows {rows[m][0]}:{rows[m][1]}, columns {columns[n][0]}:{columns[n][1]}"
+        tile = next(tile for tile in product(rows, columns, batches) if lacks(tile_box(self.plan, tile)))
+        _, (top, bottom), (left, right) = box = tile_box(self.plan, tile)
         by = sorted({op.rank for op in self.multiplied.values() if op.out.box == box})
-        if by:
-            made = f"multiplied on {_ranks(by)}, owned by {_ranks(owners)}"
-            return PlanError(f"the tile D({m}, {n}, {batch}), {where}, does not get to rank {rank}: {made}")
-        return PlanError(f"no rank multiplies the tile D({m}, {n}, {batch}), {where}, owned by {_ranks(owners)}")
+        if not by:
+            return not_multiplied(self.plan, tile)
+        owners = [other for other in range(self.plan.world_size) if overlaps(self.plan.box("D", other), box)]
+        where = f"rows {top}:{bottom}, columns {left}:{right}"
+        made = f"multiplied on {_ranks(by)}, owned by {_ranks(owners)}"
+        return PlanError(f"the tile D{tile}, {where}, does not get to rank {rank}: {made}")
 
     def _next_replay(self) -> None:
         """Check that the next replay overwrites a slot only after this replay's accesses to it have ended.
@@ -344,10 +407,15 @@ class Evaluation:
         within it is the same. Shards need no check: only their own rank accesses them.
         """
         for (rank, slot), writes in self.written.items():
-            left = self.slots[rank][slot]
+            memory = self.slots[rank][slot]
+            left, replaced = _Memory(memory.held), memory.replaced
             for op, view in writes:
-                left = self._replaced(left, view, op, self._ended_before_next(op))
-                if not left:
+                if view.frame == memory.held[0].frame:
+                    _check_ended(replaced, view, op, partial(self.order.before_next, other=op))
+                left.replace(view, op, self._ended_before_next(op))
+                if view.frame != memory.held[0].frame or view.box == view.frame:
+                    replaced = []
+                if not (left.held or left.replaced or replaced):
                     break
 
     def _ended_before_next(self, op: Op) -> Callable[[Op], bool]:
@@ -457,18 +525,18 @@ class Evaluation:
         Raises:
             PlanError: if a writer does not happen before the read, or the view holds something else.
         """
-        held = self.slots[view.rank][view.slot] if view.buffer == "slot" else self.d[view.rank]
+        held = self._memory(view).held
         found = []
         size = 0
         for piece in held:
             whole = piece.box == view.box
             if piece.frame != view.frame or not (whole or overlaps(piece.box, view.box)):
                 continue
-            if piece.known not in op.deps:
-                if not self.order.before(piece.writer, op):
-                    raise fail(op, f"reading {view} is not ordered after {piece.writer}")
-            elif piece.flag is not None and not piece.readers:
-                self.handed_over.add(piece.flag)
+            if op.rank == view.rank and piece.known in op.deps:
+                if piece.flag is not None and not piece.readers:
+                    self.handed_over.add(piece.flag)
+            elif not self.order.before(piece.writer, op):
+                raise fail(op, f"reading {view} is not ordered after {piece.writer}")
             if whole:
                 piece.readers.append((op, view.box))
                 return [piece]
@@ -488,21 +556,18 @@ class Evaluation:
         Raises:
             PlanError: if an earlier access does not happen before the write.
         """
+        memory = self._memory(view)
         if view.buffer == "slot":
-            places, place = self.slots[view.rank], view.slot
-            self.written.setdefault((view.rank, place), []).append((op, view))
-        else:
-            places, place = self.d, view.rank
-        held = places[place]
-        if len(held) == 1 and held[0].is_for(op, view):
-            held.clear()
-        elif held:
+            self.written.setdefault((view.rank, view.slot), []).append((op, view))
+        if len(memory.held) == 1 and memory.held[0].is_for(op, view):
+            memory.held = []
+        elif memory.held:
 
             def ended(other: Op) -> bool:
                 # validate() has checked ops that write what they read.
-                return other is op or (other.rank == op.rank and other.id in op.deps) or self.order.before(other, op)
+                return other is op or self.order.before(other, op)
 
-            held = places[place] = self._replaced(held, view, op, ended)
+            memory.replace(view, op, ended)
         piece = _Piece(view.frame, view.box, content, op)
         if op.rank != view.rank:
             wait = self.arrivals.get((op.rank, op.id))
@@ -510,30 +575,10 @@ class Evaluation:
                 piece.known, piece.flag = wait.id, wait.flag[:2]
             else:
                 piece.known = None
-        held.append(piece)
+        memory.held.append(piece)
 
-    def _replaced(self, held: list[_Piece], view: View, op: Op, ended: Callable[[Op], bool]) -> list[_Piece]:
-        """The rest of ``held`` after an op has written ``view``.
-
-        A view with another frame has its elements at other bytes of the slot, so it replaces all that the slot held.
-
-        Raises:
-            PlanError: if an op that used a replaced part has not ``ended``.
-        """
-        kept = []
-        for piece in held:
-            same, whole = piece.frame == view.frame, piece.box == view.box
-            if same and not whole and not overlaps(piece.box, view.box):
-                kept.append(piece)
-                continue
-            readers = [reader for reader, box in piece.readers if whole or not same or overlaps(box, view.box)]
-            # The writer happens before each reader. So if there are readers, it is enough to check them.
-            for other in readers or [piece.writer]:
-                if not ended(other):
-                    raise fail(op, f"writing {view} is not ordered after {other}")
-            if same and not whole:
-                kept += [piece.part(rest) for rest in _subtract(piece.box, view.box)]
-        return kept
+    def _memory(self, view: View) -> _Memory:
+        return self.slots[view.rank][view.slot] if view.buffer == "slot" else self.d[view.rank]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distgemm.arguments import finite, instance, integer, member, wrong
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan.plan import Plan, PlanError
 
 __all__ = ["ORDERS", "run_reference"]
 
 ORDERS = ("random", "issue")
+MAX_REPLAYS = 2**16
 
 Array = NDArray[np.float64]
 
@@ -43,13 +45,13 @@ def run_reference(
     first replay, D before every replay. The program it stands for is ``D = alpha * A @ B.T + beta * C`` on the
     whole matrices.
 
-    Raises ValueError for shards of the wrong number or shape, and PlanError where the plan blocks or refers
-    to what does not exist.
+    Raises ValueError for arguments of another type and for shards of the wrong number or shape, and PlanError where
+    the plan blocks or refers to what does not exist.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order is one of {', '.join(ORDERS)}, got {order!r}")
-    if isinstance(replays, bool) or not isinstance(replays, int) or replays < 1:
-        raise ValueError(f"replays is an integer >= 1, got {replays!r}")
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    alpha, beta = finite("alpha", alpha), finite("beta", beta)
+    member("order", order, ORDERS)
+    seed, replays = integer("seed", seed, 0), integer("replays", replays, 1, MAX_REPLAYS)
     if beta != 0 and c_shards is None:
         raise ValueError(f"beta is {beta}, which needs c_shards")
     inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
@@ -61,15 +63,16 @@ def run_reference(
 
 
 def _shards(plan: Plan, operand: str, given: Sequence[Any]) -> list[Array]:
-    if len(given) != plan.world_size:
-        raise ValueError(f"{operand} has {len(given)} shards for {plan.world_size} ranks")
+    name = f"{operand.lower()}_shards"
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != plan.world_size:
+        raise wrong(name, f"a sequence of {plan.world_size} arrays, the shard of {operand} of each rank", given)
     result: list[Array] = []
     for rank, shard in enumerate(given):
-        array = np.array(shard, dtype=np.float64)
-        wanted = plan.shard_shape(operand, rank)
-        if array.shape != wanted:
-            raise ValueError(f"{operand}'s shard on rank {rank} has shape {wanted}, got {array.shape}")
-        result.append(array.reshape(box_extents(plan.box(operand, rank))))
+        shape = plan.shard_shape(operand, rank)
+        array = np.asarray(shard)
+        if array.shape != shape or array.dtype.kind not in "fiub":
+            raise wrong(f"{name}[{rank}]", f"an array of real numbers of shape {shape}", shard)
+        result.append(array.astype(np.float64).reshape(box_extents(plan.box(operand, rank))))
     return result
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from distgemm.arguments import instance, integer
 from distgemm.plan.ops import Copy, Gemm, View, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import Pattern, check_pattern
+from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.simulator.machine import Link, Machine
 
 __all__ = [
@@ -37,11 +39,12 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
         world_size: number of ranks.
 
     Raises:
-        ValueError: for an unknown pattern or a world_size below 1.
+        ValueError: for an unknown pattern, a world_size out of range, and objects of other classes.
     """
+    instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
+    instance("machine", machine, Machine, "a distgemm.simulator.Machine")
     check_pattern(pattern)
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
+    world_size = integer("world_size", world_size, 1, MAX_RANKS)
     out = DTYPE_BYTES[str(problem.out_dtype)]
     m, n, k = problem.m, problem.n, problem.k
     if pattern == "ag+gemm":

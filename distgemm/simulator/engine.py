@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from distgemm.arguments import finite, function, instance, integer
 from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
@@ -39,15 +40,18 @@ from distgemm.simulator.costs import (
     stored_us,
     view_bytes,
 )
-from distgemm.simulator.machine import GemmCost, Link, Machine
+from distgemm.simulator.machine import GemmCost, Link, Machine, list_machines
 from distgemm.simulator.timeline import FLAG_LANE, Event, Interval, Timeline
 
-__all__ = ["simulate"]
+__all__ = ["MAX_STREAMS", "simulate"]
 
 OUTWARD_LANES = ("copy", "network")
 """How the names of lanes of copies to and from other ranks begin."""
 
 Hook = Callable[[Gemm], float]
+
+MAX_STREAMS = 1024
+"""Streams of a rank that are simulated at most."""
 
 REPLAYS, MAX_REPLAYS, AVERAGED_REPLAYS = 4, 12, 8
 """Replays in a row that are simulated; the last one counts. If it differs from the one before, because the ranks have
@@ -77,16 +81,16 @@ def simulate(
         ValueError: for arguments out of range, or an element type for which the machine has no rate.
         PlanError: for a plan that deadlocks.
     """
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan is a distgemm.Plan, got {plan!r}")
+    instance("plan", plan, Plan, "a distgemm.Plan")
     if isinstance(machine, str):
         machine = Machine.load(machine)
-    if not isinstance(machine, Machine):
-        raise ValueError(f"machine is a Machine or the name of one, got {machine!r}")
-    gemm_streams = machine.gemm_streams if gemm_streams is None else gemm_streams
-    for name, value in (("gemm_streams", gemm_streams), ("copy_streams", copy_streams)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is an integer >= 1, got {value!r}")
+    instance("machine", machine, Machine, f"a Machine, one of {', '.join(list_machines())}, or a path")
+    gemm_streams = integer(
+        "gemm_streams", machine.gemm_streams if gemm_streams is None else gemm_streams, 1, MAX_STREAMS
+    )
+    copy_streams = integer("copy_streams", copy_streams, 1, MAX_STREAMS)
+    if gemm_efficiency_hook is not None:
+        function("gemm_efficiency_hook", gemm_efficiency_hook, "a function of a Gemm that returns a number > 0")
     work = _Work(plan, machine, gemm_streams, copy_streams, gemm_efficiency_hook)
     cold = _Simulation(work, 1)
     cold.run()
@@ -272,9 +276,7 @@ class _Work:
             cost = self._gemm_cost(m, n, k, batches, out, read)
             if hook is None:
                 return cost
-            factor = hook(op)
-            if not factor > 0:
-                raise ValueError(f"gemm_efficiency_hook gives {factor!r} for {op.describe()}; it must be > 0")
+            factor = finite(f"gemm_efficiency_hook: its result for {op.describe()}", hook(op), above=0)
             return cost._replace(tile_us=cost.tile_us / factor)
         if isinstance(op, Copy):
             size = copy_bytes(plan, op)

@@ -10,16 +10,30 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, isnan
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distgemm.arguments import (
+    MAX_EXTENT,
+    finite,
+    instance,
+    integer,
+    member,
+    path_of,
+    read_json,
+    string,
+    write,
+    wrong,
+)
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.system import read_regular
 
 __all__ = ["GemmCost", "KernelTile", "Link", "Machine", "Rate", "list_machines"]
 
 MACHINES = Path(__file__).parent / "machines"
+
+MIN_FIGURE, MAX_FIGURE = 1e-9, 1e12
+"""Bounds of all figures, in their units. Between them, no quotient of figures overflows."""
 
 
 class Rate(NamedTuple):
@@ -139,35 +153,40 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        string("name", self.name)
         for name in ("sms", "copy_streams", "gemm_streams"):
-            _integer(name, getattr(self, name))
+            integer(name, getattr(self, name), 1, MAX_EXTENT)
         if self.ranks_per_host is not None:
-            _integer("ranks_per_host", self.ranks_per_host)
-        for name in ("sustained", "memory", "sum_memory", "pull_bandwidth", "contended"):
-            _positive(name, getattr(self, name))
+            integer("ranks_per_host", self.ranks_per_host, 1, MAX_EXTENT)
+        _rate("sustained", self.sustained, 1.0)
+        for name in ("memory", "sum_memory", "pull_bandwidth", "contended"):
+            _rate(name, getattr(self, name))
         waits = ("signal", "wait", "signal_gap", "barrier", "replay", "entry")
         for name in ("gemm_launch", "tile_overhead", "copy_launch", "boost", *waits):
-            _nonnegative(name, getattr(self, name))
-        if self.sustained > 1:
-            raise ValueError(f"sustained is a share, at most 1, got {self.sustained}")
+            _time(name, getattr(self, name))
         for name in ("nvlink", "network", "collective"):
-            link = getattr(self, name)
-            _positive(f"{name}.bandwidth", link.bandwidth)
-            _nonnegative(f"{name}.gap", link.gap)
-            _nonnegative(f"{name}.latency", link.latency)
-        if not self.rates:
-            raise ValueError("rates is empty: the rate of at least one element type is needed")
+            link = instance(name, getattr(self, name), Link, f"a Link with the fields {', '.join(Link._fields)}")
+            _rate(f"{name}.bandwidth", link.bandwidth)
+            _time(f"{name}.gap", link.gap)
+            _time(f"{name}.latency", link.latency)
+        if not isinstance(self.rates, Mapping) or not self.rates:
+            raise wrong("rates", "a mapping from at least one element type to a Rate", self.rates)
         for dtype, rate in self.rates.items():
-            if dtype not in DTYPE_BYTES:
-                raise ValueError(f"rates: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-            _positive(f"rates.{dtype}.peak", rate.peak)
-            _positive(f"rates.{dtype}.power", rate.power)
-        if not self.tiles:
-            raise ValueError("tiles is empty: at least one output tile is needed")
+            member("each element type of rates", dtype, DTYPE_BYTES)
+            instance(f"rates.{dtype}", rate, Rate, "a Rate with the fields peak, power")
+            _rate(f"rates.{dtype}.peak", rate.peak)
+            _rate(f"rates.{dtype}.power", rate.power)
+        if not isinstance(self.tiles, tuple) or not self.tiles:
+            raise wrong("tiles", "a tuple of at least one KernelTile", self.tiles)
         for number, tile in enumerate(self.tiles):
-            _integer(f"tiles[{number}].m", tile.m)
-            _integer(f"tiles[{number}].n", tile.n)
-            _positive(f"tiles[{number}].efficiency", tile.efficiency)
+            instance(f"tiles[{number}]", tile, KernelTile, "a KernelTile with the fields m, n, efficiency")
+            integer(f"tiles[{number}].m", tile.m, 1, MAX_EXTENT)
+            integer(f"tiles[{number}].n", tile.n, 1, MAX_EXTENT)
+            _rate(f"tiles[{number}].efficiency", tile.efficiency)
+        sources = self.sources
+        texts = isinstance(sources, Mapping) and all(isinstance(text, str) for pair in sources.items() for text in pair)
+        if not texts:
+            raise wrong("sources", "a mapping of texts", sources)
 
     # --- files --------------------------------------------------------------------------------------
 
@@ -178,16 +197,13 @@ class Machine:
         Raises:
             ValueError: naming the file and what is wrong with it.
         """
-        path = Path(name)
+        wanted = f"one of {', '.join(list_machines())}, or the path of a .json file"
+        path = path_of("machine", name, wanted)
         if path.suffix != ".json" and len(path.parts) == 1:
             path = MACHINES / f"{name}.json"
             if not path.is_file():
-                known = ", ".join(list_machines())
-                raise ValueError(f"machine {str(name)!r} is none of {known}, nor the path of a .json file")
-        try:
-            fields = json.loads(read_regular(path))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"machine {path}: {error}") from None
+                raise wrong("machine", wanted, str(name))
+        fields = read_json("machine", path)
         try:
             return cls.from_dict(fields)
         except ValueError as error:
@@ -196,25 +212,25 @@ class Machine:
     @classmethod
     def from_dict(cls, fields: Any) -> Machine:
         """The machine that :meth:`to_dict` wrote. Raises ValueError for missing, unknown or wrong fields."""
-        if not isinstance(fields, dict):
-            raise ValueError(f"a JSON object is needed, got {type(fields).__name__}")
         known = {each.name for each in dataclasses.fields(cls)}
-        wrong = sorted(set(fields) - known)
+        wanted = f"a JSON object with the fields {', '.join(sorted(known))}"
+        if not isinstance(fields, dict):
+            raise wrong("fields", wanted, fields)
+        unknown = sorted(map(str, set(fields) - known))
         missing = sorted(known - set(fields) - {"sources"})
-        if wrong or missing:
-            raise ValueError(
-                "; ".join(f"{what} {keys}" for what, keys in (("unknown", wrong), ("no", missing)) if keys)
-            )
+        if unknown or missing:
+            lists = (("has unknown", unknown), ("lacks", missing))
+            raise ValueError(f"fields is {wanted}; it {' and '.join(f'{what} {keys}' for what, keys in lists if keys)}")
         values = dict(fields)
         for key in ("nvlink", "network", "collective"):
             values[key] = Link(**_named(key, values[key], Link._fields))
         if not isinstance(values["rates"], dict):
-            raise ValueError("rates is an object of element types")
+            raise wrong("rates", "an object with an object for each element type", values["rates"])
         values["rates"] = {
             dtype: Rate(**_named(f"rates.{dtype}", rate, Rate._fields)) for dtype, rate in values["rates"].items()
         }
-        if not isinstance(values["tiles"], list):
-            raise ValueError("tiles is a list")
+        if not isinstance(values["tiles"], list) or not values["tiles"]:
+            raise wrong("tiles", "a list of objects with the fields m, n, efficiency", values["tiles"])
         values["tiles"] = tuple(
             KernelTile(**_named(f"tiles[{number}]", tile, KernelTile._fields))
             for number, tile in enumerate(values["tiles"])
@@ -232,24 +248,28 @@ class Machine:
         return fields
 
     def save(self, path: str | Path) -> None:
-        """Write the machine as JSON; :meth:`load` reads it back."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        """Write the machine as JSON; :meth:`load` reads it back. Raises ValueError if the file cannot be written."""
+        write("path", path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     # --- costs --------------------------------------------------------------------------------------
 
     def rate(self, dtype: str) -> Rate:
         """The rate of an element type. Raises ValueError if the machine has none."""
-        found = self.rates.get(dtype)
+        found = self.rates.get(dtype) if isinstance(dtype, str) else None
         if found is None:
-            raise ValueError(f"{self.name} has no GEMM rate of {dtype}; it has those of {', '.join(self.rates)}")
+            raise wrong(
+                "dtype", f"one of {', '.join(self.rates)}, the types of which {self.name} has a GEMM rate", dtype
+            )
         return found
 
     def same_host(self, one: int, other: int) -> bool:
         """Whether NVLink connects two ranks."""
+        one, other = integer("one", one, 0), integer("other", other, 0)
         return self.ranks_per_host is None or one // self.ranks_per_host == other // self.ranks_per_host
 
     def link(self, src: int, dst: int) -> Link:
         """The link between two ranks."""
+        src, dst = integer("src", src, 0), integer("dst", dst, 0)
         return self.nvlink if self.same_host(src, dst) else self.network
 
     def gemm(
@@ -259,6 +279,11 @@ class Machine:
 
         out_bytes, read_bytes: bytes that the epilogue writes, and reads, for each element of D
         """
+        for name, value, least in (
+            *(("m", m, 1), ("n", n, 1), ("k", k, 1), ("batches", batches, 1)),
+            *(("out_bytes", out_bytes, 0), ("read_bytes", read_bytes, 0)),
+        ):
+            integer(name, value, least, MAX_EXTENT)
         rate = self.rate(dtype)
         per_sm = rate.peak / self.sms * 1e6
         flop = 2.0 * batches * m * n * k
@@ -279,7 +304,7 @@ class Machine:
 
     def clock(self, dtype: str, flop: float) -> float:
         """Share of the rate at the power limit that remains in a replay with so many operations per rank."""
-        at_limit = flop / (self.rate(dtype).power * 1e6)
+        at_limit = finite("flop", flop, least=0) / (self.rate(dtype).power * 1e6)
         if at_limit <= self.boost:
             return 1.0
         return at_limit / (self.boost + (at_limit - self.boost) / self.sustained)
@@ -287,7 +312,7 @@ class Machine:
     def copy_us(self, size: int, src: int = 0, dst: int = 1) -> float:
         """Time of one copy of ``size`` bytes on idle links, until it has arrived, us."""
         link = self.link(src, dst)
-        return link.gap + size / (link.bandwidth * 1e3) + link.latency
+        return link.gap + finite("size", size, least=0) / (link.bandwidth * 1e3) + link.latency
 
 
 def list_machines() -> list[str]:
@@ -297,27 +322,13 @@ def list_machines() -> list[str]:
 
 def _named(what: str, given: Any, fields: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(given, dict) or set(given) != set(fields):
-        raise ValueError(f"{what} has the fields {', '.join(fields)}, got {given!r}")
+        raise wrong(what, f"an object with the fields {', '.join(fields)}", given)
     return given
 
 
-def _integer(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} is an integer >= 1, got {value!r}")
+def _rate(name: str, value: Any, most: float = MAX_FIGURE) -> None:
+    finite(name, value, least=MIN_FIGURE, most=most)
 
 
-def _number(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
-        raise ValueError(f"{what} is a number, got {value!r}")
-
-
-def _positive(what: str, value: Any) -> None:
-    _number(what, value)
-    if value <= 0:
-        raise ValueError(f"{what} is a number > 0, got {value!r}")
-
-
-def _nonnegative(what: str, value: Any) -> None:
-    _number(what, value)
-    if value < 0:
-        raise ValueError(f"{what} is a number >= 0, got {value!r}")
+def _time(name: str, value: Any) -> None:
+    finite(name, value, least=0, most=MAX_FIGURE)

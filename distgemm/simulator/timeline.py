@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from distgemm.arguments import integer, wrong
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan
 from distgemm.simulator.costs import stored_us
@@ -132,6 +133,9 @@ class Timeline:
 
     def busy(self, rank: int, kind: type[Op]) -> float:
         """Time for which a rank has an op of this class running, us."""
+        rank = integer("rank", rank, 0, self.plan.world_size - 1)
+        if not isinstance(kind, type) or not issubclass(kind, Op):
+            raise wrong("kind", "a class of ops, such as Gemm", kind)
         found = [(e.start, e.end) for e in self.events if e.rank == rank and isinstance(e.op, kind)]
         return sum(end - start for start, end in joined(found))
 

@@ -13,9 +13,23 @@ from itertools import pairwise
 from typing import TypeGuard
 
 import torch
-import torch.distributed as dist
 
-from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, Wait, box_extents, box_size, contains
+from distgemm.plan.ops import (
+    Barrier,
+    Box,
+    Copy,
+    Gemm,
+    Op,
+    Reduce,
+    Signal,
+    View,
+    Wait,
+    accesses,
+    box_extents,
+    box_size,
+    contains,
+    overlaps,
+)
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.validate import validate
 from distgemm.runtime.checks import TORCH_DTYPES
@@ -25,33 +39,39 @@ from distgemm.runtime.collective.steps import Add, Float32Precision, Join, KeepT
 __all__ = ["Program", "multiplies_all_of_a"]
 
 
+Where = tuple[str, int]
+"""Memory of this rank: a view's buffer and slot."""
+INPUTS = ("A", "B", "C")
+
+
 @dataclass(frozen=True)
 class Program:
     """What a rank does in a call.
 
     Attributes:
         steps: in order.
+        ops: the op that each step executes, or comes before.
         messages: number of messages that it sends and receives.
     """
 
     steps: list[Step]
+    ops: list[Op | None]
     messages: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, memory: Memory, group: dist.ProcessGroup, barrier: Step) -> Program:
+    def of(cls, plan: Plan, rank: int, memory: Memory, barrier: Step) -> Program:
         """The program of a rank.
 
         Args:
             plan: of all ranks.
             rank: this rank.
             memory: its memory.
-            group: the ranks.
             barrier: the step for a Barrier.
 
         Raises:
             PlanError: for ops that cannot be executed with messages, or that do not write all of D.
         """
-        return _Compiler(plan, rank, memory, group, barrier).compile()
+        return _Compiler(plan, rank, memory, barrier).compile()
 
 
 def multiplies_all_of_a(plan: Plan, rank: int) -> bool:
@@ -79,14 +99,18 @@ class _Round:
 class _Compiler:
     """Makes the steps of one rank. It looks at all ranks' ops for the messages that come in."""
 
-    def __init__(self, plan: Plan, rank: int, memory: Memory, group: dist.ProcessGroup, barrier: Step) -> None:
-        self.plan, self.rank, self.memory, self.group, self.barrier = plan, rank, memory, group, barrier
+    def __init__(self, plan: Plan, rank: int, memory: Memory, barrier: Step) -> None:
+        self.plan, self.rank, self.memory, self.barrier = plan, rank, memory, barrier
         index = validate(plan)
         self.ops, self.signals = index.ops, index.signals
         self.steps: list[Step] = []
+        self.step_ops: list[Op | None] = []  # the op of each step
+        self.current: Op | None = None
         self.finished: set[int] = set()
         self.posted: set[int] = set()  # numbers of messages
         self.joined: set[int] = set()
+        self.in_flight: dict[Where, list[Message]] = defaultdict(list)  # posted and not joined, by their memory
+        self.to_receive: dict[Where, list[Message]] = defaultdict(list)  # not posted
         self.multiplied: set[Box] = set()  # boxes of A
         self.barriers_passed = 0
         self.barriers = sorted(index.barriers)
@@ -103,6 +127,7 @@ class _Compiler:
     def compile(self) -> Program:
         waiting = sorted(self.rounds)
         for op in self.plan.ops(self.rank):
+            self.current = op
             self._post(waiting, op)
             self._issue(op)
         self._post(waiting, None)
@@ -110,7 +135,11 @@ class _Compiler:
         # When a call returns, it reads the caller's tensors no longer, and has no message left over.
         messages = [*self.sends.values(), *self.receives.values()]
         self._join([message for message in messages if message.number not in self.joined], unpack=False)
-        return Program(self.steps, len(messages))
+        return Program(self.steps, self.step_ops, len(messages))
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        self.step_ops.append(self.current)
 
     # --- messages -----------------------------------------------------------------------------------------
 
@@ -124,6 +153,8 @@ class _Compiler:
             elif copy.dst.rank == self.rank:
                 self.receives[copy.rank, copy.id] = self._message(copy, number, sends=False)
                 rounds[copy.round].messages.append(self.receives[copy.rank, copy.id])
+        for message in self.receives.values():
+            self.to_receive[_where(message.view)].append(message)
         for each in rounds.values():
             for message in each.messages:
                 self._need(each, message.copy.deps if message.sends else self._credits(message.copy))
@@ -190,24 +221,61 @@ class _Compiler:
             passed = self.barriers_passed == sum(barrier <= number for barrier in self.barriers)
             ready = passed and current.finished <= self.finished
             left = [self.sends[op_id] for op_id in sorted(current.sent) if self.sends[op_id].number not in self.joined]
+            # Flags may order a message after another one, without a dependency on this rank.
+            left += [
+                each for message in current.messages for each in self._conflicting(message.view, not message.sends)
+            ]
             if not ready or left:
                 if not last_chance:
                     return
                 if not ready or any(message.number not in self.posted for message in left):
                     first = min(current.messages, key=lambda message: message.number).copy
                     raise PlanError(f"{first.describe()}: a message of round {number} needs what comes after it")
-                self._join(left, unpack=False)
+                self._join([message for message in left if message.sends], unpack=False)
+                self._join([message for message in left if not message.sends], unpack=True)
             waiting.pop(0)
             current.messages.sort(key=lambda message: message.number)
-            self.steps.append(Post(current.messages, self.group))
-            self.posted |= {message.number for message in current.messages}
+            self._add(Post(current.messages))
+            for message in current.messages:
+                self.posted.add(message.number)
+                self.in_flight[_where(message.view)].append(message)
+                if not message.sends:
+                    self.to_receive[_where(message.view)].remove(message)
+
+    def _conflicting(self, view: View, writes: bool) -> list[Message]:
+        """The messages in flight whose memory ``view`` shares, if one of the two accesses is a write."""
+        if view.buffer in INPUTS:
+            return []
+        in_flight = self.in_flight[_where(view)]
+        return [each for each in in_flight if (writes or not each.sends) and _shares(view, each.view)]
+
+    def _settle(self, op: Op) -> None:
+        """Join the messages that an op's memory waits for, although the op itself depends on no Wait for them.
+
+        A plan may order an op after an arrival by other means than the arrival's flag: a credit, which says that the
+        other rank has gone on, or a Barrier. Flags are messages here, so only the message itself orders the op.
+        """
+        reads, write = accesses(op)
+        views = [(view, False) for view in reads] + ([] if write is None else [(write, True)])
+        for view, writes in views:
+            for late in self.to_receive[_where(view)]:
+                # Rounds ascend, so a message of a later round comes after the op.
+                passed = self.barriers_passed >= sum(barrier <= late.copy.round for barrier in self.barriers)
+                if late.copy.round <= op.round and passed and _shares(view, late.view):
+                    raise PlanError(f"{op.describe()}: touches {view} in the round in which {late.copy} brings it")
+            found = self._conflicting(view, writes)
+            self._join([message for message in found if message.sends], unpack=False)
+            self._join([message for message in found if not message.sends], unpack=True)
 
     def _join(self, messages: Sequence[Message], unpack: bool) -> None:
         # A second wait for one message would block.
-        messages = [message for message in messages if message.number not in self.joined]
-        self.joined |= {message.number for message in messages}
+        messages = [message for message in dict.fromkeys(messages) if message.number not in self.joined]
+        for message in messages:
+            self.joined.add(message.number)
+            if message.number in self.posted:
+                self.in_flight[_where(message.view)].remove(message)
         if messages:
-            self.steps.append(Join(messages, unpack))
+            self._add(Join(messages, unpack))
 
     # --- ops ----------------------------------------------------------------------------------------------
 
@@ -215,20 +283,21 @@ class _Compiler:
         if isinstance(op, Gemm | Reduce | Barrier) or (isinstance(op, Copy) and not _crosses(op)):
             _, sent = self._needs(op.deps)
             self._join([self.sends[op_id] for op_id in sorted(sent)], unpack=False)
+            self._settle(op)
         if isinstance(op, Gemm):
-            self.steps.append(self._multiply(op))
+            self._add(self._multiply(op))
             if op.a.box not in self.multiplied:
                 self.multiplied.add(op.a.box)
-                self.steps.append(KeepTile(self.memory.place(op.a), tuple(slice(*edges) for edges in op.a.box)))
+                self._add(KeepTile(self.memory.place(op.a), tuple(slice(*edges) for edges in op.a.box)))
         elif isinstance(op, Reduce):
-            self.steps.append(Add(self._sum(op)))
+            self._add(Add(self._sum(op)))
         elif isinstance(op, Barrier):
-            self.steps.append(self.barrier)
+            self._add(self.barrier)
             self.barriers_passed += 1
         elif isinstance(op, Wait):
             self._wait(op)
         elif isinstance(op, Copy) and not _crosses(op):
-            self.steps.append(Move(self.memory.place(op.src), self.memory.place(op.dst)))
+            self._add(Move(self.memory.place(op.src), self.memory.place(op.dst)))
         self.finished.add(op.id)
 
     def _wait(self, op: Wait) -> None:
@@ -315,6 +384,15 @@ def _accumulation(plan: Plan) -> torch.dtype:
 
 def _crosses(op: Op) -> TypeGuard[Copy]:
     return isinstance(op, Copy) and op.src.rank != op.dst.rank
+
+
+def _where(view: View) -> Where:
+    return view.buffer, view.slot
+
+
+def _shares(view: View, other: View) -> bool:
+    """Whether two views of one slot or shard share memory. With other frames, their elements are anywhere in it."""
+    return view.frame != other.frame or overlaps(view.box, other.box)
 
 
 def _is_credit(op: Op) -> bool:

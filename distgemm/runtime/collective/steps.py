@@ -10,10 +10,22 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from distgemm.plan.ops import Copy
+from distgemm.plan.ops import Copy, View
 from distgemm.runtime.collective.memory import CallState, Place
 
-__all__ = ["Add", "Float32Precision", "Join", "KeepTile", "Message", "Move", "Multiply", "Post", "Sum", "matmul"]
+__all__ = [
+    "Add",
+    "Float32Precision",
+    "Join",
+    "KeepTile",
+    "Message",
+    "Move",
+    "Multiply",
+    "Post",
+    "Sum",
+    "Synchronize",
+    "matmul",
+]
 
 Tensor = torch.Tensor
 
@@ -47,6 +59,11 @@ class Message:
     dtype: torch.dtype
     staging: Tensor | None = None
 
+    @property
+    def view(self) -> View:
+        """The memory of this rank that is sent or received."""
+        return self.copy.src if self.sends else self.copy.dst
+
     def buffer(self, call: CallState) -> Tensor:
         """The contiguous bytes to send, or to receive into."""
         tensor = self.place(call)
@@ -72,15 +89,15 @@ class Post:
     """Post all messages of a round."""
 
     messages: list[Message]
-    group: dist.ProcessGroup
 
     def __call__(self, call: CallState) -> None:
+        call.at = self.messages[0].copy
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(
                     dist.isend if message.sends else dist.irecv,
                     message.buffer(call),
-                    group=self.group,
+                    group=call.group,
                     tag=message.number,
                     group_peer=message.peer,
                 )
@@ -107,9 +124,24 @@ class Join:
 
     def __call__(self, call: CallState) -> None:
         for message in self.messages:
+            call.at = message.copy
             call.works[message.work].wait()
             if self.unpack:
                 message.unpack(call)
+
+
+@dataclass(slots=True, eq=False)
+class Synchronize:
+    """A Barrier.
+
+    Attributes:
+        device: this rank's GPU, with NCCL; None: a CPU.
+    """
+
+    device: torch.device | None
+
+    def __call__(self, call: CallState) -> None:
+        dist.barrier(call.group, device_ids=None if self.device is None else [self.device.index])
 
 
 # --- ops ------------------------------------------------------------------------------------------------
