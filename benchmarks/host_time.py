@@ -2,10 +2,13 @@
 
     python benchmarks/host_time.py --ranks 2 --json FILE
     python benchmarks/host_time.py --ranks 2 --auto --json FILE
+    python benchmarks/host_time.py --ranks 2 --layers --json FILE
 
-The second takes the layers of Llama with ``schedule="auto"``, and also says how long a replay takes the GPU. "call" is
-an eager call on tensors of an earlier call. "replay" is a replay of a captured call. "graph" is the launch of its graph
-by torch alone, which is the part that the CUDA runtime cannot save.
+The second takes the layers of Llama with ``schedule="auto"``, and also says how long a replay takes the GPU. The third
+takes models of 1 to 256 equal layers: one executable, other tensors and a new D in each call.
+
+"call" is an eager call on tensors of an earlier call. "replay" is a replay of a captured call. "graph" is the launch of
+its graph alone, which is the part that the CUDA runtime cannot save.
 """
 
 from __future__ import annotations
@@ -57,6 +60,9 @@ SLEEP_CYCLES = 40_000_000
 TOKENS = (2048, 8192)
 TP = 8
 """Number of ranks that share a layer."""
+LAYER_COUNTS = (1, 33, 80, 126, 256)
+LAYER_CASES = (CASES[0], CASES[3], CASES[8])
+"""Cases that also run where ranks share a GPU: no fused kernel waits for a copy engine."""
 HOST_LIMIT_US, HOST_LIMIT_SHARE = 20.0, 0.05
 """What a replay may cost the host: so many us, or this share of what it takes the GPU."""
 
@@ -77,6 +83,11 @@ def host_us(run: Callable[[], object], calls: int = 40, rounds: int = 9) -> floa
     return statistics.median(found)
 
 
+def current_stream() -> int:
+    """The handle of the current stream."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
 def prepared(exe: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Shards of A, B and D on this rank, and a captured call of them. Eager calls replay graphs from now on."""
     a, b, d = (torch.randn(exe.plan.shard_shape(name, dist.get_rank()), device="cuda").bfloat16() for name in "ABD")
@@ -93,11 +104,11 @@ def measure() -> list[dict[str, Any]]:
         n, k = (n * ranks, k) if schedule == GATHER else (n, k * ranks)
         exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule, **options)
         (a, b, d), replay = prepared(exe)
-        graphs = itertools.cycle(replay.graphs)  # the buffers alternate, on all ranks in the same order
+        recordings = itertools.cycle(replay.recordings)  # the buffers alternate, on all ranks in the same order
         us = {
             "call": host_us(lambda exe=exe, a=a, b=b, d=d: exe(a, b, out=d)),
             "replay": host_us(replay),
-            "graph": host_us(lambda graphs=graphs: next(graphs).replay()),
+            "graph": host_us(lambda recordings=recordings: next(recordings).replay(current_stream())),
         }
         rows.append({"schedule": schedule, "m": m, "n": n, "k": k, "options": options, "us": us})
     return rows
@@ -123,6 +134,32 @@ def measure_auto() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_layers() -> list[dict[str, Any]]:
+    """The rows of models with many equal layers, on each rank. A step calls each layer, and keeps all results."""
+    rows = []
+    for schedule, (m, n, k), options in LAYER_CASES:
+        n, k = (n * dist.get_world_size(), k) if schedule == GATHER else (n, k * dist.get_world_size())
+        exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule, **options)
+        shapes = [exe.plan.shard_shape(name, dist.get_rank()) for name in "AB"]
+        for layers in LAYER_COUNTS:
+            tensors = [[torch.randn(shape, device="cuda").bfloat16() for shape in shapes] for _ in range(layers)]
+
+            def step(exe: Any = exe, tensors: Any = tensors) -> list[torch.Tensor]:
+                return [exe(a, b) for a, b in tensors]
+
+            step()
+            torch.cuda.synchronize()
+            free, _ = torch.cuda.mem_get_info()
+            before = exe.graphs
+            steps = max(1, 40 // layers)
+            us = {"step 2": host_us(step, 1, 1) / layers, "later steps": host_us(step, steps, 3) / layers}
+            torch.cuda.synchronize()
+            facts = {"layers": layers, "graphs": exe.graphs - before, "bytes": free - torch.cuda.mem_get_info()[0]}
+            rows.append({"schedule": schedule, "m": m, "n": n, "k": k, "options": options | facts, "us": us})
+            del tensors
+    return rows
+
+
 def gpu_us(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> float:
     """Time of the GPU for a replay among several in a row, us: the median of rounds."""
     found = []
@@ -144,18 +181,17 @@ def gpu_us(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> 
 def main(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     auto: Annotated[bool, typer.Option("--auto", help="The layers of Llama with schedule='auto'.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Models of 1 to 256 equal layers.")] = False,
+    share: Annotated[bool, typer.Option("--share", help="Let all ranks share one GPU.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Print what a call, a replay and the launch of its graph cost the host on the slowest rank, us."""
-    of_ranks = launch(measure_auto if auto else measure, ranks, backend="nccl", timeout=300)
+    run = measure_auto if auto else measure_layers if layers else measure
+    of_ranks = launch(run, ranks, backend="nccl", timeout=300, share=share)
     rows = of_ranks[0]
     for number, row in enumerate(rows):
         row["us"] = {name: round(max(found[number]["us"][name] for found in of_ranks), 1) for name in row["us"]}
-    table = (
-        Table("row", "configuration", "replay", "GPU")
-        if auto
-        else Table("schedule", "options", "call", "replay", "graph")
-    )
+    table = Table("row", "configuration", "replay", "GPU") if auto else Table("schedule", "options", *rows[0]["us"])
     for row in rows:
         options = row["options"]
         if not auto:
@@ -171,7 +207,8 @@ def main(
     if json_file:
         about = {
             "benchmark": "host_time",
-            "gpus": ranks,
+            "gpus": 1 if share else ranks,
+            "ranks": ranks,
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
         }

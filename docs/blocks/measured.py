@@ -157,12 +157,23 @@ def planning(file: str) -> str:
 
 
 @table
-def mutation_score() -> str:
-    """The totals of the mutation score."""
-    found = read("mutation_score")
-    total = {key: sum(kind[key] for kind in found["kinds"].values()) for key in next(iter(found["kinds"].values()))}
-    rest = ", ".join(f"{total[key]} {key}" for key in ("missed", "slack", "equivalent", "contradiction"))
+def mutants() -> str:
+    """What the oracle and the proof say of mutants, by what was changed."""
+    found = read("mutants")
+    columns = ("mutants", "no plan", "undefined", "wrong", "right", "right, refused", "missed", "other error")
+    every = [*found["counts"].items(), ("**all**", found["total"])]
+    rows = [[kind, *(str(counts.get(column, 0)) for column in columns)] for kind, counts in every]
+    return rows_of(" | ".join(("changed", *columns)), rows)
+
+
+@table
+def mutants_total() -> str:
+    """The totals of the mutants."""
+    found = read("mutants")
+    total = found["total"]
+    refused, right = total.get("right, refused", 0), total["right"]
     return (
-        f"{found['plans']} plans, {total['generated']} mutations: {total['caught']} caught, {rest}. "
-        f"The score is {found['score']:.0%}."
+        f"{total['mutants']} mutants of {found['plans']} plans, {total['mutants'] - right} of them not right: "
+        f"{total.get('missed', 0)} missed, {total.get('other error', 0)} other errors. Of the {right} that are right, "
+        f"{refused} ({refused / right:.1%}) are refused."
     )

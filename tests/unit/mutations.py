@@ -8,7 +8,21 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from distgemm.plan.ops import Box, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait, box_extents, box_size
+from distgemm.plan.ops import (
+    Box,
+    Copy,
+    Flag,
+    Gemm,
+    Op,
+    Reduce,
+    Signal,
+    Slot,
+    View,
+    Wait,
+    accesses,
+    box_extents,
+    box_size,
+)
 from distgemm.plan.plan import Plan
 from tests.unit.interleavings import Cell, Fault, Machine, Task
 
@@ -58,7 +72,31 @@ def mutations(plan: Plan) -> Iterator[Mutation]:
     for source in (_drops, _dependencies, _swaps, _order, _slots, _pitches, _doubles, _flags, _sums, _cuts):
         for mutation in source(plan):
             if mutation.plan.rank_ops != plan.rank_ops or mutation.plan.slots != plan.slots:
-                yield mutation
+                yield mutation._replace(plan=agree(mutation.plan))
+
+
+def agree(plan: Plan) -> Plan:
+    """The plan with the slots that ops name for readers: those that they write, or that they say are written."""
+    by_id = {(op.rank, op.id): op for op in _all(plan)}
+    signals: dict[tuple[int, int], int] = {}
+    changed: list[Op] = []
+
+    def name(op: Op, slot: int) -> None:
+        if op.slot != slot:
+            changed.append(_replace(op, slot=slot))
+
+    for op in _all(plan):
+        if (written := accesses(op)[1]) is not None:
+            name(op, written.slot)
+        elif isinstance(op, Signal):
+            sent = [accesses(by_id[op.rank, dep])[1] for dep in op.deps if (op.rank, dep) in by_id]
+            slots = [view.slot for view in sent if view is not None and not op.flag.credit]
+            signals[op.flag[:2]] = (slots or [op.slot])[0]
+            name(op, signals[op.flag[:2]])
+    for op in _all(plan):
+        if isinstance(op, Wait):
+            name(op, signals.get(op.flag[:2], op.slot))
+    return _with(plan, *changed)
 
 
 def _all(plan: Plan) -> list[Op]:

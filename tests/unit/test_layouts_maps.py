@@ -170,7 +170,7 @@ def test_modulo_at_no_extent_is_refused_by_name(extent):
 
 @pytest.mark.parametrize("fields", [(-1, 0, 0), (1, -1, 1), (2, 0, 1), (2, 0, -1), (1, 0, 0)])
 def test_swizzle_with_overlapping_fields_is_refused_by_name(fields):
-    with pytest.raises(ValueError, match="got {}, {}, {}".format(*fields)):
+    with pytest.raises(ValueError, match=r"^(bits|base|shift) is an integer .* got"):
         Swizzle(*fields)
 
 

@@ -221,7 +221,10 @@ def test_a_ring_runs_along_one_axis_of_the_mesh():
     assert ring_of((2, 2, 2), 3, [7]) == [3, 7]
     assert ring_of((5,), 3, [0]) == [3, 4, 0, 1, 2]
     assert ring_of((2, 3), 4, [4]) == [4]
-    with pytest.raises(ValueError, match=r"along one axis of the mesh \(2, 3\); ranks \[4, 0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranks that differ from rank 4 on one axis of the mesh \(2, 3\), got \[0\]",
+    ):
         ring_of((2, 3), 4, [0])
 
 

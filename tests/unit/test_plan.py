@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 
 import pytest
 
 import distgemm
 from distgemm.layouts import Axis, TVLayout
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
-from distgemm.plan.plan import SLOT_ALIGNMENT
+from distgemm.plan.plan import SLOT_ALIGNMENT, Mechanism
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.schedulers import schedule_mesh_rank
 from distgemm.schedulers.scheduler import WHOLE
 from distgemm.viz.text import show_plan
 
@@ -141,6 +143,54 @@ def test_bounded_workspace_runs_the_chain_in_two_rounds_of_chunks(size: int, chu
         plan.verify()
         tiles = {box_size(op.out.box) for op in plan.ops(0) if isinstance(op, Gemm)}
         assert plan.workspace_bytes(0) == 2 * chunks * aligned(max(tiles) * 2)
+
+
+RAGGED = [(7, 5, 3), (100, 60, 36), (384, 384, 384), (13, 40, 9)]
+
+
+@pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
+@pytest.mark.parametrize("name", distgemm.list_schedules())
+def test_bounded_workspace_is_never_larger_than_full(name: str, mechanism: Mechanism):
+    """Also if tiles differ in size, so that a slot that two tiles share is larger than one of them."""
+    meshes = {1: [(2,), (4,), (5,), (8,)], 2: [(2, 2), (3, 2)], 3: [(2, 1, 3)]}[schedule_mesh_rank(name)]
+    for mesh, chunks, shape, partial in itertools.product(meshes, (1, 2, 3), RAGGED, (None, "float32")):
+        if "xor" in name and mesh == (5,):
+            continue
+        problem = distgemm.GemmProblem(*shape, partial_dtype=partial)
+        full, bounded = (
+            distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks, mechanism=mechanism, workspace=workspace)
+            for workspace in ("full", "bounded")
+        )
+        for rank in range(full.world_size):
+            assert bounded.workspace_bytes(rank) <= full.workspace_bytes(rank), (mesh, chunks, shape, partial, rank)
+        bounded.verify()
+
+
+@pytest.mark.parametrize("stagger", [0, 1])
+@pytest.mark.parametrize("final_add", ["epilogue", "kernel"])
+def test_a_bounded_ring_takes_at_most_two_rounds_of_slots(final_add: str, stagger: int):
+    for name, size, chunks in itertools.product(
+        ("reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_tiling_b_rotating_c"), (3, 4, 5, 8), (1, 2, 4)
+    ):
+        for partial in (None, "float32"):
+            # Where tiles are empty, ranks idle, and tiles wait longer for the next rank.
+            problem = distgemm.GemmProblem(64 * size, 64 * size, 8 * size, partial_dtype=partial)
+            options = {"final_add": final_add, "stagger": stagger} if stagger < chunks else {"final_add": final_add}
+            plan = distgemm.make_plan(problem, name, size, chunks=chunks, workspace="bounded", **options)
+            assert max(map(len, plan.slots)) <= 2 * chunks, (name, size, chunks, partial)
+
+
+@pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
+@pytest.mark.parametrize("name", [name for name in distgemm.list_schedules() if name.startswith("all_reduce")])
+def test_an_all_reduce_reduces_on_a_rank_that_multiplies(name: str, mechanism: Mechanism):
+    """With fewer columns of A than ranks, some ranks have nothing to multiply, and only get the result."""
+    for size, k in ((2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (8, 5)):
+        problem = distgemm.GemmProblem(m=8 * size, n=8 * size, k=k)
+        plan = distgemm.make_plan(problem, name, size, mechanism=mechanism)
+        plan.verify()
+        whole = 2 * problem.m * problem.n
+        contributors = len({op.rank for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)})
+        assert sum(plan.link_bytes().values()) == whole * (contributors - 1) + whole * (size - 1)
 
 
 def test_workspace_stays_within_one_gathered_operand_or_one_d():
@@ -379,11 +429,11 @@ def test_replace_ops_leaves_the_plan_as_it_was():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda plan: plan.ops(4), r"rank 4 is not in 0\.\.3"),
-        (lambda plan: plan.replace_ops(-1, ()), "rank -1"),
-        (lambda plan: plan.shard("A", 4), "rank 4"),
-        (lambda plan: plan.shard("E", 0), "operand 'E'"),
-        (lambda plan: plan.workspace_bytes(9), "rank 9"),
+        (lambda plan: plan.ops(4), "rank is an integer from 0 to 3, got 4"),
+        (lambda plan: plan.replace_ops(-1, ()), "rank is an integer from 0 to 3, got -1"),
+        (lambda plan: plan.shard("A", 4), "rank is an integer from 0 to 3, got 4"),
+        (lambda plan: plan.shard("E", 0), "operand is one of A, B, C, D, got 'E'"),
+        (lambda plan: plan.workspace_bytes(9), "rank is an integer from 0 to 3, got 9"),
     ],
 )
 def test_what_does_not_exist_is_refused(call, message: str):
@@ -395,11 +445,15 @@ def test_what_does_not_exist_is_refused(call, message: str):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((None, "ag+gemm", 4), {}, "takes a GemmProblem"),
-        ((distgemm.GemmProblem(8, 8, 8), 3, 4), {}, "schedule is a name or a DistributedTileScheduler"),
+        ((None, "ag+gemm", 4), {}, "problem is a distgemm.GemmProblem"),
+        ((distgemm.GemmProblem(8, 8, 8), 3, 4), {}, "schedule is the name of a schedule or a DistributedTileScheduler"),
         ((distgemm.GemmProblem(8, 8, 8), "ag+gemm", 4), {"workspace": "small"}, "workspace is one of full, bounded"),
         ((distgemm.GemmProblem(8, 8, 8), "ag+gemm", 4), {"sync": "none"}, "sync is one of credit, barrier"),
-        ((distgemm.GemmProblem(8, 8, 8), distgemm.get_schedule("ag+gemm", 4), 5), {}, r"for the mesh \(4,\)"),
+        (
+            (distgemm.GemmProblem(8, 8, 8), distgemm.get_schedule("ag+gemm", 4), 5),
+            {},
+            r"world_size is an integer, 4 as",
+        ),
         ((distgemm.GemmProblem(8, 8, 8), distgemm.get_schedule("ag+gemm", 4)), {"chunks": 2}, "is made already"),
         ((distgemm.GemmProblem(8, 8, 8, m_per_rank=(4, 4)), "ag+gemm", 4), {}, "2 entries for 4 ranks"),
         ((distgemm.GemmProblem(8, 8, 8, m_per_rank=(8, 8)), "ag+gemm", 2), {}, "makes 16 rows"),

@@ -92,7 +92,7 @@ def test_an_owners_own_product_waits_for_nothing_where_a_sum_follows(name: str):
             sums = [op for op in ops if isinstance(op, Reduce)]
             added = 4 if "pairwise" in name else 2
             assert [len(op.sources) for op in sums] == [added] * 2 and all(op.out.buffer == "D" for op in sums)
-    with pytest.raises(ValueError, match="final_add is epilogue or kernel, got 'none'"):
+    with pytest.raises(ValueError, match="final_add is one of epilogue, kernel, got 'none'"):
         distgemm.make_plan(problem, name, 4, final_add="none")
 
 
@@ -255,10 +255,19 @@ def test_a_plan_that_blocks_says_which_ops_never_start():
         ({"order": "fastest"}, "order is one of random, issue, got 'fastest'"),
         ({"replays": 0}, "replays is an integer >= 1, got 0"),
         ({"beta": 1.0}, "needs c_shards"),
-        ({"a_shards": []}, "A has 0 shards for 2 ranks"),
-        ({"a_shards": [np.zeros((4, 8)), np.zeros((8, 4))]}, r"A's shard on rank 1 has shape \(4, 8\), got \(8, 4\)"),
-        ({"b_shards": [np.zeros((1, 4, 8))] * 2}, r"B's shard on rank 0 has shape \(4, 8\), got \(1, 4, 8\)"),
-        ({"c_shards": [np.zeros((8, 3))] * 2}, r"C's shard on rank 0 has shape \(8, 4\), got \(8, 3\)"),
+        ({"a_shards": []}, r"a_shards is a sequence of 2 arrays, the shard of A of each rank, got \[\]"),
+        (
+            {"a_shards": [np.zeros((4, 8)), np.zeros((8, 4))]},
+            r"a_shards\[1\] is an array .* of shape \(4, 8\), got a ndarray of shape \(8, 4\)",
+        ),
+        (
+            {"b_shards": [np.zeros((1, 4, 8))] * 2},
+            r"b_shards\[0\] is an array .* of shape \(4, 8\), got a ndarray of shape \(1, 4, 8\)",
+        ),
+        (
+            {"c_shards": [np.zeros((8, 3))] * 2},
+            r"c_shards\[0\] is an array .* of shape \(8, 4\), got a ndarray of shape \(8, 3\)",
+        ),
     ],
 )
 def test_bad_arguments_say_what_would_be_right(change: dict, message: str):

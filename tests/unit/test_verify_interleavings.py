@@ -25,6 +25,8 @@ CASES = [
 CONTRADICTIONS = (
     "where its tile is",  # a Gemm's tile and its views
     "waits for Flag(",  # a flag's first value, at its Wait and at its Signal
+    "about slot",  # the slots that an op, a Signal and its Wait name
+    "names slot",
     "names rank",  # a Wait's peer and the rank of the Signal
     "another place of the matrix",  # the boxes at both ends of a transfer, where the bytes are the same
     "elements apart",  # rows of a slot where nothing but their distance is wrong

@@ -14,7 +14,7 @@ from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Signal, Slot, View, Wai
 from distgemm.plan.validate import validate
 from distgemm.plan.verify import Evaluation, Order
 from tests.unit.interleavings import fault
-from tests.unit.mutations import KINDS, changed, effect, mutations
+from tests.unit.mutations import KINDS, agree, changed, effect, mutations
 from tests.unit.test_verify_interleavings import CONTRADICTIONS, SYNCHRONISED, small, verdict
 
 NAMES = [name for name in distgemm.list_schedules() if "1d" in name]
@@ -33,7 +33,7 @@ NAMED = re.compile(
 
 
 PUSHED = [(name, mesh, *how, "push") for name, mesh in MESHES for how in SYNCHRONISED[:3]]
-"""The fourth in benchmarks/mutation_score.py."""
+"""The fourth is in tests/mutations."""
 OTHERS = [
     (name, mesh, *SYNCHRONISED[(number // 2 + turn) % 4], mechanism)
     for number, (name, mesh) in enumerate(MESHES)
@@ -372,7 +372,7 @@ def _with_copies(*moves: tuple[View, View, tuple[int, ...]]) -> Plan:
         Copy(100 + place, 0, 0, 0, "A", (0, 0, 0), -1, tuple(100 + dep for dep in deps), src, dst)
         for place, (src, dst, deps) in enumerate(moves)
     ]
-    return dataclasses.replace(plan, slots=(slots,)).replace_ops(0, [*copies, *plan.ops(0)])
+    return agree(dataclasses.replace(plan, slots=(slots,)).replace_ops(0, [*copies, *plan.ops(0)]))
 
 
 TILE = ((0, 1), (0, 2), (0, 2))
@@ -393,6 +393,119 @@ def test_what_is_left_of_a_tile_may_still_be_read(ordered: bool) -> None:
     assert (fault(plan, exhaustive=True) is None) == ordered
     said = verdict(plan)
     assert said is None if ordered else "writing slot 0" in str(said)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_each_part_of_a_new_tile_waits_for_readers_of_the_old_one(ordered: bool) -> None:
+    """A tile with another frame replaces what the slot held, in parts that nothing orders among themselves."""
+    columns = ((0, 1), (0, 2), (0, 1))
+    new = SLOT._replace(frame=columns)
+    top, bottom = ((0, 1), (0, 1), (0, 1)), ((0, 1), (1, 2), (0, 1))
+    moves = (
+        (SHARD, SLOT, ()),
+        (SLOT, SLOT._replace(slot=1), (0,)),
+        (SHARD._replace(box=top), new._replace(box=top), (1,)),
+        (SHARD._replace(box=bottom), new._replace(box=bottom), (1,) if ordered else (0,)),
+    )
+    plan = _with_copies(*moves)
+    assert (fault(plan, exhaustive=True) is None) == ordered
+    said = verdict(plan)
+    assert said is None if ordered else "writing slot 0[0:1, 1:2, 0:1]@0 is not ordered after" in str(said)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_each_part_of_a_tile_waits_for_readers_in_the_replay_before(ordered: bool) -> None:
+    """Rank 1 reads a tile of rank 0, which the next replay replaces in parts, of which one waits for nobody."""
+    plan = _pulled_and_replaced(ordered)
+    assert (fault(plan, exhaustive=True) is None) == ordered
+    said = verdict(plan)
+    assert said is None if ordered else "writing slot" in str(said)
+
+
+def _pulled_and_replaced(ordered: bool) -> Plan:
+    """In each replay rank 0 fills a slot in two halves of a narrow frame, then whole, and rank 1 copies the whole."""
+    problem = GemmProblem(m=4, n=2, k=2)
+    plan = distgemm.make_plan(problem, "all_gather_1d_ring_a", 2, sync="barrier", mechanism="pull")
+    ends = [sum(slot.bytes for slot in of_rank) for of_rank in plan.slots]
+    slots = [(*of_rank, Slot(end, 256, "bfloat16", 16)) for of_rank, end in zip(plan.slots, ends, strict=True)]
+    number = len(slots[0]) - 1
+    narrow = ((0, 1), (0, 2), (0, 1))
+    slot = View(0, "slot", number, TILE, TILE, 8)
+    halves = [View(0, "slot", number, narrow, ((0, 1), (row, row + 1), (0, 1)), 8) for row in range(2)]
+    here = View(0, "A", -1, plan.box("A", 0), TILE, 2)
+    about = "A", (0, 0, 0), -1
+    ready, free = Flag(1, 90, 0, False), Flag(0, 90, 1, True)
+    fill = [
+        Wait(100, 0, 0, 0, *about, (), free, 1),
+        *(
+            Copy(101 + row, 0, 0, 0, *about, (100,) if ordered or not row else (), here._replace(box=half.box), half)
+            for row, half in enumerate(halves)
+        ),
+        Copy(103, 0, 0, 0, *about, (101, 102), here, slot),
+        Signal(104, 0, 0, 0, *about, (103,), ready),
+    ]
+    read = [
+        Wait(100, 1, 1, 0, *about, (), ready, 0),
+        Copy(101, 1, 1, 0, *about, (100,), slot, View(1, "slot", number, TILE, TILE, 8)),
+        Signal(102, 1, 1, 0, *about, (101,), free),
+    ]
+    plan = dataclasses.replace(plan, slots=tuple(slots))
+    later = [[dataclasses.replace(op, round=op.round + 1) for op in ops] for ops in plan.rank_ops]
+    return agree(plan.replace_ops(0, [*fill, *later[0]]).replace_ops(1, [*read, *later[1]]))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_first_part_of_a_tile_waits_for_readers_of_the_tile_before(ordered: bool) -> None:
+    """Rank 0 sends one half of a narrow tile. Rank 1 replaces it by a wide tile, copies that, and replaces the other
+    half. So the copy reads bytes that nothing at the end of the replay covers, and rank 0 writes them next."""
+    plan = distgemm.make_plan(GemmProblem(m=4, n=2, k=2), "all_gather_1d_ring_a", 2, sync="barrier")
+    ends = [sum(slot.bytes for slot in of_rank) for of_rank in plan.slots]
+    slots = [
+        (*of_rank, *(Slot(end + 256 * n, 256, "bfloat16", 16) for n in range(2)))
+        for of_rank, end in zip(plan.slots, ends, strict=True)
+    ]
+    number = len(slots[1]) - 2
+    wide, tile, narrow = plan.box("A", 1), plan.box("A", 0), ((0, 1), (0, 2), (0, 1))
+    slot, other = (View(1, "slot", place, wide, wide, 8) for place in (number, number + 1))
+    upper, lower = ((0, 1), (0, 1), (0, 1)), ((0, 1), (1, 2), (0, 1))
+    above, below = (slot._replace(frame=narrow, box=box) for box in (upper, lower))
+    arrived = next(op for op in plan.ops(0) if isinstance(op, Copy)).dst
+    wait = next(op for op in plan.ops(1) if isinstance(op, Wait))
+    mine, sent = View(1, "A", -1, wide, wide, 2), View(0, "A", -1, tile, lower, 2)
+    about = "A", (1, 0, 0), -1
+    flag = Flag(1, 90, 0, False)
+    send = [
+        Copy(100, 0, 50, 0, *about, (0,) if ordered else (), sent, below),
+        Signal(101, 0, 50, 0, *about, (100, 0), flag),
+    ]
+    keep = [
+        Wait(100, 1, 51, 0, *about, (), flag, 0),
+        Copy(101, 1, 51, 0, *about, (100,), mine, slot),
+        Copy(102, 1, 51, 0, *about, (101,), slot, other),
+        Copy(103, 1, 51, 0, *about, (102, wait.id), arrived._replace(box=upper), above),
+    ]
+    plan = dataclasses.replace(plan, slots=tuple(slots))
+    plan = agree(plan.replace_ops(0, [*plan.ops(0), *send]).replace_ops(1, [*plan.ops(1), *keep]))
+    assert (fault(plan, exhaustive=True) is None) == ordered
+    said = verdict(plan)
+    assert said is None if ordered else "writing slot" in str(said)
+
+
+@pytest.mark.parametrize("sync", ["credit", "barrier"])
+@pytest.mark.parametrize("name", ["all_gather_1d_ring_a", "reduce_scatter_1d_pairwise_a"])
+def test_a_pull_waits_for_the_op_of_the_rank_that_it_reads(name: str, sync: str) -> None:
+    """Ids count for each rank: an op of the reader's own rank that has the id of the writer orders nothing."""
+    plan = small(name, (2,), 1, "full", sync, "pull")
+    pull = next(op for op in plan.ops(0) if isinstance(op, Copy) and op.src.rank == 1)
+    (writer,) = [op for op in plan.ops(1) if getattr(op, "dst", getattr(op, "out", None)) == pull.src]
+    before = [op.id for op in plan.ops(0)[: plan.ops(0).index(pull)]]
+    assert writer.id in before
+    rest = tuple(dep for dep in pull.deps if plan.ops(0)[dep].kind != "Wait" or plan.ops(0)[dep].flag.initial)  # type: ignore[attr-defined]
+    assert len(rest) < len(pull.deps)
+    wrong = _changed(plan, pull, deps=(*rest, writer.id))
+    assert fault(wrong, exhaustive=True) is not None
+    with pytest.raises(PlanError, match=r"Copy .* reading slot .* is not ordered after rank 1"):
+        wrong.verify()
 
 
 def test_a_transfer_has_something_to_move() -> None:
