@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
 import distgemm
@@ -107,13 +105,13 @@ def tensor_parallel_plan() -> dict[str, Any]:
     Logits are DTensors with a part of the vocabulary on each rank, as torch's loss_parallel takes them.
     """
     return {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
-        "blocks.*.attention_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "blocks.*.attention": distgemm.nn.SharedColwiseParallel("wq", "wk", "wv"),
-        "blocks.*.attention.wo": distgemm.nn.RowwiseParallel(),
-        "blocks.*.mlp_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "blocks.*.mlp": distgemm.nn.SharedColwiseParallel("gate", "up"),
-        "blocks.*.mlp.down": distgemm.nn.RowwiseParallel(),
-        "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
-        "head": distgemm.nn.ColwiseParallel(use_local_output=False),
+        "embedding": distgemm.nn.RowwiseParallel(sequence_dim=0),
+        "blocks.*.attention_norm": distgemm.nn.SequenceParallel(sequence_dim=0),
+        "blocks.*.attention": distgemm.nn.SharedColwiseParallel("wq", "wk", "wv", sequence_dim=0),
+        "blocks.*.attention.wo": distgemm.nn.RowwiseParallel(sequence_dim=0),
+        "blocks.*.mlp_norm": distgemm.nn.SequenceParallel(sequence_dim=0),
+        "blocks.*.mlp": distgemm.nn.SharedColwiseParallel("gate", "up", sequence_dim=0),
+        "blocks.*.mlp.down": distgemm.nn.RowwiseParallel(sequence_dim=0),
+        "norm": distgemm.nn.SequenceParallel(sequence_dim=0),
+        "head": distgemm.nn.ColwiseParallel(sequence_dim=0, use_local_output=False),
     }

@@ -388,10 +388,17 @@ def main(arguments: list[str] | None = None) -> Report | None:
         else:
             parser.add_argument(option, type=type(default), default=default, help="%(default)s")
     options = Options(**vars(parser.parse_args(arguments)))
-    if options.prompt % options.tp or options.sizes.kv_heads % options.tp:
-        parser.error(f"--prompt and the kv_heads of the model are multiples of --tp; got {options}")
-    if options.tokens < 1:
-        parser.error(f"--tokens is 1 or more; got {options.tokens}")
+    for name in ("layers", "tp", "batch", "prompt", "tokens", "bucket"):
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name} is 1 or more, got {value}")
+    if options.prompt % options.tp:
+        more = options.prompt + -options.prompt % options.tp
+        parser.error(
+            f"--prompt is a multiple of --tp, because the ranks split the prompt; got {options.prompt} and "
+            f"{options.tp}, --prompt {more} would do"
+        )
+    if (heads := options.sizes.kv_heads) % options.tp:
+        parser.error(f"--tp divides the {heads} kv_heads of the model {options.model}, got {options.tp}")
     if "RANK" in os.environ:  # torchrun started this process, and one for each other rank
         report = serve(options)
         if dist.get_rank() == 0:

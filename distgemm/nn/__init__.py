@@ -2,13 +2,14 @@
 
 from distgemm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from distgemm.nn.state import full_state_dict, load_full_state_dict
-from distgemm.nn.styles import ColwiseParallel, RowwiseParallel, SharedColwiseParallel
+from distgemm.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedColwiseParallel
 
 __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
     "RowParallelLinear",
     "RowwiseParallel",
+    "SequenceParallel",
     "SharedColwiseParallel",
     "full_state_dict",
     "load_full_state_dict",

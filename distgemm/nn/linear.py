@@ -9,8 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from distgemm.arguments import MAX_EXTENT, boolean, instance, integer
+from distgemm.nn.tensors import (
+    GradientCheck,
+    check_sequence_dim,
+    dtensor_of_part,
+    input_with_features,
+    input_with_tokens,
+    local,
+    tokens_back,
+    uneven,
+)
 from distgemm.runtime.checks import Group, process_group
+from distgemm.runtime.torch_arguments import read_device, read_dtype
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.functional import check_schedule
 
@@ -19,31 +33,46 @@ __all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
 Tensor = torch.Tensor
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of elements that a layer may have."""
+
+
 class ParallelLinear(nn.Module):
     """The base of both layers: a linear layer with this rank's part of the weight.
 
-    Weights are split as torch.chunk splits them. ``state_dict()`` has this rank's parts. ``load_state_dict`` takes this
-    rank's parts or the whole parameters. :func:`distgemm.nn.full_state_dict` returns the whole parameters.
+    Parameters are DTensors, so optimizers, gradient clipping and checkpoints treat them as one whole. They are split as
+    torch.chunk splits them. ``load_state_dict`` takes DTensors, whole tensors or tensors of this rank.
+    :func:`distgemm.nn.full_state_dict` returns the whole parameters.
+
+    A parameter of another module that works on this rank's tokens, such as a norm, an embedding or a head, needs a sum
+    of its gradient over the ranks. ``distgemm.nn.SequenceParallel`` on that module does it. A
+    layer warns once if its input depends on a parameter that is no DTensor.
 
     Args:
         in_features: in_features over all ranks.
         out_features: out_features over all ranks.
-        group: the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh.
+        group: the ranks that take part: a ProcessGroup, or a dimension of a DeviceMesh. With FSDP2, or beside
+            parallelize_module, pass the dimension of the mesh, such as ``mesh["tp"]``.
         bias: whether there is a bias.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
-        device: device of the parameters.
+        sequence_dim: the dimension of the tokens, 0 or 1 for a tensor (tokens, batch, features) or (batch, tokens,
+            features). With another dimension than 0, the input is copied, and the result is a view that is not
+            contiguous. None: 0, for inputs of two dimensions only; a DTensor's placement says it as well.
+        device: device of the parameters; None: torch's default device if the group serves it.
         dtype: dtype of the parameters.
 
     Attributes:
-        weight: (out_features, in_features), this rank's part.
-        bias: (out_features,), this rank's part; None without a bias.
+        weight: a DTensor, (out_features, in_features).
+        bias: a DTensor, (out_features,); None without a bias.
         group: name of the process group.
+        mesh: the ranks of the group, as the DTensors have them.
         ranks: number of ranks of the group.
         rank: this rank in the group.
 
     Raises:
-        ValueError: for wrong sizes, an unknown group or an unknown schedule.
+        ValueError: for wrong sizes, an unknown group or an unknown schedule, and for a device that the group does not
+            serve.
     """
 
     weight: nn.Parameter
@@ -61,24 +90,33 @@ class ParallelLinear(nn.Module):
         bias: bool = True,
         schedule: str = "auto",
         chunks: int | None = None,
+        sequence_dim: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} is an integer >= 1, over all ranks; got {value!r}")
+            integer(f"{type(self).__name__}: {name}", value, 1, MAX_EXTENT)
+        boolean("bias", bias)
+        if device is not None:
+            read_device("device", device, ("cpu", "cuda", "meta"))
+        if dtype is not None:
+            read_dtype("dtype", dtype, DTYPES)
         check_schedule(schedule, chunks)
+        check_sequence_dim(sequence_dim)
         self.in_features, self.out_features = in_features, out_features
         self.group = group_name(group)
         ranks = process_group(self.group)
         self.ranks, self.rank = ranks.size(), dist.get_rank(ranks)
-        self.schedule, self.chunks = schedule, chunks
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(self.part_shape("weight"), **options))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.part_shape("bias"), **options))
-        else:
+        self.schedule, self.chunks, self.sequence_dim = schedule, chunks, sequence_dim
+        self._check = GradientCheck(type(self).__name__)
+        self.mesh = group if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
+        options: dict[str, Any] = {"device": _parameter_device(device, self.mesh), "dtype": dtype}
+        for name in ("weight", "bias") if bias else ("weight",):
+            whole = torch.empty(self.whole_shape(name), device="meta")
+            part = torch.empty(self.part_shape(name), **options)
+            self.register_parameter(name, nn.Parameter(dtensor_of_part(part, self.mesh, self._placement(name), whole)))
+        if not bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
@@ -86,18 +124,22 @@ class ParallelLinear(nn.Module):
         """Draw new parameters: uniform, with the bounds of an nn.Linear with all in_features.
 
         A bias that is not split starts with zeros. Each rank has its own generator. Its seed is a number from torch's
-        default generator plus the rank in the group. So with the same torch.manual_seed, ranks draw different parts,
-        and data-parallel replicas draw the same. The whole weight depends on the number of ranks.
+        default generator plus the number of the rank's part. So with the same torch.manual_seed, ranks draw different
+        parts, and data-parallel replicas draw the same. The whole weight depends on the number of ranks.
         """
         bound = 1 / math.sqrt(self.in_features)
         # Also drawn for parameters without values, so that torch's generator is in the same state afterwards.
-        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
-        own = None if self.weight.is_meta else torch.Generator(self.weight.device).manual_seed(seed)
-        nn.init.uniform_(self.weight, -bound, bound, generator=own)
-        if self.bias is not None and "bias" in self.split:
-            nn.init.uniform_(self.bias, -bound, bound, generator=own)
-        elif self.bias is not None:
-            nn.init.zeros_(self.bias)
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        own: torch.Generator | None = None
+        for name, parameter in self.named_parameters():
+            part = local(parameter.detach())
+            if part.is_meta:
+                continue
+            if name in self.split:
+                own = own or torch.Generator(part.device).manual_seed(seed + _part_number(self.weight))
+                nn.init.uniform_(part, -bound, bound, generator=own)
+            else:
+                nn.init.zeros_(part)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group, **options: Any) -> Any:
@@ -108,6 +150,7 @@ class ParallelLinear(nn.Module):
             group: the ranks that take part.
             **options: further options of the constructor.
         """
+        instance("linear", linear, nn.Linear, "an nn.Linear")
         weight = linear.weight
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)
@@ -129,39 +172,20 @@ class ParallelLinear(nn.Module):
             shape[dim] = max(0, min(length, shape[dim] - self.rank * length))
         return tuple(shape)
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter: a view."""
-        if name not in self.split:
-            return whole
-        dim = self.split[name]
-        length = -(-whole.shape[dim] // self.ranks)
-        start = min(self.rank * length, whole.shape[dim])
-        return whole.narrow(dim, start, self.part_shape(name)[dim])
-
-    def whole(self, name: str) -> Tensor:
-        """The whole parameter, on each rank. A collective call."""
-        mine = self.get_parameter(name).detach()
-        if name not in self.split or self.ranks == 1:
-            return mine.clone()
-        dim = self.split[name]
-        length = -(-self.whole_shape(name)[dim] // self.ranks)
-        # Not every backend gathers blocks of different sizes.
-        block = mine.new_zeros(*mine.shape[:dim], length, *mine.shape[dim + 1 :])
-        block.narrow(dim, 0, mine.shape[dim]).copy_(mine)
-        blocks = [torch.empty_like(block) for _ in range(self.ranks)]
-        dist.all_gather(blocks, block, group=process_group(self.group))
-        return torch.cat(blocks, dim).narrow(dim, 0, self.whole_shape(name)[dim]).contiguous()
+    def _placement(self, name: str) -> Shard | Replicate:
+        return Shard(self.split[name]) if name in self.split else Replicate()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name in ("weight", "bias"):
+        for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
-            if given is not None and tuple(given.shape) == self.whole_shape(name) != self.part_shape(name):
-                state_dict[prefix + name] = self.part(name, given)
+            if not isinstance(given, Tensor) or isinstance(given, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if tuple(given.shape) == self.whole_shape(name):
+                state_dict[prefix + name] = distribute_tensor(given, mesh, placements, src_data_rank=None)
+            elif tuple(given.shape) == self.part_shape(name) and mesh.ndim == 1:
+                state_dict[prefix + name] = dtensor_of_part(given, mesh, self._placement(name), parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _even(self, extent: int) -> int | None:
-        """The extent as an argument of the function: None if all ranks have the same share."""
-        return extent if extent % self.ranks else None
 
     def extra_repr(self) -> str:
         """The arguments of the layer, for print."""
@@ -171,24 +195,55 @@ class ParallelLinear(nn.Module):
         )
 
 
+def _mesh_of(group: dist.ProcessGroup, device: Any) -> DeviceMesh:
+    """The ranks of a group as a mesh, on the type of device that the parameters have or will have."""
+    served = [each.type for each in group._device_types]
+    wanted = (torch.get_default_device() if device is None else torch.device(device)).type
+    if wanted not in served:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        wanted = accelerator.type if accelerator is not None and accelerator.type in served else "cpu"
+    return DeviceMesh.from_group(group, wanted)
+
+
+def _parameter_device(device: Any, mesh: DeviceMesh) -> torch.device:
+    """Where parameters lie: on the mesh's type of device, or without values on "meta"."""
+    wanted = torch.get_default_device() if device is None else torch.device(device)
+    if wanted.type in (mesh.device_type, "meta"):
+        return wanted
+    if device is not None:
+        raise ValueError(f"device is {wanted}, and the ranks of the group are on {mesh.device_type}; leave device out")
+    return torch.device(mesh.device_type)
+
+
+def _part_number(parameter: Tensor) -> int:
+    """The number of this rank's part, where ranks with the same part of the parameter have the same number."""
+    assert isinstance(parameter, DTensor)
+    mesh, number = parameter.device_mesh, 0
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+    return number
+
+
 class ColumnParallelLinear(ParallelLinear):
     """A linear layer with some out_features on each rank: :func:`distgemm.all_gather_matmul`.
 
     The input is (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., out_features of this
-    rank). Out_features are split over the ranks as torch.chunk splits them.
+    rank). With ``sequence_dim=1`` they are (batch, tokens, features). Out_features are split over the ranks as
+    torch.chunk splits them.
 
     Args:
         in_features: in_features over all ranks.
         out_features: out_features over all ranks.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
-        **options: group, bias, schedule, chunks, device and dtype, as in :class:`ParallelLinear`.
+        **options: group, bias, schedule, chunks, sequence_dim, device and dtype, as in :class:`ParallelLinear`.
     """
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012
 
     def __init__(self, in_features: int, out_features: int, *, keep_gathered: bool = False, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
-        self.keep_gathered = keep_gathered
+        self.keep_gathered = boolean("keep_gathered", keep_gathered)
 
     def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
         """The tokens of all ranks, with this rank's out_features.
@@ -197,25 +252,29 @@ class ColumnParallelLinear(ParallelLinear):
             x: (tokens of this rank, ..., in_features).
             m_per_rank: tokens of each rank; None: as many on each.
         """
-        return all_gather_matmul(
+        x, dim = input_with_tokens(type(self).__name__, x, self.mesh, self.sequence_dim)
+        self._check(x, self.mesh)
+        y = all_gather_matmul(
             x,
-            self.weight,
+            local(self.weight),
             group=self.group,
-            bias=self.bias,
+            bias=local(self.bias),
             schedule=self.schedule,
             chunks=self.chunks,
             m_per_rank=m_per_rank,
-            out_features=self._even(self.out_features),
+            out_features=uneven(self.out_features, self.ranks),
             keep_gathered=self.keep_gathered,
         )
+        return tokens_back(y, dim)
 
 
 class RowParallelLinear(ParallelLinear):
     """A linear layer with some in_features on each rank: :func:`distgemm.matmul_reduce_scatter`.
 
     The input is (tokens of all ranks, ..., in_features of this rank), the output (tokens of this rank, ...,
-    out_features). In_features are split over the ranks as torch.chunk splits them. The bias is the same on all ranks,
-    and so is its gradient. The arguments are those of :class:`ParallelLinear`.
+    out_features). With ``sequence_dim=1`` they are (batch, tokens, features). In_features are split over the ranks as
+    torch.chunk splits them. The bias is the same on all ranks, and so is its gradient. The arguments are those of
+    :class:`ParallelLinear`.
     """
 
     split = {"weight": 1}  # noqa: RUF012
@@ -227,13 +286,16 @@ class RowParallelLinear(ParallelLinear):
             x: (tokens of all ranks, ..., in_features of this rank).
             m_per_rank: tokens that each rank keeps; None: as many on each.
         """
-        return matmul_reduce_scatter(
+        x, dim = input_with_features(type(self).__name__, x, self.mesh, self.sequence_dim)
+        self._check(x, self.mesh)
+        y = matmul_reduce_scatter(
             x,
-            self.weight,
+            local(self.weight),
             group=self.group,
-            bias=self.bias,
+            bias=local(self.bias),
             schedule=self.schedule,
             chunks=self.chunks,
             m_per_rank=m_per_rank,
-            in_features=self._even(self.in_features),
+            in_features=uneven(self.in_features, self.ranks),
         )
+        return tokens_back(y, dim)

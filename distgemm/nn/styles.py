@@ -5,6 +5,7 @@ Parameters become DTensors, as with torch's own styles, so that optimizers, grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -15,83 +16,82 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import SequenceParallel as SequenceParallelOfTorch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from distgemm.arguments import boolean, string, wrong
+from distgemm.nn.tensors import (
+    GradientCheck,
+    check_sequence_dim,
+    dtensor_of_part,
+    input_with_features,
+    input_with_tokens,
+    local,
+    token_dim,
+    tokens_back,
+    uneven,
+)
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SharedColwiseParallel"]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "SharedColwiseParallel"]
 
 Tensor = torch.Tensor
+
+_DISTRIBUTED: Any = WeakTensorKeyDictionary()
+"""The DTensor, by weak reference, that a style has made of a parameter. Modules that share the parameter share it."""
 
 
 def _linear(style: ParallelStyle, module: nn.Module) -> nn.Linear:
     if not isinstance(module, nn.Linear):
-        name = type(style).__name__
+        also = " and nn.Embedding" if isinstance(style, RowwiseParallel) else ""
         raise ValueError(
-            f"distgemm.nn.{name} is for nn.Linear, got {type(module).__name__}; for embeddings and norms take the "
-            "styles of torch.distributed.tensor.parallel"
+            f"{_name(style)} is for nn.Linear{also}, got {type(module).__name__}; for norms take "
+            "distgemm.nn.SequenceParallel"
         )
     return module
 
 
-def _distribute(style: ParallelStyle, module: nn.Linear, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    for name, parameter in list(module.named_parameters()):
-        sharded = distribute_tensor(parameter, mesh, [placements[name]], src_data_rank=style.src_data_rank)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+def _name(style: ParallelStyle) -> str:
+    return f"distgemm.nn.{type(style).__name__}"
 
 
-def _local(parameter: Tensor | None) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _distribute(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        made = _DISTRIBUTED.get(parameter)
+        sharded = None if made is None else made()
+        if sharded is None:
+            found = distribute_tensor(parameter, mesh, [placements[name]], src_data_rank=style.src_data_rank)
+            sharded = nn.Parameter(found, requires_grad=parameter.requires_grad)
+            _DISTRIBUTED[parameter] = weakref.ref(sharded)
+        elif sharded.device_mesh != mesh or sharded.placements != (placements[name],):
+            raise ValueError(
+                f"{_name(style)}: {name} of {type(module).__name__} is also a parameter of a module that is split as "
+                f"{list(sharded.placements)} on {sharded.device_mesh}, and here as [{placements[name]}] on {mesh}; use "
+                "styles that split both in the same way, or two parameters"
+            )
+        module.register_parameter(name, sharded)
 
 
-def _local_input(style: ParallelStyle, x: Tensor, mesh: DeviceMesh, *, features: bool) -> Tensor:
-    """This rank's part of an input.
-
-    Raises ValueError for a DTensor with another sharding than the style takes: along its last dimension with
-    ``features``, otherwise along its first.
-    """
-    if not isinstance(x, DTensor):
-        return x
-    dim = x.dim() - 1 if features else 0
-    found = x.placements[0] if len(x.placements) == 1 else None
-    if not isinstance(found, Shard) or found.dim % x.dim() != dim or x.device_mesh != mesh:
-        wanted, given = f"[Shard({dim})]", ", ".join(str(each) for each in x.placements)
-        remedy = f"x.redistribute(placements={wanted}) would do"
-        if x.device_mesh != mesh:
-            given += f" on {x.device_mesh}"
-            remedy = f"pass x.to_local() if that is this rank's part of {wanted}"
-        elif not features:
-            remedy += "; tokens are the first dimension, as after SequenceParallel(sequence_dim=0)"
-        name = type(style).__name__
-        raise ValueError(
-            f"distgemm.nn.{name} takes a tensor of this rank, or a DTensor with the placements {wanted} on the style's "
-            f"mesh; got [{given}] of shape {tuple(x.shape)}. {remedy}"
-        )
-    local: Tensor = x.to_local()
-    return local
-
-
-def _uneven(extent: int, mesh: DeviceMesh) -> int | None:
-    """The extent as an argument of the function: None if all ranks have the same share."""
-    return extent if extent % mesh.size() else None
-
-
-def _as_dtensor(y: Tensor, features: int, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of all features, from this rank's features."""
-    shape = torch.Size((*y.shape[:-1], features))
-    stride = torch.empty(shape, device="meta").stride()
-    found: DTensor = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    return found
+def _as_dtensor(y: Tensor, dim: int, features: int, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of all features, from this rank's features. The tokens are dimension ``dim`` of y."""
+    first = y.movedim(dim, 0)
+    whole = tokens_back(torch.empty(*first.shape[:-1], features, device="meta"), dim)
+    return dtensor_of_part(y, mesh, Shard(y.dim() - 1), whole)
 
 
 class ColwiseParallel(ParallelStyle):
     """Splits the out_features of an nn.Linear over the ranks: :func:`distgemm.all_gather_matmul`.
 
     The input is (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., out_features of this
-    rank). Tokens are the first dimension, so norms before the layer take torch's SequenceParallel(sequence_dim=0). An
-    input that is a DTensor has the placements [Shard(0)]; with others, the layer raises ValueError.
+    rank). With ``sequence_dim=1`` they are (batch, tokens, features). Norms before the layer take
+    :class:`SequenceParallel` with the same ``sequence_dim``. An input that is a DTensor is sharded along its tokens;
+    with other placements, the layer raises ValueError.
 
     Args:
+        sequence_dim: the dimension of the tokens, 0 or 1. With another dimension than 0, the input is copied, and the
+            result is a view that is not contiguous. None: the dimension along which a DTensor is sharded, or 0 for
+            tensors of two dimensions. The layer raises ValueError for tensors of more dimensions.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
@@ -105,6 +105,7 @@ class ColwiseParallel(ParallelStyle):
     def __init__(
         self,
         *,
+        sequence_dim: int | None = None,
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
@@ -112,21 +113,26 @@ class ColwiseParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
+        check_sequence_dim(sequence_dim)
+        self.sequence_dim = sequence_dim
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
-        self.use_local_output = use_local_output
+        boolean("keep_gathered", keep_gathered)
+        self.use_local_output = boolean("use_local_output", use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         group, options = group_name(device_mesh), self.options
-        out_features = _uneven(linear.out_features, device_mesh)
-        as_dtensor, style = not self.use_local_output, self
+        out_features = uneven(linear.out_features, device_mesh.size())
+        as_dtensor, sequence_dim, check = not self.use_local_output, self.sequence_dim, GradientCheck(_name(self))
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            weight, bias = _local(self.weight), _local(self.bias)
-            x = _local_input(style, x, device_mesh, features=False)
+            x, dim = input_with_tokens(check.name, x, device_mesh, sequence_dim)
+            check(x, device_mesh)
+            weight, bias = local(self.weight), local(self.bias)
             y = all_gather_matmul(x, weight, group=group, bias=bias, out_features=out_features, **options)
-            return _as_dtensor(y, self.out_features, device_mesh) if as_dtensor else y
+            y = tokens_back(y, dim)
+            return _as_dtensor(y, dim, self.out_features, device_mesh) if as_dtensor else y
 
         # A method and no closure over the module, so that a deep copy uses its own parameters.
         module.forward = MethodType(forward, module)
@@ -137,35 +143,114 @@ class RowwiseParallel(ParallelStyle):
     """Splits the in_features of an nn.Linear over the ranks: :func:`distgemm.matmul_reduce_scatter`.
 
     The input is (tokens of all ranks, ..., in_features of this rank), the output (tokens of this rank, ...,
-    out_features). An input that is a DTensor is sharded along its last dimension; with other placements, the layer
-    raises ValueError.
+    out_features). With ``sequence_dim=1`` they are (batch, tokens, features). An input that is a DTensor is sharded
+    along its last dimension; with other placements, the layer raises ValueError.
+
+    It also splits the vocabulary of an nn.Embedding. The input then has the ids of all tokens, on every rank, and the
+    output is that of torch's RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(sequence_dim)). The output
+    of torch's style is a collective that has not finished, and torch.compile of the module that takes it loses its
+    gradient. The output of this style is finished.
 
     Args:
-        schedule: as in :func:`distgemm.all_gather_matmul`.
-        chunks: as in :func:`distgemm.all_gather_matmul`.
+        sequence_dim: the dimension of the tokens, 0 or 1. With another dimension than 0, the input of a Linear is
+            copied, and the result is a view that is not contiguous. None: 0 for outputs of two dimensions. The layer
+            raises ValueError for outputs of more dimensions.
+        schedule: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
+        chunks: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
 
     Raises:
         ValueError: for an unknown schedule or wrong chunks.
     """
 
-    def __init__(self, *, schedule: str = "auto", chunks: int | None = None) -> None:
+    def __init__(self, *, sequence_dim: int | None = None, schedule: str = "auto", chunks: int | None = None) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
+        check_sequence_dim(sequence_dim)
+        self.sequence_dim = sequence_dim
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Embedding):
+            return self._apply_to_embedding(module, device_mesh)
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(1), "bias": Replicate()})
-        group, options = group_name(device_mesh), self.options
-        in_features, style = _uneven(linear.in_features, device_mesh), self
+        group, options, sequence_dim = group_name(device_mesh), self.options, self.sequence_dim
+        in_features, check = uneven(linear.in_features, device_mesh.size()), GradientCheck(_name(self))
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            weight, bias = _local(self.weight), _local(self.bias)
-            x = _local_input(style, x, device_mesh, features=True)
-            return matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **options)
+            x, dim = input_with_features(check.name, x, device_mesh, sequence_dim)
+            check(x, device_mesh)
+            weight, bias = local(self.weight), local(self.bias)
+            y = matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **options)
+            return tokens_back(y, dim)
 
         module.forward = MethodType(forward, module)
         return module
+
+    def _apply_to_embedding(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+        if self.options != {"schedule": "auto", "chunks": None}:
+            raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes neither schedule nor chunks")
+        _distribute(self, module, device_mesh, {"weight": Shard(0)})
+        name, sequence_dim = _name(self), self.sequence_dim
+
+        def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+            if not isinstance(ids, DTensor):
+                ids = DTensor.from_local(ids, device_mesh, [Replicate()], run_check=False)
+            y = type(self).forward(self, ids)
+            assert isinstance(y, DTensor)
+            dim = token_dim(name, y, sequence_dim)
+            return y.redistribute(placements=[Shard(dim)]).to_local()  # waits for the collective
+
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        return module
+
+
+class SequenceParallel(SequenceParallelOfTorch):
+    """Sums the gradients of a module that works on this rank's tokens, such as a norm, an embedding or a head.
+
+    It is torch's SequenceParallel: parameters become DTensors that are the same on all ranks. In addition, gradients
+    are summed when backward computes them. Those of torch's style stay partial sums until an optimizer sums them, and
+    ``clip_grad_norm_`` of torch 2.11 does not clip partial sums. FSDP2 sums them in its own way. A deep copy of the
+    module has gradients as torch's style.
+
+    Args:
+        sequence_dim: the dimension of the input that is split over the ranks: the tokens, or the heads.
+        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor.
+
+    Raises:
+        ValueError: if ``sequence_dim`` is no integer; in a call, if a rank has no tokens.
+    """
+
+    def __init__(self, *, sequence_dim: int, use_local_output: bool = True) -> None:
+        check_sequence_dim(sequence_dim)
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+        return module
+
+    @staticmethod
+    def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        x = inputs[0]
+        if isinstance(x, Tensor) and not x.numel() and device_mesh.size() > 1:
+            raise ValueError(
+                f"distgemm.nn.SequenceParallel: the input of {type(mod).__name__} has the shape {tuple(x.shape)}, and "
+                "torch cannot sum gradients if a rank has no tokens: give each rank at least one"
+            )
+        torch_style: Any = SequenceParallelOfTorch
+        return torch_style._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """The sum over ranks of a gradient of which each rank has a part."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    found: Tensor = gradient.redistribute(placements=placements)
+    return found
 
 
 class _Shared:
@@ -177,9 +262,11 @@ class _Shared:
         linears: dict[str, nn.Linear],
         mesh: DeviceMesh,
         out_features: Sequence[int] | None,
+        sequence_dim: int | None,
         options: dict[str, Any],
     ) -> None:
-        self.style, self.linears, self.mesh, self.options = style, linears, mesh, options
+        self.linears, self.mesh, self.sequence_dim, self.options = linears, mesh, sequence_dim, options
+        self.check = GradientCheck(_name(style))
         self.group, self.out_features = group_name(mesh), out_features
         self.clear()
 
@@ -210,19 +297,21 @@ class _Shared:
         parameters = [each for linear in self.linears.values() for each in (linear.weight, linear.bias)]
         made_of = [x, *(each for each in parameters if each is not None)]
         with torch.no_grad():  # here to_local returns the local tensor itself and no view
-            versions = [(each.requires_grad, _version(each), _version(_local(each))) for each in made_of]
+            versions = [(each.requires_grad, _version(each), _version(local(each))) for each in made_of]
         return made_of, (*modes, torch.is_inference_mode_enabled(), versions)
 
     def _compute(self, x: Tensor) -> dict[str, Tensor]:
+        x, dim = input_with_tokens(self.check.name, x, self.mesh, self.sequence_dim)
+        self.check(x, self.mesh)
         outputs = all_gather_matmul(
-            _local_input(self.style, x, self.mesh, features=False),
-            [_local(linear.weight) for linear in self.linears.values()],
+            x,
+            [local(linear.weight) for linear in self.linears.values()],
             group=self.group,
-            bias=[_local(linear.bias) for linear in self.linears.values()],
+            bias=[local(linear.bias) for linear in self.linears.values()],
             out_features=self.out_features,
             **self.options,
         )
-        return dict(zip(self.linears, outputs, strict=True))
+        return {name: tokens_back(y, dim) for name, y in zip(self.linears, outputs, strict=True)}
 
 
 def _version(x: Tensor) -> int | None:
@@ -242,6 +331,7 @@ class SharedColwiseParallel(ParallelStyle):
 
     Args:
         *names: names of the Linears in the module that the style is applied to.
+        sequence_dim: as in :class:`ColwiseParallel`.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
@@ -251,13 +341,22 @@ class SharedColwiseParallel(ParallelStyle):
     """
 
     def __init__(
-        self, *names: str, schedule: str = "auto", chunks: int | None = None, keep_gathered: bool = False
+        self,
+        *names: str,
+        sequence_dim: int | None = None,
+        schedule: str = "auto",
+        chunks: int | None = None,
+        keep_gathered: bool = False,
     ) -> None:
         super().__init__()
+        wanted = "the names of the Linears that share a gather"
         if not names:
-            raise ValueError("SharedColwiseParallel takes the names of the Linears that share a gather, got none")
+            raise wrong("names", wanted, names)
+        self.names = tuple(string(f"names[{index}]", name, wanted) for index, name in enumerate(names))
         check_schedule(schedule, chunks)
-        self.names = names
+        boolean("keep_gathered", keep_gathered)
+        check_sequence_dim(sequence_dim)
+        self.sequence_dim = sequence_dim
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -268,8 +367,8 @@ class SharedColwiseParallel(ParallelStyle):
         for linear in linears.values():
             _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         widths = [linear.out_features for linear in linears.values()]
-        uneven = any(width % device_mesh.size() for width in widths)
-        shared = _Shared(self, linears, device_mesh, widths if uneven else None, self.options)
+        divides = not any(width % device_mesh.size() for width in widths)
+        shared = _Shared(self, linears, device_mesh, None if divides else widths, self.sequence_dim, self.options)
         for name, linear in linears.items():
             linear.forward = partial(shared.forward, name)  # type: ignore[method-assign]
         module.register_forward_hook(shared.clear, always_call=True)

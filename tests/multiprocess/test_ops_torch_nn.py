@@ -97,17 +97,17 @@ def test_torch_compile_needs_no_graph_break() -> None:
     [
         (
             "norm",
-            "distgemm.nn.ColwiseParallel is for nn.Linear, got LayerNorm; for embeddings and norms take the styles",
+            "distgemm.nn.ColwiseParallel is for nn.Linear, got LayerNorm; for norms take distgemm.nn.SequenceParallel",
         ),
-        ("rowwise norm", "distgemm.nn.RowwiseParallel is for nn.Linear, got LayerNorm"),
+        ("rowwise norm", "distgemm.nn.RowwiseParallel is for nn.Linear and nn.Embedding, got LayerNorm"),
         ("no such name", "ModuleDict has no k; it has q, norm"),
         ("shared norm", "distgemm.nn.SharedColwiseParallel is for nn.Linear, got LayerNorm"),
-        ("extent", "ColumnParallelLinear: out_features is an integer >= 1, over all ranks; got -4"),
-        ("no integer", "RowParallelLinear: in_features is an integer >= 1, over all ranks; got 16.0"),
+        ("extent", "ColumnParallelLinear: out_features is an integer >= 1, got -4"),
+        ("no integer", "RowParallelLinear: in_features is an integer >= 1, got 16.0"),
         ("schedule", "unknown schedule 'ag+gem', did you mean 'ag+gemm'"),
         ("schedule of a style", "unknown schedule 'gem+rs', did you mean 'gemm+rs'"),
-        ("chunks of a style", "chunks is an integer >= 1, or None, got 0"),
-        ("no names", "takes the names of the Linears that share a gather, got none"),
+        ("chunks of a style", "chunks is an integer >= 1, got 0"),
+        ("no names", "names is the names of the Linears that share a gather, got ()"),
     ],
 )
 def test_wrong_modules_are_refused(what: str, message: str) -> None:

@@ -14,25 +14,28 @@ from distgemm.torch_ops import CallRecord, dispatch, functional, library
 from distgemm.tune import TunedConfig, config_of, ranks
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_no_executable_is_made_while_a_stream_is_captured(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one would wait for other ranks. Nothing is begun, and the error says what to do before."""
-    group, made = SimpleNamespace(), []
-    monkeypatch.setattr(dispatch, "PREPARED", {})
+@pytest.mark.parametrize("missing", ["executable", "comparison with a bias", ""])
+def test_no_first_call_is_made_while_a_stream_is_captured(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for other ranks. Nothing is begun, and the error says what to do before."""
+    group, made = SimpleNamespace(size=lambda: 2), []
+    calls: dict[Any, Any] = {}
+    monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
+    for name in ("raise_if_failed", "compare"):
+        monkeypatch.setattr(dispatch, name, lambda *_: None)
     monkeypatch.setattr(dispatch, "process_group", lambda name: group)
-    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or "made")
+    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or dispatch.PreparedCall(*args[:2]))
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     arguments = ("ag+gemm", distgemm.GemmProblem(m=8, n=6, k=4), "tp", torch.device("cuda", 0), "auto", None)
-    if not missing:
-        assert dispatch.prepare(*arguments) == "made"
+    if missing != "executable":
+        first = dispatch.prepare(*arguments, biased=False)
     capturing = True
     if missing:
         with pytest.raises(RuntimeError, match=r"m 8, n 6, k 4, .* forward and backward pass once before torch\.cuda"):
-            dispatch.prepare(*arguments)
-        assert not made and not dispatch.PREPARED["tp"][1]
+            dispatch.prepare(*arguments, biased=True)
+        assert len(made) == len(calls) == (missing != "executable")
     else:
-        assert dispatch.prepare(*arguments) == "made" and len(made) == 1
+        assert dispatch.prepare(*arguments, biased=False) is first and len(made) == 1
 
 
 @pytest.mark.parametrize(

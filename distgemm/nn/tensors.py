@@ -1,0 +1,236 @@
+"""What layers and styles check and do with tensors: local parts of DTensors, the dimension of the tokens, gradients."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from distgemm.arguments import integer
+from distgemm.runtime.torch_arguments import read_tensor
+
+__all__ = [
+    "GradientCheck",
+    "check_sequence_dim",
+    "dtensor_of_part",
+    "input_with_features",
+    "input_with_tokens",
+    "local",
+    "token_dim",
+    "tokens_back",
+    "uneven",
+]
+
+Tensor = torch.Tensor
+
+
+def local(parameter: Tensor | None) -> Any:
+    """The local tensor of a DTensor; other tensors as they are."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def uneven(extent: int, ranks: int) -> int | None:
+    """The extent as an argument of the function: None if all ranks have the same share."""
+    return extent if extent % ranks else None
+
+
+def dtensor_of_part(part: Tensor, mesh: DeviceMesh, placement: Placement, whole: Tensor) -> DTensor:
+    """A DTensor from this rank's part. No rank sends anything.
+
+    Args:
+        part: this rank's part.
+        mesh: the ranks.
+        placement: how the parts make up the whole.
+        whole: a tensor with the shape and the strides of the whole, which may be on the device "meta".
+    """
+    found: DTensor = DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return found
+
+
+# --- the dimension of the tokens ------------------------------------------------------------------------
+
+
+def check_sequence_dim(sequence_dim: int | None) -> None:
+    """Check the argument of a layer or a style when it is made.
+
+    Raises:
+        ValueError: if ``sequence_dim`` is neither None nor an integer.
+    """
+    if sequence_dim is None:
+        return
+    try:
+        integer("sequence_dim", sequence_dim, least=None)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. It is the dimension of the tokens: 0 for (tokens, batch, features), 1 for (batch, tokens, "
+            "features), or None"
+        ) from None
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, DTensor):
+        read_tensor(f"{name}: the input", x)
+
+
+def token_dim(name: str, x: Tensor, sequence_dim: int | None) -> int:
+    """The dimension of the tokens in x, which has the features in its last dimension.
+
+    Raises:
+        ValueError: if ``sequence_dim`` is no such dimension, or None for a tensor of more than two dimensions.
+    """
+    shape = tuple(x.shape)
+    if sequence_dim is None:
+        if x.dim() > 2:
+            raise ValueError(
+                f"{name}: sequence_dim is None, and it must name the dimension of the tokens in a tensor of shape "
+                f"{shape}: sequence_dim=0 for (tokens, batch, features), sequence_dim=1 for (batch, tokens, features)"
+            )
+        return 0
+    if not -x.dim() <= sequence_dim < x.dim() or (x.dim() > 1 and sequence_dim % x.dim() == x.dim() - 1):
+        raise ValueError(
+            f"{name}: sequence_dim is {sequence_dim}, and the input has the shape {shape}, where the last dimension "
+            f"has the features; sequence_dim is one of {list(range(max(1, x.dim() - 1)))}"
+        )
+    return sequence_dim % x.dim()
+
+
+def input_with_tokens(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None) -> tuple[Tensor, int]:
+    """This rank's tokens, with the tokens as the first dimension, and the dimension that they had.
+
+    Raises:
+        ValueError: for a DTensor that is not sharded along the tokens, and if nothing says which dimension has them.
+    """
+    _check_tensor(name, x)
+    if isinstance(x, DTensor):
+        if sequence_dim is None and x.dim() > 1 and len(x.placements) == 1 and x.device_mesh == mesh:
+            found = x.placements[0]
+            if isinstance(found, Shard) and found.dim % x.dim() != x.dim() - 1:
+                sequence_dim = found.dim % x.dim()
+        dim = 0 if sequence_dim is None else token_dim(name, x, sequence_dim)
+        x = _local_input(name, x, mesh, dim, features=False)
+    else:
+        dim = token_dim(name, x, sequence_dim)
+    return (x.movedim(dim, 0) if dim else x), dim
+
+
+def input_with_features(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None) -> tuple[Tensor, int]:
+    """This rank's features of all tokens, with the tokens as the first dimension, and the dimension that they had.
+
+    Raises:
+        ValueError: for a DTensor that is not sharded along the features, and if nothing says which dimension has the
+            tokens.
+    """
+    _check_tensor(name, x)
+    if isinstance(x, DTensor):
+        x = _local_input(name, x, mesh, x.dim() - 1, features=True)
+    dim = token_dim(name, x, sequence_dim)
+    return (x.movedim(dim, 0) if dim else x), dim
+
+
+def tokens_back(y: Tensor, dim: int) -> Tensor:
+    """A view with the tokens, which are the first dimension of y, as dimension ``dim``."""
+    return y.movedim(0, dim) if dim else y
+
+
+def _local_input(name: str, x: DTensor, mesh: DeviceMesh, dim: int, *, features: bool) -> Tensor:
+    """This rank's part of a DTensor that is sharded along ``dim``; raises ValueError for others."""
+    found = x.placements[0] if len(x.placements) == 1 else None
+    if not isinstance(found, Shard) or found.dim % x.dim() != dim or x.device_mesh != mesh:
+        wanted, given = f"[Shard({dim})]", ", ".join(str(each) for each in x.placements)
+        remedy = f"x.redistribute(placements={wanted}) would do"
+        if x.device_mesh != mesh:
+            given += f" on {x.device_mesh}"
+            remedy = f"pass x.to_local() if that is this rank's part of {wanted}"
+        elif not features:
+            remedy += f", or sequence_dim={dim} in the SequenceParallel of the norm before it"
+        raise ValueError(
+            f"{name} takes a tensor of this rank, or a DTensor with the placements {wanted} on its mesh; got "
+            f"[{given}] of shape {tuple(x.shape)}. {remedy}"
+        )
+    part: Tensor = x.to_local()
+    return part
+
+
+# --- gradients ------------------------------------------------------------------------------------------
+
+
+class GradientCheck:
+    """Checks of the inputs of one layer: whether the gradients behind them will be those of all ranks.
+
+    Args:
+        name: the layer, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done = name, False
+
+    def __call__(self, x: Tensor, mesh: DeviceMesh) -> None:
+        """Warn, at the first call with gradients, of a parameter whose gradient is only this rank's part.
+
+        A parameter that the input depends on, and that is no DTensor, gets the gradient of this rank's tokens or
+        features alone. The check reads the autograd graph up to the next call of distgemm. It costs nothing later.
+
+        Raises:
+            ValueError: in torch.compile, for a graph whose input is a collective that has not finished.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_unfinished_inputs(self.name)
+        if torch.compiler.is_compiling() or self.done:
+            return
+        if torch.is_grad_enabled() and x.requires_grad and mesh.size() > 1:
+            self.done = True
+            parameter = _plain_parameter_behind(x)
+            if parameter is not None:
+                warnings.warn(
+                    f"{self.name}: its input depends on a parameter of shape {tuple(parameter.shape)} that is no "
+                    f"DTensor. Each of the {mesh.size()} ranks computes a part of its gradient, and nothing sums the "
+                    "parts. distgemm.nn.SequenceParallel on the module of the parameter makes "
+                    "it a DTensor, whose gradient is summed (docs/pytorch.md, Gradients of other modules). Ignore "
+                    "this warning if your program sums the gradient",
+                    stacklevel=4,
+                )
+
+
+def _plain_parameter_behind(x: Tensor) -> nn.Parameter | None:
+    """A parameter that x depends on, without a call of distgemm between them, and that is no DTensor."""
+    if isinstance(x, nn.Parameter):
+        return x
+    seen, todo = set(), [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or "_distgemm_" in node.name():
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # only nodes that accumulate a leaf's gradient have it
+        if isinstance(leaf, nn.Parameter) and not isinstance(leaf, DTensor):
+            return leaf
+        todo += [each for each, _ in node.next_functions]
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # runs while dynamo traces, and leaves nothing in the graph
+def _refuse_unfinished_inputs(name: str) -> None:
+    """Raise if an input of the graph that dynamo traces is a collective that eager code has started.
+
+    AOTAutograd waits for such an input and loses its autograd history, so that gradients behind it are wrong. One
+    within a DTensor is not waited for.
+    """
+    unfinished: Any = dist._functional_collectives.AsyncCollectiveTensor
+    tracer: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    for argument in tracer.output.graphargs:
+        given: Any = argument.example if argument.is_tensor else None
+        inside = isinstance(given, DTensor) and isinstance(given._local_tensor, unfinished)
+        if inside or (isinstance(given, unfinished) and given.requires_grad):
+            raise ValueError(
+                f"{name} in torch.compile: an input of the compiled module, of shape {tuple(given.shape)}, is a "
+                "collective that has not finished. torch.compile loses the gradient of such an input. "
+                "distgemm.nn.RowwiseParallel on the embedding, instead of torch's, finishes it; compiling the whole "
+                "model is right, too; or pass x.clone()"
+            )

@@ -1,0 +1,116 @@
+"""Whole models over gloo, against the unsharded model in float64: training, checkpoints, batch-first, torch.compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.runtime.launch import launch
+from tests.once import once
+
+if not (Path(__file__).parents[2] / "examples").is_dir():
+    pytest.skip("a source archive has no examples/", allow_module_level=True)
+
+from tests.multiprocess import nn_models_worker as worker
+from tests.multiprocess.ops_torch_worker import BOUND, run_all
+
+CHECKS: dict[int, list[Any]] = {
+    2: [
+        worker.layers_train,
+        worker.modules_on_tokens,
+        worker.copies,
+        worker.devices,
+        worker.tied,
+        worker.forgotten,
+        worker.batch_first,
+        worker.embeddings,
+        worker.compiled_blocks,
+    ],
+    3: [worker.layers_train, worker.modules_on_tokens, worker.tied, worker.batch_first, worker.embeddings],
+    4: [worker.layers_train_sharded],
+}
+
+
+@once
+def results(ranks: int) -> list[dict[str, Any]]:
+    return launch(run_all, ranks, [(check, ()) for check in CHECKS[ranks]], timeout=300)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_beside_other_modules_train_as_the_unsharded_model(ranks: int) -> None:
+    """Norms of gradients, gradients and parameters over several steps, with clipping and activation checkpoints."""
+    assert [found["layers_train"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_modules_on_tokens_have_the_sum_of_the_gradients(ranks: int) -> None:
+    assert [found["modules_on_tokens"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_layers_train_with_fsdp() -> None:
+    assert [found["layers_train_sharded"] for found in results(4)] == [[]] * 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, launch(worker.save, 2, str(folder), timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_checkpoint_of_two_ranks_is_loaded_by_others(ranks: int, saved: Any) -> None:
+    """The step after the checkpoint has the same result, so weights and moments of the optimizer are right."""
+    folder, (wanted, other) = saved
+    assert all(torch.equal(wanted[name], other[name]) for name in wanted)
+    for loaded, after in launch(worker.load, ranks, str(folder), timeout=120):
+        assert all(float((after[name] - wanted[name]).abs().max()) < BOUND for name in wanted)
+        assert any(float((loaded[name] - wanted[name]).abs().max()) > 1e-3 for name in wanted), "the step has no effect"
+        assert all(float((loaded[name] - wanted[name]).abs().max()) < 0.02 for name in wanted)
+
+
+def test_copies_have_the_same_parameters_and_their_own_memory() -> None:
+    assert [found["copies"] for found in results(2)] == [[], []]
+
+
+def test_parameters_are_on_a_device_that_the_group_serves() -> None:
+    error = "ValueError: device is cuda, and the ranks of the group are on cpu; leave device out"
+    for found in results(2):
+        assert found["devices"] == {"group": "cpu", "meta": "meta cpu", "name": "True", "cuda": error}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tied_weights_stay_tied(ranks: int) -> None:
+    assert [found["tied"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_a_gradient_that_nothing_sums_is_found() -> None:
+    """Layers and styles warn once, gradient clipping and whole state dicts of parameters that differ raise."""
+    for found in results(2):
+        each = found["forgotten"]
+        assert each["without gradients"] == 0
+        assert len(each["warnings"]) == 2  # of the first layer of two blocks
+        assert all("ColumnParallelLinear: its input depends on a parameter" in text for text in each["warnings"])
+        (style,) = each["styles"]
+        assert style.startswith("distgemm.nn.RowwiseParallel: its input depends on a parameter of shape (2,)")
+        assert each["before"] is True
+        assert "mixed torch.Tensor and DTensor" in each["clip"]
+        assert each["after"].startswith("ValueError: embedding.weight, blocks.0.norm.weight, blocks.0.norm.bias, ")
+        assert "Nothing has summed its gradient" in each["after"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batch_first_models(ranks: int) -> None:
+    assert [found["batch_first"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_embeddings_with_a_split_vocabulary(ranks: int) -> None:
+    assert [found["embeddings"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_compiled_blocks_have_the_gradients_of_the_unsharded_model() -> None:
+    """With FSDP2 and without it. Inputs of which torch.compile loses the gradient are refused."""
+    assert [found["compiled_blocks"] for found in results(2)] == [[], []]
