@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from cuda.bindings import driver
 
+from distgemm.gemm.launches import KernelLaunch, address_cells
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
@@ -319,14 +320,24 @@ class CutlassKernel:
         Raises:
             DescriptorError: if TMA cannot describe a tensor.
         """
-        if arguments is None:
-            return CutlassLaunch(self, tensors, None, 0)
+        return CutlassLaunch(self, tensors, arguments)
+
+    def parameter(self, arguments: ctypes.Structure) -> tuple[Any, int]:
+        """Memory for the kernel's parameter, and the aligned address in it."""
         buffer = ctypes.create_string_buffer(self._size + self._alignment)
         address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
+        self.fill(arguments, address)
+        return buffer, address
+
+    def fill(self, arguments: ctypes.Structure, address: int) -> None:
+        """Write the kernel's parameter for these arguments to an address.
+
+        Raises:
+            DescriptorError: if TMA cannot describe a tensor.
+        """
         failed = Descriptor()
         if self._library.functions.distgemm_encode(ctypes.addressof(arguments), address, failed):
             raise_failed(self.name, arguments, failed)
-        return CutlassLaunch(self, tensors, buffer, address)
 
 
 def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
@@ -336,28 +347,44 @@ def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
     return Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
 
 
-class CutlassLaunch:
+class CutlassLaunch(KernelLaunch):
     """A kernel with its encoded arguments; implements :class:`distgemm.gemm.Launch`. An empty D launches nothing.
 
     Attributes:
         name: the kernel's name.
     """
 
-    __slots__ = ("_address", "_buffer", "_function", "_library", "_tensors", "name")
-
-    def __init__(self, kernel: CutlassKernel, tensors: Sequence[GemmTensors], buffer: Any, address: int) -> None:
-        self._library, self._tensors, self._buffer, self._address = kernel._library, tensors, buffer, address
+    def __init__(
+        self, kernel: CutlassKernel, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None
+    ) -> None:
+        self._kernel, self._arguments = kernel, arguments
+        self._tensors: Sequence[GemmTensors] | None = tensors
+        self._device = tensors[0].d.device
         self._function = kernel._library.functions.distgemm_launch
         self.name = kernel.name
+        if arguments is not None:
+            self._buffer, self._address = kernel.parameter(arguments)
 
     def __call__(self, stream: int | None = None) -> None:
-        if self._buffer is None:
+        if self._arguments is None:
             return
         if stream is None:
-            stream = torch.cuda.current_stream(self._tensors[0].d.device).cuda_stream
+            stream = torch.cuda.current_stream(self._device).cuda_stream
         error = self._function(self._address, stream)
         if error:
-            self._library.check(error, "launch")
+            self._kernel._library.check(error, "launch")
+
+    def cells(self) -> list[ctypes.c_uint64]:
+        return [] if self._arguments is None else address_cells(self._arguments)
+
+    @property
+    def parameter(self) -> int:
+        assert self._arguments is not None
+        self._kernel.fill(self._arguments, self._address)
+        return self._address
+
+    def forget(self) -> None:
+        self._tensors = None
 
 
 class CutlassProvider:

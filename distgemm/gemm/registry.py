@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distgemm.arguments import member
 from distgemm.gemm.provider import GemmProvider
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def get_provider(name: str) -> GemmProvider:
     Raises:
         ValueError: for a name that is not listed.
     """
+    name = member("provider", name, list_providers())
     if name == "cutlass":
         from distgemm.gemm.cutlass import CutlassProvider
 
@@ -50,4 +52,4 @@ def get_provider(name: str) -> GemmProvider:
         from distgemm.gemm.cublas import CublasProvider
 
         return CublasProvider()
-    raise ValueError(f"provider is one of {', '.join(list_providers())}, got {name!r}")
+    raise AssertionError(name)

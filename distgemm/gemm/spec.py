@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from distgemm.arguments import boolean, instance, integer, member, wrong
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
@@ -90,8 +91,11 @@ class MatrixSpec:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype is one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        member("dtype", self.dtype, DTYPE_BYTES)
+        for name in ("rows", "columns", "batches"):
+            integer(name, getattr(self, name), 0)
+        boolean("row_major", self.row_major)
+        boolean("padded", self.padded)
         contiguous, other = (self.columns, self.rows) if self.row_major else (self.rows, self.columns)
         if self.stride == -1:
             object.__setattr__(self, "stride", contiguous)
@@ -157,6 +161,11 @@ class GemmSpec:
 
     def __post_init__(self) -> None:
         a, b, d = self.a, self.b, self.d
+        for name in ("a", "b", "d", "c", "partial"):
+            if name in ("a", "b", "d") or getattr(self, name) is not None:
+                instance(name, getattr(self, name), MatrixSpec, "a MatrixSpec")
+        for name in ("scale_a", "scale_b"):
+            member(name, getattr(self, name), get_args(ScaleMode))
         if a.columns != b.columns:
             raise ValueError(f"A (m, k) and B (n, k) differ in k: {_shape(a)} and {_shape(b)}")
         for name, matrix in (("D", d), ("C", self.c), ("the partial sum", self.partial)):
@@ -199,6 +208,9 @@ class GemmSpec:
 def _shape(matrix: MatrixSpec) -> str:
     return f"({matrix.rows}, {matrix.columns})"
 
+
+MAX_TEXT = 100
+"""Characters of the longest text of a configuration."""
 
 _CONFIG = re.compile(
     r"(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(cooperative|pingpong|plain)(_direct)?(?:_raster_(m|n))?(?:_swizzle_(\d+))?(?:_share_(\d+))?"
@@ -277,9 +289,9 @@ class GemmConfig:
         Raises:
             ValueError: for any other text.
         """
-        found = _CONFIG.fullmatch(text)
+        found = _CONFIG.fullmatch(text) if isinstance(text, str) and len(text) < MAX_TEXT else None
         if not found:
-            raise ValueError(f"a configuration is written like 128x256x64_1x2_cooperative_swizzle_4, got {text!r}")
+            raise wrong("a configuration", "written like 128x256x64_1x2_cooperative_swizzle_4", text)
         parts: tuple[Any, ...] = found.groups()
         m, n, k, cm, cn, kernel_schedule, direct, raster, swizzle, share = parts
         return cls(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.launches import KernelLaunch, address_cells
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import MatrixSpec
@@ -71,12 +72,12 @@ def _open(source: KernelSource, device: int) -> Library:
     return library
 
 
-class SumLaunch:
+class SumLaunch(KernelLaunch):
     """A sum with its arguments; implements :class:`distgemm.gemm.Launch`."""
 
     def __init__(self, library: Library, arguments: _Arguments, device: int, tensors: object) -> None:
         self._library, self._arguments, self._device = library, arguments, device
-        self._tensors = tensors  # kept alive
+        self._tensors: object = tensors  # kept alive
         self._empty = not (arguments.m and arguments.n and arguments.l)
 
     def __call__(self, stream: int | None = None) -> None:
@@ -87,6 +88,16 @@ class SumLaunch:
         address = ctypes.addressof(self._arguments)
         error = self._library.functions.distgemm_launch(address, sm_count(self._device), stream)
         self._library.check(error, "launch")
+
+    def cells(self) -> list[ctypes.c_uint64]:
+        return [] if self._empty else address_cells(self._arguments)
+
+    @property
+    def parameter(self) -> int:
+        return ctypes.addressof(self._arguments)
+
+    def forget(self) -> None:
+        self._tensors = None
 
 
 def bind_sum(

@@ -20,6 +20,7 @@ import distgemm
 from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
+from distgemm.gemm.launches import MovableLaunch
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.binding import Binder, CallTensors, first_users_of_a
@@ -48,6 +49,11 @@ class Concurrent:
 
     def __init__(self, parts: list[list[Any]]) -> None:
         self.parts, self.order = [deque(part) for part in parts], random.Random(0)
+
+
+def unused(task: Task) -> Task:
+    """The task, or a copy of it where doing it uses it up. Its tensors are the same."""
+    return Concurrent([list(part) for part in task.parts]) if isinstance(task, Concurrent) else task
 
 
 class Machine:
@@ -108,6 +114,16 @@ class FakeWorkspace(Workspace):
         return self.machine.slots[buffer][rank][offset : offset + size]
 
 
+class EmulatedLaunch(MovableLaunch):
+    """A launch that notes its tasks."""
+
+    def __init__(self, noted: list[Task], *tasks: Task) -> None:
+        self.noted, self.tasks = noted, tasks
+
+    def __call__(self, stream: int | None = None) -> None:
+        self.noted.extend(map(unused, self.tasks))
+
+
 class Emulated:
     """A rank's part of a plan, and the tasks of each of its actions.
 
@@ -151,9 +167,10 @@ class Emulated:
         """The tasks of each action, and of the exit. From now on the actions are those of this call."""
         bound, found = self.binder.bind(call, buffer), []
         self.actions = bound.actions
-        for launch in (*bound.launches, bound.leave):
+        for launches in (*bound.launches, bound.leave):
             recorded.clear()
-            launch(0)
+            for launch in launches:
+                launch(0)
             found.append(list(recorded))
         return found
 
@@ -162,9 +179,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """A list that gets the tasks of launches, in place of streams."""
     tasks: list[Task] = []
 
-    def copy(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        pairs = memops.rows_of(target, source)
-        tasks.append(lambda: [to.copy_(of) for to, of in pairs] and None)
+    def copies_of(target: torch.Tensor, source: torch.Tensor) -> list[MovableLaunch]:
+        return [EmulatedLaunch(tasks, functools.partial(to.copy_, of)) for to, of in memops.rows_of(target, source)]
 
     def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         def gemm() -> None:
@@ -177,7 +193,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         return gemm
 
     def bind(t: GemmTensors, **_: Any) -> Callable[[int], None]:
-        return lambda stream: tasks.append(multiplied(t))
+        return EmulatedLaunch(tasks, multiplied(t))
 
     kernels = itertools.count(1)
 
@@ -219,7 +235,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         entry = [*chain.from_iterable(gemms.entry), *([memops.write(entered.address)] if gemms.entry else [])]
         left = [memops.write(entered.address, 0), *chain.from_iterable(gemms.exit)] if gemms.exit else []
         parts = [part for part in (entry, products, sent, copied) if part]
-        return lambda stream: tasks.extend([Concurrent(parts), *left] if len(parts) > 1 else products)
+        return EmulatedLaunch(tasks, *([Concurrent(parts), *left] if len(parts) > 1 else products))
 
     def bind_sum(sources: Any, d: torch.Tensor, *, c: Any = None, beta: float = 0.0, bias: Any = None) -> Any:
         def add() -> None:
@@ -227,7 +243,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             found = found + (0 if c is None else beta * c.double()) + (0 if bias is None else bias.double())
             d.copy_(found)
 
-        return lambda stream: tasks.append(add)
+        return EmulatedLaunch(tasks, add)
 
     class Provider:
         def __init__(self, name: str) -> None:
@@ -238,12 +254,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
             return self.name != ONE_TERM or sum(term is not None for term in terms) < 2
 
     def bind_flag_ops(phases: Any, device: int) -> Any:
-        return lambda stream: tasks.extend(op for phase in phases for op in phase)
+        return EmulatedLaunch(tasks, *chain.from_iterable(phases))
 
     monkeypatch.setattr(binding, "bind_flag_ops", bind_flag_ops)
     monkeypatch.setattr(binding, "get_provider", Provider)
-    monkeypatch.setattr(binding, "mem_ops", lambda ops, stream: tasks.extend(ops))
-    monkeypatch.setattr(binding, "copy_box", copy)
+    monkeypatch.setattr(binding, "FlagOpsLaunch", lambda ops: EmulatedLaunch(tasks, *ops))
+    monkeypatch.setattr(binding, "copies_of", copies_of)
     monkeypatch.setattr(binding, "bind_gemm", bind)
     monkeypatch.setattr(binding, "bind_fused", bind_fused)
     monkeypatch.setattr(binding, "bind_sum", bind_sum)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from contextlib import nullcontext
-from copy import deepcopy
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,9 @@ from distgemm.gemm.fused.kernel import fused_source
 from distgemm.plan.ops import Wait
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
-from distgemm.runtime.cuda.executable import CudaExecutable, call_key, copied_buffers
+from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering.actions import COMM
+from distgemm.runtime.cuda.recording import CallLayout, layout_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
 from distgemm.runtime.executable import Executable, ExecutionConfig
 from distgemm.runtime.unfused import UnfusedExecutable
@@ -37,11 +38,13 @@ from tests.unit.cuda_emulation import (
     PAIRWISE_ALL_REDUCE,
     Data,
     Emulated,
+    EmulatedLaunch,
     Machine,
     Task,
     emulated,
     machine_of,
     plans,
+    unused,
 )
 
 FUSED = {"execution": "single_kernel"}
@@ -150,9 +153,7 @@ def test_a_fused_kernel_that_is_alone_enters_and_leaves_the_replay(
     recorded: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something else is launched only where A is gathered, or where the flags do not fit into one kernel."""
-    monkeypatch.setattr(
-        binding, "bind_flag_ops", lambda phases, device: lambda stream: recorded.append(memops.write(-1))
-    )
+    monkeypatch.setattr(binding, "bind_flag_ops", lambda phases, device: EmulatedLaunch(recorded, memops.write(-1)))
 
     def launches(schedule: str, gathered: bool = False, transport: str = "copy_engine", **options: Any) -> int:
         """How many actions launch something, and the exit."""
@@ -208,7 +209,7 @@ def test_two_flags_are_cleared_at_once() -> None:
 
 def test_a_rank_that_raises_flips_no_buffer(monkeypatch: pytest.MonkeyPatch, recorded: list[Task]) -> None:
     exe = emulated(GATHERS[1])
-    exe._recorded = OrderedDict()
+    exe._recorded, exe._fixed = OrderedDict(), set()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     exe._watched, exe._order = SimpleNamespace(issued=lambda *_: None), PretendedOrder()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
@@ -272,10 +273,22 @@ class PretendedGraph:
         self.captured = self.tasks[self.before :]
         del self.tasks[self.before :]
 
-    def instantiate(self) -> None: ...
-
     def replay(self) -> None:
-        self.tasks.extend(map(deepcopy, self.captured))  # Concurrent tasks are used up
+        self.tasks.extend(map(unused, self.captured))
+
+
+class PretendedRecording:
+    """A recording of such a graph, which serves the tensors that it was made with, or says that it moves."""
+
+    def __init__(self, movable: bool, graph: PretendedGraph, nodes: list[Any], layout: CallLayout) -> None:
+        self.graph, self.addresses, self.movable, self.moved = graph, layout.addresses, movable, list[Any]()
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        self.moved.append(addresses)
+        self.addresses = addresses
+
+    def replay(self, stream: int) -> None:
+        self.graph.replay()
 
 
 @pytest.mark.parametrize(
@@ -289,9 +302,10 @@ class PretendedGraph:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("movable", [False, True])
 @pytest.mark.parametrize("schedule", ["ag+gemm", "gemm+rs"])
 def test_calls_are_eager_then_recorded_then_replayed(
-    schedule: str, execution: ExecutionConfig, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+    schedule: str, movable: bool, execution: ExecutionConfig, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank, with pretended streams and graphs; there is a graph for each buffer."""
     plan = distgemm.make_plan(distgemm.GemmProblem(24, 16, 8, dtype="float32"), schedule, 1, chunks=3, sync="barrier")
@@ -307,6 +321,8 @@ def test_calls_are_eager_then_recorded_then_replayed(
         "build_together": lambda sources, rank, size: None,
         "workspace_for": lambda *_: workspace,
         "call_order": lambda device: order,
+        "Recording": functools.partial(PretendedRecording, movable),
+        "captured_node": lambda stream: 0,
         "watchdog": lambda: SimpleNamespace(
             add=lambda _: SimpleNamespace(
                 issued=lambda exe, out: watched.append((exe, out())), raises_itself=lambda: None
@@ -345,6 +361,21 @@ def test_calls_are_eager_then_recorded_then_replayed(
         assert exe.graphs == min(number, 2)
     assert len(watched) == 5 and all(found == (exe, out) for found in watched)
     assert order.noted == ["begin 7", "end 7"] * 5
+    many = [(a.clone(), b.clone(), torch.empty_like(out)) for _ in range(40)]
+    before = exe.graphs
+    for number in range(80):
+        x, y, z = many[number % 40]
+        exe(x, y, out=z)
+        recorded.clear()
+    if movable:  # graphs of one layout serve all: there are no more
+        assert exe.graphs == before == 2
+        moved = [one for found in exe._recorded.values() for recording in found.values() for one in recording.moved]
+        assert len(exe._recorded) == 1 and len(moved) == 80 and len(set(moved)) == 40
+    else:  # each set of tensors has its own, and 40 sets are too many
+        assert exe.graphs == before and len(exe._recorded) == executable.MAX_RECORDED_CALLS
+    del watched[:], order.noted[:]
+    exe(a, b, out=out)
+    run_all()
     replay = exe.capture(a, b)
     assert not recorded
     for number in range(3):
@@ -379,11 +410,24 @@ def test_calls_are_eager_then_recorded_then_replayed(
 
 
 def test_calls_that_differ_in_more_than_addresses_have_graphs_of_their_own() -> None:
-    a, scale = torch.zeros(4, 4), torch.zeros(4)
+    a, scale = torch.zeros(4, 4), torch.zeros(8)[:4]
     calls = [((a, None, part), 1.0) for part in (scale, scale[:1], scale[::2], scale.view(torch.int32), None)]
-    calls += [((a, None, scale), 2.0), ((a, scale, None), 1.0), ((a.t(), None, scale), 1.0), (("a", None, None), 1.0)]
-    assert len({call_key(tensors, alpha, 0.0) for tensors, alpha in calls}) == len(calls)
-    assert call_key((a, None, scale[:]), 1, 0) == call_key(*calls[0], 0.0)
+    calls += [((a, None, scale), 2.0), ((a, scale, None), 1.0), ((a.t(), None, scale), 1.0)]
+    calls += [((a, None, scale.to("meta")), 1.0), ((a, None, torch.nn.Parameter(scale)), 1.0)]
+    calls += [((a, None, torch.zeros(8)[1:5]), 1.0)]  # aligned otherwise
+    assert len({layout_of(tensors, alpha, 0.0).key for tensors, alpha in calls}) == len(calls)
+    other = layout_of((a.clone(), None, torch.zeros(4)), 1, 0)
+    assert other.key == layout_of(*calls[0], 0.0).key and other.addresses != layout_of(*calls[0], 0.0).addresses
+
+
+def test_tensors_that_share_memory_are_known() -> None:
+    """An address does not say whose it is, so such a graph serves these tensors alone."""
+    x = torch.zeros(8, 4)
+    assert layout_of((x[:4], x[4:], None), 1.0, 0.0).disjoint
+    assert not layout_of((x, x, None), 1.0, 0.0).disjoint
+    assert not layout_of((x[:5], None, x[4:]), 1.0, 0.0).disjoint
+    assert layout_of((x[:0], x[0:0], x), 1.0, 0.0).disjoint  # empty ones
+    assert not layout_of((x[:, :2], x[:, 2:]), 1.0, 0.0).disjoint  # columns of one matrix: their ranges overlap
 
 
 def test_all_runtimes_satisfy_the_protocol() -> None:
@@ -413,7 +457,7 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
     assert compiled() == "made"
     for options, message in (
         ({"plan": distgemm.make_plan(problem, GATHERS[1], 3)}, "the plan is for 3 ranks, the group has 2"),
-        ({"gemm_streams": 3}, "gemm_streams is 1 or 2, got 3"),
+        ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
         ({"execution": "events"}, "execution is one of multi_kernel, single_kernel, got 'events'"),
         ({"wait_by": "events"}, "wait_by is one of memory_op, kernel, got 'events'"),
         ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
@@ -425,8 +469,8 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
         ),
         ({"transport": "sm", "merge_copies": True, **FUSED}, "got 'single_kernel' and True"),
         ({"provider": "cublas", **FUSED}, "execution='single_kernel' takes provider 'cutlass'"),
-        ({"timeout": 0}, "timeout > 0"),
-        ({"on_timeout": "ignore"}, "on_timeout 'raise' or 'abort', got None and 'ignore'"),
+        ({"timeout": 0}, "timeout is a finite number > 0"),
+        ({"on_timeout": "ignore"}, "on_timeout is one of raise, abort, got 'ignore'"),
         ({"schedule": "auto", "pattern": "ag+gemm"}, "pattern and tune are for a problem"),
         ({"schedule": GATHERS[1]}, "a plan has its schedule and options already"),
     ):

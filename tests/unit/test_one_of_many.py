@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_a_bound_call_writes_counterparts(module: Any, recorded: list[Any]) -> N
     binder.attach(workspace, 1, None)
     recorded.clear()
     bound = binder.bind(Data(plan, 0).calls[0], 0)
-    for launch in (*bound.launches, bound.leave):
+    for launch in chain(*bound.launches, bound.leave):
         launch(0)
     flags, _ = module.counterparts(plan)
     wanted = {(op.flag.rank, flags[op.flag[:2]]) for op in plan.ops(0) if isinstance(op, Signal)}

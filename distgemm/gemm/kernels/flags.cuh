@@ -1,6 +1,7 @@
-// Operations on flags, performed by one warp in phases. A flag is a uint32 in global memory, of this GPU or of a peer,
-// that ranks signal through. An operation waits until a flag has a value, or writes one. Whoever sees a write of the
-// last phase also sees all that was written before it.
+// A flag is a uint32 in global memory, of this GPU or of a peer, that ranks signal through.
+//
+// Operations on flags are performed by one warp in phases. An operation waits until a flag has a value, or writes one.
+// Whoever sees a write of the last phase also sees all that was written before it.
 
 #pragma once
 
@@ -63,6 +64,35 @@ __device__ inline void perform(FlagOps const& ops, int phase, int end) {
     begin = ops.ends[phase];
     __syncwarp();
   }
+}
+
+// The functions by which threads of a fused kernel pass data on: a thread that waits reads the flag with acquire, and
+// then fences for TMA. A thread that has stored a part of the data, or waited for its stores by TMA, increments a
+// counter with release. The thread that makes the last increment fences for the whole system and sets the flag.
+
+__device__ inline bool is_set(uint64_t flag) { return load_flag(flag) == 1; }
+
+// Orders data that was written without TMA before TMA's reads of it.
+__device__ inline void fence_for_tma() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ inline void wait_for(uint64_t flag) {
+  while (!is_set(flag)) continue;
+  fence_for_tma();
+}
+
+// Adds one. Returns the new value.
+__device__ inline uint32_t increment(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before + 1;
+}
+
+// Sets a flag, and a counter to 0 for the next launch. The thread that made the last increment calls it: it sees all
+// that the other threads wrote before their increments.
+__device__ inline void set_flag(uint32_t* counter, uint64_t flag) {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
 }  // namespace distgemm

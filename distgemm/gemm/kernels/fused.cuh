@@ -107,38 +107,7 @@ struct FusedArguments {
   Send sends[kSends];
 };
 
-// ---------------------------------------------------------------- flags and counters
-
-CUTLASS_DEVICE bool is_set(uint64_t flag) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value == 1;
-}
-
-// Orders data that was written without TMA before TMA's reads of it.
-CUTLASS_DEVICE void fence_for_tma() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-CUTLASS_DEVICE void wait_for(uint64_t flag) {
-  while (!is_set(flag)) continue;
-  fence_for_tma();
-}
-
-// Adds one. Returns the new value.
-CUTLASS_DEVICE uint32_t increment(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before + 1;
-}
-
-// Sets a flag, and a counter to 0 for the next launch. The thread that made the last increment calls it: it sees all
-// that the other threads wrote before their increments.
-CUTLASS_DEVICE void set_flag(uint32_t* counter, uint64_t flag) {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
-  asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(flag) : "memory");
-}
+// ---------------------------------------------------------------- pacing, entry and exit
 
 CUTLASS_DEVICE uint64_t nanoseconds() {
   uint64_t now;

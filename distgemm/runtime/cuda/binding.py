@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from distgemm.gemm import GemmConfig, GemmTensors, Launch, get_provider
+from distgemm.gemm import GemmConfig, GemmTensors, get_provider
 from distgemm.gemm import bind as bind_gemm
 from distgemm.gemm.flags import MemOp, fits
 from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
 from distgemm.gemm.fused.kernel import bind_fused, fused_source
+from distgemm.gemm.launches import FixedLaunch, MovableLaunch
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
@@ -26,7 +27,7 @@ from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, waits_of
 from distgemm.runtime.cuda.lowering.single_kernel import moving
-from distgemm.runtime.cuda.memops import copy_box, mem_ops, wait_for, write
+from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
 from distgemm.runtime.cuda.workspace import Step, Workspace
 from distgemm.runtime.executable import ExecutionConfig
 
@@ -86,13 +87,13 @@ class Bound(NamedTuple):
 
     Attributes:
         actions: in order.
-        launches: for each action, what puts it on its stream.
+        launches: for each action, what puts it on its stream, in order.
         leave: what puts the exit from the replay behind all actions.
     """
 
     actions: Sequence[Action]
-    launches: Sequence[Callable[[int], None]]
-    leave: Callable[[int], None]
+    launches: Sequence[Sequence[MovableLaunch]]
+    leave: Sequence[MovableLaunch]
 
 
 class Binder:
@@ -239,47 +240,38 @@ class Binding:
         finish = steps[Step.FINISH]
         return [[op for op in finish if op.wait], [op for op in finish if not op.wait], steps[Step.EXIT]]
 
-    def _action(self, action: Action) -> Callable[[int], None]:
+    def _action(self, action: Action) -> list[MovableLaunch]:
         if action.step is Step.FINISH and self.kernel_waits:
-            return lambda stream: None  # a part of the exit
+            return []  # a part of the exit
         steps = self.binder.steps[self.buffer]
         if action.step is not None and action.stream == GEMM_STREAM:  # all actions are kernels on one stream
             if action.step is Step.ENTERED or self.passage is not None:
-                return lambda stream: None  # a part of the entry, or of the fused kernel
-            return bind_flag_ops(self._entry_phases(), self._device_index)
+                return []  # a part of the entry, or of the fused kernel
+            return [bind_flag_ops(self._entry_phases(), self._device_index)]
         step = [] if action.step is None else steps[action.step]
         if not action.ops:
-            return lambda stream: mem_ops(step, stream)
+            return [FlagOpsLaunch(step)]
         first = action.ops[0]
         if action.kernel is not None:
-            launches = self._gemms(action)
-        elif isinstance(first, Gemm):
-            launches = self._gemm(first)
-        elif isinstance(first, Reduce):
-            launches = [self._reduce(first)]
-        elif isinstance(first, Copy):
-            target, source = self.tensor(first.dst), self.tensor(first.src)
-            return lambda stream: copy_box(target, source, stream)
-        else:
-            ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
-            if self.kernel_waits and isinstance(first, Wait) and action.stream != COMM:
-                return bind_flag_ops([ops], self._device_index)
-            return lambda stream: mem_ops([*ops, *step], stream)
+            return self._gemms(action)
+        if isinstance(first, Gemm):
+            return self._gemm(first)
+        if isinstance(first, Reduce):
+            return [self._reduce(first)]
+        if isinstance(first, Copy):
+            return [*copies_of(self.tensor(first.dst), self.tensor(first.src))]
+        ops = [self.memop(op) for op in action.ops if isinstance(op, (Wait, Signal))]
+        if self.kernel_waits and isinstance(first, Wait) and action.stream != COMM:
+            return [bind_flag_ops([ops], self._device_index)]
+        return [FlagOpsLaunch([*ops, *step])]
 
-        def launch(stream: int) -> None:
-            for each in launches:
-                each(stream)
-
-        return launch
-
-    def _exit(self) -> Callable[[int], None]:
+    def _exit(self) -> list[MovableLaunch]:
         """What is done behind all actions."""
         if not self.kernel_waits:
-            exit_step = self.binder.steps[self.buffer][Step.EXIT]
-            return lambda stream: mem_ops(exit_step, stream)
+            return [FlagOpsLaunch(self.binder.steps[self.buffer][Step.EXIT])]
         if self.passage is not None:
-            return lambda stream: None  # a part of the fused kernel
-        return bind_flag_ops(self._exit_phases(), self._device_index)
+            return []  # a part of the fused kernel
+        return [bind_flag_ops(self._exit_phases(), self._device_index)]
 
     @property
     def _device_index(self) -> int:
@@ -306,7 +298,7 @@ class Binding:
         frame = memory.as_strided((batches, rows, columns), (rows * view.pitch, view.pitch, 1))
         return frame[view.slices()]
 
-    def _gemms(self, action: Action) -> list[Launch]:
+    def _gemms(self, action: Action) -> list[MovableLaunch]:
         """The fused kernel, and copies of A behind it."""
         copies = [self._to_gathered(op) for op in action.ops if isinstance(op, Gemm)]
         gemms = self._products(action, lambda op: self.memop(op).address)
@@ -364,17 +356,16 @@ class Binding:
             addends=addends if any(addends) else (),
         )
 
-    def _gemm(self, op: Gemm) -> list[Launch]:
+    def _gemm(self, op: Gemm) -> list[MovableLaunch]:
         tensors, rest = self.gemm_tensors(op)
         execution = self.binder.execution
-        launches: list[Launch] = [
-            bind_gemm(tensors, provider=self.binder.provider, config=self.config, streams=execution.gemm_streams)
-        ]
+        bound = bind_gemm(tensors, provider=self.binder.provider, config=self.config, streams=execution.gemm_streams)
+        launches = [bound if isinstance(bound, MovableLaunch) else FixedLaunch(bound, tensors)]
         if rest is not None:
             launches.append(bind_sum([tensors.d, *rest.sums], tensors.d, c=rest.c, beta=self.call.beta, bias=rest.bias))
         return [*launches, *self._to_gathered(op)]
 
-    def _to_gathered(self, op: Gemm) -> list[Launch]:
+    def _to_gathered(self, op: Gemm) -> list[MovableLaunch]:
         """The copy of a GEMM's tile of A to ``gathered``; empty where the caller wants none.
 
         It stands behind the tile's first GEMM: once all GEMMs of the tile are done, its slot may be written again.
@@ -383,7 +374,7 @@ class Binding:
             return []
         (l0, l1), (m0, m1), (k0, k1) = op.a.box
         source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0:m1, k0:k1]
-        return [lambda stream=None: copy_box(target, source, stream)]
+        return [*copies_of(target, source)]
 
     def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _RemainingTerms | None]:
         """The tensors of a GEMM, and the terms that a sum adds to its result because the GEMM does not.
@@ -430,7 +421,7 @@ class Binding:
                 return bare, left
         return tensors, rest
 
-    def _reduce(self, op: Reduce) -> Launch:
+    def _reduce(self, op: Reduce) -> MovableLaunch:
         c = self.tensor(op.c) if op.c is not None and self.call.beta else None
         sources = [self.tensor(view) for view in op.sources]
         bias = self.call.bias_of(op.out) if op.c is not None else None

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import finite, member
 from distgemm.gemm import get_provider
 from distgemm.gemm.fused.gemms import COUNTERS
+from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.nvcc import build_together
 from distgemm.plan.ops import Copy
 from distgemm.plan.plan import Plan
@@ -33,18 +35,20 @@ from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
 from distgemm.runtime.cuda.order import call_order
+from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import BUFFERS, Workspace, workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 
-__all__ = ["CudaExecutable", "Replay", "call_key", "compile_plan", "copied_buffers"]
+__all__ = ["CudaExecutable", "Replay", "compile_plan", "copied_buffers"]
 
 LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
 
 MAX_RECORDED_CALLS = 32
-"""Sets of tensors for which an executable keeps graphs, one graph for each buffer of the workspace."""
+"""Layouts for which an executable keeps graphs, one graph for each buffer of the workspace. Each set of tensors counts
+where graphs cannot go on with others."""
 
 
 class CudaExecutable:
@@ -109,8 +113,10 @@ class CudaExecutable:
         self.binder.attach(self.workspace, self.number, counters)
         self._copied = copied_buffers(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
-        # Tensors need not be kept alive: a graph is only replayed for a call with the same ones.
-        self._recorded: OrderedDict[tuple[Any, ...], dict[int, torch.cuda.CUDAGraph]] = OrderedDict()
+        # By layout, or by layout and addresses: for each buffer, its recording. Tensors need not be kept alive: a graph
+        # is only replayed for a call with tensors at its addresses.
+        self._recorded: OrderedDict[Any, dict[int, Recording]] = OrderedDict()
+        self._fixed: set[Any] = set()  # layouts whose graphs cannot go on with other tensors
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -156,9 +162,10 @@ class CudaExecutable:
         rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
 
         A call does not wait for the GPU. Calls of all executables on a device run one after the other, in the order in
-        which they are issued, also on several streams. Calls on the same tensors are served by graphs: the second and
-        third calls record one graph for each buffer of the workspace, and later calls replay them. While the current
-        stream is captured, the ops become part of that graph.
+        which they are issued, also on several streams. Calls on tensors of the same layout are served by graphs: the
+        second and third calls record one graph for each buffer of the workspace, and later calls replay them, with
+        the addresses of their tensors. Graphs of GEMMs by cuBLAS, and of copies of rows with gaps, serve the tensors
+        that they were recorded with. While the current stream is captured, the ops become part of that graph.
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
@@ -188,19 +195,31 @@ class CudaExecutable:
             if torch.cuda.is_current_stream_capturing():
                 self._put_captured(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
                 return out
-            key = call_key(tensors, alpha, beta)
-            graphs = self._recorded.get(key)
-            if graphs is None:
+            layout = layout_of(tensors, alpha, beta)
+            key: Any = layout.key
+            if not layout.disjoint or key in self._fixed:
+                key = key, layout.addresses
+            recordings = self._recorded.get(key)
+            if recordings is None:
                 self._put_eager(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
                 self._recorded[key] = {}  # not for a call that has raised
                 while len(self._recorded) > MAX_RECORDED_CALLS:
                     self._recorded.popitem(last=False)
             else:
-                if buffer not in graphs:
-                    graphs[buffer] = self._record(self._checked(tensors, alpha, beta), buffer)
+                recording = recordings.get(buffer)
+                if recording is None:
+                    recording = self._record(self._checked(tensors, alpha, beta), buffer, layout)
+                    if not recording.movable and key is layout.key:
+                        self._fixed.add(key)
+                        del self._recorded[key]
+                        key, recordings = (key, layout.addresses), {}
+                        self._recorded[key] = recordings
+                    recordings[buffer] = recording
                     self.graphs += 1
+                elif recording.addresses != layout.addresses:
+                    recording.move(layout.addresses)  # the key has all else that was checked
                 self._recorded.move_to_end(key)
-                self._replay(graphs[buffer], stream)
+                self._replay(recording, stream)
             self._watched.issued(self, weakref.ref(out))
         return out
 
@@ -232,7 +251,9 @@ class CudaExecutable:
         check_gradients(self.rank, *tensors)
         with self._order.lock:
             call = self._checked(tensors, **options)
-            return Replay(self, [self._record(call, buffer) for buffer in range(BUFFERS)], call.out, tensors)
+            layout = layout_of(tensors, call.alpha, call.beta)
+            recordings = [self._record(call, buffer, layout) for buffer in range(BUFFERS)]
+            return Replay(self, recordings, call.out, tensors)
 
     def _checked(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> CallTensors:
         """The tensors of a call, once they are known to fit; in the order of ``TENSORS_OF_A_CALL``."""
@@ -278,8 +299,9 @@ class CudaExecutable:
         check_bias(self.rank, bias, given["D"])
         check_scales(self.plan, scale_a, scale_b)
 
-    def _record(self, call: CallTensors, buffer: int) -> torch.cuda.CUDAGraph:
+    def _record(self, call: CallTensors, buffer: int, layout: CallLayout) -> Recording:
         bound = self.binder.bind(call, buffer)
+        nodes: list[tuple[MovableLaunch, int]] = []
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.workspace.capture_stream):
             # Another thread (of NCCL, say) may call CUDA meanwhile. But an unused graph that the garbage collector
@@ -289,14 +311,13 @@ class CudaExecutable:
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._put(bound)
+                    self._put(bound, nodes=nodes)
                 finally:
                     graph.capture_end()
             finally:
                 if collecting:
                     gc.enable()
-        graph.instantiate()
-        return graph
+        return Recording(graph, nodes, layout)
 
     def _put_eager(self, bound: Bound, stream: int) -> None:
         # Not before: a rank that has raised until here has sent nothing, and may call again.
@@ -309,11 +330,11 @@ class CudaExecutable:
             raise
         self._order.end(stream)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, stream: int) -> None:
+    def _replay(self, recording: Recording, stream: int) -> None:
         self.workspace.flip()
         self._order.begin(stream)
         try:
-            graph.replay()
+            recording.replay(stream)
         except Exception as error:
             self._give_up(error)
             raise
@@ -330,16 +351,19 @@ class CudaExecutable:
         """End the workspace on all ranks: a part of a call may have been sent when it failed."""
         self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
 
-    def _put(self, bound: Bound, counted: bool = False) -> None:
+    def _put(self, bound: Bound, counted: bool = False, nodes: list[tuple[MovableLaunch, int]] | None = None) -> None:
         """Put all actions on streams that begin and end with the current stream of this device.
 
-        ``counted``: also count the replay, because the watchdog cannot see a captured one begin and end.
+        Args:
+            bound: the actions.
+            counted: also count the replay, because the watchdog cannot see a captured one begin and end.
+            nodes: gets the launches with addresses of tensors that move, and their nodes in the graph.
         """
         # torch's default stream is that of the current device, whichever device was named.
         with torch.cuda.device(self.device):
-            self._put_here(bound, counted)
+            self._put_here(bound, counted, nodes)
 
-    def _put_here(self, bound: Bound, counted: bool) -> None:
+    def _put_here(self, bound: Bound, counted: bool, nodes: list[tuple[MovableLaunch, int]] | None) -> None:
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
         used = sorted({GEMM_STREAM, *(action.stream for action in bound.actions)})
@@ -351,17 +375,21 @@ class CudaExecutable:
             with torch.cuda.stream(streams[used[-1]]):
                 self.workspace.replays.add_(1)
         events: dict[int, torch.cuda.Event] = {}
-        for number, (action, launch) in enumerate(zip(bound.actions, bound.launches, strict=True)):
+        for number, (action, launches) in enumerate(zip(bound.actions, bound.launches, strict=True)):
             stream = streams[action.stream]
             for before in action.after:
                 stream.wait_event(events[before])
-            launch(stream.cuda_stream)
+            for launch in launches:
+                launch(stream.cuda_stream)
+                if nodes is not None and launch.cells():
+                    nodes.append((launch, captured_node(stream.cuda_stream) if launch.movable else 0))
             if action.awaited:
                 events[number] = stream.record_event()
         for number, stream in streams.items():
             if number != GEMM_STREAM:
                 main.wait_stream(stream)
-        bound.leave(main.cuda_stream)
+        for launch in bound.leave:
+            launch(main.cuda_stream)
 
 
 def copied_buffers(plan: Plan, rank: int) -> set[str]:
@@ -370,37 +398,28 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 
 
-def call_key(tensors: Sequence[Tensor | None], alpha: float, beta: float) -> tuple[Any, ...]:
-    """A key that is equal for calls that one graph serves."""
-    where = [
-        (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None if x is None else id(x)
-        for x in tensors
-    ]
-    return (*where, float(alpha), float(beta))
-
-
 class Replay:
     """A recorded call. Calling it replays it on the current stream.
 
     Attributes:
-        graphs: a graph for each buffer of the workspace.
+        recordings: one for each buffer of the workspace.
         out: the tensor that it writes.
     """
 
     def __init__(
         self,
         executable: CudaExecutable,
-        graphs: list[torch.cuda.CUDAGraph],
+        recordings: list[Recording],
         out: Tensor,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        self._executable, self.graphs, self.out, self._tensors = executable, graphs, out, tensors
+        self._executable, self.recordings, self.out, self._tensors = executable, recordings, out, tensors
         self._watched_out = weakref.ref(out)
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
         """The graph for the first buffer, to look at."""
-        return self.graphs[0]
+        return self.recordings[0].graph
 
     def __call__(self) -> Tensor:
         executable = self._executable
@@ -412,7 +431,7 @@ class Replay:
             )
         stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
         with executable._order.lock:
-            executable._replay(self.graphs[executable.workspace.next_buffer], stream)
+            executable._replay(self.recordings[executable.workspace.next_buffer], stream)
             executable._watched.issued(executable, self._watched_out)
         return self.out
 
@@ -445,8 +464,8 @@ def compile_plan(
     """
     whole = resolve_group(group)
     execution = ExecutionConfig() if execution is None else execution
-    if on_timeout not in get_args(OnTimeout) or not (timeout is None or timeout > 0):
-        raise ValueError(f"timeout > 0 and on_timeout 'raise' or 'abort', got {timeout!r} and {on_timeout!r}")
+    member("on_timeout", on_timeout, get_args(OnTimeout))
+    timeout = None if timeout is None else finite("timeout", timeout, above=0)
     if execution.provider is not None:
         get_provider(execution.provider)
     if plan.world_size != dist.get_world_size(whole):

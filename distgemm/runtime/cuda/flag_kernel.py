@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import OPERATIONS, PHASES, FlagOps, MemOp, flag_ops
+from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 
@@ -43,14 +44,14 @@ def split_launches(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]
     return launches
 
 
-class FlagLaunch:
+class FlagLaunch(MovableLaunch):
     """The kernel with its operations. Calling it with a stream launches it there."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
         self._library = _open(device)
         self._arguments = [flag_ops(part) for part in split_launches(phases)]
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, stream: int | None = None) -> None:
         for arguments in self._arguments:
             self._library.check(self._library.functions.distgemm_launch(ctypes.addressof(arguments), stream), "launch")
 

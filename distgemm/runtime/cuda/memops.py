@@ -5,6 +5,7 @@ CUDA graphs capture all of it as memory operations and memcpy nodes, which occup
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,8 +13,20 @@ import torch
 from cuda.bindings import driver, runtime
 
 from distgemm.gemm.flags import MemOp
+from distgemm.gemm.launches import MovableLaunch, address_cells
 
-__all__ = ["clear", "copy_box", "mem_ops", "raise_on", "rows_of", "wait_for", "write"]
+__all__ = [
+    "FlagOpsLaunch",
+    "RowsCopy",
+    "clear",
+    "copies_of",
+    "copy_box",
+    "mem_ops",
+    "raise_on",
+    "rows_of",
+    "wait_for",
+    "write",
+]
 
 MAX_BATCH_OPS = 255
 """Memory operations that CUDA takes in one call."""
@@ -71,8 +84,66 @@ def _parameters(op: MemOp) -> driver.CUstreamBatchMemOpParams:
 
 def copy_box(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
     """target = source by a copy engine; both are (l, rows, columns) of one dtype, with contiguous rows."""
-    for to, of in rows_of(target, source):
-        _copy_rows(to, of, stream)
+    for copy in copies_of(target, source):
+        copy(stream)
+
+
+def copies_of(target: torch.Tensor, source: torch.Tensor) -> list[RowsCopy]:
+    """The copies of which :func:`copy_box` consists. They do not keep the tensors alive."""
+    return [RowsCopy(to, of) for to, of in rows_of(target, source)]
+
+
+class _Places(ctypes.Structure):
+    _fields_ = (("target", ctypes.c_uint64), ("source", ctypes.c_uint64))
+
+
+class RowsCopy(MovableLaunch):
+    """A copy of a matrix by a copy engine. Only a copy of contiguous bytes can move.
+
+    Args:
+        target: (rows, columns), with contiguous rows.
+        source: as ``target``, of the same dtype.
+    """
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.rows, columns = target.shape
+        size = target.element_size()
+        self.width = columns * size
+        self.pitches = [max(x.stride(0) * size, self.width) for x in (target, source)]
+        self.movable = self.rows == 1 or self.pitches == [self.width, self.width]
+        self._places = _Places(target.data_ptr(), source.data_ptr())
+
+    def __call__(self, stream: int | None = None) -> None:
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        at, (to, of), width, rows = self._places, self.pitches, self.width, self.rows
+        if self.movable:
+            raise_on(runtime.cudaMemcpyAsync(at.target, at.source, rows * width, kind, stream))
+        else:
+            raise_on(runtime.cudaMemcpy2DAsync(at.target, to, at.source, of, width, rows, kind, stream))
+
+    def cells(self) -> list[ctypes.c_uint64]:
+        return address_cells(self._places)
+
+    def update(self, graph: int, node: int) -> None:
+        kind, at = runtime.cudaMemcpyKind.cudaMemcpyDefault, self._places
+        raise_on(
+            runtime.cudaGraphExecMemcpyNodeSetParams1D(graph, node, at.target, at.source, self.rows * self.width, kind)
+        )
+
+
+class FlagOpsLaunch(MovableLaunch):
+    """Memory operations on flags, which lie in the workspace and never move.
+
+    Args:
+        ops: the operations, in order.
+    """
+
+    def __init__(self, ops: Sequence[MemOp]) -> None:
+        self.ops = ops
+
+    def __call__(self, stream: int | None = None) -> None:
+        assert stream is not None
+        mem_ops(self.ops, stream)
 
 
 def rows_of(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -92,15 +163,3 @@ def _joined(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.stride(0) == rows * tensor.stride(1):
         return tensor.as_strided((batches * rows, columns), (tensor.stride(1), 1))
     return None
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-    rows, columns = target.shape
-    size = target.element_size()
-    width = columns * size
-    to, of = (max(x.stride(0) * size, width) for x in (target, source))
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
-    if rows == 1 or (to == width and of == width):
-        raise_on(runtime.cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), rows * width, kind, stream))
-    else:
-        raise_on(runtime.cudaMemcpy2DAsync(target.data_ptr(), to, source.data_ptr(), of, width, rows, kind, stream))

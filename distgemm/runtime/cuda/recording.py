@@ -1,0 +1,141 @@
+"""Recorded calls: CUDA graphs of a call, which go on with other tensors of the same layout."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from cuda.bindings import runtime
+
+from distgemm.gemm.launches import MovableLaunch
+from distgemm.runtime.cuda.memops import raise_on
+
+__all__ = ["CallLayout", "Recording", "captured_node", "layout_of"]
+
+ALIGNMENT = 16
+"""Kernels are selected by the alignment of addresses, up to these bytes."""
+
+
+class CallLayout(NamedTuple):
+    """What two calls have in common that one graph can serve, and where the tensors of one of them lie.
+
+    Attributes:
+        key: all that a call is checked for, except gradients: kinds of its tensors, alignment, and its numbers.
+        addresses: of the tensors; 0 for those that are not given.
+        sizes: bytes that each tensor spans.
+        disjoint: whether no two tensors share bytes. Otherwise an address does not say whose it is.
+    """
+
+    key: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    disjoint: bool
+
+
+def layout_of(tensors: Sequence[torch.Tensor | None], alpha: float, beta: float) -> CallLayout:
+    """The layout of a call with these tensors and numbers."""
+    kinds: list[Any] = [float(alpha), float(beta)]
+    addresses, sizes = [], []
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):  # not given, or wrong: then the call is refused
+            kinds.append(None if tensor is None else id(tensor))
+            addresses.append(0)
+            sizes.append(0)
+            continue
+        address, shape, strides, dtype = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        kind = type(tensor), shape, strides, dtype, tensor.device, tensor.is_neg(), tensor.is_conj()
+        kinds.append((*kind, address % ALIGNMENT))
+        addresses.append(address)
+        sizes.append(_bytes_spanned(shape, strides, dtype))
+    ends = 0
+    disjoint = True
+    for address, size in sorted(zip(addresses, sizes, strict=True)):
+        disjoint &= not size or address >= ends
+        ends = max(ends, address + size)
+    return CallLayout(tuple(kinds), tuple(addresses), tuple(sizes), disjoint)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_spanned(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
+    if not all(shape):
+        return 0
+    return (1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) * dtype.itemsize
+
+
+class _Move(NamedTuple):
+    """A launch with addresses of the caller's tensors."""
+
+    launch: MovableLaunch
+    node: int
+    places: list[tuple[ctypes.c_uint64, int, int]]  # cell, number of the tensor, bytes behind its start
+
+
+class Recording:
+    """A call as a CUDA graph, for one buffer of the workspace.
+
+    Args:
+        graph: the captured graph, with ``keep_graph=True``.
+        nodes: the launches in it, each with its node.
+        layout: of the call.
+
+    Attributes:
+        graph: as given.
+        addresses: of the tensors that the next replay reads and writes.
+        movable: whether it can go on with other tensors of this layout.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, nodes: Sequence[tuple[MovableLaunch, int]], layout: CallLayout
+    ) -> None:
+        self.graph, self.addresses = graph, layout.addresses
+        (executable,) = raise_on(runtime.cudaGraphInstantiate(graph.raw_cuda_graph(), 0))
+        self._executable = int(executable)
+        weakref.finalize(self, runtime.cudaGraphExecDestroy, executable)
+        spans = [(number, at, at + size) for number, (at, size) in enumerate(zip(*layout[1:3], strict=True)) if size]
+        self._moves = []
+        for launch, node in nodes:
+            launch.forget()
+            places = [
+                (cell, number, cell.value - start)
+                for cell in launch.cells()
+                for number, start, end in spans
+                if start <= cell.value < end
+            ]
+            if places:
+                self._moves.append(_Move(launch, node, places))
+        self.movable = layout.disjoint and all(move.launch.movable for move in self._moves)
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        """Go on with tensors at other addresses. Replays that are under way do not change.
+
+        Raises:
+            RuntimeError: if it is not movable, or if CUDA refuses.
+        """
+        if not self.movable:
+            raise RuntimeError("this graph serves one set of tensors")
+        for launch, node, places in self._moves:
+            for cell, number, offset in places:
+                cell.value = addresses[number] + offset
+            launch.update(self._executable, node)
+        self.addresses = addresses
+
+    def replay(self, stream: int) -> None:
+        """Launch the graph on a stream."""
+        raise_on(runtime.cudaGraphLaunch(self._executable, stream))
+
+
+def captured_node(stream: int) -> int:
+    """The node that was captured last on a stream.
+
+    Raises:
+        RuntimeError: if the last launch captured several nodes that nothing follows, or none.
+    """
+    found = raise_on(runtime.cudaStreamGetCaptureInfo(stream))
+    nodes = found[3]
+    if len(nodes) != 1:
+        raise RuntimeError(f"a launch captures one node behind all others, got {len(nodes)}")
+    return int(nodes[0])
