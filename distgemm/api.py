@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import boolean, finite, instance, member, string
+from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
@@ -20,8 +22,9 @@ from distgemm.runtime.executable import (
     Transport,
     WaitBy,
 )
+from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
-from distgemm.schedulers import Pattern
+from distgemm.schedulers import Pattern, check_pattern
 from distgemm.tune import executable
 
 __all__ = ["compile"]
@@ -57,7 +60,7 @@ def compile(
         schedule: for a problem, the name of a schedule. "auto" selects the fastest measured configuration, which may be
             the unfused program. "auto" takes no options of the schedule or of the execution.
         group: the ranks that take part, a process group with NCCL. None: all ranks.
-        device: this rank's GPU. None: the current device.
+        device: this rank's GPU. None: the current device. With "auto" also the CPU, where the unfused program runs.
         provider: provider of the GEMMs, "cutlass" or "cublas". None: "cutlass" on Hopper, with "single_kernel" and
             with a ``config``, otherwise "cublas".
         config: name of the provider's tile configuration for all GEMMs. None: the shape decides.
@@ -90,6 +93,22 @@ def compile(
         CompilerNotFoundError: if there is no compiler.
         RuntimeError: while the current stream is captured, and if CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
+    instance("plan", plan, (Plan, GemmProblem), "a distgemm.Plan or a distgemm.GemmProblem")
+    if schedule is not None:
+        string("schedule", schedule, "'auto' or the name of a schedule")
+    if timeout is not None:
+        finite("timeout", timeout, above=0)
+    member("on_timeout", on_timeout, get_args(OnTimeout))
+    if pattern is not None:
+        check_pattern(pattern)
+    if tune is not None:
+        boolean("tune", tune)
+    if provider is not None:
+        member("provider", provider, list_providers())
+    if config is not None:
+        GemmConfig.parse(config)
+    if device is not None:
+        device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
     whole = resolve_group(group)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
     if schedule == "auto" or pattern is not None or tune is not None:
@@ -104,7 +123,7 @@ def compile(
         return executable(plan, pattern, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
     if isinstance(plan, GemmProblem):
         if schedule is None:
-            raise ValueError("a problem needs the name of a schedule: distgemm.list_schedules() has them")
+            raise ValueError("schedule is None, and a problem needs a name of distgemm.list_schedules()")
         ranks = None if "mesh" in options else dist.get_world_size(whole)
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:

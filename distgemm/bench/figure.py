@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distgemm.bench.report import AUTO, OURS, PEER, Result, Row, best
-from distgemm.viz.canvas import FAINT, GRID, INK, PALETTE, dots_per_inch, new_figure, suffix_of
+from distgemm.viz.canvas import FAINT, GRID, INK, PALETTE, dots_per_inch, new_figure, save_figure, suffix_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def draw_benchmark(result: Result, path: str | Path) -> None:
     Raises:
         ValueError: for another suffix, or if no row has an efficiency.
     """
-    kind = suffix_of(path)
+    suffix_of(path)  # refused before anything is drawn
     panels: dict[tuple[str, int], list[Row]] = {}
     for row in result["rows"]:
         if _bars(row):
@@ -86,7 +86,7 @@ def draw_benchmark(result: Result, path: str | Path) -> None:
             axes.set_title(f"{place[0]}, {place[1]} tokens", size=TEXT, weight="bold", color=INK, loc="left", pad=4)
         y -= tall + TOP + BOTTOM
     _texts(figure, result, [series for series in _all_series() if _is_drawn(series, panels)], height)
-    figure.savefig(path, format=kind, dpi=dots_per_inch(PAGE_WIDTH, height))
+    save_figure(figure, path, dots_per_inch(PAGE_WIDTH, height))
 
 
 def _all_series() -> tuple[_Series, ...]:

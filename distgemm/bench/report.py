@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
+from distgemm.arguments import read_json, shown
 from distgemm.measure.roof import Roof
-from distgemm.system import read_regular, write_atomically
+from distgemm.system import write_atomically
 
 __all__ = [
     "AUTO",
@@ -160,31 +161,41 @@ def wrong(result: Result) -> list[str]:
 # --- files ----------------------------------------------------------------------------------------------
 
 
+FIELDS = {"rows", "about", "date", "rounds", "planned", "complete", "peers"}
+FACTS = {"gpus", "gpu", "cuda", "torch", "nccl", "nvls", "cutlass"}
+"""What a result has, and its facts about the run."""
+
+
 def save(result: Result, path: Path) -> None:
     """Write a result as JSON. A reader sees the old file or the whole new one."""
     write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
-def load(path: Path) -> Result:
+def load(path: str | Path) -> Result:
     """Read a result from its file.
 
     Raises:
         ValueError: if the file cannot be read or holds something else.
     """
+    found = read_json("file", path)
+    about = found.get("about") if isinstance(found, dict) else None
     try:
-        found = json.loads(read_regular(path))
-        if lacking := {"rows", "about", "date", "rounds", "planned", "complete", "peers"} - set(found):
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {shown(found)} instead of an object")
+        if lacking := FIELDS - set(found):
             raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        if not isinstance(about, dict) or not set(about) >= FACTS:
+            raise ValueError(f"about is an object with {', '.join(sorted(FACTS))}, got {shown(about)}")
         found["rows"] = [figures(row) for row in found["rows"]]
         for row in found["rows"]:
             label(row)  # has the fields that name a row
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
     except KeyError as error:
         raise ValueError(f"{path} is not what distgemm bench --json wrote: a row or method lacks {error}") from None
-    except (ValueError, TypeError) as error:
+    except (TypeError, AttributeError):
+        raise ValueError(f"{path} is not what distgemm bench --json wrote: a field has a wrong type") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not what distgemm bench --json wrote: {error}") from None
-    return dict(found)
+    return found
 
 
 def label(row: Row) -> str:

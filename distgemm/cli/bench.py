@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distgemm.arguments import shown
 from distgemm.bench.cases import CANDIDATES, FEWER_CANDIDATES, LAYERS, cases, jobs
 from distgemm.bench.report import (
     AUTO,
@@ -41,7 +42,9 @@ from distgemm.cli.options import (
     count_ranks,
     each_once,
     models_of,
+    named,
     number,
+    read_by,
 )
 from distgemm.cli.output import (
     Line,
@@ -101,8 +104,14 @@ def bench_command(
         ),
     ] = 3600.0,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Measure nothing: show what --json wrote.", show_default=False),
+        Any,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            parser=read_by(load),
+            help="Measure nothing: show what --json wrote.",
+            show_default=False,
+        ),
     ] = None,
     json: JsonFile = None,
     output: Pictures = None,
@@ -117,12 +126,17 @@ def bench_command(
     check_files(paths)
     check_json(json)
     if source is not None:
-        _report(load(source), json, paths)
+        _report(source, json, paths)
         return
     names = (models_of(model), each_once(layer, list(LAYERS)), each_once(pattern, ["ag+gemm", "gemm+rs"]))
     ms = each_once(m, [DEFAULT_M])
     candidates = each_once(schedule, []) or (FEWER_CANDIDATES if quick else CANDIDATES)
-    jobs(cases(*names, ms, ranks or tp, tp), candidates)  # arguments are refused before GPUs are looked for
+    # Arguments are refused before GPUs are looked for.
+    found = cases(*names, ms, ranks or tp, tp)
+    for text in schedule or []:
+        with named(f"--schedule {shown(text)}"):
+            jobs(found, [text])
+    jobs(found, candidates)
     size = count_ranks("bench", ranks, tp, "; --from FILE shows what was measured elsewhere")
     todo = jobs(cases(*names, ms, size, tp), candidates)
     from distgemm.bench.run import Settings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from distgemm.cli.options import OutDtype, PartialDtype, each_once, number, one_of
+from distgemm.cli.options import OutDtype, PartialDtype, each_once, named, number, one_of
 from distgemm.cli.output import Line, print_figures, print_wrapped, say
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 
@@ -215,8 +215,9 @@ def build_command(
         for name in each_once(dtype, ["bfloat16"])
     ]
     gemms = gemms_of(problems, majors, terms or ["none", "partial"])
-    configs = [GemmConfig.parse(text) for text in config or []]
-    provider = CutlassProvider(arch or _arch())
+    with named("--config"):
+        configs = [GemmConfig.parse(text) for text in config or []]
+    provider = CutlassProvider(_arch() if arch is None else arch)
     sources = {}
     for gemm in gemms:
         for one in configs or candidates(provider, gemm.spec):

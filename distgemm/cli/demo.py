@@ -11,9 +11,14 @@ from distgemm.cli.output import new_console
 
 __all__ = ["demo_command"]
 
+MAX_DEMO_RANKS = 64
+"""Each rank is a process of this machine."""
+
 
 def demo_command(
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", parser=number(1), help="Number of ranks.")] = 4,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", parser=number(1, MAX_DEMO_RANKS), help="Number of ranks.")
+    ] = 4,
     schedule_ag: Annotated[
         str, typer.Option("--schedule-ag", metavar="SCHEDULE", help="Schedule of the all-gather + GEMM.")
     ] = "ag+gemm",

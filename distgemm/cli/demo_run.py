@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distgemm.cli.doctor import runtimes
-from distgemm.cli.options import DEFAULT_M, DEFAULT_MODEL, TIMEOUT_S
+from distgemm.cli.options import DEFAULT_M, DEFAULT_MODEL, TIMEOUT_S, named
 from distgemm.measure.machine_facts import look
 from distgemm.measure.models import get_model
 from distgemm.plan.derive import make_plan
@@ -103,12 +103,15 @@ def demo(
         ("fc1, all-gather + GEMM", schedule_ag, GemmProblem(m=rows, n=2 * intermediate, k=hidden, dtype=dtype)),
         ("fc2, GEMM + reduce-scatter", schedule_rs, GemmProblem(m=rows, n=hidden, k=intermediate, dtype=dtype)),
     )
-    plans = [make_plan(problem, schedule, world_size) for _, schedule, problem in problems]
-    for plan, sums in zip(plans, (False, True), strict=True):
-        unfused = UnfusedProgram(plan)  # raises before anything is printed or started
-        if unfused.sums != sums and world_size > 1:
-            option, does = ("schedule_rs", "adds over ranks") if sums else ("schedule_ag", "gathers")
-            raise ValueError(f"{option} takes a schedule that {does}, got {plan.schedule}")
+    plans = []
+    for (_, schedule, problem), sums in zip(problems, (False, True), strict=True):
+        # Arguments are refused before anything is printed or started.
+        argument, does = ("schedule_rs", "adds over ranks") if sums else ("schedule_ag", "gathers")
+        with named(argument):
+            plan = make_plan(problem, schedule, world_size)
+            if UnfusedProgram(plan).sums != sums and world_size > 1:
+                raise ValueError(f"the demo takes a schedule that {does}, got {schedule!r}, which is {plan.schedule}")
+        plans.append(plan)
     console.print(
         f"[bold]MLP of Llama 70B, extents / {scale}:[/] {rows} tokens, hidden {hidden}, intermediate "
         f"{intermediate}, {dtype}; {world_size} ranks on {where}"

@@ -60,7 +60,11 @@ def _of_parameter(error: Any) -> str:
 def _in_option_names(message: str, names: list[str]) -> str:
     """A message of the library with option names for the names of Python's arguments, and meshes as --mesh has them."""
     message = re.sub(r"(?<=\bmesh )\(\d+(?:, \d+)*,?\)", lambda sides: "x".join(re.findall(r"\d+", sides[0])), message)
-    options = {name: f"--{name.replace('_', '-')}" for name in names if "_" in name} | {"world_size": "--ranks"}
+    options = {name: f"--{name.replace('_', '-')}" for name in names} | {"world_size": "--ranks"}
+    first = re.match(r"(\w+)(?= is )", message)  # the argument that is wrong
+    if first and first[0] in options:
+        message = f"{options[first[0]]}{message[first.end() :]}"
+    options = {name: option for name, option in options.items() if "_" in name}
     return re.sub(r"(?<![\w-])\w+(?!\w)", lambda word: options.get(word[0], word[0]), message)
 
 
@@ -113,6 +117,8 @@ def _root(
 
 def _import(given: str) -> None:
     """Import a module, or a file as Python would run it, but under another name. It must register schedules."""
+    if not given:
+        raise ValueError(f"--import is a .py file or a module, got {given!r}")
     path = Path(given)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
@@ -130,7 +136,7 @@ def _import(given: str) -> None:
             spec.loader.exec_module(module)
         else:
             import_module(given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(path.resolve())]
         where = f"line {lines[-1]}: " if lines else ""
         raise ValueError(f"--import {given}: {where}{type(error).__name__}: {error}") from None

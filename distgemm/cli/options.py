@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from distgemm.arguments import MAX_EXTENT, TECHNICAL_LIMIT, shown
 from distgemm.measure.models import MODELS
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES
-from distgemm.plan.options import Mesh, parse_mesh
+from distgemm.plan.options import Mesh, parse_mesh, parse_options
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import PATTERNS, list_patterns, list_schedules, schedule_mesh_rank
-from distgemm.simulator.machine import list_machines
+from distgemm.schedulers.registry import MAX_RANKS
+from distgemm.simulator.machine import Machine, list_machines
 
 __all__ = [
     "DEFAULT_M",
@@ -31,11 +33,14 @@ __all__ = [
     "gemm_problem",
     "mesh_text",
     "models_of",
+    "named",
     "number",
     "one_of",
-    "read_mesh",
+    "read_by",
     "squarest_meshes",
 ]
+
+T = TypeVar("T")
 
 DEFAULT_M = 8192
 DEFAULT_MODEL = "llama-3-70b"
@@ -49,28 +54,78 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in known:
-            raise typer.BadParameter(f"one of {', '.join(known)}, got {text!r}")
+            raise typer.BadParameter(f"one of {', '.join(known)}, got {shown(text)}")
         return text
 
     return read
 
 
-def number(least: float, most: float | None = None, kind: type[int] | type[float] = int) -> Callable[[Any], Any]:
+def number(least: float, most: float = MAX_EXTENT, kind: type[int] | type[float] = int) -> Callable[[Any], Any]:
     """What reads an option that has a number, whole or not, in a range."""
-    words = f"{'a whole number' if kind is int else 'a number'} " + (
-        f"of at least {least}" if most is None else f"from {least} to {most}"
-    )
+    what = "a whole number" if kind is int else "a number"
 
     def read(given: Any) -> Any:
         try:
             value = kind(given)
         except ValueError:
             value = None
-        if value is None or not least <= value <= (math.inf if most is None else most):
-            raise typer.BadParameter(f"{words}, got {str(given)!r}")
+        if value is None or not least <= value <= most:
+            limited = most <= TECHNICAL_LIMIT or (value is not None and value > most)
+            words = f"from {least} to {most}" if limited else f"of at least {least}"
+            raise typer.BadParameter(f"{what} {words}, got {shown(str(given))}")
         return value
 
     return read
+
+
+def read_by(read: Callable[[str], T], name: str = "") -> Callable[[str], T]:
+    """What reads an option by a function of the library, whose error becomes one of the option.
+
+    Args:
+        read: the function.
+        name: the name of its argument in its errors.
+    """
+
+    def option(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error).removeprefix(f"{name} is ")) from None
+
+    return option
+
+
+def read_machine(text: str | Machine) -> Machine:
+    """The machine that --machine names."""
+    return Machine.load(text) if isinstance(text, str) else text
+
+
+@contextmanager
+def named(option: str) -> Iterator[None]:
+    """A context in which an error of the library gets the name of the option that causes it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def read_option(text: str) -> str:
+    """What --option gives, checked."""
+    parse_options([text])
+    return text
+
+
+def read_mesh(text: str) -> Mesh:
+    """The sides that --mesh gives.
+
+    Raises:
+        ValueError: if the text is not written like 2x4, or there are more ranks than a schedule takes.
+    """
+    mesh = parse_mesh(text)
+    assert mesh is not None
+    if prod(mesh) > MAX_RANKS:
+        raise ValueError(f"a mesh such as 2x4 has at most {MAX_RANKS} ranks, got {shown(text)}")
+    return mesh
 
 
 def _complete(known: Collection[str]) -> Callable[[str], list[str]]:
@@ -114,16 +169,24 @@ ScheduleNameOrAll = Annotated[
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", parser=number(1), help="Number of ranks.", show_default=False)
+    int | None,
+    typer.Option("--ranks", metavar="N", parser=number(1, MAX_RANKS), help="Number of ranks.", show_default=False),
 ]
-MeshText = Annotated[
-    str | None,
-    typer.Option("--mesh", metavar="PxQ", help="Arrangement of the ranks, such as 2x4.", show_default=False),
+MeshSides = Annotated[
+    Any,
+    typer.Option(
+        "--mesh",
+        metavar="PxQ",
+        parser=read_by(read_mesh, "mesh"),
+        help="Arrangement of the ranks, such as 2x4.",
+        show_default=False,
+    ),
 ]
 ScheduleOptions = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
+        parser=read_by(read_option, "option"),
         metavar="NAME=VALUE",
         help="An option of the schedule, such as chunks=2; repeatable.",
         show_default=False,
@@ -165,10 +228,11 @@ RowsPerRank = Annotated[
 Workspace = Annotated[str, _choice("--workspace", values=WORKSPACES, metavar="NAME", help="Slots of the plan")]
 Sync = Annotated[str, _choice("--sync", values=SYNCS, metavar="NAME", help="How replays are kept apart")]
 Mechanism = Annotated[str, _choice("--mechanism", values=MECHANISMS, metavar="NAME", help="How data moves")]
-MachineName = Annotated[
-    str,
+MachineOption = Annotated[
+    Machine,
     typer.Option(
         "--machine",
+        parser=read_by(read_machine, "machine"),
         metavar="NAME|FILE",
         help=f"What is simulated: {', '.join(list_machines())}, or a .json file.",
         autocompletion=_complete(list_machines()),
@@ -285,28 +349,13 @@ def mesh_text(mesh: Mesh) -> str:
     return "x".join(map(str, mesh))
 
 
-def read_mesh(text: str | None) -> Mesh | None:
-    """The sides that --mesh gives.
-
-    Raises:
-        ValueError: if the text is not written like 2x4.
-    """
-    try:
-        mesh = parse_mesh(text)
-    except ValueError:
-        mesh = ()
-    if mesh is not None and (not mesh or min(mesh) < 1):
-        raise ValueError(f"--mesh is written like 2x4, got {text!r}")
-    return mesh
-
-
 def check_ranks_of_mesh(ranks: int | None, mesh: Mesh | None) -> None:
     """Raises ValueError if --ranks and --mesh disagree."""
     if ranks is not None and mesh is not None and ranks != prod(mesh):
         raise ValueError(f"--mesh {mesh_text(mesh)} has {prod(mesh)} ranks, --ranks says {ranks}")
 
 
-def arrangement(schedule: str, ranks: int | None, mesh: str | None) -> Mesh:
+def arrangement(schedule: str, ranks: int | None, sides: Mesh | None) -> Mesh:
     """The mesh of ranks that --ranks and --mesh give for a schedule.
 
     Raises:
@@ -314,7 +363,6 @@ def arrangement(schedule: str, ranks: int | None, mesh: str | None) -> Mesh:
             number of axes.
     """
     axes = schedule_mesh_rank(schedule)
-    sides = read_mesh(mesh)
     check_ranks_of_mesh(ranks, sides)
     if sides is None and ranks is not None and axes == 1:
         return (ranks,)

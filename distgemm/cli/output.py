@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from distgemm.arguments import shown, write
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -169,21 +171,23 @@ def check_files(paths: Sequence[Path], *others: str) -> None:
     for path in paths:
         if path.suffix.lower() not in suffixes:
             known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
-            raise ValueError(f"-o takes a {known} file, got {str(path)!r}")
-        _check_folder("-o", path)
+            raise ValueError(f"-o takes a {known} file, got {shown(str(path))}")
+        _check_target("-o", path)
     if any(path.suffix.lower() in SUFFIXES for path in paths) and find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")
 
 
 def check_json(path: Path | None) -> None:
-    """Raises ValueError if the file of --json is in a folder that does not exist."""
-    if path is not None:
-        _check_folder("--json", path)
+    """Raises ValueError if the file of --json is in a folder that does not exist, or is a folder."""
+    if path is not None and path != STANDARD_OUTPUT:
+        _check_target("--json", path)
 
 
-def _check_folder(option: str, path: Path) -> None:
+def _check_target(option: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: a file is needed, and this is a folder")
 
 
 def write_file(path: Path, write: Callable[[str], None], option: str = "-o") -> None:
@@ -196,6 +200,8 @@ def write_file(path: Path, write: Callable[[str], None], option: str = "-o") -> 
         write(str(path))
     except OSError as error:
         raise ValueError(f"{option} {path}: {error.strerror or error}") from None
+    except ValueError as error:  # from a function of the library, which names its argument
+        raise ValueError(f"{option} {str(error).removeprefix('path ')}") from None
     say(f"wrote {path}")
 
 
@@ -217,8 +223,4 @@ def write_json(path: Path | None, content: Any) -> None:
     if path == STANDARD_OUTPUT:
         typer.echo(text)
     else:
-        write_file(path, lambda name: _write(name, f"{text}\n"), "--json")
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text)
+        write_file(path, lambda name: write("path", name, f"{text}\n"), "--json")

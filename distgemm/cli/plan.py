@@ -13,7 +13,7 @@ from distgemm.cli.options import (
     K,
     M,
     Mechanism,
-    MeshText,
+    MeshSides,
     N,
     OutDtype,
     PartialDtype,
@@ -41,7 +41,7 @@ __all__ = ["plan_command"]
 def plan_command(
     name: ScheduleName,
     ranks: Ranks = None,
-    mesh: MeshText = None,
+    mesh: MeshSides = None,
     option: ScheduleOptions = None,
     m: M = None,
     n: N = 57344,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distgemm.cli.options import MeshText, Pictures, Ranks, ScheduleName, ScheduleOptions, arrangement, number
+from distgemm.cli.options import MeshSides, Pictures, Ranks, ScheduleName, ScheduleOptions, arrangement, number
 from distgemm.cli.output import check_files, console_width, write_file
 from distgemm.plan.options import parse_options
 from distgemm.schedulers import get_schedule
@@ -22,7 +22,7 @@ Limit = Annotated[
 def show_command(
     name: ScheduleName,
     ranks: Ranks = None,
-    mesh: MeshText = None,
+    mesh: MeshSides = None,
     option: ScheduleOptions = None,
     limit: Limit = LIMIT,
     output: Pictures = None,

@@ -14,9 +14,9 @@ from distgemm.cli.options import (
     JsonFile,
     K,
     M,
-    MachineName,
+    MachineOption,
     Mechanism,
-    MeshText,
+    MeshSides,
     N,
     OutDtype,
     PartialDtype,
@@ -34,7 +34,6 @@ from distgemm.cli.options import (
     gemm_problem,
     mesh_text,
     number,
-    read_mesh,
 )
 from distgemm.cli.output import (
     Line,
@@ -53,8 +52,8 @@ from distgemm.plan.options import Mesh, parse_options
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import Pattern, schedule_mesh_rank, schedule_options
-from distgemm.schedulers.registry import BuilderError
-from distgemm.simulator import Machine, Timeline, predict_unfused, simulate
+from distgemm.schedulers.registry import MAX_CHUNKS, BuilderError
+from distgemm.simulator import MAX_STREAMS, Timeline, predict_unfused, simulate
 
 __all__ = ["CHUNKS", "fewest_chunks", "moved_operands", "simulate_command", "unfused_program"]
 
@@ -81,7 +80,7 @@ OUT_OF_STEP = 1.1
 def simulate_command(
     name: ScheduleNameOrAll,
     ranks: Ranks = None,
-    mesh: MeshText = None,
+    mesh: MeshSides = None,
     option: ScheduleOptions = None,
     m: M = None,
     n: N = 57344,
@@ -94,7 +93,7 @@ def simulate_command(
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
     mechanism: Mechanism = MECHANISMS[0],
-    machine: MachineName = "h200",
+    machine: MachineOption = "h200",  # type: ignore[assignment]
     ranks_per_host: Annotated[
         int | None,
         typer.Option(
@@ -107,7 +106,10 @@ def simulate_command(
     gemm_streams: Annotated[
         int | None,
         typer.Option(
-            "--gemm-streams", metavar="N", parser=number(1), help="GEMMs of a rank in flight. [default: the machine's]"
+            "--gemm-streams",
+            metavar="N",
+            parser=number(1, MAX_STREAMS),
+            help="GEMMs of a rank in flight. [default: the machine's]",
         ),
     ] = None,
     chunks: Annotated[
@@ -115,7 +117,7 @@ def simulate_command(
         typer.Option(
             "--chunks",
             metavar="N",
-            parser=number(1),
+            parser=number(1, MAX_CHUNKS),
             help="The schedule's option chunks; repeatable: several values are compared. "
             f"[default: {', '.join(map(str, CHUNKS))} for all, else the schedule's own]",
             show_default=False,
@@ -143,9 +145,8 @@ def simulate_command(
     check_files(paths, ".json")
     check_json(json)
     problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
-    gpus = Machine.load(machine)
     if ranks_per_host is not None:
-        gpus = dataclasses.replace(gpus, ranks_per_host=ranks_per_host)
+        machine = dataclasses.replace(machine, ranks_per_host=ranks_per_host)
     options = parse_options(option)
     given = _chunks(chunks, options)
     several = name == "all" or len(given) > 1
@@ -159,7 +160,7 @@ def simulate_command(
         chosen = options if chunks is None else {**options, "chunks": chunks}
         check_rows_per_rank(problem, on)
         plan = make_plan(problem, schedule, mesh=on, **{**modes, **chosen})
-        return simulate(plan, gpus, gemm_streams=gemm_streams)
+        return simulate(plan, machine, gemm_streams=gemm_streams)
 
     if several:
         cases = _compared(name, ranks, mesh)
@@ -258,11 +259,10 @@ class _Row(NamedTuple):
     timeline: Timeline
 
 
-def _compared(name: str, ranks: int | None, mesh: str | None) -> list[tuple[str, Mesh]]:
+def _compared(name: str, ranks: int | None, sides: Mesh | None) -> list[tuple[str, Mesh]]:
     """The schedules to compare, each with its mesh."""
     if name != "all":
-        return [(name, arrangement(name, ranks, mesh))]
-    sides = read_mesh(mesh)
+        return [(name, arrangement(name, ranks, sides))]
     check_ranks_of_mesh(ranks, sides)
     if ranks is None and sides is None:
         raise ValueError("simulate all takes --ranks or --mesh, got neither")

@@ -11,9 +11,9 @@ from distgemm.cli.options import (
     Dtype,
     JsonFile,
     K,
-    MachineName,
+    MachineOption,
     Mechanism,
-    MeshText,
+    MeshSides,
     N,
     ScheduleName,
     ScheduleOptions,
@@ -36,7 +36,8 @@ from distgemm.plan.derive import MECHANISMS, make_plan
 from distgemm.plan.options import parse_options
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.executable import WaitBy
-from distgemm.simulator import Machine, simulate
+from distgemm.schedulers.registry import MAX_CHUNKS, MAX_RANKS
+from distgemm.simulator import simulate
 
 if TYPE_CHECKING:
     from distgemm.measure.trace import Trace
@@ -49,10 +50,13 @@ def trace_command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", metavar="N", parser=number(1), help="Number of ranks, one on each GPU. [default: all GPUs]"
+            "--ranks",
+            metavar="N",
+            parser=number(1, MAX_RANKS),
+            help="Number of ranks, one on each GPU. [default: all GPUs]",
         ),
     ] = None,
-    mesh: MeshText = None,
+    mesh: MeshSides = None,
     option: ScheduleOptions = None,
     m: Annotated[int, typer.Option("--m", metavar="M", parser=number(1), help="Rows of A and D.")] = 8192,
     n: N = 57344,
@@ -63,7 +67,7 @@ def trace_command(
         typer.Option(
             "--chunks",
             metavar="N",
-            parser=number(1),
+            parser=number(1, MAX_CHUNKS),
             help="The schedule's option chunks. [default: the schedule's own]",
         ),
     ] = None,
@@ -94,7 +98,7 @@ def trace_command(
             help="What waits for other ranks: memory_op or, with --gemm-streams 1, kernel.",
         ),
     ] = "memory_op",
-    machine: MachineName = "h200",
+    machine: MachineOption = "h200",  # type: ignore[assignment]
     json: JsonFile = None,
     output: Timelines = None,
 ) -> None:
@@ -121,7 +125,6 @@ def trace_command(
             raise ValueError("chunks are given by --chunks or by --option chunks=, not by both")
         options["chunks"] = chunks
     problem = GemmProblem(m, n, k, dtype=dtype)
-    gpus = Machine.load(machine)
     if ranks is None and mesh is None:
         # Whatever no number of ranks could run is refused before GPUs are looked for.
         make_plan(problem, name, mesh=arrangement(name, 2, None), **options)
@@ -131,7 +134,7 @@ def trace_command(
         if not ranks:
             raise ValueError("trace runs on GPUs, and torch finds none; distgemm simulate needs none")
     plan = make_plan(problem, name, mesh=arrangement(name, ranks, mesh), **options)
-    predicted = simulate(plan, gpus, gemm_streams=gemm_streams)
+    predicted = simulate(plan, machine, gemm_streams=gemm_streams)
 
     from distgemm.measure.trace import Trace, record
     from distgemm.runtime.launch import launch

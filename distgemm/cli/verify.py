@@ -10,7 +10,7 @@ import typer
 
 from distgemm.cli.options import (
     JsonFile,
-    MeshText,
+    MeshSides,
     ScheduleOptions,
     cases_of,
     check_ranks_of_mesh,
@@ -18,7 +18,6 @@ from distgemm.cli.options import (
     mesh_text,
     number,
     one_of,
-    read_mesh,
 )
 from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
@@ -26,7 +25,7 @@ from distgemm.plan.options import parse_options
 from distgemm.plan.plan import PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import get_schedule
-from distgemm.schedulers.registry import BuilderError
+from distgemm.schedulers.registry import MAX_RANKS, BuilderError
 
 __all__ = ["verify_command"]
 
@@ -43,10 +42,13 @@ def verify_command(
     ranks: Annotated[
         list[int] | None,
         typer.Option(
-            "--ranks", metavar="N", parser=number(1), help="Number of ranks; repeatable. [default: 1 to 8, each]"
+            "--ranks",
+            metavar="N",
+            parser=number(1, MAX_RANKS),
+            help="Number of ranks; repeatable. [default: 1 to 8, each]",
         ),
     ] = None,
-    mesh: MeshText = None,
+    mesh: MeshSides = None,
     option: ScheduleOptions = None,
     m: Annotated[int, typer.Option("--m", metavar="M", parser=number(1), help="Rows of A and D.")] = 101,
     n: Annotated[int, typer.Option("--n", metavar="N", parser=number(1), help="Rows of B, columns of D.")] = 77,
@@ -65,10 +67,9 @@ def verify_command(
     from rich.progress import Progress
 
     check_json(json)
-    sides = read_mesh(mesh)
     for size in ranks or []:
-        check_ranks_of_mesh(size, sides)
-    cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), sides)
+        check_ranks_of_mesh(size, mesh)
+    cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), mesh)
     problem, options = GemmProblem(m, n, k), parse_options(option)
     values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, MECHANISMS)}
     each = [[(mode, one) for one in (known if value == "all" else (value,))] for mode, (value, known) in values.items()]

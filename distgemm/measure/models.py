@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distgemm.arguments import member
 from distgemm.schedulers import Pattern
 
 __all__ = ["MODELS", "Layer", "Model", "get_model"]
@@ -88,6 +89,4 @@ MODELS = {
 
 def get_model(name: str) -> Model:
     """The model of that name. Raises ValueError for one that is not known."""
-    if name not in MODELS:
-        raise ValueError(f"model is one of {', '.join(MODELS)}, got {name!r}")
-    return MODELS[name]
+    return MODELS[member("model", name, MODELS)]

@@ -23,6 +23,7 @@ from distgemm.viz.canvas import (
     op_class,
     op_labels,
     problem_text,
+    save_figure,
     side_label,
     suffix_of,
 )
@@ -41,9 +42,9 @@ def draw_trace(trace: Trace, path: str | Path) -> None:
         path: an .svg or .png file.
 
     Raises:
-        ValueError: for another suffix.
+        ValueError: for another suffix, and for a file that cannot be written.
     """
-    kind = suffix_of(path)
+    suffix_of(path)  # refused before anything is drawn
     plan = trace.plan
     shown = range(plan.world_size)[:MAX_RANKS]
     rows: list[tuple[int, bool, str]] = []
@@ -87,7 +88,7 @@ def draw_trace(trace: Trace, path: str | Path) -> None:
         note += f"; {len(shown)} of {plan.world_size} ranks shown"
     axes.set_xlabel(note, size=TEXT, color=INK)
     axes.tick_params(labelsize=TEXT, colors=INK)
-    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
+    save_figure(figure, path, dots_per_inch(width, height))
 
 
 def _bar(axes: Axes, span: Span, y: float, height: float, per_us: float, predicted: bool) -> None:

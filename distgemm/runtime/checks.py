@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,19 +14,29 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.problem import GemmProblem
+from distgemm.runtime.groups import failing
+from distgemm.runtime.torch_arguments import read_tensor
 
 __all__ = [
     "TORCH_DTYPES",
+    "Comparison",
+    "Fields",
     "Group",
     "Report",
+    "backends",
     "check_agreement",
     "check_bias",
     "check_gathered",
     "check_gradients",
     "check_scales",
     "check_shards",
+    "compare",
+    "differences",
     "exchange_reports",
     "group_timeout",
+    "plan_fields",
+    "problem_fields",
     "process_group",
     "raise_failures",
     "resolve_group",
@@ -105,6 +117,10 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(backend.options._timeout.total_seconds())
 
 
+DIGITS = 16
+"""Hexadecimal digits of a plan's digest that an error shows."""
+
+
 class Report(NamedTuple):
     """What one rank reports of a step that all ranks of a group take.
 
@@ -128,11 +144,15 @@ def exchange_reports(
         group: the ranks.
         device: one that the group serves, of the same type on all ranks.
     """
-    mine = torch.tensor([*payload, int(problem is not None)], dtype=torch.uint8, device=device)
+    rows = _gather_bytes(bytes([*payload, problem is not None]), group, device)
+    return [Report(row[:-1], bool(row[-1])) for row in rows]
+
+
+def _gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    mine = torch.tensor([*payload], dtype=torch.uint8, device=device)
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group)
-    rows = [bytes(row.tolist()) for row in every]
-    return [Report(row[:-1], bool(row[-1])) for row in rows]
+    return [bytes(row.tolist()) for row in every]
 
 
 def raise_failures(reports: Sequence[Report], problem: Exception | None, error: type[Exception], failure: str) -> None:
@@ -153,6 +173,105 @@ def raise_failures(reports: Sequence[Report], problem: Exception | None, error: 
         raise error(f"ranks {failed} of the group {failure}; their errors say why")
 
 
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of a group for each type of device."""
+    pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
+    found = {device: backend for device, _, backend in pairs if device}
+    if not found:
+        backend = dist.get_backend(group)
+        found = {"cuda" if backend == "nccl" else "cpu": backend}
+    return found
+
+
+# --- comparisons ----------------------------------------------------------------------------------------
+
+Fields = Mapping[str, object]
+"""What a rank is about to do, by name; values are compared as text. "call" says of which kind it is: calls with other
+fields have another "call"."""
+
+
+class Comparison(NamedTuple):
+    """What came of a comparison.
+
+    Attributes:
+        reports: of all ranks.
+        difference: what differs between ranks, with the values; "": nothing does.
+    """
+
+    reports: list[Report]
+    difference: str
+
+
+def differences(
+    fields: Fields, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
+) -> Comparison:
+    """Compare what all ranks of a group are about to do. A collective call.
+
+    All comparisons of all kinds send as many bytes first. So ranks that are about to do different things find out, and
+    do not take each other's messages for something else.
+
+    Args:
+        fields: what this rank does.
+        group: the ranks.
+        device: one that the group serves, of the same type on all ranks. A group that serves CPUs compares there.
+        problem: the error that was raised on this rank; None: there was none.
+    """
+    text = json.dumps({name: str(value) for name, value in fields.items()}).encode()
+    at = torch.device("cpu") if "cpu" in backends(group) else device
+    digest = hashlib.sha256(text).digest()
+    reports = exchange_reports(digest, problem, group, at)
+    if all(report.payload == digest for report in reports):
+        return Comparison(reports, "")
+    sizes = [int.from_bytes(size, "little") for size in _gather_bytes(len(text).to_bytes(8, "little"), group, at)]
+    texts = _gather_bytes(text.ljust(max(sizes)), group, at)
+    return Comparison(reports, _difference([json.loads(each) for each in texts]))
+
+
+def _difference(fields: Sequence[Mapping[str, str]]) -> str:
+    """In words, what differs between the fields of the ranks. All kinds of calls have "call"."""
+    found = []
+    for name in fields[0]:
+        if not all(name in each for each in fields):
+            continue
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in enumerate(fields):
+            ranks_of.setdefault(each[name], []).append(rank)
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            found.append(f"{name}: {values}")
+    return f"the ranks of the group make different calls; {'; '.join(found)}. All ranks make the same call"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def compare(
+    fields: Fields, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
+) -> list[Report]:
+    """:func:`differences`, which raises.
+
+    Args:
+        fields: as :func:`differences` takes it, with "call" first.
+        group: as :func:`differences` takes it.
+        device: as :func:`differences` takes it.
+        problem: as :func:`differences` takes it.
+
+    Raises:
+        ValueError: on all ranks where something differs.
+        RuntimeError: where the ranks cannot be compared, because one is gone.
+    """
+
+    def where() -> str:
+        return f"{fields['call']} on rank {dist.get_rank(group)} failed as it was compared with the other ranks"
+
+    with failing(group, where, ()):
+        found = differences(fields, group, device, problem)
+    if found.difference:
+        raise ValueError(found.difference) from problem
+    return found.reports
+
+
 def check_agreement(
     plan: Plan, arguments: str, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
 ) -> None:
@@ -170,18 +289,27 @@ def check_agreement(
         Exception: ``problem`` on the ranks that have one.
         PlanError: on all other ranks then.
     """
-    digest = hashlib.sha256(f"{plan.digest} {arguments}".encode()).digest()
-    reports = exchange_reports(digest, problem, group, device)
-    digests = [report.payload for report in reports]
-    usual = max(digests, key=lambda found: (digests.count(found), -digests.index(found)))
-    if odd := [rank for rank, found in enumerate(digests) if found != usual]:
-        others = [rank for rank, found in enumerate(digests) if found == usual]
-        here = f"{plan.schedule} for {plan.world_size} ranks, {plan.problem}" + (f", {arguments}" if arguments else "")
-        raise ValueError(
-            f"the ranks of the group differ in their plans or arguments: ranks {odd} differ from ranks {others}; "
-            f"this rank has {here}"
-        )
+    call = f"the first call of {plan.schedule}"
+    reports = compare({"call": call, **plan_fields(plan), "arguments": arguments}, group, device, problem)
     raise_failures(reports, problem, PlanError, "cannot execute the plan")
+
+
+def plan_fields(plan: Plan) -> dict[str, object]:
+    """What ranks compare of a plan."""
+    return {
+        "schedule": plan.schedule,
+        "number of ranks": plan.world_size,
+        **problem_fields(plan.problem),
+        "workspace": plan.workspace,
+        "sync": plan.sync,
+        "mechanism": plan.mechanism,
+        "digest of the plan": plan.digest[:DIGITS],
+    }
+
+
+def problem_fields(problem: GemmProblem) -> dict[str, object]:
+    """What ranks compare of a problem."""
+    return dict(dataclasses.asdict(problem))
 
 
 TENSORS_OF_A_CALL = ("A's shard", "B's shard", "C's shard", "bias", "scale_a", "scale_b", "out", "gathered")
@@ -230,22 +358,22 @@ def check_shards(
         out: where D goes; None: a new tensor.
 
     Raises:
-        ValueError: for tensors of another shape, dtype or device, and for ``out`` that shares memory with a shard.
+        ValueError: for tensors of another shape, dtype or device, for negated views, and for ``out`` that shares memory
+            with a shard, that has overlapping elements, or that is an inference tensor outside of inference mode.
     """
     if beta and c_shard is None:
-        raise ValueError(f"beta is {beta}, which needs c_shard")
+        raise ValueError(f"c_shard is a torch.Tensor where beta is not 0: beta is {beta}, got None")
     given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
     found: dict[str, Tensor] = {}
     for name, tensor in given.items():
         dtype = shard_dtype(plan, name)
         shape = plan.shard_shape(name, rank)
-        if tensor is None:
+        if tensor is None and name in "CD":
             if name == "D":
                 found["D"] = torch.empty(shape, dtype=dtype, device=device)
             continue
         what = "out" if name == "D" else f"{name}'s shard"
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{what} on rank {rank} is a torch.Tensor, got {type(tensor).__name__}")
+        tensor = read_tensor(f"{what} on rank {rank}", tensor)
         for aspect, actual, wanted in (
             ("shape", tuple(tensor.shape), shape),
             ("dtype", tensor.dtype, dtype),
@@ -253,6 +381,7 @@ def check_shards(
         ):
             if actual != wanted:
                 raise ValueError(f"{what} on rank {rank} has {aspect} {wanted}, got {actual}")
+        _check_memory(what, rank, tensor, written=name == "D")
         found[name] = tensor
     if out is not None:
         for name in "ABC":
@@ -271,11 +400,10 @@ def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, 
         given: the tensors of the call by name, from :func:`check_shards`.
 
     Raises:
-        ValueError: where it has another shape than all of A, or another dtype or device than A's shard, or shares
-            memory with another tensor of the call.
+        ValueError: where it has another shape than all of A, or another dtype or device than A's shard, shares memory
+            with another tensor of the call, or cannot be written as :func:`check_shards` says of ``out``.
     """
-    if not isinstance(gathered, Tensor):
-        raise ValueError(f"gathered on rank {rank} is a torch.Tensor, got {type(gathered).__name__}")
+    read_tensor(f"gathered on rank {rank}", gathered)
     p, a = plan.problem, given["A"]
     shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
     if tuple(gathered.shape) != shape or gathered.dtype != a.dtype or gathered.device != a.device:
@@ -283,6 +411,7 @@ def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, 
             f"gathered on rank {rank} is {shape} of {a.dtype} on {a.device}, got {tuple(gathered.shape)} of "
             f"{gathered.dtype} on {gathered.device}"
         )
+    _check_memory("gathered", rank, gathered, written=True)
     for name, other in given.items():
         if share_memory(gathered, other):
             raise ValueError(f"gathered shares memory with {'out' if name == 'D' else f'the shard of {name}'}")
@@ -292,23 +421,73 @@ def check_bias(rank: int, bias: Tensor | None, d: Tensor) -> None:
     """Raises ValueError where the bias is not one row of D's shard."""
     if bias is None:
         return
-    if not isinstance(bias, Tensor):
-        raise ValueError(f"bias on rank {rank} is a torch.Tensor, got {type(bias).__name__}")
+    read_tensor(f"bias on rank {rank}", bias)
     if tuple(bias.shape) != d.shape[-1:] or bias.dtype != d.dtype or bias.device != d.device:
         raise ValueError(
             f"bias on rank {rank} is {tuple(d.shape[-1:])} of {d.dtype} on {d.device}, got {tuple(bias.shape)} of "
             f"{bias.dtype} on {bias.device}"
         )
+    _check_memory("bias", rank, bias, written=False)
 
 
 def check_scales(plan: Plan, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
     """Raises ValueError where a scale is neither one number nor one number for each row of the whole A, or B."""
     for name, scale, rows in (("scale_a", scale_a, plan.problem.m), ("scale_b", scale_b, plan.problem.n)):
-        if scale is not None and scale.numel() not in (1, rows):
+        if scale is not None and read_tensor(name, scale).numel() not in (1, rows):
             raise ValueError(
                 f"{name} is one number, or {rows} for the rows of the whole {name[-1].upper()}, got "
                 f"{tuple(scale.shape)}"
             )
+
+
+def _check_memory(what: str, rank: int, tensor: Tensor, written: bool) -> None:
+    """Refuse a tensor whose memory a call cannot read, or cannot write, as it is.
+
+    Args:
+        what: the tensor's name.
+        rank: this rank.
+        tensor: the tensor.
+        written: whether the call writes it.
+
+    Raises:
+        ValueError: for a negated view; where it is written, also for elements that overlap, and for an inference tensor
+            outside of inference mode.
+    """
+    if tensor.is_neg():
+        raise ValueError(
+            f"{what} on rank {rank} has its values in memory, got a negated view; {what}.resolve_neg() copies them"
+        )
+    if not written:
+        return
+    if _has_overlap(tensor):
+        raise ValueError(
+            f"{what} on rank {rank} has a place in memory for each element, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}, whose elements overlap; torch.empty makes one without overlap"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{what} on rank {rank} is written outside of inference mode, got an inference tensor; make it outside of "
+            "torch.inference_mode(), or make the call within"
+        )
+
+
+def _has_overlap(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor have one address."""
+    if not tensor.numel():
+        return False
+    modes = sorted((stride, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1)
+    span = 1  # addresses from the first to the last element of the modes so far
+    for stride, extent in modes:
+        if stride < span:
+            break
+        span += (extent - 1) * stride
+    else:
+        return False
+    # Dimensions that interleave may still have an address for each element.
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, extent in modes:
+        offsets = (offsets[:, None] + torch.arange(extent) * stride).flatten()
+    return len(set(offsets.tolist())) < len(offsets)
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
+from distgemm.arguments import boolean, integer, member, string
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,13 +60,13 @@ class ExecutionConfig:
     transport: Transport = "copy_engine"
 
     def __post_init__(self) -> None:
-        if isinstance(self.gemm_streams, bool) or self.gemm_streams not in (1, 2):
-            raise ValueError(f"gemm_streams is 1 or 2, got {self.gemm_streams!r}")
+        for name in ("provider", "config"):
+            if getattr(self, name) is not None:
+                string(name, getattr(self, name), f"the name of a {name}")
+        object.__setattr__(self, "gemm_streams", integer("gemm_streams", self.gemm_streams, 1, 2))
         for name, known in (("execution", ExecutionMode), ("wait_by", WaitBy), ("transport", Transport)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} is one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
-        if not isinstance(self.merge_copies, bool):
-            raise ValueError(f"merge_copies is True or False, got {self.merge_copies!r}")
+            member(name, getattr(self, name), get_args(known))
+        boolean("merge_copies", self.merge_copies)
         if self.single_kernel and self.wait_by != "memory_op":
             raise ValueError(
                 f"wait_by={self.wait_by!r} goes with execution='multi_kernel': a fused kernel waits itself"

@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from distgemm.arguments import boolean, finite, integer, member, wrong
+from distgemm.arguments import function as called
+from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.system import cores
 
 __all__ = ["BACKENDS", "Backend", "LaunchSpec", "init_from_env", "launch", "raise_first_error"]
@@ -36,13 +39,28 @@ LAUNCH_TIMEOUT_S = 300.0
 """Time for all that the ranks do, unless the caller gives another."""
 STOP_TIMEOUT_S = 5.0
 """Time for a rank to stop when it is asked to, before it is killed."""
+LENGTH_BYTES = 8
+"""Bytes of a report's length."""
 SIGNAL_NOTICE_S = 0.5
 """A death by signal leaves no record. It happened at most about this time before it is noticed."""
+MAX_TIMEOUT_S = 1e8
+"""About three years: a longer time does not fit in what the operating system takes."""
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is one of {', '.join(BACKENDS)}, got {backend!r}")
+def _variable(name: str, least: int, most: int) -> int:
+    """A number that torchrun has put into the environment."""
+    text = os.environ[name]
+    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+        raise wrong(name, f"an integer from {least} to {most} in the environment, as torchrun sets it", text)
+    return int(text)
+
+
+def _check_pickled(name: str, value: Any) -> None:
+    """Raises ValueError for what cannot be sent to another process."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise wrong(name, f"something that can be pickled (here: {error})", value) from None
 
 
 def init_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) -> int:
@@ -56,15 +74,21 @@ def init_from_env(backend: Backend = "gloo", timeout: float = LAUNCH_TIMEOUT_S) 
         timeout: seconds that collectives and the start wait for other ranks.
 
     Raises:
-        ValueError: where torchrun's variables are absent.
+        ValueError: where torchrun's variables are absent or wrong, and for a wrong argument.
     """
-    _check_backend(backend)
+    member("backend", backend, BACKENDS)
+    timeout = finite("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
     if not dist.is_initialized():
-        absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if absent:
-            raise ValueError(f"{', '.join(absent)} not in the environment: run under torchrun, or use launch")
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        _init(backend, rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), "env://", timeout)
+            raise ValueError(
+                f"absent from the environment, or '': {', '.join(absent)}; run under torchrun, or use launch"
+            )
+        world_size = _variable("WORLD_SIZE", 1, MAX_RANKS)
+        rank = _variable("RANK", 0, world_size - 1)
+        _variable("MASTER_PORT", 0, 2**16 - 1)
+        local_rank = _variable("LOCAL_RANK", 0, rank) if "LOCAL_RANK" in os.environ else rank
+        _init(backend, rank, world_size, local_rank, "env://", timeout)
     return dist.get_rank()
 
 
@@ -115,18 +139,25 @@ def launch(
             fail because their peer is gone. A rank that a signal killed is named with the signal. On a timeout all
             ranks are stopped, and the message names those that had not finished.
     """
-    _check_backend(backend)
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is an integer >= 1, got {world_size!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout is a number of seconds > 0, got {timeout!r}")
+    member("backend", backend, BACKENDS)
+    world_size = integer("world_size", world_size, 1, MAX_RANKS)
+    timeout = finite("timeout", timeout, above=0, most=MAX_TIMEOUT_S)
+    boolean("share", share)
     if share and backend != "nccl":
         raise ValueError(f"share=True is for backend 'nccl', whose ranks have CUDA devices; got {backend!r}")
     if backend == "nccl" and (found := torch.cuda.device_count()) < (wanted := 1 if share else world_size):
         raise ValueError(f"nccl with {world_size} ranks takes {wanted} CUDA device{'s' * (wanted > 1)}, found {found}")
-    with tempfile.TemporaryDirectory(prefix="distgemm-") as folder, _started() as processes:
+    _check_pickled("function", called("function", function, "a function of a module"))
+    for index, argument in enumerate(args):
+        _check_pickled(f"args[{index}]", argument)
+    with contextlib.ExitStack() as stack:
+        store, *reports = (stack.enter_context(_nameless_file()) for _ in range(1 + 2 * world_size))
+        results, errors = tuple(reports[:world_size]), tuple(reports[world_size:])
+        processes = stack.enter_context(_started())
         threads = max(1, cores() // world_size)
-        spec = LaunchSpec(function, args, world_size, backend, timeout, Path(folder), os.getpid(), threads, share)
+        spec = LaunchSpec(
+            function, args, world_size, backend, timeout, store, results, errors, os.getpid(), threads, share
+        )
         deadline = time.monotonic() + timeout
         context = start_processes(  # type: ignore[no-untyped-call]
             _run_rank, (spec,), world_size, join=False, daemon=True, start_method="spawn"
@@ -134,7 +165,14 @@ def launch(
         assert context is not None
         processes += context.processes
         _watch(processes, spec, deadline)
-        return [pickle.loads(spec.result(rank).read_bytes()) for rank in range(world_size)]
+        return [pickle.loads(spec.content(path) or b"") for path in results]
+
+
+@contextlib.contextmanager
+def _nameless_file() -> Iterator[Path]:
+    """A path by which other processes open a file that has no name: it goes with this process, however that ends."""
+    with tempfile.TemporaryFile() as file:
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 @contextlib.contextmanager
@@ -171,7 +209,9 @@ class LaunchSpec:
         world_size: number of ranks.
         backend: of the group.
         timeout: seconds for everything.
-        folder: for reports, and for the store of the group.
+        store: file for the store of the group.
+        results: by rank, the file with its result.
+        errors: by rank, the file with its error.
         parent: process id of the launcher.
         threads: threads of torch, for each rank.
         share: whether ranks share CUDA devices.
@@ -182,25 +222,24 @@ class LaunchSpec:
     world_size: int
     backend: Backend
     timeout: float
-    folder: Path
+    store: Path
+    results: tuple[Path, ...]
+    errors: tuple[Path, ...]
     parent: int
     threads: int
     share: bool
 
-    def result(self, rank: int) -> Path:
-        """The file with a rank's result."""
-        return self.folder / f"result-{rank}"
-
-    def error(self, rank: int) -> Path:
-        """The file with a rank's error."""
-        return self.folder / f"error-{rank}"
-
     @staticmethod
     def report(path: Path, content: bytes) -> None:
-        """Write all of a report or nothing: a rank may be stopped at any time."""
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        """Write a report, with its length behind it: a rank may be stopped at any time."""
+        path.write_bytes(content + len(content).to_bytes(LENGTH_BYTES, "little"))
+
+    @staticmethod
+    def content(path: Path) -> bytes | None:
+        """What was reported; None where no report, or not all of it, was written."""
+        written = path.read_bytes()
+        content, length = written[:-LENGTH_BYTES], written[-LENGTH_BYTES:]
+        return content if length == len(content).to_bytes(LENGTH_BYTES, "little") else None
 
 
 def _run_rank(rank: int, spec: LaunchSpec) -> None:
@@ -212,16 +251,16 @@ def _run_rank(rank: int, spec: LaunchSpec) -> None:
     try:
         torch.set_num_threads(spec.threads)
         # Longer than the launcher's timeout, whose message says which ranks had not finished.
-        store = f"file://{spec.folder}/store"
+        store = f"file://{spec.store}"
         device = _shared(rank) if spec.share else rank
         _init(spec.backend, rank, spec.world_size, device, store, spec.timeout + 4 * STOP_TIMEOUT_S)
-        spec.report(spec.result(rank), pickle.dumps(spec.function(*spec.args)))
+        spec.report(spec.results[rank], pickle.dumps(spec.function(*spec.args)))
         if dist.is_initialized():
             # A rank that leaves early would break the connections of those that still run.
             dist.barrier(device_ids=[device] if spec.backend == "nccl" else None)
     except BaseException as error:
         record = {"time": time.monotonic(), "what": f"{type(error).__name__}: {error}", "text": traceback.format_exc()}
-        spec.report(spec.error(rank), json.dumps(record).encode())
+        spec.report(spec.errors[rank], json.dumps(record).encode())
         sys.stdout.flush()
         sys.stderr.flush()
         # No clean-up: a communicator whose peers are gone may block in its destructor.
@@ -257,10 +296,10 @@ def _watch(processes: Sequence[BaseProcess], spec: LaunchSpec, deadline: float) 
             process.join(STOP_TIMEOUT_S)
             codes[rank] = process.exitcode
             del running[rank]
-        if any(codes.values()) or any(not spec.result(rank).exists() for rank in codes):
+        if any(codes.values()) or any(spec.content(spec.results[rank]) is None for rank in codes):
             raise_first_error(codes, spec, now)
         if running and now >= deadline:
-            unfinished = [rank for rank in range(spec.world_size) if not spec.result(rank).exists()]
+            unfinished = [rank for rank, path in enumerate(spec.results) if spec.content(path) is None]
             raise RuntimeError(
                 f"timeout after {spec.timeout:g} s: ranks {unfinished} of {spec.world_size} had not finished; "
                 "all stopped"
@@ -280,8 +319,8 @@ def raise_first_error(codes: dict[int, int | None], spec: LaunchSpec, now: float
     """
     failures: list[tuple[float, int, str]] = []
     for rank in range(spec.world_size):
-        if spec.error(rank).exists():
-            record = json.loads(spec.error(rank).read_bytes())
+        if (report := spec.content(spec.errors[rank])) is not None:
+            record = json.loads(report)
             failures.append((record["time"], rank, f"rank {rank} failed: {record['what']}\n\n{record['text']}"))
         elif code := codes.get(rank):
             if code < 0:
@@ -290,7 +329,7 @@ def raise_first_error(codes: dict[int, int | None], spec: LaunchSpec, now: float
                 )
             else:
                 failures.append((now, rank, f"rank {rank} exited with code {code} before it could report"))
-        elif rank in codes and not spec.result(rank).exists():
+        elif rank in codes and spec.content(spec.results[rank]) is None:
             failures.append((now, rank, f"rank {rank} exited without a result"))
     raise RuntimeError(min(failures)[2])
 

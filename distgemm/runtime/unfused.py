@@ -21,10 +21,14 @@ from distgemm.runtime.checks import (
     check_gathered,
     check_gradients,
     check_shards,
+    compare,
+    differences,
+    problem_fields,
     resolve_group,
     shard_dtype,
 )
 from distgemm.runtime.executable import Executable
+from distgemm.runtime.groups import GroupRef, PerGroup, failing, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern
 
 __all__ = ["COLLECTIVES", "Collective", "UnfusedExecutable", "UnfusedReplay", "collective_status", "unfused_status"]
@@ -82,10 +86,10 @@ def _product_dtype(problem: GemmProblem, pattern: Pattern) -> str:
     return str(problem.out_dtype if pattern == "ag+gemm" else problem.partial_dtype)
 
 
-_scratch: dict[tuple[str, torch.device], Tensor] = {}
+_scratch: PerGroup[dict[torch.device, Tensor]] = PerGroup(dict)
 
-_symmetric: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, Tensor]] = {}
-"""Like ``_scratch``, in symmetric memory; with the group, because a new group may get the name of one that is gone."""
+_symmetric: PerGroup[dict[torch.device, Tensor]] = PerGroup(dict)
+"""Like ``_scratch``, in symmetric memory."""
 
 _kept: list[torch.UntypedStorage] = []
 """Buffers that graphs of callers use; for as long as the process lives."""
@@ -97,10 +101,10 @@ def _scratch_for(group: dist.ProcessGroup, device: torch.device, size: int) -> T
 
     Where a new executable needs more bytes, it gets a new buffer, and earlier executables keep theirs.
     """
-    key = (group.group_name, device)
-    found = _scratch.get(key)
+    of_group = _scratch.of(group)
+    found = of_group.get(device)
     if found is None or found.numel() < size:
-        found = _scratch[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        found = of_group[device] = torch.empty(size, dtype=torch.uint8, device=device)
     return found
 
 
@@ -112,9 +116,9 @@ def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, s
     """
     from torch.distributed import _symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
-    key = (group.group_name, device)
-    of_group, found = _symmetric.get(key, (None, None))
-    if of_group is group and found is not None and found.numel() >= size:
+    of_group = _symmetric.of(group)
+    found = of_group.get(device)
+    if found is not None and found.numel() >= size:
         return found
     problem: Exception | None = None
     made = None
@@ -125,14 +129,15 @@ def _symmetric_for(plan: Plan, group: dist.ProcessGroup, device: torch.device, s
     check_agreement(plan, f"{size} bytes of symmetric memory", group, device, problem)
     assert made is not None
     symmetric_memory.rendezvous(made, group)
-    _symmetric[key] = group, made
+    of_group[device] = made
     return made
 
 
 class UnfusedExecutable:
     """The unfused program over torch.distributed (NCCL, or gloo on CPUs) and torch's products (cuBLAS).
 
-    It satisfies :class:`distgemm.runtime.executable.Executable`. All ranks make it with the same arguments.
+    It satisfies :class:`distgemm.runtime.executable.Executable`. Making one is a collective call: all ranks of the
+    group make it, and they compare their arguments.
 
     Buffers are allocated when it is made, and shared with the unfused executables of the same group. So these are
     called one after the other, or ordered by events, as plans are.
@@ -153,7 +158,8 @@ class UnfusedExecutable:
         workspace_bytes: size of the buffers.
 
     Raises:
-        ValueError: for what :func:`unfused_status` or :func:`collective_status` says cannot be computed.
+        ValueError: for what :func:`unfused_status` or :func:`collective_status` says cannot be computed. Also on all
+            ranks where their arguments differ.
     """
 
     def __init__(
@@ -167,7 +173,8 @@ class UnfusedExecutable:
         check_pattern(pattern)
         if not (status := unfused_status(problem, pattern)):
             raise ValueError(status.reason)
-        self.group = resolve_group(group)
+        self._group = GroupRef(resolve_group(group))
+        raise_if_failed(self.group)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if device is None:
             nccl = dist.get_backend(self.group) == "nccl"
@@ -189,7 +196,26 @@ class UnfusedExecutable:
         equal = all(stop - start == self._most for start, stop in boxes)
         self._ieee = self.device.type == "cuda" and problem.dtype == "float32"
         self._blocked = pattern != "gemm+ar" and (problem.l > 1 or not equal)
+        self._at = ""
+        self._fields = {
+            "call": f"a call of unfused {pattern}",
+            "schedule": "unfused",
+            "number of ranks": self.world_size,
+            **problem_fields(problem),
+            "collective": collective,
+        }
+        first = {"call": f"the first call of unfused {pattern}"}
+        compare(self._fields | first, self.group, device)
         self._allocate()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks. The executable does not keep the group alive.
+
+        Raises:
+            ValueError: once the group is destroyed.
+        """
+        return self._group()
 
     @property
     def transfers(self) -> str:
@@ -284,26 +310,54 @@ class UnfusedExecutable:
             gathered: where all of A goes, with "ag+gemm".
 
         Raises:
-            ValueError: for tensors of another shape, dtype or device, and for scales.
+            ValueError: for tensors of another shape, dtype or device, and for scales. A rank that raises has sent
+                nothing and may call again; the others wait for it. On CPUs also on all ranks where they call different
+                executables, or with another ``alpha``, ``beta`` or bias.
+            RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names rank and
+                collective. ``out`` and ``gathered`` are NaN then, and the group takes no further calls.
         """
+        group = self.group
+        raise_if_failed(group)
         if scale_a is not None or scale_b is not None:
             raise ValueError("the unfused program has no scales: they are for fp8, which it does not multiply")
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         self._check(given, bias, gathered)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured:
             self._keep()
         d = given["D"]
         a, b, whole_d = (x if x.dim() == 3 else x.unsqueeze(0) for x in (a_shard, b_shard, d))
         c = None if not beta or c_shard is None else c_shard if c_shard.dim() == 3 else c_shard.unsqueeze(0)
-        with torch.no_grad(), _ieee() if self._ieee else contextlib.nullcontext():
-            if self.pattern == "ag+gemm":
-                whole = self._gather(a, gathered)
-                _multiply(whole, b, whole_d, alpha, c, beta, bias)
-            else:
-                self._reduce(a, b, whole_d, alpha)
-                _add(whole_d, c, beta, bias)
+        odd = ""
+        where = f"unfused {self.pattern} failed on rank {self.rank} at"
+        # A capture sends nothing, so a failed one leaves the ranks as they were.
+        with contextlib.nullcontext() if captured else failing(group, lambda: f"{where} {self._at}", (d, gathered)):
+            self._at = f"the comparison of calls before the {self._collective_name}"
+            if self.device.type == "cpu":
+                terms = {"alpha": float(alpha), "beta": float(beta), "bias": "none" if bias is None else "given"}
+                odd = differences(self._fields | terms, group, self.device).difference
+            if not odd:
+                self._at = f"the {self._collective_name}"
+                with torch.no_grad(), _ieee() if self._ieee else contextlib.nullcontext():
+                    if self.pattern == "ag+gemm":
+                        whole = self._gather(a, gathered)
+                        _multiply(whole, b, whole_d, alpha, c, beta, bias)
+                    else:
+                        self._reduce(a, b, whole_d, alpha)
+                        _add(whole_d, c, beta, bias)
+        if odd:
+            raise ValueError(odd)
         return d
+
+    @property
+    def _collective_name(self) -> str:
+        """The collective and its tile, for messages."""
+        p = self.plan.problem
+        if self.pattern == "ag+gemm":
+            return f"all-gather of A[0:{p.l}, 0:{p.m}, 0:{p.k}]"
+        name = "all-reduce" if self.pattern == "gemm+ar" else "reduce-scatter"
+        return f"{name} of D[0:{p.l}, 0:{p.m}, 0:{p.n}]"
 
     def _check(self, given: dict[str, Tensor], bias: Tensor | None, gathered: Tensor | None) -> None:
         d = given["D"]

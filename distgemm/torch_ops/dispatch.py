@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import instance
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import process_group
+from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
-from distgemm.schedulers import Pattern, list_schedules
+from distgemm.runtime.groups import PerGroup, raise_if_failed
+from distgemm.schedulers import Pattern, check_pattern, list_schedules
 from distgemm.simulator import arrivals
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[s
         pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
         problem: the GEMM over all ranks.
     """
+    check_pattern(pattern)
+    instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     schedule, chunks = next((name, chunks) for tokens, name, chunks in RULES[pattern] if problem.m >= tokens)
     return schedule, {"chunks": chunks}
 
@@ -199,7 +202,10 @@ def record_calls() -> Iterator[list[CallRecord]]:
 # --- executables --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+USES = count()
+
+
+@dataclass(eq=False)
 class PreparedCall:
     """An executable, ready for tensors of its problem, and what to record of its calls.
 
@@ -207,18 +213,24 @@ class PreparedCall:
         executable: computes this rank's shard.
         options: as in :class:`CallRecord`.
         tuned: as in :class:`CallRecord`.
+        compared: whether the calls that all ranks have compared had a bias.
+        used: grows with each call, to find the least recently used.
     """
 
     executable: Executable
     options: tuple[tuple[str, Any], ...]
     tuned: TunedConfig | None = None
+    compared: set[bool] = field(default_factory=set)
+    used: int = field(default_factory=USES.__next__)
 
     def __call__(
         self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
     ) -> Tensor:
         """This rank's shard of A @ B.T + bias; writes all of A to ``gathered`` if that is given."""
         executable = self.executable
+        bias = None if bias is None else bias.resolve_neg()
         d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
+        self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
         CALLS.add(
             CallRecord(function, executable.plan, self.options, executable.transfers, executable.provider, self.tuned)
         )
@@ -227,11 +239,13 @@ class PreparedCall:
 
 def with_rows(matrix: Tensor) -> Tensor:
     """A matrix whose rows are contiguous and do not overlap: copies between ranks move rows."""
+    matrix = matrix.resolve_neg()
     return matrix if _has_rows(*matrix.shape, *matrix.stride()) else matrix.contiguous()
 
 
 def with_rows_or_columns(matrix: Tensor) -> Tensor:
     """A matrix whose rows or columns are contiguous and do not overlap, as GEMMs take it."""
+    matrix = matrix.resolve_neg()
     turned = matrix.t()
     fits = _has_rows(*matrix.shape, *matrix.stride()) or _has_rows(*turned.shape, *turned.stride())
     return matrix if fits else matrix.contiguous()
@@ -242,17 +256,24 @@ def _has_rows(rows: int, columns: int, row_stride: int, column_stride: int) -> b
     return (column_stride == 1 or columns <= 1) and (row_stride >= columns or rows <= 1)
 
 
-PREPARED: dict[str, tuple[dist.ProcessGroup, OrderedDict[Any, PreparedCall]]] = {}
-"""The prepared calls of each group, by the group's name."""
+PREPARED: PerGroup[dict[Any, PreparedCall]] = PerGroup(dict)
+"""The prepared calls of each group."""
 
 
 def prepare(
-    pattern: Pattern, problem: GemmProblem, group_name: str, device: torch.device, schedule: str, chunks: int | None
+    pattern: Pattern,
+    problem: GemmProblem,
+    group_name: str,
+    device: torch.device,
+    schedule: str,
+    chunks: int | None,
+    biased: bool,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
 
     The cache has a list for each group, with keys that all ranks of the group have in common. So all ranks make and
-    drop an executable in the same call. Making one is a collective call.
+    drop an executable in the same call. The first call of each kind is collective: the ranks compare their arguments,
+    and make an executable if there is none.
 
     Args:
         pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
@@ -261,28 +282,40 @@ def prepare(
         device: device of the tensors.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
+        biased: whether the call has a bias.
 
     Raises:
-        RuntimeError: if an executable must be made while the current stream is captured.
-        ValueError: if the schedule does not fit.
+        RuntimeError: for the first call of its kind while the current stream is captured, and where a rank is gone.
+        ValueError: if the schedule does not fit. On all ranks if their arguments differ.
     """
     group = process_group(group_name)
-    kept_for, calls = PREPARED.get(group_name, (None, OrderedDict()))
-    if kept_for is not group:  # the group of this name was destroyed, and another one made
-        PREPARED[group_name] = (group, calls := OrderedDict())
+    raise_if_failed(group)
+    calls = PREPARED.of(group)
     key = (pattern, problem, schedule, chunks, device)
     found = calls.get(key)
+    if found is not None and biased in found.compared:
+        return found
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the stream is being captured, and {pattern} was not called yet for m {problem.m}, n {problem.n}, "
+            f"k {problem.k}, {problem.dtype}, schedule {schedule!r}{', with a bias' * biased}: the first call waits "
+            "for the other ranks. Run the same forward and backward pass once before torch.cuda.graph"
+        )
+    fields = {
+        "call": f"the first call of {pattern}",
+        "schedule": schedule,
+        "chunks": chunks,
+        "number of ranks": group.size(),
+        **problem_fields(problem),
+        "device": device.type,
+        "bias": "given" if biased else "none",
+    }
+    compare(fields, group, device)
     if found is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the stream is being captured, and {pattern} has no executable yet for m {problem.m}, n {problem.n}, "
-                f"k {problem.k}, {problem.dtype}, schedule {schedule!r}: making one waits for the other ranks. Run the "
-                "same forward and backward pass once before torch.cuda.graph"
-            )
         found = calls[key] = make(pattern, problem, group, device, schedule, chunks)
         while len(calls) > CACHED:
-            calls.popitem(last=False)
-    calls.move_to_end(key)
+            del calls[min(calls, key=lambda each: calls[each].used)]
+    found.compared.add(biased)
     return found
 
 

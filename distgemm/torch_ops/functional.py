@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import overload
+from typing import Any, overload
 
 import torch
 
+from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
 from distgemm.runtime.checks import Group, process_group
+from distgemm.runtime.torch_arguments import read_tensor
 from distgemm.schedulers import schedule_options
+from distgemm.schedulers.registry import MAX_CHUNKS
 from distgemm.torch_ops import library
 from distgemm.torch_ops.dispatch import Function
 
@@ -26,6 +29,9 @@ __all__ = [
 Tensor = torch.Tensor
 # Found at import, because torch.compile of torch 2.11 cannot trace is_autocast_available.
 _AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda") if torch.amp.is_autocast_available(name))
+
+
+SCHEDULE = "'auto', the name of a schedule, or a configuration such as 'gemm+rs chunks=2'"
 
 
 def group_name(group: Group) -> str:
@@ -47,10 +53,41 @@ def _matrix(name: str, x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _check_tensors(function: Function, tensors: dict[str, Tensor | None]) -> None:
+def _check(
+    function: Function,
+    tensors: dict[str, Any],
+    schedule: str,
+    chunks: int | None,
+    m_per_rank: Sequence[int] | None = None,
+    features: int | None = None,
+    **switches: bool,
+) -> None:
+    """Check the types of a call's arguments. Sizes are checked where they are used.
+
+    torch.compile does not trace these checks: the registered ops check what they get.
+    """
+    if torch.compiler.is_compiling():
+        return
     for name, x in tensors.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{function}: {name} is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
+        if x is not None or not name.startswith("bias"):
+            read_tensor(f"{function}: {name}", x)
+    string(f"{function}: schedule", schedule, SCHEDULE)
+    _check_chunks(f"{function}: chunks", chunks)
+    if m_per_rank is not None:
+        integers(f"{function}: m_per_rank", m_per_rank, 0, MAX_EXTENT)
+    if features is not None:
+        name = "out_features" if function == "all_gather_matmul" else "in_features"
+        integer(f"{function}: {name}", features, 1, MAX_EXTENT)
+    for name, value in switches.items():
+        boolean(f"{function}: {name}", value)
+    given = {name: x for name, x in tensors.items() if x is not None}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        for name, x in given.items():
+            if x.is_inference():  # otherwise torch refuses to save it once the ranks have computed the result
+                raise ValueError(
+                    f"{function}: {name} is kept for gradients, got an inference tensor; {name}.clone() outside of "
+                    "torch.inference_mode() makes another"
+                )
 
 
 def check_schedule(schedule: str, chunks: int | None) -> None:
@@ -60,18 +97,18 @@ def check_schedule(schedule: str, chunks: int | None) -> None:
         ValueError: if ``schedule`` is neither "auto" nor a known schedule or configuration, or if ``chunks`` is neither
             None nor an integer >= 1.
     """
-    if schedule != "auto":
+    if string("schedule", schedule, SCHEDULE) != "auto":
         from distgemm.tune import TunedConfig  # imported here so that layers can be made without the GPU code
 
         config = TunedConfig.parse(schedule)
         if config.method == "plan":
             schedule_options(config.schedule)
-    _check_chunks(f"schedule {schedule!r}", chunks)
+    _check_chunks("chunks", chunks)
 
 
-def _check_chunks(what: str, chunks: int | None) -> None:
-    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"{what}: chunks is an integer >= 1, or None, got {chunks!r}")
+def _check_chunks(name: str, chunks: int | None) -> None:
+    if chunks is not None:
+        integer(name, chunks, 1, MAX_CHUNKS)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -85,6 +122,15 @@ def _autocast(x: Tensor) -> Tensor:
     """A tensor cast as torch.autocast casts the arguments of F.linear, which keeps float64."""
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+
+
+def _extents(name: str, value: int | Sequence[int] | None, count: int, several: bool) -> Sequence[int] | None:
+    """An extent for each of so many tensors."""
+    if value is None:
+        return None
+    if torch.compiler.is_compiling():
+        return [value] if isinstance(value, int) else value
+    return integers(name, value, 1, MAX_EXTENT, count) if several else [integer(name, value, 1, MAX_EXTENT)]
 
 
 def _rows(m_per_rank: Sequence[int] | None, between: Sequence[int]) -> list[int] | None:
@@ -180,7 +226,7 @@ def all_gather_matmul(
 
     All ranks of the group make the same call. The gradient of ``a_shard`` is a :func:`matmul_reduce_scatter`. Under
     torch.autocast, tensors are cast as for F.linear. The first call for each set of sizes makes a plan and compares the
-    arguments of all ranks; later calls do not.
+    arguments of all ranks. Later calls compare on CPUs only.
 
     Args:
         a_shard: (tokens of this rank, ..., in_features).
@@ -208,19 +254,21 @@ def all_gather_matmul(
         ValueError: if tensors do not fit each other, the group or the schedule.
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
-    several = not isinstance(b, Tensor)
-    bs = [b] if isinstance(b, Tensor) else list(b)
+    several = isinstance(b, (list, tuple))
+    bs: list[Any] = list(b) if isinstance(b, (list, tuple)) else [b]
     if not bs:
-        raise ValueError("all_gather_matmul: b is a tensor, or a sequence of at least one, got none")
-    biases = [bias] if isinstance(bias, Tensor) or bias is None else list(bias)
+        raise wrong("all_gather_matmul: b", "a tensor, or a sequence of at least one", b)
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias]
     if several and bias is None:
         biases = [None] * len(bs)
-    names = {f"b[{i}]": each for i, each in enumerate(bs)} | {f"bias[{i}]": each for i, each in enumerate(biases)}
-    _check_tensors("all_gather_matmul", {"a_shard": a_shard, **names})
-    _check_chunks("all_gather_matmul", chunks)
+    given = {"b": bs, "bias": biases}
+    named = {f"{name}[{i}]" if several else name: x for name, each in given.items() for i, x in enumerate(each)}
+    switches = {"keep_gathered": keep_gathered, "return_gathered": return_gathered}
+    _check("all_gather_matmul", {"a_shard": a_shard, **named}, schedule, chunks, m_per_rank, **switches)
     if len(biases) != len(bs) or (several and isinstance(bias, Tensor)):
-        raise ValueError(f"all_gather_matmul: there are {len(bs)} b, so bias is a sequence of {len(bs)}, None for none")
-    ns = [out_features] if isinstance(out_features, int) else out_features
+        wanted = f"a sequence of {len(bs)}, as there are {len(bs)} b, with None for one without a bias"
+        raise wrong("all_gather_matmul: bias", wanted, bias)
+    ns = _extents("all_gather_matmul: out_features", out_features, len(bs), several)
     between = a_shard.shape[1:-1]
     # Only the gradients of b need the gathered a.
     keeps = keep_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in bs)
@@ -281,8 +329,7 @@ def matmul_reduce_scatter(
         ValueError: if tensors do not fit each other, the group or the schedule.
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
-    _check_tensors("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias})
-    _check_chunks("matmul_reduce_scatter", chunks)
+    _check("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias}, schedule, chunks, m_per_rank, in_features)
     between = a.shape[1:-1]
     rows = _rows(m_per_rank, between)
     flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
@@ -327,8 +374,7 @@ def matmul_all_reduce(
         ValueError: if tensors do not fit each other, the group or the schedule.
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
-    _check_tensors("matmul_all_reduce", {"a": a, "b": b, "bias": bias})
-    _check_chunks("matmul_all_reduce", chunks)
+    _check("matmul_all_reduce", {"a": a, "b": b, "bias": bias}, schedule, chunks, features=in_features)
     flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])

@@ -54,7 +54,7 @@ def _gathered_rows(function: Function, mine: int, rows: Sizes, group: str) -> li
         return [mine] * size
     if len(rows) != size or rows[rank] != mine:
         raise ValueError(
-            f"{function}: m_per_rank has the rows of each of {size} ranks, {mine} of them for rank {rank}, "
+            f"{function}: m_per_rank has an integer for each of {size} ranks, its rows, and {mine} for rank {rank}, "
             f"got {list(rows)}"
         )
     return list(rows)
@@ -71,7 +71,7 @@ def _scattered_rows(function: Function, whole: int, rows: Sizes, group: str) -> 
         return [whole // size] * size
     if len(rows) != size or sum(rows) != whole:
         raise ValueError(
-            f"{function}: m_per_rank has {size} entries, one for each rank, with the sum {whole}, got {list(rows)}"
+            f"{function}: m_per_rank has {size} integers, one for each rank, with the sum {whole}, got {list(rows)}"
         )
     return list(rows)
 
@@ -215,7 +215,7 @@ def all_gather_matmul(
         )
     bias_of = _by_index(biases, biased)
     problem = _problem("all_gather_matmul", a, m, ns[first], k, rows, size)
-    call = prepare("ag+gemm", problem, group, a.device, schedule, chunks)
+    call = prepare("ag+gemm", problem, group, a.device, schedule, chunks, first in bias_of)
     whole = a.new_empty(m, k) if len(bs) > 1 or gathered else None
     function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
     found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
@@ -351,7 +351,7 @@ def matmul_reduce_scatter(
     """This rank's rows of the sum over ranks of A @ B.T, plus bias."""
     rows, k = _scatter_sizes(a, b, bias, group, rows, k)
     problem = _problem("matmul_reduce_scatter", a, a.shape[0], b.shape[0], k, rows, len(rows))
-    call = prepare("gemm+rs", problem, group, a.device, schedule, chunks)
+    call = prepare("gemm+rs", problem, group, a.device, schedule, chunks, bias is not None)
     return call("matmul_reduce_scatter", a, b, bias)
 
 
@@ -423,7 +423,7 @@ def matmul_all_reduce(
     k = _reduce_sizes(a, b, bias, group, k)
     size, _ = size_and_rank(group)
     problem = _problem("matmul_all_reduce", a, a.shape[0], b.shape[0], k, None, size)
-    call = prepare("gemm+ar", problem, group, a.device, schedule, chunks)
+    call = prepare("gemm+ar", problem, group, a.device, schedule, chunks, bias is not None)
     return call("matmul_all_reduce", a, b, bias)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from distgemm.arguments import instance, member, sequence, shown, wrong
 from distgemm.gemm import GemmConfig, list_providers
 from distgemm.plan import GemmProblem, Plan, make_plan
 from distgemm.plan.options import parse_mesh, parse_options
@@ -16,6 +17,10 @@ __all__ = ["UNFUSED", "Method", "Source", "TunedConfig"]
 
 Method = Literal["plan", "unfused"]
 Source = Literal["", "measured", "recorded", "predicted", "pinned"]
+
+
+def _any(name: str, value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,18 @@ class TunedConfig:
     fallback: TunedConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", tuple(sorted(self.options)))
+        wanted = "a tuple of (name, value) pairs, with names as texts and values as integers or texts"
+        pairs = sequence("options", self.options, lambda name, pair: sequence(name, pair, _any, wanted, 2), wanted)
+        if not all(isinstance(name, str) and isinstance(value, (int, str, tuple)) for name, value in pairs):
+            raise wrong("options", wanted, self.options)
+        object.__setattr__(self, "options", tuple(sorted(pairs)))
+        member("method", self.method, get_args(Method))
+        instance("execution", self.execution, ExecutionConfig, "an ExecutionConfig")
+        member("source", self.source, get_args(Source))
+        if self.fallback is not None:
+            instance("fallback", self.fallback, TunedConfig, "a TunedConfig or None")
+        if not isinstance(self.schedule, str):
+            raise wrong("schedule", "a string", self.schedule)
         if self.method not in get_args(Method) or (self.method == "plan") != bool(self.schedule):
             raise ValueError(
                 "method is 'plan', with a schedule, or 'unfused', without one; "
@@ -55,10 +71,12 @@ class TunedConfig:
             )
         if self.execution.provider not in (None, *list_providers()):
             raise ValueError(f"provider is one of {', '.join(list_providers())}, got {self.execution.provider!r}")
-        if self.collective not in (COLLECTIVES if self.method == "unfused" else ("nccl",)):
+        if not isinstance(self.collective, str) or self.collective not in (
+            COLLECTIVES if self.method == "unfused" else ("nccl",)
+        ):
             raise ValueError(
-                f"collective is one of {', '.join(COLLECTIVES)} for the unfused program, and 'nccl' for a plan; "
-                f"got {self.collective!r} for method {self.method!r}"
+                f"collective is one of {', '.join(COLLECTIVES)} for the unfused program, and 'nccl' for a "
+                f"plan; got {shown(self.collective)} for method {self.method!r}"
             )
         if self.execution.config is not None:
             GemmConfig.parse(self.execution.config)
@@ -92,12 +110,10 @@ class TunedConfig:
             ValueError: if the text has another form. An unknown schedule or an unknown option of it raises only when
                 the plan is made.
         """
-        name, *pairs = text.split() or [""]
+        name, *pairs = (text.split() if isinstance(text, str) else ()) or [""]
         if not name or "=" in name:
-            raise ValueError(
-                "a configuration is a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas', "
-                f"got {text!r}"
-            )
+            wanted = "a schedule's name and options, as in 'gemm+rs chunks=2 provider=cublas'"
+            raise wrong("a configuration", wanted, text)
         options = parse_options(pairs)
         if name == "unfused":
             collective = options.pop("collective", "nccl")
@@ -168,10 +184,14 @@ class TunedConfig:
         """The configuration that :meth:`to_dict` wrote. Ignores further fields.
 
         Raises:
-            ValueError: if a value is wrong.
-            KeyError: if a field is missing.
-            TypeError: if a field has a wrong type.
+            ValueError: if a field is missing, or a value is wrong.
         """
+        instance("fields", fields, Mapping, "a mapping, as to_dict returns it")
+        lacking = {"method"} - set(fields)
+        if fields.get("method") == "plan":
+            lacking |= {"schedule", "options", *EXECUTION_FIELDS} - set(fields)
+        if lacking:
+            raise ValueError(f"fields is a mapping, as to_dict returns it; it lacks {sorted(lacking)}")
         if fields["method"] == "unfused":
             return replace(UNFUSED, collective=fields.get("collective", "nccl"), source=source)
         options = fields["options"]

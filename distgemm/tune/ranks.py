@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda import CudaExecutable, compile_plan
+from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import Pattern
 from distgemm.tune.cache import key_of
@@ -25,7 +26,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     """A device with its index. None is the current GPU, or the CPU if there is no GPU."""
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
-    at = torch.device("cuda" if device is None else device)
+    at = read_device("device", "cuda" if device is None else device, ("cuda", "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if at.type == "cuda" and at.index is None else at
 
 

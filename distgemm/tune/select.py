@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import boolean, instance
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
 from distgemm.runtime.cuda import CudaExecutable
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
-from distgemm.schedulers import Pattern
+from distgemm.schedulers import Pattern, check_pattern
 from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import bucketed, gpu_name, look_up
@@ -51,6 +52,10 @@ def select(
         RuntimeError: while the current stream is captured.
         ValueError: on all ranks, if a file of rank 0 is broken, or if its DISTGEMM_TUNE is neither true nor false.
     """
+    instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
+    check_pattern(pattern)
+    if tune is not None:
+        boolean("tune", tune)
     whole, at = resolve_group(group), device_of(device)
     size = whole.size()
     refuse_capture(problem, pattern, size, at)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distgemm.arguments import path_of, write, wrong
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, link_of
 from distgemm.plan.plan import Plan
 
@@ -35,10 +37,17 @@ GLYPH_WIDTH = 0.6
 
 def suffix_of(path: str | Path) -> str:
     """The format of a figure, from the suffix of its file. Raises ValueError for another suffix than SUFFIXES."""
-    suffix = Path(path).suffix.lower()
+    suffix = path_of("path", path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, got {str(path)!r}")
+        raise wrong("path", f"the path of a picture, a {' or '.join(SUFFIXES)} file", str(path))
     return suffix[1:]
+
+
+def save_figure(figure: Figure, path: str | Path, dots: float) -> None:
+    """Write a figure to a file, with so many dots per inch. Raises ValueError if the file cannot be written."""
+    content = BytesIO()
+    figure.savefig(content, format=suffix_of(path), dpi=dots)
+    write("path", path, content.getvalue())
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distgemm.arguments import instance
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.schedulers import DistributedTileScheduler
@@ -40,6 +41,7 @@ from distgemm.viz.canvas import (
     op_labels,
     problem_text,
     rank_colour,
+    save_figure,
     side_label,
     suffix_of,
 )
@@ -62,9 +64,10 @@ def draw_schedule(scheduler: DistributedTileScheduler, path: str | Path) -> None
         path: an .svg or .png file.
 
     Raises:
-        ValueError: for another suffix.
+        ValueError: for another suffix, and for a file that cannot be written.
     """
-    kind = suffix_of(path)
+    instance("scheduler", scheduler, DistributedTileScheduler, "a DistributedTileScheduler")
+    suffix_of(path)  # refused before anything is drawn
     grids = [_Grid.of(scheduler, operand) for operand in "ABD"]
     work = _work_grid(scheduler)
     head, gap, left = 0.95, 0.55, 0.35
@@ -86,7 +89,7 @@ def draw_schedule(scheduler: DistributedTileScheduler, path: str | Path) -> None
         grid.draw(figure, x, height - head - grid.height)
         x += grid.width + gap
     work.draw(figure, left, 0.25)
-    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
+    save_figure(figure, path, dots_per_inch(width, height))
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
@@ -97,9 +100,10 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         path: an .svg or .png file.
 
     Raises:
-        ValueError: for another suffix.
+        ValueError: for another suffix, and for a file that cannot be written.
     """
-    kind = suffix_of(path)
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    suffix_of(path)  # refused before anything is drawn
     ranks = plan.world_size
     cell = min(0.62, 11.0 / ranks) if ranks > 12 else 0.72
     side = max(cell * ranks, 1.2)
@@ -123,7 +127,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     _workspace(add_axes(figure, 1.0 + side + 1.6, height - 1.35 - side, bars, side), plan, cell)
     axes = add_axes(figure, 1.6, 0.55, step * len(columns), low)
     _op_lanes(axes, plan, lanes, boxes, len(columns), step, width - 1.7)
-    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
+    save_figure(figure, path, dots_per_inch(width, height))
 
 
 def draw_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -134,9 +138,10 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
         path: an .svg or .png file.
 
     Raises:
-        ValueError: for another suffix.
+        ValueError: for another suffix, and for a file that cannot be written.
     """
-    kind = suffix_of(path)
+    instance("timeline", timeline, Timeline, "a distgemm.simulator.Timeline")
+    suffix_of(path)  # refused before anything is drawn
     plan = timeline.plan
     shown = range(plan.world_size)[:MAX_RANKS]
     by_lane: dict[tuple[int, str], list[Event]] = defaultdict(list)
@@ -202,7 +207,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
         note += f"; {len(shown)} of {plan.world_size} ranks shown"
     axes.set_xlabel(note, size=TEXT, color=INK)
     axes.tick_params(labelsize=TEXT, colors=INK)
-    figure.savefig(path, format=kind, dpi=dots_per_inch(width, height))
+    save_figure(figure, path, dots_per_inch(width, height))
 
 
 # --- schedules ------------------------------------------------------------------------------------------

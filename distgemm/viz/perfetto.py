@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distgemm.arguments import instance, write, wrong
 from distgemm.plan.ops import Copy, box_size
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.simulator import FLAG_LANE, Event, Timeline, op_title
 
 __all__ = ["Arrow", "Slice", "save_trace", "timeline_trace", "to_trace"]
+
+
+TRACE = "a dictionary of JSON values, as timeline_trace returns it"
 
 
 class Slice(NamedTuple):
@@ -79,6 +83,7 @@ def _metadata(what: str, rank: int, thread: int, args: dict[str, Any]) -> dict[s
 
 def timeline_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace of a predicted replay. Arrows lead from copies, and from other ops for another rank, to their users."""
+    instance("timeline", timeline, Timeline, "a distgemm.simulator.Timeline")
     shown = [event for event in timeline.events if event.lane != FLAG_LANE]
     arrows = (
         Arrow((made.rank, made.lane, made.end), (user.rank, user.lane, user.start)) for made, user in timeline.flows
@@ -97,5 +102,17 @@ def _slice(timeline: Timeline, event: Event) -> Slice:
 
 
 def save_trace(trace: dict[str, Any], path: str | Path) -> None:
-    """Write a trace to a .json file."""
-    Path(path).write_text(json.dumps(trace))
+    """Write a trace to a .json file.
+
+    Args:
+        trace: a result of :func:`timeline_trace` or :func:`to_trace`.
+        path: the file.
+
+    Raises:
+        ValueError: if the trace is no JSON object, or the file cannot be written.
+    """
+    try:
+        text = json.dumps(instance("trace", trace, dict, TRACE))
+    except TypeError:
+        raise wrong("trace", TRACE, trace) from None
+    write("path", path, text)

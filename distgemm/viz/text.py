@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from distgemm.arguments import boolean, instance, integer
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
@@ -37,9 +38,12 @@ def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT, wi
         limit: rows and columns of each table; a line says what is left out.
         width: characters of a line; wider tables continue below with further columns. None: no limit, except that
             cells of a grid are broken into lines to stay within ``WIDTH`` characters if that is possible.
+
+    Raises:
+        ValueError: for a scheduler, a limit or a width that is none.
     """
-    if limit < 1:
-        raise ValueError(f"limit is an integer >= 1, got {limit!r}")
+    instance("scheduler", scheduler, DistributedTileScheduler, "a DistributedTileScheduler")
+    limit, width = _sizes(limit, width)
     grid = scheduler.grid
     head = (
         f"{scheduler.name}: {_count(scheduler.world_size, 'rank')}{_mesh(scheduler.mesh)}, "
@@ -56,6 +60,11 @@ def show_schedule(scheduler: DistributedTileScheduler, *, limit: int = LIMIT, wi
     )
     parts.append("\n".join(_wrapped(line, width) for line in legend))
     return "\n\n".join(parts)
+
+
+def _sizes(limit: int, width: int | None) -> tuple[int, int | None]:
+    """The limit and the width of tables, checked."""
+    return integer("limit", limit), None if width is None else integer("width", width)
 
 
 Uses = dict[tuple[int, ...], dict[int, list[int]]]
@@ -260,11 +269,12 @@ def show_plan(
         width: characters of a line; wider tables continue below with further columns. None: no limit.
 
     Raises:
-        ValueError: for a rank that the plan does not have.
+        ValueError: for a rank that the plan does not have, and for a plan, a limit or a width that is none.
     """
-    if limit < 1:
-        raise ValueError(f"limit is an integer >= 1, got {limit!r}")
-    listed = range(plan.world_size) if rank is None else [rank]
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    boolean("ops", ops)
+    limit, width = _sizes(limit, width)
+    listed = range(plan.world_size) if rank is None else [integer("rank", rank, 0, plan.world_size - 1)]
     parts = [
         "\n".join(_wrapped(line, width) for line in _plan_head(plan)),
         _shards(plan, limit, width),

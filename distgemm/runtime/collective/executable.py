@@ -7,18 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from distgemm.arguments import finite, instance, wrong
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
+    backends,
     check_agreement,
     check_bias,
     check_gathered,
     check_gradients,
     check_shards,
+    differences,
+    plan_fields,
     resolve_group,
 )
-from distgemm.runtime.collective.memory import CallState, Memory, Step
+from distgemm.runtime.collective.memory import CallState, Memory
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
+from distgemm.runtime.collective.steps import Synchronize
 from distgemm.runtime.executable import Executable
+from distgemm.runtime.groups import GroupRef, failing, raise_if_failed
+from distgemm.runtime.torch_arguments import read_device
 
 __all__ = ["CollectiveExecutable", "run_collective"]
 
@@ -39,7 +46,6 @@ class CollectiveExecutable:
     Attributes:
         plan: what it executes.
         rank: this rank in the group.
-        group: the ranks.
         device: where shards and workspace lie.
         program: what a call does.
 
@@ -52,12 +58,11 @@ class CollectiveExecutable:
     def __init__(
         self, plan: Plan, group: dist.ProcessGroup | None = None, device: torch.device | str | int | None = None
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise ValueError(f"plan is a distgemm.Plan, got {plan!r}")
-        self.plan = plan
-        self.group = resolve_group(group)
+        self.plan = instance("plan", plan, Plan, "a distgemm.Plan")
+        self._group = GroupRef(resolve_group(group))
         self.rank = dist.get_rank(self.group)
-        served = _backends(self.group)
+        raise_if_failed(self.group)
+        served = backends(self.group)
         self.device = usual = _device(None, served)
         problem: Exception | None = None
         try:
@@ -81,8 +86,19 @@ class CollectiveExecutable:
             named = ", ".join(f"{device_type} ({each})" for device_type, each in served.items())
             raise ValueError(f"the group sends from {named}; for {device} it takes gloo (CPU) or nccl (CUDA)")
         self._multiplies_all_of_a = multiplies_all_of_a(plan, self.rank)
-        barrier = _barrier(self.group, device if backend == "nccl" else None)
-        self.program = Program.of(plan, self.rank, Memory(plan, self.rank, device), self.group, barrier)
+        self._compares = device.type == "cpu"
+        self._fields = {"call": f"a call of {plan.schedule}", **plan_fields(plan)}
+        barrier = Synchronize(device if backend == "nccl" else None)
+        self.program = Program.of(plan, self.rank, Memory(plan, self.rank, device), barrier)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks. The executable does not keep the group alive.
+
+        Raises:
+            ValueError: once the group is destroyed.
+        """
+        return self._group()
 
     @property
     def provider(self) -> str:
@@ -124,7 +140,8 @@ class CollectiveExecutable:
             dist.reduce_scatter_tensor(d, alpha * a_shard @ b_shard.T, group=group); d += beta * c_shard + bias
 
         Products, and what is added to them, accumulate in float32 (float64 for float64). Partial sums are rounded to
-        ``problem.partial_dtype``, D to ``problem.out_dtype``. On GPUs only a Barrier blocks the host.
+        ``problem.partial_dtype``, D to ``problem.out_dtype``. On GPUs only a Barrier blocks the host. On CPUs each call
+        compares what the ranks call before it sends anything else.
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
@@ -142,10 +159,17 @@ class CollectiveExecutable:
         Raises:
             ValueError: for tensors of another shape, dtype or device, for beta without C, for scales, for ``gathered``
                 where this rank does not multiply all of A, and for shards that require grad outside of torch.no_grad().
-                A rank that raises leaves the others waiting for its messages.
+                A rank that raises has sent nothing and may call again; the others wait for it. On CPUs also on all
+                ranks where they call different executables, or with another ``alpha``, ``beta`` or bias.
+            RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names schedule,
+                rank, op and tile. ``out`` and ``gathered`` are NaN then, and the group takes no further calls.
         """
+        group = self.group
+        raise_if_failed(group)
         if scale_a is not None or scale_b is not None:
-            raise ValueError("the collective runtime has no scales; the CUDA runtime has, for fp8")
+            scale = scale_b if scale_a is None else scale_a
+            raise wrong("scale_a and scale_b", "None: the collective runtime has no scales", scale)
+        alpha, beta = finite("alpha", alpha), finite("beta", beta)
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         check_bias(self.rank, bias, given["D"])
@@ -156,11 +180,32 @@ class CollectiveExecutable:
         batched = self.plan.problem.l > 1
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}
         whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
-        call = CallState(shards, float(alpha), float(beta), bias, whole, [None] * self.program.messages)
-        with torch.no_grad():
-            for step in self.program.steps:
-                step(call)
+        call = CallState(shards, alpha, beta, bias, whole, [None] * self.program.messages, group)
+        odd = ""
+        with failing(group, lambda: self._where(call), (given["D"], gathered)):
+            if self._compares:
+                odd = self._differences(call)
+            if not odd:
+                with torch.no_grad():
+                    for step, call.at in zip(self.program.steps, self.program.ops, strict=True):
+                        step(call)
+        if odd:
+            raise ValueError(odd)
         return given["D"]
+
+    def _differences(self, call: CallState) -> str:
+        """What the ranks call differently, in words; otherwise ""."""
+        terms = {"alpha": call.alpha, "beta": call.beta, "bias": "none" if call.bias is None else "given"}
+        return differences(self._fields | terms, call.group, self.device).difference
+
+    def _where(self, call: CallState) -> str:
+        """How far a call has come."""
+        begun = f"{self.plan.schedule} failed on rank {self.rank}"
+        if call.at is not None:
+            return f"{begun} at {call.at.describe()}"
+        first = next((op for op in self.program.ops if op is not None), None)
+        before = "" if first is None else f" before {first.describe()}"
+        return f"{begun} as the ranks compared their calls{before}"
 
 
 def run_collective(
@@ -184,28 +229,13 @@ def run_collective(
     return exe(a_shard, b_shard, c_shard, alpha=alpha, beta=beta, bias=bias, out=out)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of a group for each type of device."""
-    pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
-    found = {device: backend for device, _, backend in pairs if device}
-    if not found:
-        backend = dist.get_backend(group)
-        found = {"cuda" if backend == "nccl" else "cpu": backend}
-    return found
-
-
 def _device(device: torch.device | str | int | None, served: dict[str, str]) -> torch.device:
     if device is None:
         device = "cuda" if served.get("cuda") == "nccl" else "cpu"
-    found = torch.device(device)
+    found = read_device("device", device, ("cpu", "cuda"))
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if found.type == "cpu" else found
-
-
-def _barrier(group: dist.ProcessGroup, device: torch.device | None) -> Step:
-    ids = None if device is None else [device.index]
-    return lambda call: dist.barrier(group, device_ids=ids)
 
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from distgemm.plan.ops import View, box_extents
+from distgemm.plan.ops import Op, View, box_extents
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.runtime.checks import TORCH_DTYPES
@@ -30,6 +31,8 @@ class CallState:
         bias: one row of D's shard; None: none.
         gathered: where all of A goes, as (l, m, k); None: nowhere.
         works: by a message's index, what torch returned for it.
+        group: the ranks.
+        at: the op that is under way; None: none is yet.
     """
 
     shards: dict[str, Tensor]
@@ -38,6 +41,8 @@ class CallState:
     bias: Tensor | None
     gathered: Tensor | None
     works: list[Any]
+    group: dist.ProcessGroup
+    at: Op | None = None
 
 
 Step = Callable[[CallState], None]

@@ -1,0 +1,128 @@
+"""Process groups: what lives as long as they do, and what follows a failure on them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["GroupRef", "PerGroup", "failing", "raise_if_failed"]
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+
+
+# --- lifetime -------------------------------------------------------------------------------------------
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    # Torch informs nobody when it destroys a group.
+    torch_groups: Any = distributed_c10d
+    return group not in torch_groups._world.pg_map
+
+
+class GroupRef:
+    """A process group that this reference does not keep alive: sockets and threads of gloo live as long as it does.
+
+    Calling it returns the group.
+
+    Args:
+        group: the group.
+
+    Raises:
+        ValueError: by a call, once the group is destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._name = group.group_name
+
+    def __call__(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None or _is_destroyed(group):
+            raise ValueError(
+                f"the process group {self._name!r} of this executable was destroyed; make an executable with another "
+                "group"
+            )
+        return group
+
+
+class PerGroup(Generic[T]):
+    """A value for each process group. It is dropped when its group is destroyed.
+
+    Values that hold their group strongly are dropped when the value of any group is next asked for.
+
+    Args:
+        make: makes the value of a group.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: weakref.WeakKeyDictionary[dist.ProcessGroup, T] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def of(self, group: dist.ProcessGroup) -> T:
+        """The value of a group, made the first time.
+
+        Args:
+            group: a group that exists.
+        """
+        for other in [other for other in self._values if _is_destroyed(other)]:
+            del self._values[other]
+        if group not in self._values:
+            self._values[group] = self._make()
+        return self._values[group]
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+class _Failure:
+    """Why nothing can be called on a group any more; None while that is not so."""
+
+    reason: str | None = None
+
+
+_FAILURES: PerGroup[_Failure] = PerGroup(_Failure)
+
+
+def raise_if_failed(group: dist.ProcessGroup) -> None:
+    """Raises RuntimeError where a call on the group has failed: its ranks are at different places of the program."""
+    if reason := _FAILURES.of(group).reason:
+        raise RuntimeError(
+            f"an earlier call on this process group failed, so no rank of it can make a further one; destroy the group "
+            f"and make another. That call: {reason}"
+        )
+
+
+@contextlib.contextmanager
+def failing(group: dist.ProcessGroup, where: Callable[[], str], written: Sequence[Tensor | None]) -> Iterator[None]:
+    """What follows an error once a call has begun to send: results become NaN, and the group takes no further calls.
+
+    Args:
+        group: the ranks.
+        where: names the operation, this rank, and how far it has come.
+        written: what the call writes.
+
+    Raises:
+        RuntimeError: in the place of each other error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = f"{where()}: {error}"
+        _FAILURES.of(group).reason = reason
+        for tensor in written:
+            if tensor is not None:
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+        if isinstance(error, Exception):
+            raise RuntimeError(f"{reason}. The result is NaN" if written else reason) from error
+        raise
