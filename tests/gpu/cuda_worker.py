@@ -10,8 +10,10 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.autograd import DeviceType
 
 import distgemm
 from distgemm.api import compile as compile_plan
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, Wait, link_of
 from distgemm.runtime.checks import TORCH_DTYPES
@@ -94,15 +97,21 @@ class Case:
         return {name: getattr(self, name) for name in EXECUTION_FIELDS}
 
 
-def compile_kernels(cases: list[Case]) -> None:
-    """Compile the kernels of the cases in parallel, so that no launch with a timeout waits for a compiler."""
+def compile_kernels(cases: list[Case], arch: str | None = None) -> None:
+    """Compile the kernels of the cases in parallel, so that no launch with a timeout waits for a compiler.
+
+    Args:
+        cases: the cases.
+        arch: the architecture; None: that of the GPU.
+    """
     sources: dict[KernelSource, None] = {}
-    for case in cases:
-        plan = case.plan()
-        for rank in range(plan.world_size):
-            binder = Binder(plan, rank, torch.device("cuda", 0), ExecutionConfig(**case.execution_options()))
-            sources |= dict.fromkeys(binder.sources())  # an executable builds these
-            sources |= dict.fromkeys(binder.sources(c=bool(case.beta)))
+    with nullcontext() if arch is None else patch.object(CutlassProvider, "arch", arch):
+        for case in cases:
+            plan = case.plan()
+            for rank in range(plan.world_size):
+                binder = Binder(plan, rank, torch.device("cuda", 0), ExecutionConfig(**case.execution_options()))
+                sources |= dict.fromkeys(binder.sources())  # an executable builds these
+                sources |= dict.fromkeys(binder.sources(c=bool(case.beta)))
     build(list(sources))
 
 
@@ -199,9 +208,48 @@ def poisoned(cases: list[Case], calls: int = 10) -> list[str]:
 
 
 def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
+    """Several executables on one workspace in random order, eager and within outer graphs."""
+    done = replay_at_random(cases, replays, seed)
+    assert done.made >= replays
+    few = [f"few graphs: {done.graphs}"] * (done.graphs < 1)
+    return [f"rank {dist.get_rank()}: {done.wrong} wrong elements"] * bool(done.wrong) + few
+
+
+class Replays(NamedTuple):
+    """Replays that a rank made.
+
+    Attributes:
+        made: how many.
+        wrong: elements that were wrong.
+        graphs: graphs that the executables recorded.
+        eager: calls of an executable that were not within an outer graph.
+        seconds: how long they took.
+    """
+
+    made: int
+    wrong: int
+    graphs: int
+    eager: int
+    seconds: float
+
+
+REPLAYS_PER_LOOK = 200
+"""Replays from one look at the clock to the next. A look waits for the GPU and for all ranks."""
+
+
+def replay_at_random(
+    cases: list[Case], replays: int, seed: int, seconds: float = 1e9, noise_elements: int = 1 << 20
+) -> Replays:
     """Several executables on one workspace in random order, eager and within outer graphs.
 
     A rank is late at random, and NCCL runs on another stream. Every result is compared on the GPU.
+
+    Args:
+        cases: the executables.
+        replays: at least so many are made.
+        seed: of the order and of the inputs.
+        seconds: time after which no more are made.
+        noise_elements: what NCCL sums meanwhile.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rank = dist.get_rank()
@@ -225,11 +273,19 @@ def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
             graph.capture_end()
         outer.append(graph)
     traffic = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
-    noise = torch.zeros(1 << 20, device=device)
+    noise = torch.zeros(noise_elements, device=device)
     other = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    done = 0
+    done, eager, looks, start = 0, 0, 0, time.monotonic()
     while done < replays:
+        if done >= (looks + 1) * REPLAYS_PER_LOOK:
+            looks += 1
+            late = torch.tensor(time.monotonic() - start, device=device)
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            if rank == 0 and not looks % 10:
+                print(f"{done} replays after {late.item():.0f} s, {wrong.item()} wrong elements", flush=True)
+            if late.item() > seconds:
+                break
         index, draw = common.randrange(len(made)), common.randrange(3)
         exe, data = made[index]
         for name in "ABC":
@@ -246,10 +302,11 @@ def stress(cases: list[Case], replays: int, seed: int) -> list[str]:
         else:
             data.call(exe)
             done += 1
+            eager += 1
         wrong += (data.shards["D"].double() != wanted[index][draw]).sum()
     torch.cuda.synchronize()
     graphs = sum(exe.graphs for exe, _ in made)
-    return [f"rank {rank}: {int(wrong)} wrong elements"] * bool(wrong.item()) + [f"few graphs: {graphs}"] * (graphs < 1)
+    return Replays(done, int(wrong.item()), graphs, eager, time.monotonic() - start)
 
 
 def repeated(cases: list[Case]) -> list[str]:

@@ -156,13 +156,13 @@ def late_backward() -> dict[str, Any]:
         y = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
         torch.autograd.backward(y.float().sum())  # makes the executables of the backward pass
         y = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=GATHER)
-    torch.cuda.synchronize()
-    found: dict[str, Any] = {}
-    with noting(found):
-        if dist.get_rank() == 0:
-            y.float().sum().backward()
-        for _ in range(1000):
-            time.sleep(0.02)
+        torch.cuda.synchronize()
+        found: dict[str, Any] = {}
+        with noting(found):
+            if dist.get_rank() == 0:
+                y.float().sum().backward()
+            for _ in range(1000):
+                time.sleep(0.02)
     return found
 
 

@@ -1,15 +1,25 @@
-"""Small cases of every mechanism of the CUDA runtime, to run under compute-sanitizer on 2 GPUs or more:
+"""Small cases of every mechanism of the CUDA runtime, to run under compute-sanitizer:
 
-compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
+    python -m tests.gpu.memcheck 2 --build
+    compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
+    compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
+
+The first command compiles the kernels, so that no compiler runs under the tool. With fewer GPUs than ranks, ranks share
+them, and plans whose fused kernel waits for a copy engine are left out, as in ``test_shared.py``.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
+
+import torch
+import typer
 
 from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
 from tests.gpu.cuda_worker import Case
+from tests.gpu.test_shared import fitting
 
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
@@ -51,10 +61,29 @@ def cases(ranks: int) -> list[Case]:
     ]
 
 
-if __name__ == "__main__":
-    ranks = int(sys.argv[1])
-    found = launch(worker.exact, ranks, cases(ranks), backend="nccl", timeout=900)
+def main(
+    ranks: Annotated[int, typer.Argument(help="Number of ranks.")] = 2,
+    calls: Annotated[int, typer.Option(help="Calls of each case: the first eager, two recorded, others replayed.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Time for everything.")] = 900.0,
+    only: Annotated[str, typer.Option(help="Only cases with this word.")] = "",
+    build: Annotated[bool, typer.Option("--build", help="Compile the kernels, and end.")] = False,
+    arch: Annotated[str, typer.Option(help="With --build: the architecture.")] = "90a",
+) -> None:
+    """Run the cases. The exit status is 1 if one fails."""
+    gpus = torch.cuda.device_count()
+    every = [case for case in cases(ranks) if only in str(case)]
+    if build:
+        worker.compile_kernels(every, arch)
+        return
+    todo = every if gpus >= ranks else fitting(every, ranks)
+    if not todo:
+        raise typer.BadParameter(f"no case has the word {only!r}")
+    found = launch(worker.exact, ranks, todo, calls, backend="nccl", timeout=seconds, share=True)
     for failure in (failure for of_rank in found for failure in of_rank):
         print(failure)
-    print(f"{len(cases(ranks))} cases on {ranks} GPUs, {sum(map(len, found))} failures")
+    print(f"{len(todo)} of {len(every)} cases, {ranks} ranks, {gpus} GPUs, {sum(map(len, found))} failures", flush=True)
     sys.exit(any(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -31,6 +31,7 @@ TORCH_CHECKS = [
     "refused_captures",
     "many_shapes",
     "depth",
+    "many_layers",
     "modules",
     "styles",
     "compiled",

@@ -112,10 +112,12 @@ def quick(named: bool = True) -> Iterator[None]:
         execution = dataclasses.replace(execution or ExecutionConfig(), **({"config": None} | gemms))
         return make(plan, execution, **(options | {"timeout": TIMEOUT_S}))
 
-    def by_name(pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None) -> Any:
+    def by_name(
+        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, biased: bool
+    ) -> Any:
         if schedule == "auto":
             schedule, chunks = NAMED[pattern]
-        return prepare(pattern, problem, group, at, schedule, chunks)
+        return prepare(pattern, problem, group, at, schedule, chunks, biased)
 
     with contextlib.ExitStack() as stack:
         for module in (cuda, tune_ranks):
@@ -432,8 +434,8 @@ def modules() -> list[str]:
         weights = torch.randn_like(y)
         y.backward(weights)
         own = part(x.detach(), sizes, rank, 0).clone().requires_grad_()
-        first = distgemm.nn.ColumnParallelLinear.from_linear(up, group=group)
-        second = distgemm.nn.RowParallelLinear.from_linear(down, group=group)
+        first = distgemm.nn.ColumnParallelLinear.from_linear(up, group=group, sequence_dim=0)
+        second = distgemm.nn.RowParallelLinear.from_linear(down, group=group, sequence_dim=0)
         with quick():
             z = second(torch.tanh(first(own, m_per_rank=tokens)), m_per_rank=tokens)
             z.backward(part(weights, sizes, rank, 0))
@@ -441,7 +443,7 @@ def modules() -> list[str]:
         found = {"y": (z, part(y, sizes, rank, 0)), "x": (own.grad, part(x.grad, sizes, rank, 0))}
         for layer, linear in ((first, up), (second, down)):
             for name, parameter in linear.named_parameters():
-                found[f"{type(layer).__name__}.{name}"] = getattr(layer, name).grad, layer.part(name, parameter.grad)
+                found[f"{type(layer).__name__}.{name}"] = getattr(layer, name).grad.full_tensor(), parameter.grad
         for name, (actual, expected) in found.items():
             if actual.shape != expected.shape or not relative(actual, expected) < 1e-5:
                 wrong.append(f"rank {rank}: {name}, tokens {tokens}: {relative(actual, expected):.1e}")
@@ -553,7 +555,9 @@ def recorded_steps() -> list[str]:
             if not torch.equal(loss, recorded) or not torch.equal(x, x_before):
                 wrong.append(f"rank {dist.get_rank()}, step {step}: loss {recorded} instead of {loss}")
             pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
-            wrong += [f"step {step}: {name}" for (name, one), two in pairs if not torch.equal(one, two)]
+            wrong += [
+                f"step {step}: {name}" for (name, one), two in pairs if not torch.equal(one.to_local(), two.to_local())
+            ]
             if wrong:
                 break
     return wrong + [f"losses {losses}"] * (not wrong and len(losses) != 7)
@@ -627,7 +631,7 @@ def made() -> list[Any]:
     """The executables that are kept for the group of all ranks."""
     world = dist.group.WORLD
     assert world is not None
-    return [call.executable for call in dispatch.PREPARED[world.group_name][1].values()]
+    return [call.executable for call in dispatch.PREPARED.of(world).values()]
 
 
 def workspaces() -> dict[int, int]:
@@ -679,6 +683,29 @@ def depth() -> list[str]:
             model(x).float().sum().backward()
         found.append((len(made()), workspaces()))
     return [f"1 and 6 blocks: {found}"] * (found[0] != found[1])
+
+
+def many_layers() -> list[str]:
+    """One executable serves 126 layers by two graphs, with results that stay alive, and inputs that change."""
+    a, b = (torch.empty(shape, device=device(), dtype=torch.bfloat16) for shape in ((64, 256), (128, 256)))
+    size, wrong = dist.get_world_size(), []
+    with quick():
+        problem = distgemm.GemmProblem(64 * size, 128 * size, 256)
+        exe: Any = cuda.compile_plan(distgemm.make_plan(problem, NAMED["ag+gemm"][0], size, sync="barrier"))
+    weights = [torch.randint(-1, 2, b.shape, device=device()).to(b) for _ in range(126)]
+    for step in range(4):
+        kept = []
+        for layer, weight in enumerate(weights):
+            x = torch.randint(-1, 2, a.shape, device=device()).to(a)
+            kept.append((layer, x, exe(x, weight)))
+        torch.cuda.synchronize()
+        for layer, x, y in kept:
+            whole = torch.empty(64 * size, 256, device=device(), dtype=a.dtype)
+            dist.all_gather_into_tensor(whole, x)
+            if not torch.equal(y, whole @ weights[layer].T):
+                wrong.append(f"rank {dist.get_rank()}, step {step}, layer {layer}")
+        del kept
+    return wrong + [f"{exe.graphs} graphs"] * (exe.graphs != 2)
 
 
 # --- training -------------------------------------------------------------------------------------------------

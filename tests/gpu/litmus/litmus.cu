@@ -1,0 +1,343 @@
+// A litmus test of how a fused kernel passes data to another rank. In each round every block stores the number of the
+// round at the peer, sets the peer's flag, waits for its own flag, loads by TMA what the peer stored, and compares. The
+// flags are set and awaited by the functions of flags.cuh, which the fused kernel calls, too.
+//
+// Blocks form teams, as the thread blocks of one GEMM do: a team has one counter and one flag. The blocks of a team
+// store a tile each, by the first warp of each of two warp groups. Each of these warps increments the counter, and the
+// last one sets the flag. Each block then loads the tile of another block of the peer's team.
+//
+// A round's data lies in one of two slots, and its flag is its own: the host clears the flags between launches. So no
+// block stores into a slot that is still read: before round n + 1, it has seen the peer's flag of round n, which the
+// peer sets once it has read what came in round n - 1.
+//
+// Further blocks read and write more memory than L2 holds.
+
+#include <cstdint>
+
+#include "cutlass/cuda_host_adapter.hpp"
+
+#include "../../../distgemm/gemm/kernels/flags.cuh"
+
+namespace litmus {
+
+constexpr int kThreads = 256, kWarpGroups = 2, kWarpGroupThreads = kThreads / kWarpGroups;
+constexpr int kRow = 256, kRowWords = kRow / 4;  // a tile is rows of so many bytes
+constexpr int kSlots = 2;
+constexpr int kCounters = 4;  // of a team. A block is at most one round ahead of its team
+constexpr int kUnroll = 16;
+constexpr int kSharedBytes = 120 << 10;  // at least: more than half of what an SM has, so an SM has one block
+
+// How data is stored at the peer.
+enum Path : int32_t {
+  kTensor,  // by TMA with a tensor map, as the fused kernel stores results
+  kBulk,    // by TMA without one, as the fused kernel copies
+  kPlain,   // by ordinary stores
+};
+// What is left out of the protocol.
+enum Change : int32_t {
+  kNothing,
+  kNoRelease,     // the counter is incremented and the flag written without release and fence
+  kNoWait,        // the stores are not waited for
+  kReadWait,      // of the stores, only the reads of shared memory are waited for
+  kNoWaitNoRelease,
+  kNoProxyFence,  // no fence between the flag and TMA's load
+  kNoAcquire,     // the flag is read without acquire
+  kNoCounter,     // the first block of a team sets the flag, and waits for no other
+};
+
+struct Result {
+  uint64_t rounds;        // of all blocks
+  uint64_t stale_rounds;  // in which a block loaded a word of an earlier round
+  uint64_t stale_words;
+  uint64_t newer_words;  // of a later round: two rounds in one slot at the same time
+  uint32_t oldest;       // how many rounds the oldest stale word was behind
+  uint32_t timeouts;     // blocks that gave up
+};
+
+struct Arguments {
+  uint32_t *slots, *peer_slots;  // [kSlots][blocks][bytes / 4]
+  uint32_t *flags, *peer_flags;  // [rounds][teams], all 0 before the launch
+  uint32_t* counters;            // [kCounters][teams], all 0 before and after the launch
+  uint4 *read, *written;         // memory of the further blocks; at the peer, if there are two GPUs: written
+  uint64_t units;                // of 16 bytes in each of the two, a power of two
+  uint32_t* running;             // blocks that have not ended, the further ones not counted
+  Result* result;
+  uint64_t limit_ns;  // for the launch
+  uint32_t first_round, rounds, seed;
+  int32_t rank, blocks, team, further_blocks, bytes;  // team: its number of blocks; bytes of a tile
+  int32_t jitter_ns;  // delays are up to so long
+};
+
+struct Parameters {
+  CUtensorMap slots, peer_slots;
+  Arguments args;
+};
+
+__device__ inline uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+__device__ inline uint32_t hash(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+__device__ inline uint32_t shared_address(void const* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// One warp group's part of the tile, from shared memory to the peer's slot. One thread calls it.
+template <Path path>
+__device__ void store(Parameters const& params, uint32_t const* from, int row, int rows) {
+  if constexpr (path == kTensor) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     &params.peer_slots),
+                 "r"(shared_address(from)), "r"(0), "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                     params.args.peer_slots + size_t(row) * kRowWords),
+                 "r"(shared_address(from)), "r"(rows * kRow)
+                 : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <Change change>
+__device__ void wait_for_stores() {
+  if constexpr (change == kReadWait) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  } else if constexpr (change != kNoWait && change != kNoWaitNoRelease) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+}
+
+// What the warp of a fused kernel does that has stored its part of a result.
+template <Change change>
+__device__ void set(uint32_t* counter, uint32_t parts, uint32_t* flag, bool first) {
+  uint64_t const at = reinterpret_cast<uint64_t>(flag);
+  if constexpr (change == kNoRelease || change == kNoWaitNoRelease) {
+    uint32_t before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    if (before + 1 != parts) return;
+    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(counter) : "memory");
+    asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(at) : "memory");
+  } else if constexpr (change == kNoCounter) {
+    if (first) distgemm::set_flag(counter, at);
+  } else {
+    if (distgemm::increment(counter) == parts) distgemm::set_flag(counter, at);
+  }
+}
+
+// Waits for the flag, as the fused kernel's loading warp does, but not longer than until `deadline`. Returns whether it
+// was set.
+template <Change change>
+__device__ bool wait_until_set(uint32_t const* flag, uint64_t deadline) {
+  uint64_t const at = reinterpret_cast<uint64_t>(flag);
+  for (uint32_t looks = 1;; ++looks) {
+    if constexpr (change == kNoAcquire) {
+      uint32_t value;
+      asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+      if (value == 1) break;
+    } else {
+      if (distgemm::is_set(at)) break;
+    }
+    if (looks % 256 == 0 && nanoseconds() > deadline) return false;
+  }
+  if constexpr (change != kNoProxyFence) distgemm::fence_for_tma();
+  return true;
+}
+
+__device__ inline void load(CUtensorMap const& map, uint32_t* to, uint64_t* arrived, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(to)),
+      "l"(&map), "r"(shared_address(arrived)), "r"(0), "r"(row)
+      : "memory");
+}
+
+__device__ inline void wait_for_load(uint64_t* arrived, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(
+          shared_address(arrived)),
+      "r"(parity)
+      : "memory");
+}
+
+// Reads and writes until the other blocks have ended.
+__device__ void press(Arguments const& args, uint64_t deadline) {
+  uint64_t const threads = uint64_t(args.further_blocks) * kThreads;
+  uint64_t at = uint64_t(blockIdx.x - args.blocks) * kThreads + threadIdx.x;
+  for (;;) {
+    uint4 units[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) units[i] = args.read[(at + i * threads) & (args.units - 1)];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      ++units[i].x;
+      args.written[(at + i * threads) & (args.units - 1)] = units[i];
+    }
+    at += kUnroll * threads;
+    uint32_t running;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(running) : "l"(args.running) : "memory");
+    if (!running || nanoseconds() > deadline) return;
+  }
+}
+
+template <Path path, Change change>
+__global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters const params) {
+  extern __shared__ uint32_t shared[];
+  __shared__ uint64_t arrived;
+  __shared__ bool came;
+  Arguments const& args = params.args;
+  uint64_t const deadline = nanoseconds() + args.limit_ns;
+  int const block = blockIdx.x;
+  if (block >= args.blocks) {
+    press(args, deadline);
+    return;
+  }
+  // Dynamic shared memory begins at a multiple of 16 bytes, TMA with a tensor map wants 128.
+  uint32_t* const out = shared + (128 - shared_address(shared) % 128) % 128 / 4;
+  int const words = args.bytes / 4, rows = args.bytes / kRow, part = rows / kWarpGroups;
+  uint32_t* const in = out + words;
+  int const warp_group = threadIdx.x / kWarpGroupThreads;
+  int const team = block / args.team, teams = args.blocks / args.team;
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  uint32_t number = 0;
+  for (; number < args.rounds; ++number) {
+    uint32_t const round = args.first_round + number;
+    uint32_t const slot = round % kSlots;
+    uint32_t const chance = hash(hash(round ^ args.seed) + uint32_t(block * kWarpGroups + warp_group) * 2 + args.rank);
+    if (args.jitter_ns && chance % 8 == 0) {
+      uint64_t const end = nanoseconds() + (chance >> 8) % args.jitter_ns;
+      while (nanoseconds() < end) continue;
+    }
+
+    int const mine = int(slot * args.blocks + block) * rows + warp_group * part;  // the first row of this part
+    if constexpr (path == kPlain) {
+      uint32_t* const to = args.peer_slots + size_t(mine) * kRowWords;
+      for (int i = threadIdx.x % kWarpGroupThreads; i < part * kRowWords; i += kWarpGroupThreads) to[i] = round;
+      __syncthreads();
+    } else {
+      for (int i = threadIdx.x; i < words; i += kThreads) out[i] = round;
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncthreads();
+    }
+    if (threadIdx.x % kWarpGroupThreads == 0) {
+      uint32_t* const counter = args.counters + round % kCounters * teams + team;
+      if constexpr (path != kPlain) {
+        store<path>(params, out + warp_group * part * kRowWords, mine, part);
+        wait_for_stores<change>();
+      }
+      bool const first = block % args.team == 0 && warp_group == 0;
+      set<change>(counter, args.team * kWarpGroups, args.peer_flags + number * teams + team, first);
+      if constexpr (path != kPlain) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    }
+
+    if (threadIdx.x == 0) {
+      came = wait_until_set<change>(args.flags + number * teams + team, deadline);
+      if (came) {
+        int const other = team * args.team + int((block + round) % args.team);
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrived)),
+                     "r"(args.bytes)
+                     : "memory");
+        for (int i = 0; i < kWarpGroups; ++i) {
+          load(params.slots, in + i * part * kRowWords, &arrived,
+               int(slot * args.blocks + other) * rows + i * part);
+        }
+      }
+    }
+    __syncthreads();
+    if (!came) break;
+    wait_for_load(&arrived, number % 2);
+    uint32_t stale = 0, newer = 0, oldest = 0;
+    for (int i = threadIdx.x; i < words; i += kThreads) {
+      int32_t const behind = int32_t(round - in[i]);
+      if (behind > 0) {
+        ++stale;
+        oldest = max(oldest, uint32_t(behind));
+      }
+      newer += behind < 0;
+    }
+    if (stale) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&args.result->stale_words), stale);
+      atomicMax(&args.result->oldest, oldest);
+    }
+    if (newer) atomicAdd(reinterpret_cast<unsigned long long*>(&args.result->newer_words), newer);
+    // Also lets no thread write or load anew before all have compared.
+    if (__syncthreads_or(stale) && threadIdx.x == 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(&args.result->stale_rounds), 1);
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.result->rounds), number);
+    if (number < args.rounds) atomicAdd(&args.result->timeouts, 1);
+    atomicSub(args.running, 1);
+  }
+}
+
+// Of the slots of one rank, as rows; a box is a warp group's part of a tile.
+CUresult encode(CUtensorMap* map, uint32_t* slots, Arguments const& args) {
+  int const rows = args.bytes / kRow;
+  uint64_t const extents[] = {kRowWords, uint64_t(kSlots) * args.blocks * rows}, strides[] = {kRow};
+  uint32_t const box[] = {kRowWords, uint32_t(rows / kWarpGroups)}, steps[] = {1, 1};
+  return cutlass::call_cuTensorMapEncodeTiled(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 2, slots, extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+template <Path path, Change change>
+int launch(Parameters const& params, cudaStream_t stream) {
+  Arguments const& args = params.args;
+  int const bytes = max(kSharedBytes, 128 + 2 * args.bytes);
+  cudaError_t error = cudaFuncSetAttribute(
+      reinterpret_cast<void const*>(litmus<path, change>), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  litmus<path, change><<<args.blocks + args.further_blocks, kThreads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+extern "C" {
+
+int litmus_arguments_size() { return sizeof(Arguments); }
+int litmus_result_size() { return sizeof(Result); }
+char const* litmus_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+// Launches one rank's kernel on the current device. Returns a cudaError_t; -1 for a path with such a change that is not
+// compiled; -2 for a tensor map that the driver does not encode.
+int litmus_launch(Arguments const* args, int path, int change, cudaStream_t stream) {
+  Parameters params{{}, {}, *args};
+  if (encode(&params.slots, args->slots, *args) != CUDA_SUCCESS ||
+      encode(&params.peer_slots, args->peer_slots, *args) != CUDA_SUCCESS) {
+    return -2;
+  }
+#define LITMUS_CASE(a_path, a_change) \
+  if (path == a_path && change == a_change) return launch<a_path, a_change>(params, stream);
+  LITMUS_CASE(kTensor, kNothing)
+  LITMUS_CASE(kTensor, kNoRelease)
+  LITMUS_CASE(kTensor, kNoWait)
+  LITMUS_CASE(kTensor, kReadWait)
+  LITMUS_CASE(kTensor, kNoWaitNoRelease)
+  LITMUS_CASE(kTensor, kNoProxyFence)
+  LITMUS_CASE(kTensor, kNoAcquire)
+  LITMUS_CASE(kTensor, kNoCounter)
+  LITMUS_CASE(kBulk, kNothing)
+  LITMUS_CASE(kBulk, kNoRelease)
+  LITMUS_CASE(kBulk, kNoWaitNoRelease)
+  LITMUS_CASE(kPlain, kNothing)
+  LITMUS_CASE(kPlain, kNoRelease)
+#undef LITMUS_CASE
+  return -1;
+}
+
+}  // extern "C"
+
+}  // namespace litmus
