@@ -181,11 +181,15 @@ def gathered() -> list[str]:
 # --- what ran -----------------------------------------------------------------------------------------
 
 
+COMPARED_BYTES = 33
+"""What a rank sends before each call, to compare it: a digest, and whether there was an error."""
+
+
 @contextlib.contextmanager
 def messages() -> Iterator[Counter[tuple[int, int]]]:
-    """Bytes that this rank sends to each peer; any collective raises."""
+    """Bytes that this rank sends to each peer; any collective raises, except the comparison of calls."""
     sent: Counter[tuple[int, int]] = Counter()
-    post = dist.batch_isend_irecv
+    post, compare = dist.batch_isend_irecv, dist.all_gather
     me = dist.get_rank()
 
     def recorded(todo: list[dist.P2POp]) -> Any:
@@ -197,8 +201,11 @@ def messages() -> Iterator[Counter[tuple[int, int]]]:
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a collective of torch.distributed")
 
+    def compared(every: list[Tensor], mine: Tensor, group: Any) -> None:
+        assert mine.dtype == torch.uint8 and mine.numel() == COMPARED_BYTES
+        compare(every, mine, group)
+
     names = (
-        "all_gather",
         "all_gather_into_tensor",
         "all_gather_object",
         "all_reduce",
@@ -215,6 +222,7 @@ def messages() -> Iterator[Counter[tuple[int, int]]]:
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", recorded))
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, forbidden))
+        stack.enter_context(mock.patch.object(dist, "all_gather", compared))
         yield sent
 
 
@@ -261,15 +269,13 @@ def executables() -> dict[str, Any]:
         distgemm.all_gather_matmul(torch.randn(tokens, 3), torch.randn(2, 3), group=world)
 
     found: dict[str, Any] = {}
-    dispatch.PREPARED.clear()
+    dispatch.PREPARED.of(world).clear()
     with mock.patch.object(dispatch, "executable_of", counted), mock.patch.object(dispatch, "CACHED", 2):
         for tokens in (1, 1, 2, 1, 3, 1, 2):  # 2 was used before 1, so it is dropped first
             run(tokens)
             found.setdefault("made", []).append(len(made))
-        found["kept"] = len(dispatch.PREPARED[world.group_name][1])
-        # A new group with the name of a destroyed one.
-        dispatch.PREPARED[world.group_name] = (dist.new_group(), dispatch.PREPARED[world.group_name][1])
-        run(2)
+        found["kept"] = len(dispatch.PREPARED.of(world))
+        distgemm.all_gather_matmul(torch.randn(2, 3), torch.randn(2, 3), group=dist.new_group())
         found["another group"] = len(made)
     return found
 

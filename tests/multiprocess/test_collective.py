@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distgemm import CollectiveExecutable, GemmProblem, list_schedules, make_plan
-from distgemm.plan.ops import Copy
+from distgemm import CollectiveExecutable, GemmProblem, PlanError, list_schedules, make_plan
+from distgemm.plan.ops import Copy, Gemm
 from distgemm.runtime.collective.memory import CallState, Memory
+from distgemm.runtime.collective.program import Program
 from distgemm.runtime.collective.steps import Message
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
@@ -20,7 +22,7 @@ NUMBER = {1: 4, 2: 12, 3: 12, 4: 12, 6: 4}
 """Cases of each schedule, by world size."""
 
 CHECKS: dict[int, list[Any]] = {
-    2: [(worker.numerics, ()), (worker.wrong_arguments, ())],
+    2: [(worker.numerics, ()), (worker.wrong_arguments, ()), (worker.arrivals_without_a_flag, ())],
     3: [
         (worker.different_plans, (1,)),
         (worker.unexecutable_on_one, ()),
@@ -53,7 +55,12 @@ def test_two_tensor_parallel_groups_of_three_run_at_once_on_unequal_tokens() -> 
 def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:
     for found in results(3):
         for message in found["different_plans"]:
-            assert "ValueError" in message and "ranks [1] differ from ranks [0, 2]" in message
+            assert message.startswith("ValueError: the ranks of the group make different calls; ")
+            assert "digest of the plan: " in message
+        schedules, ranks, ops = found["different_plans"]
+        usual = "all_gather_1d_tiling_cd_rotating_a on ranks 0, 2"
+        assert f"schedule: {usual}, all_gather_1d_ring_a on rank 1;" in schedules
+        assert "number of ranks: 3 on ranks 0, 2, 4 on rank 1;" in ranks and "schedule: " not in ops
 
 
 def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
@@ -73,12 +80,12 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
         ("a dtype", "has dtype torch.float32, got torch.float64"),
         ("c dtype", "has dtype torch.bfloat16, got torch.float32"),
         ("out dtype", "out on rank"),
-        ("device", "has device cpu, got meta"),
-        ("type", "is a torch.Tensor, got ndarray"),
+        ("device", "a tensor with values, and not one on the device meta"),
+        ("type", "is a torch.Tensor, as torch.as_tensor makes it, got a ndarray of shape"),
         ("bias shape", "bias on rank"),
         ("bias dtype", "of torch.bfloat16 on cpu, got"),
         ("scale", "the collective runtime has no scales"),
-        ("no c", "beta is 1.0, which needs c_shard"),
+        ("no c", "c_shard is a torch.Tensor where beta is not 0: beta is 1.0, got None"),
         ("size", "the plan is for 3 ranks, the group has 2"),
         ("cuda", "cuda:0"),
         ("plan", "plan is a distgemm.Plan"),
@@ -121,10 +128,11 @@ def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
     plan = make_plan(GemmProblem(m=8, n=6, k=7, l=2), "all_gather_1d_tiling_cd_rotating_a", 2)
     memory = Memory(plan, 0, torch.device("cpu"))
     (copy,) = [op for op in plan.ops(1) if isinstance(op, Copy)]
-    tile = memory.place(copy.dst)(CallState({}, 1.0, 0.0, None, None, []))
+    no_group: Any = None
+    call = CallState({}, 1.0, 0.0, None, None, [None], no_group)
+    tile = memory.place(copy.dst)(call)
     assert tile.shape == (2, 4, 7) and tile.stride() == (32, 8, 1) and tile.data_ptr() % 16 == 0
     message = Message(0, 0, copy, False, 1, memory.place(copy.dst), torch.bfloat16)
-    call = CallState({}, 1.0, 0.0, None, None, [None])
     arrived = message.buffer(call)
     assert arrived.numel() == plan.link_bytes()[1, 0] == 2 * 4 * 7 * 2
     arrived.copy_(torch.ones(2 * 4 * 7, dtype=torch.bfloat16).view(torch.uint8))
@@ -135,6 +143,32 @@ def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
 
 def test_numerics() -> None:
     assert [found["numerics"] for found in results(2)] == [[], []]
+
+
+def test_what_arrives_is_joined_where_no_wait_names_the_arrival() -> None:
+    assert [found["arrivals_without_a_flag"] for found in results(2)] == [[], []]
+
+
+def test_an_op_in_the_round_of_a_message_that_is_not_posted_is_refused() -> None:
+    """A Barrier orders an op after a Copy of its own round, whose message also needs a later op."""
+    plan = worker.told_by_a_barrier()
+    ops = list(plan.ops(1))
+    (barrier,) = [op for op in ops if op.id == 99]
+    copy = next(op for op in plan.ops(0) if isinstance(op, Copy))
+    first = [dataclasses.replace(op, round=barrier.round) if op.id == copy.id else op for op in plan.ops(0)]
+    gemm = ops[-1]
+    assert isinstance(gemm, Gemm) and gemm.a == copy.dst
+    late = plan.replace_ops(0, sorted(first, key=lambda op: op.round)).replace_ops(
+        1, [*ops[:-1], dataclasses.replace(gemm, round=barrier.round)]
+    )
+    memory = Memory(late, 1, torch.device("cpu"))
+    # Rank 1 also sends in that round, after its GEMM, so that it can post the round only then.
+    mine = next(op for op in ops if isinstance(op, Copy))
+    last = dataclasses.replace(mine, round=barrier.round, deps=(gemm.id,))
+    moved = [op for op in late.ops(1) if op.id != mine.id]
+    moved = [dataclasses.replace(op, deps=()) if op.id == 99 else op for op in moved]
+    with pytest.raises(PlanError, match=r"Gemm .*touches slot 0.* in the round in which rank 0 .*Copy"):
+        Program.of(late.replace_ops(1, [*moved, last]), 1, memory, lambda call: None)  # type: ignore[arg-type]
 
 
 def test_without_any_copy_the_result_changes_or_an_error_is_raised() -> None:

@@ -93,18 +93,22 @@ def test_all_methods_of_the_layer_benchmark_compute_the_same() -> None:
 
 
 def test_the_programs_of_the_docs_run(tmp_path: Path) -> None:
-    """The MLP prints the call and True. The plan in the docs is that of the example."""
+    """The MLP prints the call and True, the training True. The plan in the docs is that of the example."""
     page = ROOT / "docs" / "pytorch.md"
     if not page.exists():
         pytest.skip("a source archive has no docs/")
-    mlp, plan, record = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    (tmp_path / "mlp.py").write_text(mlp)
+    mlp, plan, training, record = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "mlp.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"matmul_reduce_scatter: .*\nTrue\n|gather: .*\nTrue\n", done.stdout), done.stdout
+    for program, printed in (
+        (mlp, r"matmul_reduce_scatter: .*\nTrue\n|gather: .*\nTrue\n"),
+        (training, r"True\n"),
+    ):
+        (tmp_path / "program.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(printed, done.stdout), done.stdout
     shown = plan[plan.index("plan = {") : plan.index("}\n") + 1].removeprefix("plan = ")
     body = (ROOT / "examples" / "llama.py").read_text()
     assert shown.replace(" ", "") in body.replace(" ", "")

@@ -35,6 +35,19 @@ def test_logits_are_those_of_one_rank(schedule: str, ranks: str) -> None:
         assert int(used) == rows
 
 
-def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
-    done = run("--tp", "3")
-    assert done.returncode == 2 and "multiples of --tp" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--prompt", "63"),
+            "--prompt is a multiple of --tp, because the ranks split the prompt; got 63 and 2, --prompt",
+        ),
+        (("--tp", "3", "--prompt", "63"), "--tp divides the 4 kv_heads of the model tiny, got 3"),
+        (("--tp", "0"), "--tp is 1 or more, got 0"),
+        (("--bucket", "0"), "--bucket is 1 or more, got 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"serve_tp.py: error: {message}")

@@ -54,7 +54,7 @@ def test_wrong_calls_are_refused() -> None:
         wanted = [
             "ValueError: the unfused program has no scales",
             "ValueError: bias on rank",
-            "ValueError: beta is 1.0, which needs c_shard",
+            "ValueError: c_shard is a torch.Tensor where beta is not 0: beta is 1.0, got None",
             "ValueError: gathered on rank",
             "ValueError: gemm+rs does not bring all of A",
             "ValueError: graphs are of GPUs, this executable is on cpu",
@@ -88,13 +88,14 @@ def test_ieee_is_set_during_a_call_and_the_setting_is_restored() -> None:
 def test_graphs_keep_the_buffers_that_they_use(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each buffer is kept once. GEMMs of float32 use IEEE float32."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
-    exe.pattern, exe.collective, exe.group, exe.rank, exe._ieee = "gemm+ar", "nccl", None, 0, True
-    exe.device, exe.plan = SimpleNamespace(type="cuda"), None
+    exe.pattern, exe.collective, exe._group, exe.rank, exe._ieee = "gemm+ar", "nccl", lambda: None, 0, True
+    exe.device, exe.plan = SimpleNamespace(type="cuda"), SimpleNamespace(problem=GemmProblem(8, 8, 4))
     exe._buffers = {"whole": torch.empty(1, 8, 8)}
     seen: list[str] = []
     kept: list[torch.UntypedStorage] = []
     matmul: Any = torch.backends.cuda.matmul
     monkeypatch.setattr(unfused, "_kept", kept)
+    monkeypatch.setattr(unfused, "raise_if_failed", lambda group: None)
     monkeypatch.setattr(unfused, "check_shards", lambda *args: {"D": args[-1]})
     monkeypatch.setattr(unfused, "_multiply", lambda *args: seen.append(matmul.fp32_precision))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **options: None)
@@ -126,7 +127,7 @@ def test_gathered_shares_no_memory_with_what_is_read_or_written() -> None:
 def test_symmetric_memory_adds_into_aligned_results_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels write 16 bytes at once. For another address or dtype they add into a new tensor, copied to D."""
     exe: Any = object.__new__(unfused.UnfusedExecutable)
-    exe.pattern, exe.collective, exe.group = "gemm+ar", "two-shot", SimpleNamespace(group_name="0")
+    exe.pattern, exe.collective, exe._group = "gemm+ar", "two-shot", lambda: SimpleNamespace(group_name="0")
     exe._buffers = {"whole": torch.empty(1, 8, 8, dtype=torch.bfloat16)}
     added: list[int] = []
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import distgemm
-from distgemm.plan.ops import Copy, Op, Signal, Wait
+from distgemm.plan.ops import Barrier, Copy, Op, Signal, Wait
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective import CollectiveExecutable, run_collective, steps
@@ -441,6 +441,59 @@ def deleted_copies() -> list[tuple[str, bool]]:
                     if workspace == "full" and copy.operand != "D" and rank == copy.dst.rank:
                         right = right or not np.isnan(d).any()
             found.append((f"{copy.describe()} of {name}, {workspace}, rank {rank}, thorough={thorough}", right))
+    return found
+
+
+def told_by_a_credit() -> Plan:
+    """A gather of two ranks in which rank 1 learns only by a credit that its tile has arrived.
+
+    Rank 0 copies the tile, then sets the credit. Rank 1 waits for the credit, copies its own tile to rank 0, and then
+    multiplies what has arrived. So the credit and that Copy order the GEMM after the arrival. Rows of 13 elements are
+    padded in the slot, so that a message that is not joined leaves NaN there.
+    """
+    plan = distgemm.make_plan(_problem(k=13), "all_gather_1d_ring_a", 2, sync="barrier")
+    ops = [list(plan.ops(rank)) for rank in range(2)]
+    (wait,) = [op for op in ops[1] if isinstance(op, Wait)]
+    (copy,) = [op for op in ops[1] if isinstance(op, Copy)]
+    flag = wait.flag._replace(credit=True)
+    ops[0] = [dataclasses.replace(op, flag=flag) if isinstance(op, Signal) else op for op in ops[0]]
+    rest = [op for op in ops[1] if op is not wait and not isinstance(op, Barrier)]
+    deps = [tuple(copy.id if dep == wait.id else dep for dep in op.deps) for op in rest]
+    later = [dataclasses.replace(op, round=max(op.round, 1), deps=each) for op, each in zip(rest, deps, strict=True)]
+    later = [dataclasses.replace(op, deps=(*op.deps, wait.id)) if op.id == copy.id else op for op in later]
+    barrier = [op for op in ops[1] if isinstance(op, Barrier)]
+    ops[1] = [*barrier, dataclasses.replace(wait, flag=flag, round=1), *later]
+    return plan.replace_ops(0, ops[0]).replace_ops(1, ops[1])
+
+
+def told_by_a_barrier() -> Plan:
+    """A gather of two ranks in which a second Barrier stands for the flags that say that tiles have arrived."""
+    plan = distgemm.make_plan(_problem(k=13), "all_gather_1d_ring_a", 2, sync="barrier")
+    for rank in range(2):
+        ops = plan.ops(rank)
+        (copy,) = [op for op in ops if isinstance(op, Copy)]
+        (wait,) = [op for op in ops if isinstance(op, Wait)]
+        barrier = Barrier(99, rank, wait.round, 0, "D", (), -1, (copy.id,))
+        rest = [barrier if op is wait else op for op in ops if not isinstance(op, Signal)]
+        deps = [tuple(99 if dep == wait.id else dep for dep in op.deps) for op in rest]
+        plan = plan.replace_ops(rank, [dataclasses.replace(op, deps=each) for op, each in zip(rest, deps, strict=True)])
+    return plan
+
+
+def arrivals_without_a_flag() -> list[str]:
+    """Plans that the proof accepts, and in which no Wait names the arrival: what is wrong with their results."""
+    rank, found = dist.get_rank(), []
+    for plan in (told_by_a_credit(), told_by_a_barrier()):
+        plan.verify()
+        executable = CollectiveExecutable(plan)
+        for call in range(3):
+            data = Data(plan, call)
+            a, b, _ = data.shards(device_of_rank())
+            if rank == call % 2:
+                time.sleep(0.05)
+            d = executable(a, b).double().cpu().numpy()
+            if not np.array_equal(d, data.expected(1, 0)):
+                found.append(f"call {call} on rank {rank}: {np.isnan(d).sum()} of {d.size} elements are NaN")
     return found
 
 

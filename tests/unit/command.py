@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from distgemm.cli.main import app
 
 __all__ = ["invoke", "refusal", "succeed"]
+
+# The runner would build all commands anew in each call, which takes longer than most calls.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 def invoke(*arguments: str, columns: int = 150) -> Result:

@@ -75,7 +75,7 @@ def test_a_schedule_on_a_mesh() -> None:
         ("chunks=2", "a schedule's name and options"),
         ("gemm+rs chunks", "chunks=2, got 'chunks'"),
         ("gemm+xs", "gemm\\+xs"),
-        ("gemm+rs gemm_streams=3", "gemm_streams is 1 or 2"),
+        ("gemm+rs gemm_streams=3", "gemm_streams is an integer from 1 to 2"),
         ("unfused", "a schedule is wanted"),
     ],
 )

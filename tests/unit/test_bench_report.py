@@ -146,7 +146,7 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": [{}]}', '{"rows": []}'])
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(ValueError, match=r"x\.json is not what distgemm bench --json wrote"):
+    with pytest.raises(ValueError, match=r"x\.json(: it is no JSON| is not what distgemm bench --json wrote)"):
         load(tmp_path / "x.json")
     with pytest.raises(ValueError, match="No such file"):
         load(tmp_path / "y.json")

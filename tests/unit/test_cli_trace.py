@@ -88,9 +88,9 @@ def test_mechanism(launched: list[tuple[Any, ...]]) -> None:
     [
         (["--json", "nowhere/t.json"], "--json nowhere/t.json: there is no folder nowhere"),
         (["-o", "t.gif"], "-o takes a .svg, .png or .json file, got 't.gif'"),
-        (["--mesh", "2by4"], "--mesh is written like 2x4, got '2by4'"),
+        (["--mesh", "2by4"], "--mesh: a text such as 2x4, of integers >= 1, got '2by4'"),
         (["--dtype", "int3"], "--dtype: one of float64"),
-        (["--machine", "h2000"], "machine 'h2000' is none of"),
+        (["--machine", "h2000"], "--machine: one of h200,"),
         (["--mechanism", "carry"], "--mechanism: one of push, pull, store, got 'carry'"),
         (["--wait-by", "gpu"], "--wait-by: one of memory_op, kernel, got 'gpu'"),
         (["--wait-by", "kernel"], "--wait-by kernel takes --gemm-streams 1, got 2"),

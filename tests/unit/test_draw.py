@@ -56,7 +56,7 @@ def test_pictures_are_made(what: str, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["schedule", "plan", "timeline"])
 def test_other_suffixes_are_refused(what: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"written as \.svg or \.png, got .*picture\.gif"):
+    with pytest.raises(ValueError, match=r"a \.svg or \.png file, got .*picture\.gif"):
         draw(what, GATHER, 2, 1, tmp_path / "picture.gif")
     assert not list(tmp_path.iterdir())
 

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "distgemm"
 
 LAYERS = (
     "system",
+    "arguments",
     "layouts",
     "schedulers",
     "plan",

@@ -511,5 +511,5 @@ def test_picture(tmp_path: Path) -> None:
     assert [texts.count(f"rank {rank}") for rank in range(4)] == [1] * 4
     assert texts.count("gemm 0") == texts.count("predicted gemm 0") == texts.count("predicted copy") == 4
     assert any(text.startswith("Measured:") for text in texts)
-    with pytest.raises(ValueError, match=r"written as \.svg or \.png"):
+    with pytest.raises(ValueError, match=r"a \.svg or \.png file"):
         draw_trace(trace, tmp_path / "trace.gif")

@@ -113,8 +113,8 @@ def test_values_that_do_not_go_together_are_refused(wrong: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"gemm_streams": 3}, "gemm_streams is 1 or 2, got 3"),
-        ({"gemm_streams": True}, "gemm_streams is 1 or 2, got True"),
+        ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
+        ({"gemm_streams": True}, "gemm_streams is an integer from 1 to 2, got True"),
         ({"execution": "fused"}, "execution is one of multi_kernel, single_kernel"),
         ({"wait_by": "events"}, "wait_by is one of memory_op, kernel"),
         ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
