@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 import distgemm
+from distgemm.gemm.streams import new_stream
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
+from distgemm.runtime.cuda.memops import mem_ops, wait_for
 from distgemm.runtime.cuda.order import CallOrder
 from distgemm.runtime.launch import _shared  # noqa: PLC2701  (launch would stop the ranks that are to survive)
 from tests.gpu.cuda_worker import CONFIG, Case, Data, compile_plan, compiled
@@ -164,6 +166,48 @@ def late_backward() -> dict[str, Any]:
             for _ in range(1000):
                 time.sleep(0.02)
     return found
+
+
+def busy_queues(count: int) -> float:
+    """Seconds for a copy of flags on an urgent stream, while so many streams and branches of a graph wait for them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    flags = torch.zeros(2 * count, dtype=torch.int32, device=device)
+    addresses = [flags.data_ptr() + 4 * number for number in range(2 * count)]
+    streams, urgent = [new_stream(device) for _ in range(2 * count)], new_stream(device, urgent=True)
+    ones, copy = torch.ones_like(flags, device="cpu").pin_memory(), torch.empty_like(flags, device="cpu").pin_memory()
+    x = torch.zeros((), dtype=torch.int32, device=device)
+    graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def wait_on(used: list[torch.cuda.Stream], awaited: list[int]) -> None:
+        for stream, address in zip(used, awaited, strict=True):
+            with torch.cuda.stream(stream):
+                mem_ops([wait_for(address)], stream.cuda_stream)
+                x.add_(0)  # a kernel stands behind it
+
+    with torch.cuda.stream(main):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for stream in streams[count:]:
+            stream.wait_stream(main)
+        wait_on(streams[count:], addresses[count:])
+        for stream in streams[count:]:
+            main.wait_stream(stream)
+        graph.capture_end()
+    torch.cuda.synchronize()
+    graph.replay()
+    wait_on(streams[:count], addresses[:count])
+    time.sleep(0.2)
+    start = time.monotonic()
+    with torch.cuda.stream(urgent):
+        copy.copy_(flags, non_blocking=True)
+        read = urgent.record_event()
+        flags.copy_(ones, non_blocking=True)
+    while not read.query():
+        assert time.monotonic() < start + 20, "the copy does not end"
+        time.sleep(1e-4)
+    seconds = time.monotonic() - start
+    assert not copy.any()
+    torch.cuda.synchronize()
+    return seconds
 
 
 @contextmanager

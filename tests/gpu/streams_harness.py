@@ -521,7 +521,7 @@ class Looker:
 
     def __init__(self, ranks: Ranks, runners: Sequence[RankRunner], stuck_s: float) -> None:
         self.ranks, self.runners, self.stuck_s = ranks, runners, stuck_s
-        self.stream = new_stream(ranks.device)
+        self.stream = new_stream(ranks.device, urgent=True)
         self.copies = [torch.empty_like(one.flag_memory(), device="cpu").pin_memory() for one in ranks.workspaces]
 
     def __call__(self) -> list[str]:

@@ -65,7 +65,22 @@ def test_a_rank_that_comes_back_too_late_raises(case: Case, tmp_path: Path) -> N
     assert [one["wrong"] for one in found.values()] == [0, 0]
 
 
-def test_an_error_of_a_backward_pass_reaches_the_thread_of_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connections", [None, 2, 4, 8, 32])
+def test_flags_are_read_and_written_beside_streams_that_wait(
+    connections: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of hardware queues: all ordinary ones are full of streams and graphs that wait."""
+    set_connections(monkeypatch, connections)
+    (seconds,) = launch(fault_worker.busy_queues, 1, 48, backend="nccl", timeout=60, share=True)
+    assert seconds < 1
+
+
+@pytest.mark.parametrize("connections", [None, 2, 4, 8, 32])
+def test_an_error_of_a_backward_pass_reaches_the_thread_of_the_step(
+    connections: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two workspaces, whose streams share queues: the calls of the backward pass have larger shards."""
+    set_connections(monkeypatch, connections)
     found = fault_worker.spawn(tmp_path, 2, fault_worker.late_backward)
     assert "has not ended within 4 s" in found[0]["error"] and found[0]["seconds"] < 15, found
 
@@ -84,6 +99,14 @@ def test_what_the_order_costs_in_a_graph() -> None:
     (found,) = launch(fault_worker.cost_of_order, 1, backend="nccl", timeout=60, share=True)
     print(f"microseconds of a captured call: {found}")
     assert found["ordered"] < found["plain"] + 5
+
+
+def set_connections(monkeypatch: pytest.MonkeyPatch, connections: int | None) -> None:
+    """Give processes that start from now on so many hardware queues."""
+    if connections is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
 
 
 @pytest.fixture(scope="module", autouse=True)

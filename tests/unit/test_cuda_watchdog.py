@@ -110,9 +110,12 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     assert not caplog.records
     look(7.5)  # the replay has not begun: something before it has not ended
     assert not died and [record.levelname for record in caplog.records] == ["WARNING"]
-    watched.read_flags = lambda: None  # the copy of the flags stands behind it, too
+    watched.read_flags = lambda: None  # the GPU does not answer at all
     look(10)
     assert not died
+    look(10.5)
+    assert died == [10.5]
+    died.clear()
     watched.read_flags = lambda: [0, *values.tolist()]
     values[stage_index(2)] = stage_value(1, Stage.BODY)
     look(12)

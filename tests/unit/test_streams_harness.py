@@ -183,7 +183,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(executable, "Recording", partial(PretendedRecording, False))
     monkeypatch.setattr(executable, "captured_node", lambda stream: 0)
-    monkeypatch.setattr(workspace, "new_stream", lambda device: PretendedStream())
+    monkeypatch.setattr(workspace, "new_stream", lambda device, **_: PretendedStream())
     monkeypatch.setattr(one_process, "CallOrder", lambda device: PretendedOrder())
     monkeypatch.setattr(Binder, "sources", lambda self: [])
     return tasks
@@ -336,7 +336,7 @@ def test_a_stuck_process_says_what_it_waits_for(
         def record_event(self) -> Any:
             return SimpleNamespace(query=lambda: True)
 
-    monkeypatch.setattr(streams_harness, "new_stream", lambda device: Stream())
+    monkeypatch.setattr(streams_harness, "new_stream", lambda device, **_: Stream())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     looker = Looker(harness.ranks, harness.runners, 5.0)
     statuses: list[int] = []

@@ -151,7 +151,7 @@ class Watchdog:
             watched.last_change, watched.warned = (state, now), False
             return
         unchanged = now - watched.last_change[1]
-        if watched.under_way is not None:
+        if watched.under_way is not None or flags is None:
             message = explain_hang(executable, values, min(executable.timeout, unchanged))
             if unchanged > GONE_AFTER_S and values is not None:
                 _, ranks = awaited(executable, values)

@@ -89,7 +89,7 @@ class WatchedWorkspace:
         self.failure: str | None = None
         self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
         self.under_way: WatchedExecutable | None = None
-        self.stream = new_stream(workspace.device)
+        self.stream = new_stream(workspace.device, urgent=True)  # other streams may wait in all ordinary queues
         self.copy = torch.empty(1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
         self.flag_values = torch.tensor([0, 1], dtype=torch.int32).pin_memory()
         self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
