@@ -8,23 +8,11 @@ from cuda.bindings import runtime
 __all__ = ["new_stream", "stream_of"]
 
 
-def new_stream(device: torch.device, *, urgent: bool = False) -> torch.cuda.Stream:
-    """A new stream, which is never destroyed. Torch's streams come from a pool, so other code may capture on them.
-
-    Args:
-        device: where it is.
-        urgent: whether it has the highest priority. Such streams share no hardware queue with ordinary ones, so what
-            waits there does not stop them.
-
-    Raises:
-        RuntimeError: CUDA cannot create it.
-    """
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream, which is never destroyed. Torch's streams come from a pool, so other code may capture on them."""
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the context current
-        error, _, greatest = runtime.cudaDeviceGetStreamPriorityRange()
-        if not error:
-            priority = greatest if urgent else 0
-            error, stream = runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, priority)
+        error, stream = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
     if error:
         raise RuntimeError(f"CUDA could not create a stream: {error.name}")
     external: torch.cuda.Stream = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]

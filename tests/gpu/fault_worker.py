@@ -24,6 +24,8 @@ from distgemm.gemm.streams import new_stream
 from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
 from distgemm.runtime.cuda.memops import mem_ops, wait_for
 from distgemm.runtime.cuda.order import CallOrder
+from distgemm.runtime.cuda.side_queue import SideQueue
+from distgemm.runtime.cuda.workspace import FLAG_BYTES
 from distgemm.runtime.launch import _shared  # noqa: PLC2701  (launch would stop the ranks that are to survive)
 from tests.gpu.cuda_worker import CONFIG, Case, Data, compile_plan, compiled
 
@@ -168,21 +170,22 @@ def late_backward() -> dict[str, Any]:
     return found
 
 
-def busy_queues(count: int) -> float:
-    """Seconds for a copy of flags on an urgent stream, while so many streams and branches of a graph wait for them."""
+def busy_queues(count: int) -> dict[str, bool]:
+    """Whether a context of its own reads and writes flags while so many streams and branches of a graph wait for them."""
     device = torch.device("cuda", torch.cuda.current_device())
     flags = torch.zeros(2 * count, dtype=torch.int32, device=device)
-    addresses = [flags.data_ptr() + 4 * number for number in range(2 * count)]
-    streams, urgent = [new_stream(device) for _ in range(2 * count)], new_stream(device, urgent=True)
-    ones, copy = torch.ones_like(flags, device="cpu").pin_memory(), torch.empty_like(flags, device="cpu").pin_memory()
+    addresses = [flags.data_ptr() + FLAG_BYTES * number for number in range(2 * count)]
+    streams = [new_stream(device) for _ in range(2 * count)]
+    copy = torch.full_like(flags, 7, device="cpu").pin_memory()
     x = torch.zeros((), dtype=torch.int32, device=device)
-    graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    x.add_(0)  # loads the kernel
+    graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def wait_on(used: list[torch.cuda.Stream], awaited: list[int]) -> None:
         for stream, address in zip(used, awaited, strict=True):
             with torch.cuda.stream(stream):
                 mem_ops([wait_for(address)], stream.cuda_stream)
-                x.add_(0)  # a kernel stands behind it
+                x.add_(0)
 
     with torch.cuda.stream(main):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -195,19 +198,20 @@ def busy_queues(count: int) -> float:
     torch.cuda.synchronize()
     graph.replay()
     wait_on(streams[:count], addresses[:count])
-    time.sleep(0.2)
-    start = time.monotonic()
-    with torch.cuda.stream(urgent):
-        copy.copy_(flags, non_blocking=True)
-        read = urgent.record_event()
-        flags.copy_(ones, non_blocking=True)
-    while not read.query():
-        assert time.monotonic() < start + 20, "the copy does not end"
-        time.sleep(1e-4)
-    seconds = time.monotonic() - start
-    assert not copy.any()
-    torch.cuda.synchronize()
-    return seconds
+    ends = [stream.record_event() for stream in (*streams[:count], main)]
+    queue = SideQueue(device, own_context=True)
+    queue.copy(copy, flags)
+    found = {"read": queue.ended(5.0) and not copy.any().item()}
+    queue.set_flags(addresses, 1)
+    found["written"] = queue.ended(5.0)
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and not all(end.query() for end in ends):
+        time.sleep(1e-3)
+    found["ended"] = all(end.query() for end in ends)
+    if not found["ended"]:  # the end of the process would wait for them
+        print(f"with {os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')} queues: {found}", flush=True)
+        os._exit(1)
+    return found
 
 
 @contextmanager

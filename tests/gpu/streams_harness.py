@@ -521,7 +521,7 @@ class Looker:
 
     def __init__(self, ranks: Ranks, runners: Sequence[RankRunner], stuck_s: float) -> None:
         self.ranks, self.runners, self.stuck_s = ranks, runners, stuck_s
-        self.stream = new_stream(ranks.device, urgent=True)
+        self.stream = new_stream(ranks.device)
         self.copies = [torch.empty_like(one.flag_memory(), device="cpu").pin_memory() for one in ranks.workspaces]
 
     def __call__(self) -> list[str]:
@@ -852,7 +852,7 @@ def main(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time for everything.")] = 480.0,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
-    graphs: Annotated[str, typer.Option(help="Calls that become graphs: any, ahead, one-branch, none.")] = "any",
+    graphs: Annotated[str, typer.Option(help="Calls that become graphs: any, ahead, one-branch, none.")] = "ahead",
     reserve: Annotated[int, typer.Option(help="SMs that GEMMs of no rank take.")] = 28,
     word: Annotated[str, typer.Option(help="Only executables with this word.")] = "",
     stuck: Annotated[float, typer.Option(help="Seconds without a change after which a process ends.")] = 20.0,

@@ -66,13 +66,13 @@ def test_a_rank_that_comes_back_too_late_raises(case: Case, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("connections", [None, 2, 4, 8, 32])
-def test_flags_are_read_and_written_beside_streams_that_wait(
+def test_flags_are_read_and_set_beside_streams_that_wait(
     connections: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of hardware queues: all ordinary ones are full of streams and graphs that wait."""
+    """Whatever the number of hardware queues: streams and branches of a graph that wait hold all of them."""
     set_connections(monkeypatch, connections)
-    (seconds,) = launch(fault_worker.busy_queues, 1, 48, backend="nccl", timeout=60, share=True)
-    assert seconds < 1
+    (found,) = launch(fault_worker.busy_queues, 1, 24, backend="nccl", timeout=100, share=True)
+    assert found == {"read": True, "written": True, "ended": True}
 
 
 @pytest.mark.parametrize("connections", [None, 2, 4, 8, 32])

@@ -147,7 +147,8 @@ def test_a_descriptor_that_cannot_be_encoded_is_an_error() -> None:
     arguments = kernel.encode(made.tensors, spec)
     arguments.b.stride = 1 << 39
     reason = (
-        r"TMA cannot describe B: extents \(128, 256, 1\), .* strides \(1099511627776, .* (bfloat16|uint16) at .*INVALID_VALUE"
+        r"TMA cannot describe B: extents \(128, 256, 1\), .* strides \(1099511627776, "
+        r".* (bfloat16|uint16) at .*INVALID_VALUE"
     )
     with pytest.raises(DescriptorError, match=reason):
         kernel.launch([made.tensors], arguments)

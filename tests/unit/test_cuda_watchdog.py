@@ -78,6 +78,7 @@ def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
     watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
     watched.read_flags = lambda: [0, *values.tolist()]
+    watched.use_own_context = lambda: None
     return watched
 
 
@@ -161,6 +162,37 @@ def test_a_rank_that_waits_for_a_process_that_has_ended_gives_up_soon(
         assert at < 5 and message.endswith("the processes of ranks [1] have ended")
     else:
         assert at > 600
+
+
+@pytest.mark.parametrize(("ended", "until"), [(False, 600.0), (True, 3.0)])
+def test_flags_that_cannot_be_read_are_read_in_a_context_of_its_own(
+    ended: bool, until: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the timeout, or soon where a process has ended. The context costs memory, so not before."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(24, 24, 24, dtype="float32"), GATHERS[0], 3, sync="barrier")
+    workspace = machine_of([plan]).workspaces[0]
+    workspace.processes = [0, 1, 2]
+    exe = Emulated(plan, 0, workspace).exe
+    exe.timeout = 600.0
+    values = torch.zeros(2 * (first_plan_flag(3) + 64), dtype=torch.int32)
+    values[stage_index(3)] = stage_value(1, Stage.ENTRY)
+    now, used, died = [0.0], list[float](), list[tuple[float, str]]()
+    watched = watched_without_gpu(workspace, values)
+    watched.read_flags = lambda: [0, *values.tolist()] if used else None
+    watched.use_own_context = lambda: used.append(now[0])
+    watched.pending.append(SimpleNamespace(executable=exe, end=SimpleNamespace(query=lambda: False)))
+    monkeypatch.setattr(watchdog, "has_ended", lambda process: ended and process == 2)
+    monkeypatch.setattr(watchdog, "reason_of_other_rank", lambda store: None)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog = Watchdog()
+    monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append((now[0], message)))
+    while now[0] < 700 and not died:
+        now[0] += 0.5
+        dog.look(watched)
+    ((at, message),) = died
+    assert used == [at] and until < at < until + 2
+    assert "at its start it waits for ranks [1, 2] to leave their last replay" in message
+    assert message.endswith("the processes of ranks [2] have ended") == ended
 
 
 def test_a_rank_whose_call_failed_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +382,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     workspace.executables.append(lambda: SimpleNamespace(actions=[]))
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
-    watched.stream = SimpleNamespace(synchronize=lambda: None)
+    watched.stream = None
     watched.read_flags = lambda: [0, *flags.flatten().tolist()]
     did: list[Any] = []
     watched.poison = lambda rank: did.append(("poison", rank))

@@ -140,10 +140,7 @@ class Watchdog:
             self._die(watched, f"another rank has given up: {reason}", first=False)
             return
         watched.reclaim()
-        flags = watched.read_flags()
-        values = None if flags is None else workspace.read(torch.tensor(flags[1:]))
-        if values is not None:  # also for a graph that the caller captured
-            watched.under_way = watched.executable_of(values)
+        flags, values = read(watched)
         first = next(iter(list(watched.pending)), None)  # a calling thread may take it away meanwhile
         executable = watched.under_way or (None if first is None else first.executable)
         state = flags, watched.ended
@@ -151,13 +148,20 @@ class Watchdog:
             watched.last_change, watched.warned = (state, now), False
             return
         unchanged = now - watched.last_change[1]
+        ended = set[int]()
+        if unchanged > GONE_AFTER_S:
+            ended = {rank for rank in workspace.peers if has_ended(workspace.processes[rank])}
+        if flags is None and (ended or unchanged > executable.timeout):
+            watched.use_own_context()
+            flags, values = read(watched)
+            watched.last_change = (flags, watched.ended), watched.last_change[1]
+            executable = watched.under_way or executable
         if watched.under_way is not None or flags is None:
             message = explain_hang(executable, values, min(executable.timeout, unchanged))
-            if unchanged > GONE_AFTER_S and values is not None:
-                _, ranks = awaited(executable, values)
-                if gone := sorted({rank for rank in ranks if has_ended(workspace.processes[rank])}):
-                    self._die(watched, f"{message}; the processes of ranks {gone} have ended", first=True)
-                    return
+            missing = workspace.peers if values is None else awaited(executable, values)[1]
+            if gone := sorted(ended & set(missing)):
+                self._die(watched, f"{message}; the processes of ranks {gone} have ended", first=True)
+                return
             if unchanged > executable.timeout:
                 self._die(watched, message, first=True)
         elif unchanged > executable.timeout and not watched.warned:
@@ -185,7 +189,9 @@ class Watchdog:
             os._exit(1)
         # CPython makes the error of its class, without arguments, so the message is part of a class.
         watched.raise_in_threads(type("ReplayTimeoutError", (ReplayTimeoutError,), {"__str__": lambda self: message}))
-        self.free(watched, self._await_others(watched))
+        silent = self._await_others(watched)
+        watched.use_own_context()  # calls that wait may hold all hardware queues of this process's context
+        self.free(watched, silent)
 
     def _await_others(self, watched: WatchedWorkspace) -> set[int]:
         """Wait until all other ranks know, or the time for their answers is over; the ranks that do not answer."""
@@ -238,7 +244,6 @@ class Watchdog:
                 watched.write_flags(owed, 1)
             time.sleep(FREE_INTERVAL_S)
         watched.poison(rank)  # before other ranks read it
-        watched.stream.synchronize()
         with contextlib.suppress(RuntimeError):
             watched.store.set(f"finished/{rank}", "")
         # A D that was made in inference mode is written in no other mode.
@@ -248,6 +253,19 @@ class Watchdog:
                     out.fill_(float("nan"))
         watched.pending.clear()  # these calls keep their executables no longer
         watched.under_way = None
+
+
+def read(watched: WatchedWorkspace) -> tuple[list[int] | None, FlagValues | None]:
+    """The count of replays with the flags, and what the flags say. Both are None where they cannot be read.
+
+    It notes the executable whose replay the flags name, also for a graph that the caller captured.
+    """
+    flags = watched.read_flags()
+    if flags is None:
+        return None, None
+    values = watched.workspace.read(torch.tensor(flags[1:]))
+    watched.under_way = watched.executable_of(values)
+    return flags, values
 
 
 def explain_hang(executable: WatchedExecutable, flags: FlagValues | None, seconds: float) -> str:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from cuda.bindings import runtime
 
 from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import Plan
 from distgemm.runtime.cuda.lowering.actions import Action, waits_of
-from distgemm.runtime.cuda.memops import raise_on
-from distgemm.runtime.cuda.workspace import FLAG_BYTES, FlagValues, Stage, Workspace, WorkspaceBuffer
+from distgemm.runtime.cuda.side_queue import SideQueue
+from distgemm.runtime.cuda.workspace import FlagValues, Stage, Workspace, WorkspaceBuffer
 from distgemm.runtime.executable import OnTimeout
 
 __all__ = ["PendingCall", "WatchedExecutable", "WatchedWorkspace", "awaited", "owed_flags"]
 
+LOG = logging.getLogger("distgemm")
 COPY_TIMEOUT_S = 2.0
 """Time for the copy of the flags; a GPU that is stuck may not end it."""
 POISON_BYTES = 1 << 20
@@ -69,6 +69,7 @@ class WatchedWorkspace:
 
     Attributes:
         ended: number of calls that are known to have ended.
+        has_own_context: whether flags are read in a CUDA context of its own.
         under_way: the executable whose replay the flags named when they were last read; None: they named none.
         failed: whether the watchdog itself has failed here.
         informed: threads that have raised the error of this workspace, or will.
@@ -89,9 +90,11 @@ class WatchedWorkspace:
         self.failure: str | None = None
         self.last_change: tuple[Any, float] = None, 0.0  # flags and ended calls, and when they last changed
         self.under_way: WatchedExecutable | None = None
-        self.stream = new_stream(workspace.device, urgent=True)  # other streams may wait in all ordinary queues
-        self.copy = torch.empty(1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
-        self.flag_values = torch.tensor([0, 1], dtype=torch.int32).pin_memory()
+        self.stream = new_stream(workspace.device)
+        self.queue = SideQueue(workspace.device)
+        self.has_own_context = False
+        # A queue that is given up may still write to the first of two.
+        self.copies = torch.empty(2, 1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
         self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
 
     def issued(self, executable: WatchedExecutable, out: weakref.ref[torch.Tensor]) -> None:
@@ -141,31 +144,34 @@ class WatchedWorkspace:
                 self.free_events.append(self.pending.popleft().end)
                 self.ended += 1
 
+    def use_own_context(self) -> None:
+        """Read and write in a CUDA context of its own from now on: the one of this process may not answer."""
+        if self.has_own_context:
+            return
+        try:
+            self.queue, self.has_own_context = SideQueue(self.workspace.device, own_context=True), True
+        except RuntimeError as error:
+            LOG.warning("distgemm's watchdog goes on without a CUDA context of its own: %s", error)
+
     def read_flags(self) -> list[int] | None:
         """The count of replays and the flags now; None where even a copy does not end."""
-        with torch.cuda.stream(self.stream):
-            self.copy[:1].copy_(self.workspace.replays, non_blocking=True)
-            self.copy[1:].copy_(self.workspace.flag_memory(), non_blocking=True)
-            done = self.stream.record_event()
-        deadline = time.monotonic() + COPY_TIMEOUT_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(1e-3)
-        return list(self.copy.tolist())
+        copy = self.copies[int(self.has_own_context)]
+        if self.queue.ended(COPY_TIMEOUT_S):
+            self.queue.copy(copy[:1], self.workspace.replays)
+            self.queue.copy(copy[1:], self.workspace.flag_memory())
+            if self.queue.ended(COPY_TIMEOUT_S):
+                return list(copy.tolist())
+        return None
 
     def write_flags(self, addresses: Iterable[int], value: int) -> None:
-        """Write flags, by a copy engine."""
-        source = self.flag_values.data_ptr() + value * FLAG_BYTES
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
-        for address in addresses:
-            raise_on(runtime.cudaMemcpyAsync(address, source, FLAG_BYTES, kind, self.stream.cuda_stream))
+        """Write flags."""
+        self.queue.set_flags(addresses, value)
 
     def poison(self, rank: int) -> None:
         """Fill the slots of a rank with NaN, by a copy engine."""
-        with torch.cuda.stream(self.stream):
-            for part in torch.split(self.workspace.slots_of(rank), POISON_BYTES):
-                part.copy_(self.poison_source[: part.numel()], non_blocking=True)
+        for part in torch.split(self.workspace.slots_of(rank), POISON_BYTES):
+            self.queue.copy(part, self.poison_source[: part.numel()])
+        self.queue.ended(COPY_TIMEOUT_S)
 
     def executable_of(self, values: FlagValues) -> WatchedExecutable | None:
         """The executable whose replay the flags name; None: they name none, or it is gone."""
