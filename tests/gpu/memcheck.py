@@ -1,9 +1,11 @@
 """Small cases of every mechanism of the CUDA runtime, to run under compute-sanitizer:
 
     python -m tests.gpu.memcheck 2 --build
-    compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
+    compute-sanitizer --tool memcheck --report-api-errors no --target-processes all --error-exitcode 9 \\
+        python -m tests.gpu.memcheck 2
     compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9 python -m tests.gpu.memcheck 2
 
+Torch, NCCL and cuda.bindings call CUDA to see what there is. Without the option, memcheck reports such calls as errors.
 The first command compiles the kernels, so that no compiler runs under the tool. With fewer GPUs than ranks, ranks share
 them, and plans whose fused kernel waits for a copy engine are left out, as in ``test_shared.py``.
 """

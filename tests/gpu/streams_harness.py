@@ -13,8 +13,8 @@ Each rank's kernels take a share of the SMs, so that all that wait for one anoth
 copies, which on one GPU are kernels, and for sums, kernels that wait for flags, and comparisons.
 
 Two ranks in one process share what two processes do not: the hardware's queues. A branch of a rank's graph that waits
-may stand before a branch of the other rank's graph in such a queue. Then nothing moves, and neither rank is at fault.
-So a process that is stuck says what it waits for and ends. The next one takes fewer graphs (``--graphs``), and the
+may stand before a branch of the other rank's graph in such a queue. A graph that a rank records while kernels of the
+other rank wait for it gets stuck, too (``--graphs any``). Then nothing moves, and neither rank is at fault. So a process that is stuck says what it waits for and ends. The next one takes fewer graphs (``--graphs``), and the
 result says so.
 
 The last line of the output is one JSON object. The exit status is that of the first process: 0 where all replays were

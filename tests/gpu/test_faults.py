@@ -82,7 +82,8 @@ def test_an_error_of_a_backward_pass_reaches_the_thread_of_the_step(
     """With two workspaces, whose streams share queues: the calls of the backward pass have larger shards."""
     set_connections(monkeypatch, connections)
     found = fault_worker.spawn(tmp_path, 2, fault_worker.late_backward)
-    assert "has not ended within 4 s" in found[0]["error"] and found[0]["seconds"] < 15, found
+    assert "has not ended within 4 s: " in found[0]["error"] and found[0]["seconds"] < 15, found
+    assert "waits for rank" in found[0]["error"], found
 
 
 def test_calls_of_two_groups_on_several_streams_are_right() -> None:

@@ -77,7 +77,7 @@ def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
     watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
     watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
-    watched.read_flags = lambda: [0, *values.tolist()]
+    watched.read_flags = lambda: [*values.tolist(), 0]
     watched.use_own_context = lambda: None
     return watched
 
@@ -117,7 +117,7 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     look(10.5)
     assert died == [10.5]
     died.clear()
-    watched.read_flags = lambda: [0, *values.tolist()]
+    watched.read_flags = lambda: [*values.tolist(), 0]
     values[stage_index(2)] = stage_value(1, Stage.BODY)
     look(12)
     values[first_plan_flag(2)] = 1  # a flag is set
@@ -178,7 +178,7 @@ def test_flags_that_cannot_be_read_are_read_in_a_context_of_its_own(
     values[stage_index(3)] = stage_value(1, Stage.ENTRY)
     now, used, died = [0.0], list[float](), list[tuple[float, str]]()
     watched = watched_without_gpu(workspace, values)
-    watched.read_flags = lambda: [0, *values.tolist()] if used else None
+    watched.read_flags = lambda: [*values.tolist(), 0] if used else None
     watched.use_own_context = lambda: used.append(now[0])
     watched.pending.append(SimpleNamespace(executable=exe, end=SimpleNamespace(query=lambda: False)))
     monkeypatch.setattr(watchdog, "has_ended", lambda process: ended and process == 2)
@@ -383,7 +383,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
     watched.stream = None
-    watched.read_flags = lambda: [0, *flags.flatten().tolist()]
+    watched.read_flags = lambda: [*flags.flatten().tolist(), 0]
     did: list[Any] = []
     watched.poison = lambda rank: did.append(("poison", rank))
 

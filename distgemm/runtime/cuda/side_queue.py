@@ -19,11 +19,11 @@ class SideQueue:
     """A stream for copies between host and GPU and for writes of flags. It launches no kernel.
 
     Kernels need a free hardware queue and free SMs, which calls that wait may hold. A copy between host and GPU needs
-    neither. It needs a stream that does nothing else: where it follows a copy in the other direction, it waits for a
-    hardware queue. So callers wait before they change the direction.
+    neither, unless it follows a copy in the other direction on its stream. So callers wait before they change the
+    direction. Writes of flags need a free hardware queue.
 
-    While a call waits, the driver also holds back all copies of a context that has just launched a graph for the first
-    time. A context of its own is not held back. It takes about a second to create, and some hundred MiB of the GPU.
+    A context of its own has hardware queues of its own, and its copies end where those of the process's context are
+    held back. It takes about a second to create, and some hundred MiB of the GPU.
 
     Args:
         device: the GPU.

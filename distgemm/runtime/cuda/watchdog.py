@@ -226,7 +226,7 @@ class Watchdog:
         start, finished = time.monotonic(), set[int]()
         while True:
             flags = watched.read_flags()
-            values = None if flags is None else workspace.read(torch.tensor(flags[1:]))
+            values = None if flags is None else workspace.read(torch.tensor(flags[:-1]))
             pending = list(watched.pending)
             if values is not None and values.stage is Stage.IDLE and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
@@ -256,14 +256,14 @@ class Watchdog:
 
 
 def read(watched: WatchedWorkspace) -> tuple[list[int] | None, FlagValues | None]:
-    """The count of replays with the flags, and what the flags say. Both are None where they cannot be read.
+    """The flags with the count of replays, and what the flags say. Both are None where they cannot be read.
 
     It notes the executable whose replay the flags name, also for a graph that the caller captured.
     """
     flags = watched.read_flags()
     if flags is None:
         return None, None
-    values = watched.workspace.read(torch.tensor(flags[1:]))
+    values = watched.workspace.read(torch.tensor(flags[:-1]))
     watched.under_way = watched.executable_of(values)
     return flags, values
 

@@ -94,7 +94,7 @@ class WatchedWorkspace:
         self.queue = SideQueue(workspace.device)
         self.has_own_context = False
         # A queue that is given up may still write to the first of two.
-        self.copies = torch.empty(2, 1 + workspace.flag_memory().numel(), dtype=torch.int32, pin_memory=True)
+        self.copies = torch.empty(2, workspace.watched_memory().numel(), dtype=torch.int32, pin_memory=True)
         self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
 
     def issued(self, executable: WatchedExecutable, out: weakref.ref[torch.Tensor]) -> None:
@@ -154,11 +154,10 @@ class WatchedWorkspace:
             LOG.warning("distgemm's watchdog goes on without a CUDA context of its own: %s", error)
 
     def read_flags(self) -> list[int] | None:
-        """The count of replays and the flags now; None where even a copy does not end."""
+        """The flags and the count of replays now; None where even a copy does not end."""
         copy = self.copies[int(self.has_own_context)]
         if self.queue.ended(COPY_TIMEOUT_S):
-            self.queue.copy(copy[:1], self.workspace.replays)
-            self.queue.copy(copy[1:], self.workspace.flag_memory())
+            self.queue.copy(copy, self.workspace.watched_memory())
             if self.queue.ended(COPY_TIMEOUT_S):
                 return list(copy.tolist())
         return None

@@ -205,7 +205,7 @@ class Workspace:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
         self._flags_of_buffer = first_plan_flag(self.world_size) + _even(flags)
-        self._slots_at = _aligned(BUFFERS * self._flags_of_buffer * FLAG_BYTES)
+        self._slots_at = _aligned((BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES)
         self.memory: torch.Tensor | None = None
         self.memory, self.token, self.processes = allocate(self._slots_at + BUFFERS * self.slot_bytes, group, device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
@@ -223,11 +223,9 @@ class Workspace:
         self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
         self.kept: list[Any] = []
-        # How many replays of graphs that callers captured have begun.
-        self.replays = torch.zeros(1, dtype=torch.int32, device=device).add_(1)
         self.memory.fill_(0xFF)  # slots begin as NaN
-        flags_of_all = self.flag_memory().zero_()
-        for values in flags_of_all.view(BUFFERS, -1):
+        self.watched_memory().zero_().add_(1).zero_()  # add_ loads the kernel that graphs of callers have
+        for values in self.flag_memory().view(BUFFERS, -1):
             values[: self.world_size] = 1  # left
         torch.cuda.synchronize(device)
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
@@ -296,11 +294,23 @@ class Workspace:
         """The bytes of all slots of a rank, of both buffers, as a tensor on this device."""
         return self.slot(0, rank, 0, BUFFERS * self.slot_bytes)
 
-    def flag_memory(self) -> torch.Tensor:
-        """This rank's flags of both buffers, int32, as :meth:`read` takes them."""
+    def watched_memory(self) -> torch.Tensor:
+        """All that the watchdog looks at, int32: this rank's flags, then the count of :attr:`replays`.
+
+        It is one piece of symmetric memory, so that one copy reads it, also from another CUDA context.
+        """
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
-        return self.memory[: BUFFERS * self._flags_of_buffer * FLAG_BYTES].view(torch.int32)
+        return self.memory[: (BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES].view(torch.int32)
+
+    def flag_memory(self) -> torch.Tensor:
+        """This rank's flags of both buffers, int32, as :meth:`read` takes them."""
+        return self.watched_memory()[:-1]
+
+    @property
+    def replays(self) -> torch.Tensor:
+        """How many replays of graphs that callers captured have begun, int32."""
+        return self.watched_memory()[-1:]
 
     def close(self) -> None:
         """Give the memory back, once no executable on it is called any more.
