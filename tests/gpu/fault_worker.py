@@ -171,7 +171,7 @@ def late_backward() -> dict[str, Any]:
 
 
 def busy_queues(count: int) -> dict[str, bool]:
-    """Whether a context of its own reads and writes flags while so many streams and branches of a graph wait for them."""
+    """Whether a context of its own reads and sets flags for which so many streams and branches of a graph wait."""
     device = torch.device("cuda", torch.cuda.current_device())
     flags = torch.zeros(2 * count, dtype=torch.int32, device=device)
     addresses = [flags.data_ptr() + FLAG_BYTES * number for number in range(2 * count)]

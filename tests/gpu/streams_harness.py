@@ -14,8 +14,9 @@ copies, which on one GPU are kernels, and for sums, kernels that wait for flags,
 
 Two ranks in one process share what two processes do not: the hardware's queues. A branch of a rank's graph that waits
 may stand before a branch of the other rank's graph in such a queue. A graph that a rank records while kernels of the
-other rank wait for it gets stuck, too (``--graphs any``). Then nothing moves, and neither rank is at fault. So a process that is stuck says what it waits for and ends. The next one takes fewer graphs (``--graphs``), and the
-result says so.
+other rank wait for it gets stuck, too (``--graphs any``). Then nothing moves, and neither rank is at fault. So a
+process that is stuck says what it waits for and ends. The next one takes fewer graphs (``--graphs``), and the result
+says so.
 
 The last line of the output is one JSON object. The exit status is that of the first process: 0 where all replays were
 made and right, 1 where an element was wrong or something was left over, 2 where replays are missing, 3 where nothing

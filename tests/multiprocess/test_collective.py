@@ -38,7 +38,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", NUMBER)
 def test_every_schedule_equals_numpy(ranks: int) -> None:
     cases = worker.cases(ranks, NUMBER[ranks])

@@ -138,6 +138,7 @@ def test_a_rank_that_leaves_is_named(tmp_path: Path) -> None:
     assert _error(_leaves, 2, tmp_path) == "rank 1 exited with code 7 before it could report"
 
 
+@pytest.mark.sample(0)  # it waits for 20 s
 def test_a_timeout_names_the_unfinished_and_stops_them(tmp_path: Path) -> None:
     begin = time.monotonic()
     message = _error(_hangs, 2, tmp_path, timeout=20.0)

@@ -43,6 +43,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(0)  # two runs of half a minute
 def test_a_resumed_run_has_the_bits_of_one_run(tmp_path: Path) -> None:
     once, again = tmp_path / "once", tmp_path / "again"
     printed, losses = run(once)

@@ -39,6 +39,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in CHECKS[ranks]], timeout=300)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_layers_beside_other_modules_train_as_the_unsharded_model(ranks: int) -> None:
     """Norms of gradients, gradients and parameters over several steps, with clipping and activation checkpoints."""
@@ -60,6 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, launch(worker.save, 2, str(folder), timeout=120)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_checkpoint_of_two_ranks_is_loaded_by_others(ranks: int, saved: Any) -> None:
     """The step after the checkpoint has the same result, so weights and moments of the optimizer are right."""

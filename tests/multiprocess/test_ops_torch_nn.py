@@ -37,7 +37,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in checks], timeout=90)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", CHECKS)
 def test_layers_compute_what_linears_compute_on_one_rank(ranks: int) -> None:
     assert [found["layers"] for found in results(ranks)] == [[]] * ranks
@@ -66,6 +66,7 @@ def test_training_with_data_parallel_replicas() -> None:
     assert [found["replicated_training"] for found in results(4)] == [[]] * 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_projections_share_a_gather(ranks: int) -> None:
     """Each layer has a gather for q, k and v, and one for gate and up. The head has one."""

@@ -26,7 +26,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, checks, timeout=120)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_integers_are_exact(ranks: int) -> None:
     assert [failure for found in results(ranks) for failure in found["equal_to_numpy"]] == []

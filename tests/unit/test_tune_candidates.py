@@ -112,6 +112,7 @@ def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
         } in found
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
 @pytest.mark.parametrize(("pattern", "split"), [("ag+gemm", "n"), ("gemm+rs", "k"), ("gemm+ar", "k")])
 def test_the_measured_problem_has_equal_shards_that_tma_can_read(pattern: Pattern, split: str, ranks: int) -> None:
