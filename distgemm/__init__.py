@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
         record_calls,
     )
+    from distgemm.torch_ops.install import install, uninstall
+    from distgemm.torch_ops.report import report
 
 __all__ = [
     # schedules
@@ -49,11 +51,14 @@ __all__ = [
     "run_reference",
     # torch
     "all_gather_matmul",
+    "install",
     "last_call",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",
     "record_calls",
+    "report",
+    "uninstall",
     # tuned configurations
     "tune",
 ]
@@ -77,6 +82,14 @@ def __getattr__(name: str) -> Any:
         from distgemm import torch_ops
 
         return getattr(torch_ops, name)
+    if name in ("install", "uninstall"):
+        from distgemm.torch_ops import install as installation
+
+        return getattr(installation, name)
+    if name == "report":
+        from distgemm.torch_ops.report import report
+
+        return report
     if name in ("nn", "tune"):
         return importlib.import_module(f"distgemm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ __all__ = [
     "Function",
     "PreparedCall",
     "last_call",
+    "noting",
     "prepare",
     "record_calls",
     "select_schedule",
@@ -99,6 +101,7 @@ class CallRecord:
         provider: who computed the GEMMs.
         tuned: the configuration that "auto" selected on a GPU, or the unfused program of the caller; otherwise None.
             ``schedule=tuned.text`` pins it.
+        note: what the caller did besides, such as a copy; "": nothing.
     """
 
     function: Function
@@ -107,6 +110,7 @@ class CallRecord:
     transfers: str
     provider: str
     tuned: TunedConfig | None = None
+    note: str = ""
 
     @property
     def unfused(self) -> bool:
@@ -126,10 +130,23 @@ class CallRecord:
             return "a chain with one chunk: each GEMM waits for the sum of the GEMM before it"
         return None
 
+    @property
+    def what_ran(self) -> str:
+        """The schedule and its options, who moved and multiplied, and whether transfers overlap."""
+        return f"{self._selected}; {self._details}"
+
     def __str__(self) -> str:
         p = self.plan.problem
-        ran = "unfused" if self.unfused else self.plan.schedule
+        sizes = f"on {self.plan.world_size} ranks, m {p.m} x n {p.n} x k {p.k}, {p.dtype}"
+        return f"{self.function}: {self._selected} {sizes}; {self._details}"
+
+    @property
+    def _selected(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options)
+        return f"{'unfused' if self.unfused else self.plan.schedule}{options}"
+
+    @property
+    def _details(self) -> str:
         runtime = f"{self.transfers}, GEMMs by {self.provider}"
         if self.tuned is not None:
             if not self.unfused:
@@ -137,10 +154,7 @@ class CallRecord:
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
-        return (
-            f"{self.function}: {ran}{options} on {self.plan.world_size} ranks, "
-            f"m {p.m} x n {p.n} x k {p.k}, {p.dtype}; {runtime}; {overlap}"
-        )
+        return "; ".join([runtime, overlap, *([self.note] if self.note else [])])
 
 
 def _in_lockstep(plan: Plan) -> bool:
@@ -173,6 +187,17 @@ class CallLog:
 
 
 CALLS = CallLog()
+NOTE: ContextVar[str] = ContextVar("NOTE", default="")
+
+
+@contextlib.contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Add a note to the records of the calls inside the ``with`` block."""
+    token = NOTE.set(note)
+    try:
+        yield
+    finally:
+        NOTE.reset(token)
 
 
 def last_call() -> CallRecord:
@@ -231,9 +256,8 @@ class PreparedCall:
         bias = None if bias is None else bias.resolve_neg()
         d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
         self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
-        CALLS.add(
-            CallRecord(function, executable.plan, self.options, executable.transfers, executable.provider, self.tuned)
-        )
+        plan, transfers, provider = executable.plan, executable.transfers, executable.provider
+        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, NOTE.get()))
         return d
 
 

@@ -1,0 +1,250 @@
+"""torch's fused ops of tensor parallelism, computed by distgemm.
+
+Inductor's pass ``_micro_pipeline_tp``, vLLM's AsyncTP pass and torchtitan's ``dist_gemm`` call two ops by name:
+``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``. :func:`install` registers other
+kernels for them. Their shapes for tracing stay torch's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
+from torch._inductor import config  # noqa: PLC2701  (as above)
+from torch._inductor.custom_graph_pass import get_custom_graph_passes  # noqa: PLC2701  (as above)
+
+from distgemm.arguments import boolean
+from distgemm.runtime.checks import process_group
+from distgemm.torch_ops import library
+from distgemm.torch_ops.dispatch import CALLS, noting
+from distgemm.torch_ops.functional import check_schedule
+from distgemm.torch_ops.graphs import GraphInspection
+from distgemm.torch_ops.report import REPORT, CallSite, NotFusedError
+
+__all__ = ["Installation", "install", "uninstall"]
+
+Tensor = torch.Tensor
+GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+KEYS = ("CPU", "CUDA")
+TORCH: Any = symmetric_memory
+"""The module with torch's own implementations, which have no public names."""
+
+
+class Installation:
+    """What :func:`install` returns: a context manager that uninstalls at its end.
+
+    Args:
+        schedule: as in :func:`install`.
+        strict: as in :func:`install`.
+    """
+
+    def __init__(self, schedule: str, strict: bool) -> None:
+        self.schedule, self.strict = schedule, strict
+        self._library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
+            self._register()
+        self._inspection = GraphInspection(strict)
+        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        config.post_grad_custom_post_pass = [*passes, self._inspection]
+
+    def _register(self) -> None:
+        for key in KEYS:
+            self._library.impl(GATHER, self._all_gather_matmul, key, allow_override=True)
+            self._library.impl(SCATTER, self._matmul_reduce_scatter, key, allow_override=True)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if [self] == _INSTALLED:
+            uninstall()
+
+    def remove(self) -> None:
+        """Give the ops their kernels back."""
+        self._library._destroy()
+        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        config.post_grad_custom_post_pass = [each for each in passes if each is not self._inspection] or None
+
+    def _all_gather_matmul(
+        self,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        gather_dim: int,
+        group: str,
+        *,
+        return_A: bool = True,  # noqa: N803  (torch's name)
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        operands = f"{_shape(a)} x {', '.join(map(_shape, bs))}, dimension {gather_dim}, {_dtype(a)}"
+        site = CallSite(GATHER, operands, process_group(group).size())
+        reason = _why_not([a, *bs]) or _why_not_gathered(a, gather_dim)
+        if reason is not None:
+            self._refused(site, reason, a)
+            given = (a, list(bs), gather_dim, group)
+            if a.is_cuda:
+                found: tuple[Tensor | None, list[Tensor]] = TORCH._fused_all_gather_matmul(*given, return_A=return_A)
+                return found
+            return _unfused_gather(*given, return_A)
+        moved = a.movedim(gather_dim, 0)
+        between = moved.shape[1:-1]
+        copied = (
+            "" if _flattens(moved) else f"A is copied, because dimension {gather_dim} is not the outermost in memory"
+        )
+        options: tuple[Any, ...] = (group, self.schedule, None, None, None, return_A, "forward")
+
+        def run() -> Any:
+            weights = [b.t() for b in bs]
+            return library.all_gather_matmul(moved.flatten(0, -2), weights, [], [False] * len(bs), *options)
+
+        flat = self._served(site, copied, run)
+        whole = [x.view(x.shape[0] // prod(between), *between, x.shape[1]).movedim(0, gather_dim) for x in flat]
+        return (whole[-1] if return_A else None), whole[: len(bs)]
+
+    def _matmul_reduce_scatter(self, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group: str) -> Tensor:
+        ranks = process_group(group).size()
+        site = CallSite(SCATTER, f"{_shape(a)} x {_shape(b)}, dimension {scatter_dim}, {reduce_op}, {_dtype(a)}", ranks)
+        if reduce_op not in ("sum", "avg"):
+            raise ValueError(f"{SCATTER}: reduce_op is 'sum' or 'avg', got {reduce_op!r}")
+        reason = _why_not([a, b])
+        if reason is not None:
+            self._refused(site, reason, a)
+            given = (a, b, reduce_op, scatter_dim, group)
+            if a.is_cuda:
+                found: Tensor = TORCH._fused_matmul_reduce_scatter(*given)
+                return found
+            return _unfused_scatter(*given)
+        last = scatter_dim % a.dim() == a.dim() - 1
+        if last:  # the columns of D are the rows of its transpose, which is b.t() @ a.t()
+            rows, weight, between = b.t(), a.flatten(0, -2), a.shape[:-1]
+            copied = "D is copied, because the last dimension is scattered"
+        else:
+            moved = a.movedim(scatter_dim, 0)
+            rows, weight, between = moved.flatten(0, -2), b.t(), moved.shape[1:-1]
+            copied = "" if _flattens(moved) else f"A is copied, because dimension {scatter_dim} is not the outermost"
+            copied += "; D is copied" if scatter_dim and copied else "D is copied" if scatter_dim else ""
+        d: Tensor = self._served(
+            site,
+            copied,
+            lambda: library.matmul_reduce_scatter(rows, weight, None, group, self.schedule, None, None, None),
+        )
+        if reduce_op == "avg":
+            d = d.div_(ranks)
+        if last:
+            return d.t().contiguous().view(*between, d.shape[0])
+        d = d.view(d.shape[0] // prod(between), *between, d.shape[1])
+        return d.movedim(0, scatter_dim).contiguous()
+
+    def _served(self, site: CallSite, copied: str, run: Callable[[], Any]) -> Any:
+        with torch.no_grad(), noting(copied):
+            found = run()
+        assert CALLS.last is not None
+        REPORT.served[site, CALLS.last.what_ran] += 1
+        return found
+
+    def _refused(self, site: CallSite, reason: str, a: Tensor) -> None:
+        runs = "torch's own implementation ran" if a.is_cuda else "a collective and GEMMs ran, one after the other"
+        if self.strict:
+            raise NotFusedError(f"{site}: distgemm does not compute it, because {reason}")
+        REPORT.not_served[site, f"{runs}, because {reason}"] += 1
+
+
+_INSTALLED: list[Installation] = []
+
+
+def install(schedule: str = "auto", *, strict: bool = False) -> Installation:
+    """Let distgemm compute torch's fused ops of tensor parallelism, in this process.
+
+    These are ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, on CUDA and CPU
+    tensors. All ranks install. A gather along the last dimension of A, and dtypes that
+    :func:`distgemm.all_gather_matmul` does not take, go to torch's own implementation; on CPU tensors, where torch has
+    none, to a collective and GEMMs. :func:`distgemm.report` says what ran.
+
+    Args:
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        strict: raise NotFusedError where distgemm does not compute a call, and where inductor compiles a graph with a
+            collective beside a GEMM that it has not fused.
+
+    Returns:
+        A context manager that uninstalls at its end; without ``with``, call :func:`uninstall`.
+
+    Raises:
+        RuntimeError: if it is installed already.
+        ValueError: if there is no such schedule.
+    """
+    check_schedule(schedule, None)
+    boolean("install: strict", strict)
+    if _INSTALLED:
+        raise RuntimeError("distgemm.install() was called before: distgemm.uninstall() comes first")
+    for rows in (REPORT.served, REPORT.not_served, REPORT.not_fused):
+        rows.clear()
+    _INSTALLED.append(Installation(schedule, strict))
+    return _INSTALLED[0]
+
+
+def uninstall() -> None:
+    """Give torch's fused ops their own implementation back. The report stays.
+
+    Raises:
+        RuntimeError: if nothing is installed.
+    """
+    if not _INSTALLED:
+        raise RuntimeError("distgemm.install() was not called, or its context has ended")
+    _INSTALLED.pop().remove()
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _flattens(x: Tensor) -> bool:
+    """Whether all but the last dimension can be one, without a copy."""
+    return x.dim() == 2 or x.movedim(-1, 0)[0].is_contiguous() or x.is_contiguous()
+
+
+def _why_not(operands: Sequence[Tensor]) -> str | None:
+    """Why distgemm does not multiply these; None: it does."""
+    if TORCH._is_test_mode:
+        return "torch's ops are in their test mode"
+    a = operands[0]
+    if a.dtype not in library.DTYPE_NAMES:
+        return f"distgemm's functions do not take {_dtype(a)}"
+    if any(x.dtype != a.dtype for x in operands):
+        return "the operands have several dtypes"
+    if any(not x.numel() for x in operands):
+        return "an operand is empty"
+    return None
+
+
+def _why_not_gathered(a: Tensor, gather_dim: int) -> str | None:
+    if gather_dim % a.dim() == a.dim() - 1:
+        return "A is gathered along its last dimension, over which the GEMM sums"
+    return None
+
+
+# --- the unfused programs, on CPU tensors ---------------------------------------------------------------
+
+
+def _unfused_gather(
+    a: Tensor, bs: Sequence[Tensor], gather_dim: int, group: str, return_gathered: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    size, _ = library.size_and_rank(group)
+    op = torch.ops._c10d_functional
+    parts = op.wait_tensor(op.all_gather_into_tensor(a.contiguous(), size, group)).chunk(size)
+    whole = torch.cat(parts, gather_dim) if gather_dim % a.dim() else torch.cat(parts)
+    return (whole if return_gathered else None), [whole @ b for b in bs]
+
+
+def _unfused_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group: str) -> Tensor:
+    size, _ = library.size_and_rank(group)
+    op = torch.ops._c10d_functional
+    d = torch.cat((a @ b).chunk(size, scatter_dim))
+    found: Tensor = op.wait_tensor(op.reduce_scatter_tensor(d, reduce_op, size, group))
+    return found

@@ -1,0 +1,72 @@
+"""What became of torch's fused operations, and which collectives beside GEMMs were not fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["REPORT", "CallSite", "FusionReport", "NotFusedError", "report"]
+
+
+class NotFusedError(RuntimeError):
+    """With ``distgemm.install(strict=True)``: a collective beside a GEMM that distgemm does not compute."""
+
+
+class CallSite(NamedTuple):
+    """Calls that are alike.
+
+    Attributes:
+        op: name of the op, such as "fused_all_gather_matmul".
+        operands: shapes and dtype.
+        ranks: size of the group.
+    """
+
+    op: str
+    operands: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.operands}, {self.ranks} ranks"
+
+
+@dataclass
+class FusionReport:
+    """What :func:`report` returns. ``print`` shows it.
+
+    Attributes:
+        served: calls that distgemm computed, by call site and by what ran.
+        not_served: calls of fused ops that distgemm did not compute, by call site and reason.
+        not_fused: collectives beside a GEMM in graphs that inductor compiled, by call site and reason. A graph counts
+            when it is compiled, not when it runs.
+    """
+
+    served: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
+    not_served: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
+    not_fused: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        found = []
+        for what, rows in (
+            ("computed by distgemm", self.served),
+            ("fused, not computed by distgemm", self.not_served),
+            ("not fused, in compiled graphs", self.not_fused),
+        ):
+            found.append(f"{what}: {sum(rows.values())}")
+            for (site, text), count in rows.items():
+                found += [f"  {count} x {site}", f"      {text}"]
+        return "\n".join(found)
+
+
+REPORT = FusionReport()
+"""That of this process."""
+
+
+def report() -> FusionReport:
+    """What ran since :func:`distgemm.install` was called, on this rank: ``print(distgemm.report())``.
+
+    For each call site of torch's fused ops it has the shapes, what ran and how often. Where distgemm did not compute
+    the call, it says why. It also has the collectives beside GEMMs that inductor did not fuse. Those are found when a
+    graph is compiled, so graphs that come from inductor's cache are not among them.
+    """
+    return REPORT

@@ -1,0 +1,231 @@
+"""The ranks of the tests of ``distgemm.install``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives  # noqa: PLC2701  (torch has no public name)
+import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701
+from torch._inductor import config  # noqa: PLC2701
+
+import distgemm
+from distgemm.torch_ops.report import NotFusedError
+
+Tensor = torch.Tensor
+BOUND = 1e-12
+MIDDLE = 3
+OPS = torch.ops.symm_mem
+
+
+def group_of_all() -> str:
+    """The name of the group of all ranks."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """The same on all ranks."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() < BOUND * wanted.abs().max())
+
+
+def same_strides(found: Any, wanted: Any) -> bool:
+    """Whether strides are those that torch traces with."""
+    return [x.stride() for x in found] == [x.stride() for x in wanted]
+
+
+def gathers() -> list[str]:
+    """fused_all_gather_matmul along each dimension, for one and several B, against the whole product."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    for dims, count, returned in product((2, 3), (1, 3), (False, True)):
+        for dim, outermost in product(range(dims), (False, True)):
+            shape = [4 * ranks, MIDDLE * ranks, 5 * ranks][-dims:]
+            whole = draw(1, *shape)
+            bs = [draw(2 + index, shape[-1], 2 + index) for index in range(count)]
+            a = whole.chunk(ranks, dim)[rank]
+            a = a.movedim(dim, 0).contiguous().movedim(0, dim) if outermost else a.contiguous()
+            case = f"{dims} dimensions, {dim}, {count} B, return_A={returned}"
+            with distgemm.install():
+                gathered, results = OPS.fused_all_gather_matmul(a, bs, dim, group_of_all(), return_A=returned)
+                fake, shapes = OPS.fused_all_gather_matmul(
+                    torch.empty_like(a, device="meta"), [b.to("meta") for b in bs], dim, group_of_all()
+                )
+            if not all(near(x, whole @ b) for x, b in zip(results, bs, strict=True)):
+                wrong.append(case)
+            if (gathered is not None) != returned or (returned and not near(gathered, whole)):
+                wrong.append(f"{case}: A")
+            if dim < dims - 1 and not same_strides([*results, *[gathered] * returned], [*shapes, *[fake] * returned]):
+                wrong.append(f"{case}: strides {[x.stride() for x in results]} and {[x.stride() for x in shapes]}")
+            found = distgemm.report()
+            (served,) = (found.served if dim < dims - 1 else found.not_served).values()
+            text = str(found)
+            wanted = "along its last dimension" if dim == dims - 1 else "all_gather_1d_tiling_cd_rotating_a"
+            copied = 0 < dim < dims - 1 and not outermost
+            if served != 1 or wanted not in text or ("A is copied" in text) != copied:
+                wrong.append(f"{case}: {text}")
+            if dim < dims - 1 and ("A is copied" in str(distgemm.last_call())) != copied:
+                wrong.append(f"{case}: {distgemm.last_call()}")
+    return wrong
+
+
+def scatters() -> list[str]:
+    """fused_matmul_reduce_scatter along each dimension, against the whole product."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    for dims, reduce_op in product((2, 3), ("sum", "avg")):
+        for dim in range(dims):
+            shape = [4 * ranks, MIDDLE * ranks, 5 * ranks][-dims:]
+            a, b = draw(1, *shape), draw(2, shape[-1], 2 * ranks)
+            mine = a.chunk(ranks, -1)[rank].contiguous(), b.chunk(ranks)[rank].contiguous()
+            with distgemm.install():
+                found = OPS.fused_matmul_reduce_scatter(*mine, reduce_op, dim, group_of_all())
+                fake = OPS.fused_matmul_reduce_scatter(*(x.to("meta") for x in mine), reduce_op, dim, group_of_all())
+            wanted = (a @ b / (ranks if reduce_op == "avg" else 1)).chunk(ranks, dim)[rank]
+            if not near(found, wanted) or not same_strides([found], [fake]):
+                wrong.append(f"{dims} dimensions, {dim}, {reduce_op}: {found.stride()} and {fake.stride()}")
+            if sum(distgemm.report().served.values()) != 1:
+                wrong.append(str(distgemm.report()))
+    return wrong
+
+
+def groups() -> list[str]:
+    """Groups that are not the world: each half of the ranks."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    halves = [dist.new_group(list(range(start, start + ranks // 2))) for start in (0, ranks // 2)]
+    number = rank // (ranks // 2)
+    whole, b = draw(number, 8, 6), draw(7, 6, 4)
+    with distgemm.install():
+        a = whole.chunk(ranks // 2)[rank % (ranks // 2)]
+        _, (found,) = OPS.fused_all_gather_matmul(a, [b], 0, halves[number].group_name)
+    if not near(found, whole @ b) or f"{ranks // 2} ranks" not in str(distgemm.report()):
+        wrong.append(str(distgemm.report()))
+    return wrong
+
+
+def raised(error: type[Exception], call: Callable[[], Any]) -> str:
+    """The message of the error that a call raises."""
+    try:
+        call()
+    except error as found:
+        return str(found)
+    return "no error"
+
+
+def refusals() -> list[str]:
+    """What is not computed by distgemm is said, or an error with ``strict``; what cannot be is an error."""
+    a, b, group, wrong = draw(1, 4, 6), draw(2, 6, 4), group_of_all(), []
+    ranks = dist.get_world_size()
+    with distgemm.install() as made:
+        OPS.fused_all_gather_matmul(a.long(), [b.long()], 0, group)
+        scattered = OPS.fused_matmul_reduce_scatter(a.long(), b.long(), "sum", 1, group)
+        wanted = (a.long() @ b.long()).chunk(ranks, 1)[dist.get_rank()] * ranks
+        messages = {
+            "distgemm.uninstall() comes first": raised(RuntimeError, distgemm.install),
+            "reduce_op is 'sum' or 'avg', got 'max'": raised(
+                ValueError, lambda: OPS.fused_matmul_reduce_scatter(a, b, "max", 0, group)
+            ),
+            "do not take int64": str(distgemm.report()),
+            "one after the other, because": str(distgemm.report()),
+        }
+        assert made is not None
+    if not torch.equal(scattered, wanted):
+        wrong.append("an unfused scatter")
+    with distgemm.install(strict=True):
+        messages["distgemm does not compute it, because A is gathered along its last"] = raised(
+            NotFusedError, lambda: OPS.fused_all_gather_matmul(a, [b], 1, group)
+        )
+    messages["distgemm.install() was not called"] = raised(RuntimeError, distgemm.uninstall)
+    messages["Could not run"] = raised(NotImplementedError, lambda: OPS.fused_all_gather_matmul(a, [b], 0, group))
+    messages["schedule"] = raised(ValueError, lambda: distgemm.install("no such schedule"))
+    distgemm.install("all_gather_1d_ring_a")
+    OPS.fused_all_gather_matmul(a, [b], 0, group)
+    distgemm.uninstall()
+    messages["all_gather_1d_ring_a"] = str(distgemm.report())
+    return wrong + [f"{part!r} is not in {text!r}" for part, text in messages.items() if part not in text]
+
+
+@contextmanager
+def inductor_pass(fuses: bool) -> Iterator[None]:
+    """Inductor's pass on CPUs, where it does nothing by itself."""
+    torch._dynamo.reset()
+    with (
+        config.patch(_micro_pipeline_tp=fuses, fx_graph_cache=False),
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", return_value=True),
+    ):
+        yield
+
+
+def compiled_by_inductor() -> list[str]:
+    """A graph with a gather before a GEMM and a scatter behind one: fused by inductor's pass, or reported."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), group_of_all(), []
+    x, up, down = draw(1, 4 * ranks, 6), draw(2, 6, 8 * ranks), draw(3, 8 * ranks, 6)
+
+    def block(shard: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        whole = collectives.all_gather_tensor(shard, 0, group)
+        return collectives.reduce_scatter_tensor((whole @ first).relu() @ second, "sum", 0, group)
+
+    given = x.chunk(ranks)[rank], up.chunk(ranks, 1)[rank].contiguous(), down.chunk(ranks)[rank].contiguous()
+    wanted = ((x @ up).relu() @ down).chunk(ranks)[rank]
+    for fuses in (True, False):
+        with distgemm.install(), inductor_pass(fuses), torch.no_grad():
+            if not near(torch.compile(block)(*given), wanted):
+                wrong.append(f"fuses={fuses}: wrong numbers")
+        report = distgemm.report()
+        counts = [sum(rows.values()) for rows in (report.served, report.not_served, report.not_fused)]
+        if counts != ([2, 0, 0] if fuses else [0, 0, 2]) or (
+            not fuses and "_micro_pipeline_tp is off" not in str(report)
+        ):
+            wrong.append(f"fuses={fuses}: {report}")
+    with distgemm.install(strict=True), inductor_pass(False), torch.no_grad():
+        message = raised(Exception, lambda: torch.compile(block)(*given))
+    if "not fused, because torch._inductor.config._micro_pipeline_tp is off" not in message:
+        wrong.append(f"strict: {message}")
+    if config.post_grad_custom_post_pass is not None:
+        wrong.append("inductor's pass is left")
+    return wrong
+
+
+def torchtitan_linears() -> list[str]:
+    """torchtitan's linears with fused collectives, forward and backward, against the unsharded ones."""
+    from torchtitan.distributed.linear import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
+
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    group, mm = dist.group.WORLD, torch.mm
+    x, gate, up, first = draw(1, 4 * ranks, 6 * ranks), *(draw(seed, 8 * ranks, 6 * ranks) for seed in (2, 3, 4))
+    down, bias = draw(5, 6 * ranks, 8 * ranks), draw(6, 8 * ranks)
+    splits = {"x": (x, 0), "gate": (gate, 0), "up": (up, 0), "down": (down, 1), "first": (first, 0), "bias": (bias, 0)}
+    whole = {name: value.clone().requires_grad_() for name, (value, _) in splits.items()}
+    mine = {name: value.chunk(ranks, dim)[rank].clone().requires_grad_() for name, (value, dim) in splits.items()}
+    y = torch.nn.functional.linear(whole["x"], whole["first"], whole["bias"])
+    z = (torch.nn.functional.silu(whole["x"] @ whole["gate"].T) * (whole["x"] @ whole["up"].T)) @ whole["down"].T
+    (y.square().sum() + z.square().sum()).backward()
+
+    def in_float64(*given: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        return mm(*given, **options)  # torchtitan adds up in float32, which CPUs do not have for mm
+
+    with distgemm.install(strict=True), mock.patch.object(torch, "mm", in_float64):
+        y_shard = AllGatherLinear.apply(mine["x"], mine["first"], mine["bias"], group, group_of_all())
+        a, b = AllGatherLinearMulti.apply(mine["x"], mine["gate"], mine["up"], group, group_of_all())
+        h = torch.nn.functional.silu(a) * b
+        z_shard = LinearReduceScatter.apply(h, mine["down"], None, group, group_of_all())
+        (y_shard.square().sum() + z_shard.square().sum()).backward()
+    report = distgemm.report()
+    if sum(report.served.values()) != 8 or report.not_served:
+        wrong.append(str(report))
+    if not near(y_shard, y.chunk(ranks, 1)[rank]) or not near(z_shard, z.chunk(ranks)[rank]):
+        wrong.append("forward")
+    for name, (_, dim) in splits.items():
+        found, wanted = mine[name].grad, whole[name].grad
+        assert found is not None and wanted is not None
+        if not float((found - wanted.chunk(ranks, dim)[rank]).abs().max()) < 1e-9 * float(wanted.abs().max()):
+            wrong.append(f"gradient of {name}")
+    return wrong

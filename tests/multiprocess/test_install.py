@@ -1,0 +1,39 @@
+"""torch's fused ops by distgemm over gloo, against whole products, inductor's pass and torchtitan's linears."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.multiprocess import install_worker as worker
+from tests.multiprocess.ops_torch_worker import run_all
+from tests.once import once
+
+CHECKS = ["gathers", "scatters", "refusals"]
+
+
+@once
+def results(ranks: int) -> list[dict[str, Any]]:
+    names = [*CHECKS, *(["groups", "compiled_by_inductor"] if ranks == 4 else [])]
+    return launch(run_all, ranks, [(getattr(worker, name), ()) for name in names], timeout=200)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_ops_are_computed_or_refused_in_words(ranks: int, check: str) -> None:
+    assert [found[check] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.parametrize("check", ["groups", "compiled_by_inductor"])
+def test_groups_and_graphs_of_inductor(check: str) -> None:
+    assert [found[check] for found in results(4)] == [[]] * 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_linears_of_torchtitan_train(ranks: int) -> None:
+    checks: list[Any] = [(worker.torchtitan_linears, ())]
+    assert [found["torchtitan_linears"] for found in launch(run_all, ranks, checks, timeout=90)] == [[]] * ranks
