@@ -50,15 +50,18 @@ class GraphInspection(CustomGraphPass):
     """A pass behind inductor's own. It notes collectives beside GEMMs in the report, and changes nothing.
 
     Args:
+        before: what was inductor's option ``post_grad_custom_post_pass``: a pass, several, or None. It runs first.
         strict: whether it raises NotFusedError where it finds one.
     """
 
-    def __init__(self, strict: bool) -> None:
-        self.strict = strict
+    def __init__(self, before: Any, strict: bool) -> None:
+        self.before, self.strict = before, strict
+        self._passes = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
 
     def uuid(self) -> Any:
-        """What tells caches of compiled graphs that this pass has run."""
-        return get_hash_for_files((__file__,), str(self.strict))
+        """What tells caches of compiled graphs which passes have run; None: they cannot be told."""
+        earlier = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._passes]
+        return None if None in earlier else get_hash_for_files((__file__,), f"{self.strict} {earlier}")
 
     def __call__(self, graph: torch.fx.graph.Graph) -> None:
         """Look at a graph.
@@ -66,6 +69,8 @@ class GraphInspection(CustomGraphPass):
         Raises:
             NotFusedError: with ``strict``, if a collective beside a GEMM is left.
         """
+        for each in self._passes:
+            each(graph)
         for node in graph.nodes:
             name = _name(node)
             if name in GATHERS and any(_through_moves([node], lambda each: each.users)):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 from torch._inductor import config  # noqa: PLC2701  (as above)
-from torch._inductor.custom_graph_pass import get_custom_graph_passes  # noqa: PLC2701  (as above)
 
 from distgemm.arguments import boolean
 from distgemm.runtime.checks import process_group
@@ -48,9 +47,8 @@ class Installation:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
             self._register()
-        self._inspection = GraphInspection(strict)
-        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
-        config.post_grad_custom_post_pass = [*passes, self._inspection]
+        self._inspection = GraphInspection(config.post_grad_custom_post_pass, strict)
+        config.post_grad_custom_post_pass = self._inspection
 
     def _register(self) -> None:
         for key in KEYS:
@@ -67,8 +65,8 @@ class Installation:
     def remove(self) -> None:
         """Give the ops their kernels back."""
         self._library._destroy()
-        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
-        config.post_grad_custom_post_pass = [each for each in passes if each is not self._inspection] or None
+        if config.post_grad_custom_post_pass is self._inspection:  # otherwise the user has set another one since
+            config.post_grad_custom_post_pass = self._inspection.before
 
     def _all_gather_matmul(
         self,

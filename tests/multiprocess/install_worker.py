@@ -175,8 +175,14 @@ def compiled_by_inductor() -> list[str]:
 
     given = x.chunk(ranks)[rank], up.chunk(ranks, 1)[rank].contiguous(), down.chunk(ranks)[rank].contiguous()
     wanted = ((x @ up).relu() @ down).chunk(ranks)[rank]
+    seen: list[Any] = []  # by a pass of the user
     for fuses in (True, False):
-        with distgemm.install(), inductor_pass(fuses), torch.no_grad():
+        with (
+            config.patch(post_grad_custom_post_pass=seen.append),
+            distgemm.install(),
+            inductor_pass(fuses),
+            torch.no_grad(),
+        ):
             if not near(torch.compile(block)(*given), wanted):
                 wrong.append(f"fuses={fuses}: wrong numbers")
         report = distgemm.report()
@@ -189,8 +195,8 @@ def compiled_by_inductor() -> list[str]:
         message = raised(Exception, lambda: torch.compile(block)(*given))
     if "not fused, because torch._inductor.config._micro_pipeline_tp is off" not in message:
         wrong.append(f"strict: {message}")
-    if config.post_grad_custom_post_pass is not None:
-        wrong.append("inductor's pass is left")
+    if config.post_grad_custom_post_pass is not None or len(seen) != 2:
+        wrong.append("inductor's passes")
     return wrong
 
 
