@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -12,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives  # noqa: PLC2701  (torch has no public name)
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701
+from torch import nn
 from torch._inductor import config  # noqa: PLC2701
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import distgemm
 from distgemm.torch_ops.report import NotFusedError
@@ -198,6 +203,42 @@ def compiled_by_inductor() -> list[str]:
     if config.post_grad_custom_post_pass is not None or len(seen) != 2:
         wrong.append("inductor's passes")
     return wrong
+
+
+def styles_of_torch() -> list[str]:
+    """A model with torch's own styles, compiled. Each of four collectives is fused or reported; all is right.
+
+    Inductor's pass of torch 2.13 does not fuse the gather of the output's gradient.
+    """
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8 * ranks), nn.GELU(), nn.Linear(8 * ranks, 6, bias=False)).double()
+    x = draw(1, 4 * ranks, 6)
+    whole, wanted = copy.deepcopy(model), x.clone().requires_grad_()
+    y = whole(wanted)
+    y.square().sum().backward()
+    styles: dict[str, ParallelStyle] = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), styles)
+    given = x.chunk(ranks)[rank].clone().requires_grad_()
+    with distgemm.install(), inductor_pass(True):
+        found = torch.compile(model)(given)
+        found.square().sum().backward()
+    report = distgemm.report()
+    served, others, left = (sum(rows.values()) for rows in (report.served, report.not_served, report.not_fused))
+    if served < 3 or others or served + left != 4:
+        wrong.append(str(report))
+    if not near(found, y.chunk(ranks)[rank]):
+        wrong.append("forward")
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor) and grads[name] is not None
+        if not near(parameter.grad.full_tensor(), grads[name]):
+            wrong.append(f"gradient of {name}")
+    assert given.grad is not None and wanted.grad is not None
+    return wrong + ["gradient of x"] * (not near(given.grad, wanted.grad.chunk(ranks)[rank]))
 
 
 def torchtitan_linears() -> list[str]:

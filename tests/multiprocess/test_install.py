@@ -17,7 +17,7 @@ CHECKS = ["gathers", "scatters", "refusals"]
 
 @once
 def results(ranks: int) -> list[dict[str, Any]]:
-    names = [*CHECKS, *(["groups", "compiled_by_inductor"] if ranks == 4 else [])]
+    names = [*CHECKS, *(["groups", "compiled_by_inductor", "styles_of_torch"] if ranks == 4 else [])]
     return launch(run_all, ranks, [(getattr(worker, name), ()) for name in names], timeout=200)
 
 
@@ -27,7 +27,7 @@ def test_fused_ops_are_computed_or_refused_in_words(ranks: int, check: str) -> N
     assert [found[check] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("check", ["groups", "compiled_by_inductor"])
+@pytest.mark.parametrize("check", ["groups", "compiled_by_inductor", "styles_of_torch"])
 def test_groups_and_graphs_of_inductor(check: str) -> None:
     assert [found[check] for found in results(4)] == [[]] * 4
 
