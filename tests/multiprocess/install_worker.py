@@ -276,3 +276,76 @@ def torchtitan_linears() -> list[str]:
         if not float((found - wanted.chunk(ranks, dim)[rank]).abs().max()) < 1e-9 * float(wanted.abs().max()):
             wrong.append(f"gradient of {name}")
     return wrong
+
+
+def megatron_linears() -> list[str]:
+    """Megatron's linears, forward and backward, with gradients in grad or main_grad, against whole ones."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from distgemm.integrations import megatron
+
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    group = dist.group.WORLD
+    for sequence_parallel, fusion, skip in product((True, False), (False, True), (False, True)):
+        case = f"sequence_parallel={sequence_parallel}, main_grad={fusion}, skip_bias_add={skip}"
+        settings: Any = ModelParallelConfig(
+            tensor_model_parallel_size=ranks,
+            sequence_parallel=sequence_parallel,
+            use_cpu_initialization=True,
+            params_dtype=torch.float64,
+        )
+        options = {"config": settings, "init_method": nn.init.normal_, "skip_bias_add": skip, "tp_group": group}
+        up = ColumnParallelLinear(6, 8 * ranks, **options)
+        down = RowParallelLinear(8 * ranks, 6, bias=True, input_is_parallel=True, **options)
+        model = nn.ModuleDict({"up": up, "down": down})
+        values = (
+            draw(1, 4 * ranks, MIDDLE, 6),
+            draw(2, 8 * ranks, 6),
+            draw(3, 8 * ranks),
+            draw(4, 6, 8 * ranks),
+            draw(5, 6),
+        )
+        x, w1, b1, w2, b2 = (value.clone().requires_grad_() for value in values)
+        y = torch.nn.functional.linear(torch.nn.functional.linear(x, w1, b1).relu(), w2, b2)
+        y.square().sum().backward()
+        parts = {up.weight: (w1, 0), up.bias: (b1, 0), down.weight: (w2, 1), down.bias: (b2, None)}
+        for parameter, (whole, dim) in parts.items():
+            parameter.data.copy_(whole.data if dim is None else whole.data.chunk(ranks, dim)[rank])
+        if fusion:
+            for layer in (up, down) if sequence_parallel else (down,):  # Megatron's own needs a CUDA extension
+                layer.gradient_accumulation_fusion = True
+                layer.weight.main_grad = torch.ones_like(layer.weight)
+        done = megatron.apply(model)
+        if done.layers != (("up", "down") if sequence_parallel else ("down",)) or len(done.left) != 2 - len(
+            done.layers
+        ):
+            wrong.append(f"{case}: {done}")
+        given = (x.data.chunk(ranks)[rank] if sequence_parallel else x.data).clone().requires_grad_()
+        with distgemm.record_calls() as calls:
+            first, bias = up(given)
+            second, last = down((first if bias is None else first + bias).relu())
+            found = second if last is None else second + last
+            found.square().sum().backward()
+        if (bias is None) == skip or (last is None) == skip or len(calls) < (5 if sequence_parallel else 1):
+            wrong.append(f"{case}: {[call.function for call in calls]}")
+        if not near(found, y.chunk(ranks)[rank] if sequence_parallel else y):
+            wrong.append(f"{case}: forward")
+        for parameter, (whole, dim) in parts.items():
+            gradient, wanted = parameter.grad, whole.grad
+            assert wanted is not None
+            if hasattr(parameter, "main_grad"):
+                gradient = parameter.main_grad - 1 if gradient is None else None
+            if dim is None and sequence_parallel and gradient is not None:
+                dist.all_reduce(gradient)  # as Megatron does for parameters of sequence parallelism
+            if gradient is None or not near(gradient, wanted if dim is None else wanted.chunk(ranks, dim)[rank]):
+                wrong.append(f"{case}: gradient {tuple(parameter.shape)}")
+        assert given.grad is not None and x.grad is not None
+        if sequence_parallel and not near(given.grad, x.grad.chunk(ranks)[rank]):
+            wrong.append(f"{case}: gradient of x")
+        megatron.remove(model)
+        if {"forward", "_forward_impl"} & (set(up.__dict__) | set(down.__dict__)):
+            wrong.append(f"{case}: remove")
+    if "no ColumnParallelLinear" not in raised(ValueError, lambda: megatron.apply(nn.Linear(2, 2))):
+        wrong.append("a model without such layers")
+    return wrong

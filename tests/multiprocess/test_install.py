@@ -32,8 +32,11 @@ def test_groups_and_graphs_of_inductor(check: str) -> None:
     assert [found[check] for found in results(4)] == [[]] * 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_linears_of_torchtitan_train(ranks: int) -> None:
-    checks: list[Any] = [(worker.torchtitan_linears, ())]
-    assert [found["torchtitan_linears"] for found in launch(run_all, ranks, checks, timeout=90)] == [[]] * ranks
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+def test_linears_of_a_framework_train(framework: str, ranks: int) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: pip install --no-deps -r tests/frameworks.txt")
+    name = f"{framework}_linears"
+    checks: list[Any] = [(getattr(worker, name), ())]
+    assert [found[name] for found in launch(run_all, ranks, checks, timeout=90)] == [[]] * ranks

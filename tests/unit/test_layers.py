@@ -26,6 +26,7 @@ LAYERS = (
     "api",
     "torch_ops",
     "nn",
+    "integrations",
     "bench",
     "cli",
     "__main__",

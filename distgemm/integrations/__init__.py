@@ -1,0 +1,1 @@
+"""Plug-ins for frameworks that do not call torch's fused ops. They import the framework when they are called."""
