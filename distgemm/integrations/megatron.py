@@ -95,7 +95,7 @@ class MainGrad(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
         """Add the gradient. Megatron's hooks want a tensor where they note that this was done."""
         weight = ctx.weight
         weight.main_grad.add_(grad)
@@ -106,8 +106,8 @@ class MainGrad(torch.autograd.Function):
 
 
 def _weight(layer: Any, weight: Tensor) -> Tensor:
-    found: Tensor = MainGrad.apply(weight) if layer.gradient_accumulation_fusion else weight
-    return found
+    to_main_grad: Callable[[Tensor], Tensor] = MainGrad.apply
+    return to_main_grad(weight) if layer.gradient_accumulation_fusion else weight
 
 
 def _why_not(layer: Any) -> str | None:
