@@ -20,18 +20,21 @@ from torch.distributed.tensor.parallel import SequenceParallel as SequenceParall
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distgemm.arguments import boolean, string, wrong
+from distgemm.nn.replicated import linear_of_replicated
 from distgemm.nn.tensors import (
     GradientCheck,
     check_sequence_dim,
     dtensor_of_part,
+    input_replicated,
     input_with_features,
     input_with_tokens,
     local,
     token_dim,
+    token_layout,
     tokens_back,
     uneven,
 )
-from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
+from distgemm.torch_ops import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "SharedColwiseParallel"]
@@ -92,9 +95,12 @@ class ColwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the tokens, 0 or 1. With another dimension than 0, the input is copied, and the
             result is a view that is not contiguous. None: the dimension along which a DTensor is sharded, or 0 for
             tensors of two dimensions. The layer raises ValueError for tensors of more dimensions.
-        schedule: as in :func:`distgemm.all_gather_matmul`.
-        chunks: as in :func:`distgemm.all_gather_matmul`.
-        keep_gathered: as in :func:`distgemm.all_gather_matmul`.
+        input_layouts: as in torch's style. Shard(d) is ``sequence_dim=d``. With Replicate(), every rank has all tokens.
+            Then the forward pass needs no transfer, and the gradient of the input is a
+            :func:`distgemm.matmul_all_reduce`. None: ``sequence_dim`` holds.
+        schedule: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
+        chunks: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
+        keep_gathered: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
         use_local_output: whether the output is this rank's tensor. If False, it is a DTensor that is sharded along its
             last dimension.
 
@@ -106,6 +112,7 @@ class ColwiseParallel(ParallelStyle):
         self,
         *,
         sequence_dim: int | None = None,
+        input_layouts: Placement | None = None,
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
@@ -113,8 +120,9 @@ class ColwiseParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
-        check_sequence_dim(sequence_dim)
-        self.sequence_dim = sequence_dim
+        self.replicated, self.sequence_dim = token_layout("input_layouts", input_layouts, sequence_dim)
+        if self.replicated and (schedule, chunks, keep_gathered) != ("auto", None, False):
+            raise ValueError("with input_layouts=Replicate() nothing is gathered: no schedule, chunks or keep_gathered")
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
         boolean("keep_gathered", keep_gathered)
         self.use_local_output = boolean("use_local_output", use_local_output)
@@ -126,6 +134,11 @@ class ColwiseParallel(ParallelStyle):
         out_features = uneven(linear.out_features, device_mesh.size())
         as_dtensor, sequence_dim, check = not self.use_local_output, self.sequence_dim, GradientCheck(_name(self))
 
+        def forward_of_replicated(self: nn.Linear, x: Tensor) -> Tensor:
+            x = input_replicated(check.name, x, device_mesh)
+            y = linear_of_replicated(x, local(self.weight), local(self.bias), group, out_features)
+            return _as_dtensor(y, 0, self.out_features, device_mesh) if as_dtensor else y
+
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             x, dim = input_with_tokens(check.name, x, device_mesh, sequence_dim)
             check(x, device_mesh)
@@ -135,7 +148,7 @@ class ColwiseParallel(ParallelStyle):
             return _as_dtensor(y, dim, self.out_features, device_mesh) if as_dtensor else y
 
         # A method and no closure over the module, so that a deep copy uses its own parameters.
-        module.forward = MethodType(forward, module)
+        module.forward = MethodType(forward_of_replicated if self.replicated else forward, module)
         return module
 
 
@@ -155,6 +168,9 @@ class RowwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the tokens, 0 or 1. With another dimension than 0, the input of a Linear is
             copied, and the result is a view that is not contiguous. None: 0 for outputs of two dimensions. The layer
             raises ValueError for outputs of more dimensions.
+        output_layouts: as in torch's style. Shard(d) is ``sequence_dim=d``. With Replicate(), every rank gets all
+            tokens: the layer is a :func:`distgemm.matmul_all_reduce`. Not for an nn.Embedding. None: ``sequence_dim``
+            holds.
         schedule: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
         chunks: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
 
@@ -162,11 +178,17 @@ class RowwiseParallel(ParallelStyle):
         ValueError: for an unknown schedule or wrong chunks.
     """
 
-    def __init__(self, *, sequence_dim: int | None = None, schedule: str = "auto", chunks: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int | None = None,
+        output_layouts: Placement | None = None,
+        schedule: str = "auto",
+        chunks: int | None = None,
+    ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
-        check_sequence_dim(sequence_dim)
-        self.sequence_dim = sequence_dim
+        self.replicated, self.sequence_dim = token_layout("output_layouts", output_layouts, sequence_dim)
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -177,6 +199,11 @@ class RowwiseParallel(ParallelStyle):
         group, options, sequence_dim = group_name(device_mesh), self.options, self.sequence_dim
         in_features, check = uneven(linear.in_features, device_mesh.size()), GradientCheck(_name(self))
 
+        def forward_to_replicated(self: nn.Linear, x: Tensor) -> Tensor:
+            x, _ = input_with_features(check.name, x, device_mesh, 0)
+            weight, bias = local(self.weight), local(self.bias)
+            return matmul_all_reduce(x, weight, group=group, bias=bias, in_features=in_features, **options)
+
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
             x, dim = input_with_features(check.name, x, device_mesh, sequence_dim)
             check(x, device_mesh)
@@ -184,10 +211,12 @@ class RowwiseParallel(ParallelStyle):
             y = matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **options)
             return tokens_back(y, dim)
 
-        module.forward = MethodType(forward, module)
+        module.forward = MethodType(forward_to_replicated if self.replicated else forward, module)
         return module
 
     def _apply_to_embedding(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+        if self.replicated:
+            raise ValueError(f"{_name(self)}: the output of an nn.Embedding is sharded, got output_layouts=Replicate()")
         if self.options != {"schedule": "auto", "chunks": None}:
             raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes neither schedule nor chunks")
         _distribute(self, module, device_mesh, {"weight": Shard(0)})

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distgemm.arguments import integer
 from distgemm.runtime.torch_arguments import read_tensor
@@ -18,10 +18,12 @@ __all__ = [
     "GradientCheck",
     "check_sequence_dim",
     "dtensor_of_part",
+    "input_replicated",
     "input_with_features",
     "input_with_tokens",
     "local",
     "token_dim",
+    "token_layout",
     "tokens_back",
     "uneven",
 ]
@@ -72,6 +74,29 @@ def check_sequence_dim(sequence_dim: int | None) -> None:
             f"{error}. It is the dimension of the tokens: 0 for (tokens, batch, features), 1 for (batch, tokens, "
             "features), or None"
         ) from None
+
+
+def token_layout(name: str, layout: Placement | None, sequence_dim: int | None) -> tuple[bool, int | None]:
+    """Whether every rank has all tokens, and the dimension of the tokens, from the arguments of a style.
+
+    Args:
+        name: "input_layouts" or "output_layouts".
+        layout: that argument.
+        sequence_dim: the style's other argument.
+
+    Raises:
+        ValueError: for another placement, and if both are given.
+    """
+    check_sequence_dim(sequence_dim)
+    if layout is None:
+        return False, sequence_dim
+    if not isinstance(layout, (Replicate, Shard)):
+        raise ValueError(f"{name} is Replicate(), Shard(dimension of the tokens) or None, got {layout!r}")
+    if sequence_dim is not None:
+        raise ValueError(
+            f"{name}={layout} and sequence_dim={sequence_dim} both say where the tokens are: give one of them"
+        )
+    return (False, layout.dim) if isinstance(layout, Shard) else (True, None)
 
 
 def _check_tensor(name: str, x: Tensor) -> None:
@@ -134,16 +159,28 @@ def input_with_features(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: in
     return (x.movedim(dim, 0) if dim else x), dim
 
 
+def input_replicated(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The input that every rank has whole.
+
+    Raises:
+        ValueError: for a DTensor that is not replicated.
+    """
+    _check_tensor(name, x)
+    return _local_input(name, x, mesh, None, features=True) if isinstance(x, DTensor) else x
+
+
 def tokens_back(y: Tensor, dim: int) -> Tensor:
     """A view with the tokens, which are the first dimension of y, as dimension ``dim``."""
     return y.movedim(0, dim) if dim else y
 
 
-def _local_input(name: str, x: DTensor, mesh: DeviceMesh, dim: int, *, features: bool) -> Tensor:
-    """This rank's part of a DTensor that is sharded along ``dim``; raises ValueError for others."""
+def _local_input(name: str, x: DTensor, mesh: DeviceMesh, dim: int | None, *, features: bool) -> Tensor:
+    """This rank's part of a DTensor that is sharded along ``dim``, None: of none; raises ValueError for others."""
     found = x.placements[0] if len(x.placements) == 1 else None
-    if not isinstance(found, Shard) or found.dim % x.dim() != dim or x.device_mesh != mesh:
-        wanted, given = f"[Shard({dim})]", ", ".join(str(each) for each in x.placements)
+    fits = isinstance(found, Replicate) if dim is None else isinstance(found, Shard) and found.dim % x.dim() == dim
+    if not fits or x.device_mesh != mesh:
+        wanted = "[Replicate()]" if dim is None else f"[Shard({dim})]"
+        given = ", ".join(str(each) for each in x.placements)
         remedy = f"x.redistribute(placements={wanted}) would do"
         if x.device_mesh != mesh:
             given += f" on {x.device_mesh}"

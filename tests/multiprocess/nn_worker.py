@@ -461,3 +461,58 @@ def misuse() -> dict[str, str]:
         "schedule of a style": error_of(lambda: distgemm.nn.RowwiseParallel(schedule="gem+rs")),
         "chunks of a style": error_of(lambda: distgemm.nn.SharedColwiseParallel("q", chunks=0)),
     }
+
+
+def replicated() -> list[str]:
+    """Styles whose tokens every rank has: no gather before columns, and an all-reduce behind rows."""
+    ranks, wrong = dist.get_world_size(), []
+    mesh = init_device_mesh("cpu", (ranks,))
+    for hidden, compiled, as_dtensor in product((4 * ranks, 3 * ranks - 1), (False, True), (False, True)):
+        case = f"hidden {hidden}, compiled={compiled}, DTensor={as_dtensor}"
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 5)).double()
+        whole, x = copy.deepcopy(model), torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(2, 7, 5, dtype=torch.float64)
+        y = whole(x)
+        (y * weights).sum().backward()
+        styles = {
+            "0": distgemm.nn.ColwiseParallel(input_layouts=Replicate(), use_local_output=not as_dtensor),
+            "2": distgemm.nn.RowwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, styles)  # type: ignore[arg-type]
+        mine = x.detach().clone().requires_grad_()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        with distgemm.record_calls() as calls:
+            z = run(DTensor.from_local(mine, mesh, [Replicate()], run_check=False) if as_dtensor else mine)
+            (z * weights).sum().backward()
+        if [call.function for call in calls] != ["matmul_all_reduce"] * 2:
+            wrong.append(f"{case}: {[str(call) for call in calls]}")
+        found = {"y": (z, y), "x": (mine.grad, x.grad)}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            found[name] = parameter.grad.full_tensor(), whole.get_parameter(name).grad
+        wrong += [f"{case}: {name}" for name, (a, b) in found.items() if differs(a, b)]
+    sharded = distgemm.nn.ColwiseParallel(input_layouts=Shard(1)), distgemm.nn.RowwiseParallel(output_layouts=Shard(1))
+    if [each.sequence_dim for each in sharded] != [1, 1]:
+        wrong.append("Shard(1) is sequence_dim=1")
+    column, row = distgemm.nn.ColwiseParallel, distgemm.nn.RowwiseParallel
+    layer = parallelize_module(nn.Linear(6, 4 * ranks).double(), mesh, column(input_layouts=Replicate()))
+    parts = DTensor.from_local(torch.zeros(2, 6, dtype=torch.float64), mesh, [Shard(0)])
+    attempts: list[tuple[str, Callable[[], Any]]] = [
+        ("both say where the tokens are", lambda: column(input_layouts=Shard(0), sequence_dim=0)),
+        ("output_layouts is Replicate", lambda: row(output_layouts="replicated")),  # type: ignore[arg-type]
+        ("nothing is gathered", lambda: column(input_layouts=Replicate(), keep_gathered=True)),
+        ("with the placements [Replicate()]", lambda: layer(parts)),
+        (
+            "the output of an nn.Embedding is sharded",
+            lambda: parallelize_module(nn.Embedding(8, 4), mesh, row(output_layouts=Replicate())),
+        ),
+    ]
+    for message, attempt in attempts:
+        try:
+            attempt()
+            wrong.append(f"no error: {message}")
+        except ValueError as error:
+            if message not in str(error):
+                wrong.append(f"{message!r} is not in {error}")
+    return wrong

@@ -25,8 +25,9 @@ CHECKS: dict[int, list[Any]] = {
         worker.initial,
         worker.placements,
         worker.shared_changes,
+        worker.replicated,
     ],
-    3: [worker.shared_gathers],
+    3: [worker.shared_gathers, worker.replicated],
     4: [worker.replicated_training],
 }
 
@@ -60,6 +61,11 @@ def test_two_hundred_steps_follow_the_unsharded_run() -> None:
     """Takes half a minute. In the sample, the check "training" of all layers stands for it."""
     for difference in launch(worker.long_training, 2, timeout=180):
         assert 0 <= difference < 1e-9, difference
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_styles_of_tokens_that_every_rank_has(ranks: int) -> None:
+    assert [found["replicated"] for found in results(ranks)] == [[]] * ranks
 
 
 def test_training_with_data_parallel_replicas() -> None:

@@ -1,0 +1,64 @@
+"""A column-parallel Linear whose input every rank has whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distgemm.torch_ops import matmul_all_reduce
+from distgemm.torch_ops.functional import autocast_dtype
+
+__all__ = ["linear_of_replicated"]
+
+Tensor = torch.Tensor
+
+
+def linear_of_replicated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out_features: int | None
+) -> Tensor:
+    """This rank's features of all tokens. The gradient of x is a GEMM + all-reduce.
+
+    The unfused program is ``torch.nn.functional.linear(x, weight, bias)``; in the backward pass, the gradient of x is
+    summed over the ranks.
+
+    Args:
+        x: (tokens, ..., in_features), the same on all ranks.
+        weight: (out_features of this rank, in_features).
+        bias: (out_features of this rank,) or None.
+        group: name of the group.
+        out_features: over all ranks, if ranks have different shares; otherwise None.
+
+    Returns:
+        (tokens, ..., out_features of this rank).
+    """
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None:
+        x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))  # type: ignore[assignment]
+    linear: Any = _LinearOfReplicated.apply
+    found: Tensor = linear(x, weight, bias, group, out_features)
+    return found
+
+
+class _LinearOfReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out_features: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.out_features = group, out_features
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if wants_x:
+            dx = matmul_all_reduce(dy, weight.t(), group=ctx.group, in_features=ctx.out_features)
+        rows = dy.flatten(0, -2)
+        if wants_weight:
+            dw = rows.t() @ x.flatten(0, -2)
+        if wants_bias:
+            db = rows.sum(0)
+        return dx, dw, db, None, None
