@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distgemm.arguments import boolean, instance
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.checks import resolve_group
+from distgemm.runtime.checks import compare, problem_fields, resolve_group
 from distgemm.runtime.cuda import CudaExecutable
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
 from distgemm.schedulers import Pattern, check_pattern
@@ -50,7 +50,8 @@ def select(
 
     Raises:
         RuntimeError: while the current stream is captured.
-        ValueError: on all ranks, if a file of rank 0 is broken, or if its DISTGEMM_TUNE is neither true nor false.
+        ValueError: on all ranks, if their arguments differ, if a file of rank 0 is broken, or if its DISTGEMM_TUNE is
+            neither true nor false.
     """
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     check_pattern(pattern)
@@ -59,6 +60,8 @@ def select(
     whole, at = resolve_group(group), device_of(device)
     size = whole.size()
     refuse_capture(problem, pattern, size, at)
+    # Before anything else is sent: another rank may compile a plan, or another problem.
+    compare({"call": f"a selection of {pattern}", **problem_fields(problem), "tune": tune}, whole, at)
 
     def look_up_or_predict() -> TunedConfig | None:
         measure = switch("DISTGEMM_TUNE", True) if tune is None else tune

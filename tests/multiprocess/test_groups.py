@@ -62,6 +62,11 @@ def unfused(pattern: Any = "gemm+rs", m: int = 8, **terms: Any) -> Any:
     return exe(*(torch.ones(exe.plan.shard_shape(name, exe.rank)) for name in "AB"), **terms)
 
 
+def selected(m: int = 8, pattern: Any = "ag+gemm") -> Any:
+    """The first step of distgemm.compile with schedule="auto"."""
+    return distgemm.tune.select(Problem(m, 4, 4, dtype="float32"), pattern, device="cpu", tune=False)
+
+
 half, brain = torch.float16, torch.bfloat16
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "rows": (lambda: gather(4), lambda: gather(3), "m: 8 on rank 0, 6 on rank 1"),
@@ -97,6 +102,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: unfused(c_shard=torch.ones(4, 4), beta=2.0),
         "beta: 0.0 on rank 0, 2.0 on rank 1",
     ),
+    "auto and a plan": (selected, planned, "call: a selection of ag+gemm on rank 0, the first call of reduce_scatter"),
+    "problems of auto": (selected, lambda: selected(16), "m: 8 on rank 0, 16 on rank 1"),
+    "patterns of auto": (selected, lambda: selected(8, "gemm+ar"), "a selection of ag+gemm on rank 0, a selection of"),
     "patterns, unfused": (
         unfused,
         lambda: unfused("ag+gemm"),
