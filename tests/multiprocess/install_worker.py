@@ -349,3 +349,45 @@ def megatron_linears() -> list[str]:
     if "no ColumnParallelLinear" not in raised(ValueError, lambda: megatron.apply(nn.Linear(2, 2))):
         wrong.append("a model without such layers")
     return wrong
+
+
+def transformers_linears() -> list[str]:
+    """A small Llama of transformers with its own tp_plan: logits and gradients against one rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from distgemm.integrations import transformers
+
+    ranks, wrong = dist.get_world_size(), []
+    sizes = {"hidden_size": 32, "intermediate_size": 24 * ranks, "num_hidden_layers": 2, "vocab_size": 16 * ranks}
+    settings = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, attention_bias=True)
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(settings).double()
+    whole = copy.deepcopy(model)
+    ids = torch.randint(0, settings.vocab_size, (2, 6), generator=torch.Generator().manual_seed(1))
+    wanted = whole(input_ids=ids, labels=ids)
+    wanted.loss.backward()
+    transformers.install()
+    again = raised(RuntimeError, transformers.install)
+    apply_tensor_parallelism(model, init_device_mesh("cpu", (ranks,)))
+    transformers.uninstall()
+    with distgemm.record_calls() as calls:
+        found = model(input_ids=ids, labels=ids)
+        forward = len(calls)
+        found.loss.backward()
+        with torch.no_grad():
+            generated = model(input_ids=ids).logits
+    functions = {call.function for call in calls}
+    if forward != 4 or functions != {"matmul_all_reduce"} or len(calls) != 2 * 4 + 2 * 5:
+        wrong.append(f"{forward} calls forward, {len(calls)} in all, {functions}")
+    if not near(found.logits, wanted.logits) or not near(generated, wanted.logits):
+        wrong.append("logits")
+    for name, parameter in model.named_parameters():
+        expected = whole.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if not float((gradient - expected).abs().max()) < 1e-12:
+            wrong.append(f"gradient of {name}")
+    if "uninstall() comes first" not in again or "was not called" not in raised(RuntimeError, transformers.uninstall):
+        wrong.append(again)
+    return wrong

@@ -33,7 +33,7 @@ def test_groups_and_graphs_of_inductor(check: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("framework", ["torchtitan", "megatron"])
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron", "transformers"])
 def test_linears_of_a_framework_train(framework: str, ranks: int) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: pip install --no-deps -r tests/frameworks.txt")
