@@ -44,14 +44,14 @@ def install(schedule: str = "auto") -> None:
         def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> Any:
             if not _is_plain(module):
                 return super().install_forward(module, mesh)
-            module.forward = partial(_colwise, module, mesh)
+            module.forward = partial(_colwise, module, mesh)  # type: ignore[method-assign]
             return module
 
     class Rowwise(RowwiseParallel):  # type: ignore[misc]  # as above
         def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> Any:
             if not _is_plain(module):
                 return super().install_forward(module, mesh)
-            module.forward = partial(_rowwise, module, mesh, schedule)
+            module.forward = partial(_rowwise, module, mesh, schedule)  # type: ignore[method-assign]
             return module
 
     check_schedule(schedule, None)
