@@ -59,7 +59,7 @@ class GraphInspection(CustomGraphPass):
         self._passes = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
 
     def uuid(self) -> Any:
-        """What tells caches of compiled graphs which passes have run; None: a pass has no id."""
+        """For the keys of cached graphs: which passes have run; None: a pass has no id."""
         earlier = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._passes]
         return None if None in earlier else get_hash_for_files((__file__,), f"{self.strict} {earlier}")
 
