@@ -102,9 +102,8 @@ def _through_moves(start: Iterable[torch.fx.Node], neighbours: Any) -> Iterator[
 
 def _note(node: torch.fx.Node, op: str, strict: bool) -> None:
     group = next((each for each in reversed(node.args) if isinstance(each, str)), "")
-    value = node.all_input_nodes[0].meta.get("val")
-    operands = "" if value is None else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    site = CallSite(op, operands, process_group(group).size())
+    value = node.all_input_nodes[0].meta["val"]
+    site = CallSite(op, (tuple(value.shape),), value.dtype, (), process_group(group).size())
     reason = _reason(group)
     REPORT.not_fused[site, reason] += 1
     if strict:

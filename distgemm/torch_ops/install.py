@@ -37,12 +37,13 @@ class Installation:
     """What :func:`install` returns: a context manager that uninstalls at its end.
 
     Args:
-        schedule: as in :func:`install`.
+        gather: as in :func:`install`.
+        scatter: as in :func:`install`.
         strict: as in :func:`install`.
     """
 
-    def __init__(self, schedule: str, strict: bool) -> None:
-        self.schedule, self.strict = schedule, strict
+    def __init__(self, gather: str, scatter: str, strict: bool) -> None:
+        self.gather, self.scatter, self.strict = gather, scatter, strict
         self._library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
@@ -77,8 +78,8 @@ class Installation:
         *,
         return_A: bool = True,  # noqa: N803  (torch's name)
     ) -> tuple[Tensor | None, list[Tensor]]:
-        operands = f"{_shape(a)} x {', '.join(map(_shape, bs))}, dimension {gather_dim}, {_dtype(a)}"
-        site = CallSite(GATHER, operands, process_group(group).size())
+        _check(GATHER, a, bs, gather_dim, process_group(group).size())
+        site = _site(GATHER, [a, *bs], (f"dimension {gather_dim}",), group)
         reason = _why_not([a, *bs]) or _why_not_gathered(a, gather_dim)
         if reason is not None:
             self._refused(site, reason, a)
@@ -92,7 +93,7 @@ class Installation:
         copied = (
             "" if _flattens(moved) else f"A is copied, because dimension {gather_dim} is not the outermost in memory"
         )
-        options: tuple[Any, ...] = (group, self.schedule, None, None, None, return_A, "forward")
+        options: tuple[Any, ...] = (group, self.gather, None, None, None, return_A, "forward")
 
         def run() -> Any:
             weights = [b.t() for b in bs]
@@ -103,8 +104,8 @@ class Installation:
         return (whole[-1] if return_A else None), whole[: len(bs)]
 
     def _matmul_reduce_scatter(self, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group: str) -> Tensor:
-        ranks = process_group(group).size()
-        site = CallSite(SCATTER, f"{_shape(a)} x {_shape(b)}, dimension {scatter_dim}, {reduce_op}, {_dtype(a)}", ranks)
+        _check(SCATTER, a, [b], scatter_dim)
+        site = _site(SCATTER, [a, b], (f"dimension {scatter_dim}", reduce_op), group)
         if reduce_op not in ("sum", "avg"):
             raise ValueError(f"{SCATTER}: reduce_op is 'sum' or 'avg', got {reduce_op!r}")
         reason = _why_not([a, b])
@@ -115,7 +116,7 @@ class Installation:
                 found: Tensor = TORCH._fused_matmul_reduce_scatter(*given)
                 return found
             return _unfused_scatter(*given)
-        last = scatter_dim % a.dim() == a.dim() - 1
+        last = scatter_dim == a.dim() - 1
         if last:  # the columns of D are the rows of its transpose, which is b.t() @ a.t()
             rows, weight, between = b.t(), a.flatten(0, -2), a.shape[:-1]
             copied = "D is copied, because the last dimension is scattered"
@@ -127,10 +128,10 @@ class Installation:
         d: Tensor = self._served(
             site,
             copied,
-            lambda: library.matmul_reduce_scatter(rows, weight, None, group, self.schedule, None, None, None),
+            lambda: library.matmul_reduce_scatter(rows, weight, None, group, self.scatter, None, None, None),
         )
         if reduce_op == "avg":
-            d = d.div_(ranks)
+            d = d.div_(site.ranks)
         if last:
             return d.t().contiguous().view(*between, d.shape[0])
         d = d.view(d.shape[0] // prod(between), *between, d.shape[1])
@@ -140,7 +141,7 @@ class Installation:
         with torch.no_grad(), noting(copied):
             found = run()
         assert CALLS.last is not None
-        REPORT.served[site, CALLS.last.what_ran] += 1
+        REPORT.add_served(site, CALLS.last)
         return found
 
     def _refused(self, site: CallSite, reason: str, a: Tensor) -> None:
@@ -153,7 +154,7 @@ class Installation:
 _INSTALLED: list[Installation] = []
 
 
-def install(schedule: str = "auto", *, strict: bool = False) -> Installation:
+def install(*, gather: str = "auto", scatter: str = "auto", strict: bool = False) -> Installation:
     """Let distgemm compute torch's fused ops of tensor parallelism, in this process.
 
     These are ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, on CUDA and CPU
@@ -162,7 +163,8 @@ def install(schedule: str = "auto", *, strict: bool = False) -> Installation:
     none, to a collective and GEMMs. :func:`distgemm.report` says what ran.
 
     Args:
-        schedule: as in :func:`distgemm.all_gather_matmul`.
+        gather: the schedule of gathers, as in :func:`distgemm.all_gather_matmul`.
+        scatter: the schedule of scatters, as in :func:`distgemm.matmul_reduce_scatter`.
         strict: raise NotFusedError where distgemm does not compute a call, and where inductor compiles a graph with a
             collective beside a GEMM that it has not fused.
 
@@ -173,13 +175,13 @@ def install(schedule: str = "auto", *, strict: bool = False) -> Installation:
         RuntimeError: if it is installed already.
         ValueError: if there is no such schedule.
     """
-    check_schedule(schedule, None)
+    for schedule in (gather, scatter):
+        check_schedule(schedule, None)
     boolean("install: strict", strict)
     if _INSTALLED:
         raise RuntimeError("distgemm.install() was called before: distgemm.uninstall() comes first")
-    for rows in (REPORT.served, REPORT.not_served, REPORT.not_fused):
-        rows.clear()
-    _INSTALLED.append(Installation(schedule, strict))
+    REPORT.clear()
+    _INSTALLED.append(Installation(gather, scatter, strict))
     return _INSTALLED[0]
 
 
@@ -194,12 +196,21 @@ def uninstall() -> None:
     _INSTALLED.pop().remove()
 
 
-def _shape(x: Tensor) -> str:
-    return str(tuple(x.shape))
+def _check(op: str, a: Tensor, bs: Sequence[Tensor], dim: int, gathers: int = 1) -> None:
+    """Check shapes, as torch's own implementation does; ``gathers``: ranks, if A is gathered along ``dim``."""
+    given = ", ".join(str(tuple(x.shape)) for x in (a, *bs))
+    if a.dim() < 2 or any(b.dim() != 2 for b in bs):
+        raise ValueError(f"{op}: A is (..., k) with at least two dimensions, B is (k, n), got {given}")
+    if not 0 <= dim < a.dim():
+        raise ValueError(f"{op}: the dimension is 0 to {a.dim() - 1}, got {dim}")
+    k = a.shape[-1] * (gathers if dim == a.dim() - 1 else 1)
+    if any(b.shape[0] != k for b in bs):
+        raise ValueError(f"{op}: B is (k, n) with k = {k}, got {given}")
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _site(op: str, operands: Sequence[Tensor], details: tuple[str | int, ...], group: str) -> CallSite:
+    shapes = tuple(tuple(x.shape) for x in operands)
+    return CallSite(op, shapes, operands[0].dtype, details, process_group(group).size())
 
 
 def _flattens(x: Tensor) -> bool:
@@ -213,7 +224,7 @@ def _why_not(operands: Sequence[Tensor]) -> str | None:
         return "torch's ops are in their test mode"
     a = operands[0]
     if a.dtype not in library.DTYPE_NAMES:
-        return f"distgemm's functions do not take {_dtype(a)}"
+        return f"distgemm's functions do not take {a.dtype}"
     if any(x.dtype != a.dtype for x in operands):
         return "the operands have several dtypes"
     if any(not x.numel() for x in operands):
@@ -222,7 +233,7 @@ def _why_not(operands: Sequence[Tensor]) -> str | None:
 
 
 def _why_not_gathered(a: Tensor, gather_dim: int) -> str | None:
-    if gather_dim % a.dim() == a.dim() - 1:
+    if gather_dim == a.dim() - 1:
         return "A is gathered along its last dimension, over which the GEMM sums"
     return None
 
@@ -236,7 +247,7 @@ def _unfused_gather(
     size, _ = library.size_and_rank(group)
     op = torch.ops._c10d_functional
     parts = op.wait_tensor(op.all_gather_into_tensor(a.contiguous(), size, group)).chunk(size)
-    whole = torch.cat(parts, gather_dim) if gather_dim % a.dim() else torch.cat(parts)
+    whole = torch.cat(parts, gather_dim)
     return (whole if return_gathered else None), [whole @ b for b in bs]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from distgemm.torch_ops.dispatch import CallRecord
 
 __all__ = ["REPORT", "CallSite", "FusionReport", "NotFusedError", "report"]
 
@@ -18,16 +22,22 @@ class CallSite(NamedTuple):
 
     Attributes:
         op: name of the op, such as "fused_all_gather_matmul".
-        operands: shapes and dtype.
+        shapes: of its operands.
+        dtype: of the first one.
+        details: such as the dimension that is gathered.
         ranks: size of the group.
     """
 
     op: str
-    operands: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    details: tuple[str | int, ...]
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.op} {self.operands}, {self.ranks} ranks"
+        operands = " x ".join(map(str, self.shapes))
+        facts = [operands, *map(str, self.details), str(self.dtype).removeprefix("torch."), f"{self.ranks} ranks"]
+        return f"{self.op} {', '.join(facts)}"
 
 
 @dataclass
@@ -44,6 +54,20 @@ class FusionReport:
     served: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
     not_served: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
     not_fused: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
+    _texts: dict[Any, str] = field(default_factory=dict, repr=False)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        for rows in (self.served, self.not_served, self.not_fused, self._texts):
+            rows.clear()
+
+    def add_served(self, site: CallSite, call: CallRecord) -> None:
+        """Count a call that distgemm computed. Its text is made once: that takes longer than the call may."""
+        key = (site, call.plan.schedule, call.options, call.transfers, call.provider, call.tuned, call.note)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = call.what_ran
+        self.served[site, text] += 1
 
     def __str__(self) -> str:
         found = []

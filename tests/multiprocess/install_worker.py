@@ -137,7 +137,13 @@ def refusals() -> list[str]:
             "reduce_op is 'sum' or 'avg', got 'max'": raised(
                 ValueError, lambda: OPS.fused_matmul_reduce_scatter(a, b, "max", 0, group)
             ),
-            "do not take int64": str(distgemm.report()),
+            "the dimension is 0 to 1, got 2": raised(
+                ValueError, lambda: OPS.fused_matmul_reduce_scatter(a, b, "sum", 2, group)
+            ),
+            "B is (k, n) with k = 6, got (4, 6), (4, 6)": raised(
+                ValueError, lambda: OPS.fused_all_gather_matmul(a, [b.t()], 0, group)
+            ),
+            "do not take torch.int64": str(distgemm.report()),
             "one after the other, because": str(distgemm.report()),
         }
         assert made is not None
@@ -145,12 +151,12 @@ def refusals() -> list[str]:
         wrong.append("an unfused scatter")
     with distgemm.install(strict=True):
         messages["distgemm does not compute it, because A is gathered along its last"] = raised(
-            NotFusedError, lambda: OPS.fused_all_gather_matmul(a, [b], 1, group)
+            NotFusedError, lambda: OPS.fused_all_gather_matmul(a, [draw(2, 6 * ranks, 4)], 1, group)
         )
     messages["distgemm.install() was not called"] = raised(RuntimeError, distgemm.uninstall)
     messages["Could not run"] = raised(NotImplementedError, lambda: OPS.fused_all_gather_matmul(a, [b], 0, group))
-    messages["schedule"] = raised(ValueError, lambda: distgemm.install("no such schedule"))
-    distgemm.install("all_gather_1d_ring_a")
+    messages["schedule"] = raised(ValueError, lambda: distgemm.install(scatter="no such schedule"))
+    distgemm.install(gather="all_gather_1d_ring_a")
     OPS.fused_all_gather_matmul(a, [b], 0, group)
     distgemm.uninstall()
     messages["all_gather_1d_ring_a"] = str(distgemm.report())

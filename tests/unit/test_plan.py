@@ -148,7 +148,7 @@ def test_bounded_workspace_runs_the_chain_in_two_rounds_of_chunks(size: int, chu
 RAGGED = [(7, 5, 3), (100, 60, 36), (384, 384, 384), (13, 40, 9)]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mechanism", ["push", "pull", "store"])
 @pytest.mark.parametrize("name", distgemm.list_schedules())
 def test_bounded_workspace_is_never_larger_than_full(name: str, mechanism: Mechanism):

@@ -99,6 +99,7 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+@pytest.mark.sample(0)  # ten seconds
 def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
     """32 and 64 short GEMMs whose results go to seven peers: launches would take longer than the GEMMs."""
     for n, k, chunks in ((4096, 14336, 4), (8192, 28672, 8)):
