@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections import defaultdict
 from functools import cache
 
 import pytest
+
+# Before torch is imported. Workers and the ranks that they launch share the cores; more threads would only take turns.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Machines with GPUs may run tests/gpu without hypothesis.
 with contextlib.suppress(ImportError):

@@ -81,6 +81,7 @@ def test_arguments_are_checked_before_anything_starts(arguments: str, message: s
     assert not folder.exists()
 
 
+@pytest.mark.sample(0)
 def test_all_methods_of_the_layer_benchmark_compute_the_same() -> None:
     """The output and the gradients of a tiny layer on CPUs: by collectives, and by distgemm with several schedules."""
     program = ROOT / "benchmarks" / "layer.py"
@@ -93,6 +94,7 @@ def test_all_methods_of_the_layer_benchmark_compute_the_same() -> None:
     assert done.stdout.count("distgemm") == 3 and "NCCL + cuBLAS" in done.stdout
 
 
+@pytest.mark.sample(0)  # many launches; the program of the README runs in test_torchrun.py
 def test_the_programs_of_the_docs_run(tmp_path: Path) -> None:
     """The MLP prints the call and True, the training True. The plan in the docs is that of the example."""
     page = ROOT / "docs" / "pytorch.md"

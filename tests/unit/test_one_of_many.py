@@ -32,7 +32,7 @@ def module() -> Any:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_rank_0_does_to_its_peers_what_they_do_to_it(pattern: Pattern, ranks: int, module: Any) -> None:

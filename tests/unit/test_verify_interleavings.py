@@ -80,7 +80,7 @@ def test_three_ranks_are_right_in_every_interleaving_of_all_ops(workspace: str, 
     assert machine.explore() > 3000
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks", "workspace", "sync"),
     [case for case in CASES if case[1] == 2 and case[2] == 1 and "split" not in case[0]],
