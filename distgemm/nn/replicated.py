@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distgemm.torch_ops import matmul_all_reduce
-from distgemm.torch_ops.functional import autocast_dtype
+from distgemm.torch_ops.functional import autocast
 
 __all__ = ["linear_of_replicated"]
 
@@ -32,11 +32,9 @@ def linear_of_replicated(
     Returns:
         (tokens, ..., out_features of this rank).
     """
-    dtype = autocast_dtype(x.device.type)
-    if dtype is not None:
-        x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))  # type: ignore[assignment]
     linear: Any = _LinearOfReplicated.apply
-    found: Tensor = linear(x, weight, bias, group, out_features)
+    cast = None if bias is None else autocast(bias)
+    found: Tensor = linear(autocast(x), autocast(weight), cast, group, out_features)
     return found
 
 

@@ -19,6 +19,7 @@ from distgemm.torch_ops.dispatch import Function
 __all__ = [
     "Group",
     "all_gather_matmul",
+    "autocast",
     "autocast_dtype",
     "check_schedule",
     "group_name",
@@ -118,7 +119,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """A tensor cast as torch.autocast casts the arguments of F.linear, which keeps float64."""
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
@@ -273,9 +274,9 @@ def all_gather_matmul(
     # Only the gradients of b need the gathered a.
     keeps = keep_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in bs)
     found = library.all_gather_matmul(
-        _autocast(_matrix("a_shard", a_shard)),
-        [_autocast(each) for each in bs],
-        [_autocast(each) for each in biases if each is not None],
+        autocast(_matrix("a_shard", a_shard)),
+        [autocast(each) for each in bs],
+        [autocast(each) for each in biases if each is not None],
         [each is not None for each in biases],
         group_name(group),
         schedule,
@@ -332,7 +333,7 @@ def matmul_reduce_scatter(
     _check("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias}, schedule, chunks, m_per_rank, in_features)
     between = a.shape[1:-1]
     rows = _rows(m_per_rank, between)
-    flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
+    flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
     return _unflattened(found, between)
 
@@ -375,6 +376,6 @@ def matmul_all_reduce(
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
     _check("matmul_all_reduce", {"a": a, "b": b, "bias": bias}, schedule, chunks, features=in_features)
-    flat, b, bias = _autocast(_matrix("a", a)), _autocast(b), None if bias is None else _autocast(bias)
+    flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])

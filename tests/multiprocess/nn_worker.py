@@ -492,6 +492,24 @@ def replicated() -> list[str]:
             assert isinstance(parameter.grad, DTensor)
             found[name] = parameter.grad.full_tensor(), whole.get_parameter(name).grad
         wrong += [f"{case}: {name}" for name, (a, b) in found.items() if differs(a, b)]
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(6)
+        linear, given = nn.Linear(6, 4 * ranks).to(dtype), torch.randn(3, 6, dtype=dtype)
+        plain = copy.deepcopy(linear)
+        parallelize_module(linear, mesh, distgemm.nn.ColwiseParallel(input_layouts=Replicate()))
+        mine, x = given.clone().requires_grad_(), given.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            found_y, wanted_y = linear(mine), plain(x)
+        found_y.sum().backward()
+        wanted_y.sum().backward()
+        part = wanted_y.chunk(ranks, -1)[dist.get_rank()]
+        if found_y.dtype != wanted_y.dtype or not torch.equal(found_y, part):
+            wrong.append(f"autocast of {dtype}: {found_y.dtype}")
+        assert mine.grad is not None and x.grad is not None
+        if mine.grad.dtype != dtype or not torch.allclose(
+            mine.grad, x.grad, atol=0.05 if dtype == torch.float32 else 1e-12
+        ):
+            wrong.append(f"autocast of {dtype}: gradient")
     sharded = distgemm.nn.ColwiseParallel(input_layouts=Shard(1)), distgemm.nn.RowwiseParallel(output_layouts=Shard(1))
     if [each.sequence_dim for each in sharded] != [1, 1]:
         wrong.append("Shard(1) is sequence_dim=1")
