@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-# Before torch is imported. Workers and the ranks that they launch share the cores; more threads would only take turns.
+# Before torch is imported. Workers and the ranks that they launch share the cores: more threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Machines with GPUs may run tests/gpu without hypothesis.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.provider import GemmTensors, Launch
 
 __all__ = ["FixedLaunch", "KernelLaunch", "KernelNode", "MovableLaunch", "address_cells"]
@@ -97,14 +98,14 @@ class KernelNode:
 
     def __init__(self, node: int) -> None:
         self._node = driver.CUgraphNode(node)
-        (self._params,) = _raise_on(driver.cuGraphKernelNodeGetParams(self._node))
+        (self._params,) = raise_on(driver.cuGraphKernelNodeGetParams(self._node))
         self._pointer = ctypes.c_void_p()
         self._params.kernelParams = ctypes.addressof(self._pointer)
 
     def update(self, graph: int, parameter: int) -> None:
         """Let it go on with the parameter at an address; the parameter is copied."""
         self._pointer.value = parameter
-        _raise_on(driver.cuGraphExecKernelNodeSetParams(driver.CUgraphExec(graph), self._node, self._params))
+        raise_on(driver.cuGraphExecKernelNodeSetParams(driver.CUgraphExec(graph), self._node, self._params))
 
 
 def address_cells(struct: ctypes.Structure) -> list[ctypes.c_uint64]:
@@ -122,10 +123,3 @@ def _addresses(kind: Any, at: int) -> Iterator[int]:
     elif issubclass(kind, ctypes.Structure):
         for name, field, *_ in kind._fields_:
             yield from _addresses(field, at + getattr(kind, name).offset)
-
-
-def _raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    error = result[0]
-    if error:
-        raise RuntimeError(f"CUDA: {error.name} ({int(error)})")
-    return result[1:]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from cuda.bindings import driver, runtime
 
+from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.launches import MovableLaunch, address_cells
 
@@ -22,7 +22,6 @@ __all__ = [
     "copies_of",
     "copy_box",
     "mem_ops",
-    "raise_on",
     "rows_of",
     "wait_for",
     "write",
@@ -45,14 +44,6 @@ def write(address: int, value: int = 1) -> MemOp:
 def clear(addresses: Iterable[int]) -> list[MemOp]:
     """Writes of 0 to flags and to their neighbours in the same 8 bytes: each write takes 0.7 us, whatever its size."""
     return [MemOp(False, address, 0, double=True) for address in sorted({address & -8 for address in addresses})]
-
-
-def raise_on(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of cuda.bindings returned behind its error code. Raises RuntimeError if there is an error."""
-    error = result[0]
-    if error:
-        raise RuntimeError(f"CUDA: {error.name} ({int(error)})")
-    return result[1:]
 
 
 def mem_ops(ops: Sequence[MemOp], stream: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from cuda.bindings import runtime
 
-from distgemm.runtime.cuda.memops import raise_on
+from distgemm.gemm.cuda_errors import raise_on
 
 __all__ = ["CallOrder", "call_order"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from cuda.bindings import runtime
 
+from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.launches import MovableLaunch
-from distgemm.runtime.cuda.memops import raise_on
 
 __all__ = ["CallLayout", "Recording", "captured_node", "layout_of"]
 

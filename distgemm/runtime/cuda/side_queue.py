@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from distgemm.runtime.cuda.memops import mem_ops, raise_on, write
+from distgemm.gemm.cuda_errors import raise_on
+from distgemm.runtime.cuda.memops import mem_ops, write
 
 __all__ = ["SideQueue"]
 

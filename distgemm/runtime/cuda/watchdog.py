@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import runtime
 
-from distgemm.runtime.cuda.memops import raise_on
+from distgemm.gemm.cuda_errors import raise_on
 from distgemm.runtime.cuda.processes import has_ended
 from distgemm.runtime.cuda.watched import WatchedExecutable, WatchedWorkspace, awaited, owed_flags
 from distgemm.runtime.cuda.workspace import FlagValues, Stage, Workspace, close_workspaces
@@ -225,8 +225,7 @@ class Watchdog:
             watched.write_flags([buffer.left(peer, rank) for buffer in workspace.buffers], 0)  # it enters no more
         start, finished = time.monotonic(), set[int]()
         while True:
-            flags = watched.read_flags()
-            values = None if flags is None else workspace.read(torch.tensor(flags[:-1]))
+            _, values = read(watched)
             pending = list(watched.pending)
             if values is not None and values.stage is Stage.IDLE and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
@@ -238,9 +237,8 @@ class Watchdog:
             if now - finished:
                 finished = now
                 watched.poison(rank)  # what came from them was for other calls
-            executable = None if values is None else watched.executable_of(values)
-            if values is not None and executable is not None:
-                owed = owed_flags(workspace.buffers[values.buffer], values, executable.actions, finished)
+            if values is not None and watched.under_way is not None:
+                owed = owed_flags(workspace.buffers[values.buffer], values, watched.under_way.actions, finished)
                 watched.write_flags(owed, 1)
             time.sleep(FREE_INTERVAL_S)
         watched.poison(rank)  # before other ranks read it
