@@ -63,6 +63,16 @@ def cases(ranks: int) -> list[Case]:
     ]
 
 
+def run(todo: list[Case], calls: int) -> list[str]:
+    """Failures of the cases, one after the other; rank 0 says which one has ended. The tools take long for some."""
+    failures = []
+    for case in todo:
+        failures += worker.exact([case], calls)
+        if torch.distributed.get_rank() == 0:
+            print(f"ended: {case}", flush=True)
+    return failures
+
+
 def main(
     ranks: Annotated[int, typer.Argument(help="Number of ranks.")] = 2,
     calls: Annotated[int, typer.Option(help="Calls of each case: the first eager, two recorded, others replayed.")] = 5,
@@ -80,7 +90,7 @@ def main(
     todo = every if gpus >= ranks else fitting(every, ranks)
     if not todo:
         raise typer.BadParameter(f"no case has the word {only!r}")
-    found = launch(worker.exact, ranks, todo, calls, backend="nccl", timeout=seconds, share=True)
+    found = launch(run, ranks, todo, calls, backend="nccl", timeout=seconds, share=True)
     for failure in (failure for of_rank in found for failure in of_rank):
         print(failure)
     print(f"{len(todo)} of {len(every)} cases, {ranks} ranks, {gpus} GPUs, {sum(map(len, found))} failures", flush=True)
