@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.torch_ops.dispatch import Function, prepare
+from distgemm.torch_ops.eager import EagerOp
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
@@ -163,15 +164,7 @@ def _gather_sizes(
     return _gathered_rows(function, a.shape[0], rows, group), wholes
 
 
-@torch.library.custom_op(
-    "distgemm::all_gather_matmul",
-    mutates_args=(),
-    schema=(
-        "(Tensor a, Tensor[] bs, Tensor[] biases, bool[] biased, str group, str schedule, int? chunks, "
-        "SymInt[]? rows, SymInt[]? ns, bool gathered, str purpose) -> Tensor[]"
-    ),
-)
-def all_gather_matmul(
+def _gather_run(
     a: Tensor,
     bs: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -227,8 +220,7 @@ def all_gather_matmul(
     return [*results, whole] if gathered and whole is not None else results
 
 
-@all_gather_matmul.register_fake
-def _(
+def _gather_fake(
     a: Tensor,
     bs: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -310,7 +302,15 @@ def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
     return found
 
 
-all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setup)
+all_gather_matmul = EagerOp(
+    "distgemm::all_gather_matmul",
+    "(Tensor a, Tensor[] bs, Tensor[] biases, bool[] biased, str group, str schedule, int? chunks, "
+    "SymInt[]? rows, SymInt[]? ns, bool gathered, str purpose) -> Tensor[]",
+    _gather_run,
+    _gather_fake,
+    _gather_setup,
+    _gather_backward,
+)
 
 
 # --- matmul, then reduce-scatter ------------------------------------------------------------------------
@@ -331,14 +331,7 @@ def _scatter_sizes(
     return _scattered_rows(function, a.shape[0], rows, group), k
 
 
-@torch.library.custom_op(
-    "distgemm::matmul_reduce_scatter",
-    mutates_args=(),
-    schema=(
-        "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt? k) -> Tensor"
-    ),
-)
-def matmul_reduce_scatter(
+def _scatter_run(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -355,8 +348,7 @@ def matmul_reduce_scatter(
     return call("matmul_reduce_scatter", a, b, bias)
 
 
-@matmul_reduce_scatter.register_fake
-def _(
+def _scatter_fake(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -400,7 +392,14 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (da, db, dbias, *[None] * 5)
 
 
-matmul_reduce_scatter.register_autograd(_scatter_backward, setup_context=_scatter_setup)
+matmul_reduce_scatter = EagerOp(
+    "distgemm::matmul_reduce_scatter",
+    "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt? k) -> Tensor",
+    _scatter_run,
+    _scatter_fake,
+    _scatter_setup,
+    _scatter_backward,
+)
 
 
 # --- matmul, then all-reduce ----------------------------------------------------------------------------
@@ -411,12 +410,7 @@ def _reduce_sizes(a: Tensor, b: Tensor, bias: Tensor | None, group: str, k: int 
     return _whole("matmul_all_reduce", "in_features", a.shape[1], k, group)
 
 
-@torch.library.custom_op(
-    "distgemm::matmul_all_reduce",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt? k) -> Tensor",
-)
-def matmul_all_reduce(
+def _reduce_run(
     a: Tensor, b: Tensor, bias: Tensor | None, group: str, schedule: str, chunks: int | None, k: int | None
 ) -> Tensor:
     """The sum over ranks of A @ B.T, plus bias, on every rank."""
@@ -427,8 +421,7 @@ def matmul_all_reduce(
     return call("matmul_all_reduce", a, b, bias)
 
 
-@matmul_all_reduce.register_fake
-def _(
+def _reduce_fake(
     a: Tensor, b: Tensor, bias: Tensor | None, group: str, schedule: str, chunks: int | None, k: int | None
 ) -> Tensor:
     _reduce_sizes(a, b, bias, group, k)
@@ -448,4 +441,11 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (da, grad.t() @ a if wants_b else None, grad.sum(0) if wants_bias else None, *[None] * 4)
 
 
-matmul_all_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+matmul_all_reduce = EagerOp(
+    "distgemm::matmul_all_reduce",
+    "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt? k) -> Tensor",
+    _reduce_run,
+    _reduce_fake,
+    _reduce_setup,
+    _reduce_backward,
+)

@@ -441,7 +441,7 @@ def checked_by_torch() -> None:
         (library.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
         (library.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
     ):
-        torch.library.opcheck(registered, args)
+        torch.library.opcheck(registered.op, args)
 
 
 def autocast() -> list[str]:
