@@ -3,9 +3,11 @@
     python benchmarks/host_time.py --ranks 2 --json FILE
     python benchmarks/host_time.py --ranks 2 --auto --json FILE
     python benchmarks/host_time.py --ranks 2 --layers --json FILE
+    python benchmarks/host_time.py --ranks 2 --functions --json FILE
 
 The second takes the layers of Llama with ``schedule="auto"``, and also says how long a replay takes the GPU. The third
-takes models of 1 to 256 equal layers: one executable, other tensors and a new D in each call.
+takes models of 1 to 256 equal layers: one executable, other tensors and a new D in each call. The fourth calls the
+functions for torch, with and without gradients, beside ``torch.matmul`` on the same tensors.
 
 "call" is an eager call on tensors of an earlier call. "replay" is a replay of a captured call. "graph" is the launch of
 its graph alone, which is the part that the CUDA runtime cannot save.
@@ -160,6 +162,39 @@ def measure_layers() -> list[dict[str, Any]]:
     return rows
 
 
+FUNCTIONS: list[tuple[str, str, tuple[int, int, int]]] = [
+    ("all_gather_matmul", GATHER, (2048, 1280, 8192)),
+    ("matmul_reduce_scatter", PAIRWISE, (2048, 8192, 1024)),
+    ("matmul_all_reduce", "all_reduce_1d_pairwise_a", (2048, 8192, 1024)),
+]
+"""Function, schedule, extents (n of a gather, k of a reduction for each rank)."""
+
+
+def measure_functions() -> list[dict[str, Any]]:
+    """The rows of the functions for torch, on each rank."""
+    rows = []
+    for name, schedule, (m, n, k) in FUNCTIONS:
+        n, k = (n * dist.get_world_size(), k) if schedule == GATHER else (n, k * dist.get_world_size())
+        exe: Any = distgemm.compile(distgemm.GemmProblem(m, n, k), schedule)
+        (a, b, _), replay = prepared(exe)
+        recordings = itertools.cycle(replay.recordings)
+        weight, turned = torch.nn.Parameter(b), b.t()
+        function = getattr(distgemm, name)
+
+        def call(x: torch.Tensor, function: Any = function, a: Any = a, schedule: str = schedule) -> Any:
+            return function(a, x, group=dist.group.WORLD, schedule=schedule)
+
+        us = {
+            "launch": host_us(lambda recordings=recordings: next(recordings).replay(current_stream())),
+            "matmul": host_us(lambda a=a, turned=turned: torch.matmul(a, turned)),
+            "function": host_us(lambda call=call, b=b: call(b)),
+            "linear, with gradients": host_us(lambda a=a, w=weight: torch.nn.functional.linear(a, w)),
+            "function, with gradients": host_us(lambda call=call, w=weight: call(w)),
+        }
+        rows.append({"schedule": f"{name}, {schedule}", "m": m, "n": n, "k": k, "options": {}, "us": us})
+    return rows
+
+
 def gpu_us(replay: Callable[[], object], replays: int = 20, rounds: int = 5) -> float:
     """Time of the GPU for a replay among several in a row, us: the median of rounds."""
     found = []
@@ -182,11 +217,12 @@ def main(
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     auto: Annotated[bool, typer.Option("--auto", help="The layers of Llama with schedule='auto'.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="Models of 1 to 256 equal layers.")] = False,
+    functions: Annotated[bool, typer.Option("--functions", help="The functions for torch.")] = False,
     share: Annotated[bool, typer.Option("--share", help="Let all ranks share one GPU.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
 ) -> None:
     """Print what a call, a replay and the launch of its graph cost the host on the slowest rank, us."""
-    run = measure_auto if auto else measure_layers if layers else measure
+    run = measure_auto if auto else measure_layers if layers else measure_functions if functions else measure
     of_ranks = launch(run, ranks, backend="nccl", timeout=300, share=share)
     rows = of_ranks[0]
     for number, row in enumerate(rows):

@@ -41,6 +41,7 @@ class GroupRef:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._name = group.group_name
+        self._failure = _FAILURES.of(group)
 
     def __call__(self) -> dist.ProcessGroup:
         group = self._group()
@@ -50,6 +51,11 @@ class GroupRef:
                 "group"
             )
         return group
+
+    def takes_calls(self) -> bool:
+        """Whether the group exists, and no call on it has failed."""
+        group = self._group()
+        return group is not None and self._failure.reason is None and not _is_destroyed(group)
 
 
 class PerGroup(Generic[T]):

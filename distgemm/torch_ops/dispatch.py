@@ -21,7 +21,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
-from distgemm.runtime.groups import PerGroup, raise_if_failed
+from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
 from distgemm.simulator import arrivals
 
@@ -237,16 +237,24 @@ class PreparedCall:
     Attributes:
         executable: computes this rank's shard.
         options: as in :class:`CallRecord`.
+        group: the ranks that take part.
         tuned: as in :class:`CallRecord`.
         compared: whether the calls that all ranks have compared had a bias.
         used: grows with each call, to find the least recently used.
+        dropped: whether it is in no cache any more. All ranks drop it in the same call.
     """
 
     executable: Executable
     options: tuple[tuple[str, Any], ...]
+    group: GroupRef
     tuned: TunedConfig | None = None
     compared: set[bool] = field(default_factory=set)
     used: int = field(default_factory=USES.__next__)
+    dropped: bool = False
+
+    def is_current(self) -> bool:
+        """Whether :func:`prepare` would return it."""
+        return not self.dropped and self.group.takes_calls()
 
     def __call__(
         self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
@@ -338,7 +346,7 @@ def prepare(
     if found is None:
         found = calls[key] = make(pattern, problem, group, device, schedule, chunks)
         while len(calls) > CACHED:
-            del calls[min(calls, key=lambda each: calls[each].used)]
+            calls.pop(min(calls, key=lambda each: calls[each].used)).dropped = True
     found.compared.add(biased)
     return found
 
@@ -354,11 +362,12 @@ def make(
     """:func:`prepare` without the cache."""
     from distgemm import tune  # imported here so that layers can be made without the GPU code
 
+    of_group = GroupRef(group)
     if schedule == "auto" and chunks is None and device.type == "cuda":
         measured = tune.executable(problem, pattern, group, device=device)
         selected = tune.config_of(measured)
         assert selected is not None
-        return PreparedCall(measured, selected.options, selected)
+        return PreparedCall(measured, selected.options, of_group, selected)
     if schedule == "auto":
         name, rule = select_schedule(pattern, problem)
         config = tune.TunedConfig("plan", name, tuple(rule.items()))
@@ -367,7 +376,7 @@ def make(
     if config.method == "unfused":
         if chunks is not None:
             raise ValueError(f"the unfused program has no chunks, got {chunks}")
-        return PreparedCall(tune.make(problem, pattern, config, group, device), (), config)
+        return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
     options = dict(config.options)
     if chunks is not None:
         if schedule not in ("auto", config.schedule) and "chunks" in options:
@@ -383,7 +392,8 @@ def make(
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
         )
-    return PreparedCall(executable_of(plan, group, device, config.execution), tuple(sorted(options.items())))
+    executable = executable_of(plan, group, device, config.execution)
+    return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
 def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, execution: ExecutionConfig) -> Executable:

@@ -1,21 +1,31 @@
 """Calls of registered ops by eager code, without torch's dispatcher.
 
 A call of a ``torch.library.custom_op`` takes tens of microseconds of Python, and some hundred with gradients. A GEMM's
-launch takes ten. Eager code needs only the op's function, and a node of the autograd graph.
+launch takes ten. Eager code needs only the op's function, and a node of the autograd graph. What depends only on the
+shapes and types of the arguments is prepared in the first call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["EagerOp"]
+__all__ = ["EagerOp", "Prepared"]
 
 Tensor = torch.Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that dispatch nothing by themselves."""
+
+
+class Prepared(Protocol):
+    """What a call needs that does not depend on the values of its tensors. Whoever makes it keeps it alive."""
+
+    def is_current(self) -> bool:
+        """Whether it may serve a further call."""
+        ...
 
 
 class EagerOp:
@@ -27,7 +37,9 @@ class EagerOp:
     Args:
         name: the op's name, with its namespace.
         schema: the op's schema.
-        run: what the op computes. It returns a tensor or a list of tensors.
+        prepare: checks the arguments of a call, and returns what :attr:`run` needs besides. Of tensors it sees shapes,
+            dtypes and devices only.
+        run: what the op computes from that and the arguments. It returns a tensor or a list of tensors.
         fake: the shapes of what it returns, as ``register_fake`` takes it.
         setup: as the ``setup_context`` of ``register_autograd``.
         backward: as the ``backward`` of ``register_autograd``.
@@ -40,16 +52,18 @@ class EagerOp:
         self,
         name: str,
         schema: str,
+        prepare: Callable[..., Prepared],
         run: Callable[..., Any],
         fake: Callable[..., Any],
         setup: Callable[[Any, tuple[Any, ...], Any], None],
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
-        self.op = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+        self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
         self.op.register_fake(fake)
         self.op.register_autograd(backward, setup_context=setup)
-        self._run = run
-        self._node = _autograd_function(name, run, setup, backward)
+        self._prepare, self._run = prepare, run
+        self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
+        self._node = _autograd_function(name, self._compute, setup, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
@@ -71,9 +85,23 @@ class EagerOp:
                     return self.op(*args)
                 needs_grad = needs_grad or arg.requires_grad
         if not needs_grad or not torch.is_grad_enabled():
-            return self._run(*args)
+            return self._compute(*args)
         found = self._node.apply(tuple(lengths), *flat)
         return list(found) if isinstance(found, tuple) else found
+
+    def _compute(self, *args: Any) -> Any:
+        key = tuple([_metadata(arg) for arg in args])
+        prepared = self._prepared.get(key)
+        if prepared is None or not prepared.is_current():
+            prepared = self._prepared[key] = self._prepare(*args)
+        return self._run(prepared, *args)
+
+
+def _metadata(arg: Any) -> Any:
+    """What :attr:`EagerOp.prepare` may see of an argument, as a part of a key."""
+    if isinstance(arg, Tensor):
+        return arg.shape, arg.dtype, arg.device
+    return tuple([_metadata(each) for each in arg]) if isinstance(arg, (list, tuple)) else arg
 
 
 def _is_observed() -> bool:

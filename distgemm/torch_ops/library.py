@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
-from distgemm.torch_ops.dispatch import Function, prepare
+from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare
 from distgemm.torch_ops.eager import EagerOp
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
@@ -164,7 +164,41 @@ def _gather_sizes(
     return _gathered_rows(function, a.shape[0], rows, group), wholes
 
 
+def _largest(ns: Sequence[int], size: int) -> int:
+    """The index of the b whose GEMM overlaps with the gather: the largest one that has rows on every rank."""
+    # A rank without rows of b has no GEMM, so the plan sends it nothing.
+    return max(range(len(ns)), key=lambda index: (all(split_extent(ns[index], size)), ns[index]))
+
+
+def _gather_prepare(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    biased: Sequence[bool],
+    group: str,
+    schedule: str,
+    chunks: int | None,
+    rows: Sizes,
+    ns: Sizes,
+    gathered: bool,
+    purpose: Purpose,
+) -> PreparedCall:
+    rows, ns = _gather_sizes(a, bs, biases, biased, group, rows, ns)
+    size, _ = size_and_rank(group)
+    first = _largest(ns, size)
+    shares = split_extent(ns[first], size)
+    if (len(bs) > 1 or gathered) and not all(shares) and purpose == "forward":
+        idle = shares.index(0)
+        raise ValueError(
+            f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, so "
+            "a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
+        )
+    problem = _problem("all_gather_matmul", a, sum(rows), ns[first], a.shape[1], rows, size)
+    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, biased[first])
+
+
 def _gather_run(
+    call: PreparedCall,
     a: Tensor,
     bs: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -182,6 +216,7 @@ def _gather_run(
     The GEMM of the largest b overlaps with the gather. The others follow, with the gathered A.
 
     Args:
+        call: gathers A, and multiplies it by the largest b.
         a: (rows of this rank, K).
         bs: each (N of this rank, K).
         biases: (N of this rank,), of those b that have one.
@@ -194,22 +229,11 @@ def _gather_run(
         gathered: whether the gathered A is returned, too.
         purpose: "forward"; "gradient" if only ranks with rows of b need the gathered A; or "gather".
     """
-    rows, ns = _gather_sizes(a, bs, biases, biased, group, rows, ns)
-    size, _ = size_and_rank(group)
-    m, k = sum(rows), a.shape[1]
-    # A rank without rows of b has no GEMM, so the plan sends it nothing.
-    everywhere = [all(split_extent(n, size)) for n in ns]
-    first = max(range(len(bs)), key=lambda index: (everywhere[index], ns[index]))
-    if (len(bs) > 1 or gathered) and not everywhere[first] and purpose == "forward":
-        idle = split_extent(ns[first], size).index(0)
-        raise ValueError(
-            f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, so "
-            "a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
-        )
-    bias_of = _by_index(biases, biased)
-    problem = _problem("all_gather_matmul", a, m, ns[first], k, rows, size)
-    call = prepare("ag+gemm", problem, group, a.device, schedule, chunks, first in bias_of)
-    whole = a.new_empty(m, k) if len(bs) > 1 or gathered else None
+    first, whole, bias_of = 0, None, _by_index(biases, biased)
+    if len(bs) > 1 or gathered:
+        size, _ = size_and_rank(group)
+        first = _largest([b.shape[0] * size for b in bs] if ns is None else ns, size)
+        whole = a.new_empty(a.shape[0] * size if rows is None else sum(rows), a.shape[1])
     function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
     found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
     for index, b in enumerate(bs):
@@ -306,6 +330,7 @@ all_gather_matmul = EagerOp(
     "distgemm::all_gather_matmul",
     "(Tensor a, Tensor[] bs, Tensor[] biases, bool[] biased, str group, str schedule, int? chunks, "
     "SymInt[]? rows, SymInt[]? ns, bool gathered, str purpose) -> Tensor[]",
+    _gather_prepare,
     _gather_run,
     _gather_fake,
     _gather_setup,
@@ -331,7 +356,7 @@ def _scatter_sizes(
     return _scattered_rows(function, a.shape[0], rows, group), k
 
 
-def _scatter_run(
+def _scatter_prepare(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -340,11 +365,14 @@ def _scatter_run(
     chunks: int | None,
     rows: Sizes,
     k: int | None,
-) -> Tensor:
-    """This rank's rows of the sum over ranks of A @ B.T, plus bias."""
+) -> PreparedCall:
     rows, k = _scatter_sizes(a, b, bias, group, rows, k)
     problem = _problem("matmul_reduce_scatter", a, a.shape[0], b.shape[0], k, rows, len(rows))
-    call = prepare("gemm+rs", problem, group, a.device, schedule, chunks, bias is not None)
+    return prepare("gemm+rs", problem, group, a.device, schedule, chunks, bias is not None)
+
+
+def _scatter_run(call: PreparedCall, a: Tensor, b: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    """This rank's rows of the sum over ranks of A @ B.T, plus bias."""
     return call("matmul_reduce_scatter", a, b, bias)
 
 
@@ -395,6 +423,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_reduce_scatter = EagerOp(
     "distgemm::matmul_reduce_scatter",
     "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt? k) -> Tensor",
+    _scatter_prepare,
     _scatter_run,
     _scatter_fake,
     _scatter_setup,
@@ -410,14 +439,17 @@ def _reduce_sizes(a: Tensor, b: Tensor, bias: Tensor | None, group: str, k: int 
     return _whole("matmul_all_reduce", "in_features", a.shape[1], k, group)
 
 
-def _reduce_run(
+def _reduce_prepare(
     a: Tensor, b: Tensor, bias: Tensor | None, group: str, schedule: str, chunks: int | None, k: int | None
-) -> Tensor:
-    """The sum over ranks of A @ B.T, plus bias, on every rank."""
+) -> PreparedCall:
     k = _reduce_sizes(a, b, bias, group, k)
     size, _ = size_and_rank(group)
     problem = _problem("matmul_all_reduce", a, a.shape[0], b.shape[0], k, None, size)
-    call = prepare("gemm+ar", problem, group, a.device, schedule, chunks, bias is not None)
+    return prepare("gemm+ar", problem, group, a.device, schedule, chunks, bias is not None)
+
+
+def _reduce_run(call: PreparedCall, a: Tensor, b: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    """The sum over ranks of A @ B.T, plus bias, on every rank."""
     return call("matmul_all_reduce", a, b, bias)
 
 
@@ -444,6 +476,7 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_all_reduce = EagerOp(
     "distgemm::matmul_all_reduce",
     "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt? k) -> Tensor",
+    _reduce_prepare,
     _reduce_run,
     _reduce_fake,
     _reduce_setup,

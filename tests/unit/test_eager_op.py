@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from contextlib import nullcontext
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +17,32 @@ Tensor = torch.Tensor
 NUMBER = itertools.count()
 
 
-def run(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> list[Tensor]:
+class Facts:
+    """What is prepared: how often, and whether it still holds."""
+
+    def __init__(self, key: Any) -> None:
+        self.key, self.current = key, True
+
+    def is_current(self) -> bool:
+        return self.current
+
+
+MADE: list[Facts] = []
+
+
+def prepare(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> Facts:
+    MADE.append(Facts((a.shape, len(bs), len(biases), scale)))
+    return MADE[-1]
+
+
+def run(
+    prepared: Facts, a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None
+) -> list[Tensor]:
+    assert prepared.key == (a.shape, len(bs), len(biases), scale)
+    return compute(a, bs, biases, scale, rows)
+
+
+def compute(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> list[Tensor]:
     """scale * a @ b.t() for each b, plus the bias of the first ones, then 2 * a."""
     results = [scale * a @ b.t() for b in bs]
     for index, bias in enumerate(biases):
@@ -56,7 +81,7 @@ def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 @pytest.fixture
 def op() -> EagerOp:
     schema = "(Tensor a, Tensor[] bs, Tensor[] biases, int scale, SymInt[]? rows) -> Tensor[]"
-    return EagerOp(f"distgemm_test::toy{next(NUMBER)}", schema, run, fake, setup, backward)
+    return EagerOp(f"distgemm_test::toy{next(NUMBER)}", schema, prepare, run, fake, setup, backward)
 
 
 def tensors(wanted: tuple[bool, ...]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -75,10 +100,8 @@ def test_results_and_gradients_are_those_of_the_op(op: EagerOp, wanted: tuple[bo
     for call, biased, used in itertools.product((op, op.op), (True, False), ([0, 2], [0, 1, 2])):
         a, bs, biases = tensors(wanted)
         given = biases if biased else []
-        with patch.object(op, "_run", wraps=op._run) as direct:
-            found = call(a, bs, given, 3, [1, 2])
-            assert direct.called == (call is op and not any(x.requires_grad for x in (a, *bs, *given)))
-        expected = run(a, bs, given, 3, None)
+        found = call(a, bs, given, 3, [1, 2])
+        expected = compute(a, bs, given, 3, None)
         leaves = [x for x in (a, *bs, *given) if x.requires_grad]
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
         assert [x.requires_grad for x in found] == [bool(leaves)] * 3
@@ -86,6 +109,31 @@ def test_results_and_gradients_are_those_of_the_op(op: EagerOp, wanted: tuple[bo
         if sums[0].requires_grad:
             for want, get in zip(*(torch.autograd.grad(x, leaves, allow_unused=True) for x in sums), strict=True):
                 assert (want is None or not want.any()) if get is None else torch.allclose(want, get)
+
+
+def test_what_depends_on_metadata_is_prepared_once(op: EagerOp) -> None:
+    """And again for other shapes, types and arguments, once it does not hold any more, and once it is gone."""
+    MADE.clear()
+    a, bs, biases = tensors((False, False, True, True))
+    for _ in range(3):
+        op(a, bs, biases, 3, [1, 2])
+    op.op(a.clone(), bs, biases, 3, [1, 2])
+    assert len(MADE) == 1
+    op(a[1:], bs, biases, 3, [1, 2])
+    op(a, bs, biases, 4, [1, 2])
+    op(a, bs, biases, 3, [2, 1])
+    op(a, bs, [], 3, [1, 2])
+    op(a.float(), [b.float() for b in bs], [], 3, [1, 2])
+    assert len(MADE) == 6
+    MADE[0].current = False
+    op(a, bs, biases, 3, [1, 2])
+    assert len(MADE) == 7
+    op(a, bs, biases, 3, [1, 2])
+    assert len(MADE) == 7
+    del MADE[6]
+    gc.collect()
+    op(a, bs, biases, 3, [1, 2])
+    assert len(MADE) == 7
 
 
 def test_a_call_without_gradients_makes_no_node(op: EagerOp) -> None:
@@ -132,7 +180,7 @@ def test_whoever_looks_at_ops_sees_it(op: EagerOp, grad: bool) -> None:
     assert any(name in event.name for event in profile.events())
     with nullcontext() if grad else torch.no_grad():
         compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-        for x, y in zip(compiled(a, bs, biases, 3, [1, 2]), run(a, bs, biases, 3, None), strict=True):
+        for x, y in zip(compiled(a, bs, biases, 3, [1, 2]), compute(a, bs, biases, 3, None), strict=True):
             assert torch.equal(x, y)
 
 

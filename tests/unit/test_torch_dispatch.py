@@ -10,20 +10,36 @@ import torch
 
 import distgemm
 from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.groups import GroupRef
 from distgemm.torch_ops import CallRecord, dispatch, functional, library
 from distgemm.tune import TunedConfig, config_of, ranks
+
+
+class FakeGroup:
+    """A process group as far as it is asked here."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.group_name, self.ranks = "tp", ranks
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def prepared(executable: Any, options: Any) -> dispatch.PreparedCall:
+    group: Any = FakeGroup()
+    return dispatch.PreparedCall(executable, options, GroupRef(group))
 
 
 @pytest.mark.parametrize("missing", ["executable", "comparison with a bias", ""])
 def test_no_first_call_is_made_while_a_stream_is_captured(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for other ranks. Nothing is begun, and the error says what to do before."""
-    group, made = SimpleNamespace(size=lambda: 2), []
+    group, made = FakeGroup(), []
     calls: dict[Any, Any] = {}
     monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
     for name in ("raise_if_failed", "compare"):
         monkeypatch.setattr(dispatch, name, lambda *_: None)
     monkeypatch.setattr(dispatch, "process_group", lambda name: group)
-    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or dispatch.PreparedCall(*args[:2]))
+    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or prepared(*args[:2]))
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     arguments = ("ag+gemm", distgemm.GemmProblem(m=8, n=6, k=4), "tp", torch.device("cuda", 0), "auto", None)
@@ -82,7 +98,7 @@ def test_a_gather_alone_has_nothing_to_overlap_with() -> None:
 def test_plans_for_gpus_have_barriers(device: str, sync: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number of chunks, "auto" takes its rule and no measured configuration."""
     monkeypatch.setattr(dispatch, "executable_of", lambda plan, *args: SimpleNamespace(plan=plan))
-    group: Any = SimpleNamespace(size=lambda: 4)
+    group: Any = FakeGroup(4)
     problem = distgemm.GemmProblem(m=64, n=64, k=64)
     made = dispatch.make("ag+gemm", problem, group, torch.device(device, 0), schedule, 2)
     assert (made.executable.plan.sync, dict(made.options), made.tuned) == (sync, {"chunks": 2}, None)
@@ -104,11 +120,11 @@ def test_a_call_is_handed_to_the_executable_and_recorded(bias: torch.Tensor | No
             called.append((a.stride(), b.stride(), arguments))
             return torch.zeros(1)
 
-    prepared = dispatch.PreparedCall(Fake(), (("chunks", 1),))  # type: ignore[arg-type]
+    call = prepared(Fake(), (("chunks", 1),))
     expanded = torch.ones(1, 1).expand(2, 4)
     gathered = torch.zeros(4, 4)
     with distgemm.record_calls() as calls:
-        prepared("all_gather_matmul", expanded, expanded.t(), bias, gathered)
+        call("all_gather_matmul", expanded, expanded.t(), bias, gathered)
     ((a_stride, b_stride, arguments),) = called
     assert (a_stride, b_stride) == ((4, 1), (2, 1)) and arguments.keys() == {"bias", "gathered"}
     assert arguments["bias"] is bias and arguments["gathered"] is gathered
@@ -192,7 +208,7 @@ def test_a_named_schedule_is_compiled_for_gpus(
         return "made"
 
     monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", compile_plan)
-    group: Any = SimpleNamespace(size=lambda: 4)
+    group: Any = FakeGroup(4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
     made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None)
     ((plan, *arguments),) = compiled
@@ -215,7 +231,7 @@ def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ranks, "compile_plan", compile_plan)
     config = TunedConfig.parse("gemm+rs chunks=2 stagger=1 mechanism=store execution=single_kernel gemm_streams=1")
-    group: Any = SimpleNamespace(size=lambda: 4)
+    group: Any = FakeGroup(4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
     made: Any = ranks.make(problem, "gemm+rs", config, group, gpu, timeout=5.0)
     ((plan, execution, options),) = compiled
