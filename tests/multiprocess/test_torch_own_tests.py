@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.torch_own_tests import GATHER
+from tests.gpu.torch_own_tests import GATHER, SCATTER, kernels
 
 FILE = """
 import unittest
@@ -82,9 +82,15 @@ def run(folder: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.gpu.torch_own_tests", str(path), "--json", str(saved), *options]
     root = Path(__file__).parents[2]
     given = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    found = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True, timeout=150, check=False)
+    found = subprocess.run(command, cwd=root, env=given, capture_output=True, text=True, timeout=300, check=False)
     assert saved.exists(), found.stdout + found.stderr
     return found.returncode, found.stdout, json.loads(saved.read_text())
+
+
+def test_kernels_ahead_are_of_each_dtype_and_layout() -> None:
+    found = {kernel.name.partition(" ")[2] for kernel in kernels(2, GATHER, SCATTER, "90a")}
+    gemms = {f"({dtype}, row, {b} -> {dtype})" for dtype in ("float32", "bfloat16") for b in ("row", "column")}
+    assert found == {*gemms, "(float32 -> float32, 4 at once)"}
 
 
 NEEDED = pytest.mark.skipif(
