@@ -16,6 +16,7 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import (
     TORCH_DTYPES,
+    backends,
     check_agreement,
     check_bias,
     check_gathered,
@@ -177,7 +178,7 @@ class UnfusedExecutable:
         raise_if_failed(self.group)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if device is None:
-            nccl = dist.get_backend(self.group) == "nccl"
+            nccl = backends(self.group).get("cuda") == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         if collective not in COLLECTIVES:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
@@ -222,7 +223,7 @@ class UnfusedExecutable:
         """Who moves data between ranks."""
         if self.collective != "nccl":
             return f"symmetric memory, {self.collective}"
-        backend = str(dist.get_backend(self.group))
+        backend = backends(self.group)[self.device.type]
         return "NCCL" if backend == "nccl" else backend
 
     def release(self) -> None:

@@ -108,7 +108,7 @@ class CollectiveExecutable:
     @property
     def transfers(self) -> str:
         """Who moves data between ranks."""
-        return f"collective runtime over {dist.get_backend(self.group)}"
+        return f"collective runtime over {backends(self.group)[self.device.type]}"
 
     def release(self) -> None:
         """Do nothing: the runtime keeps nothing of an executable that the caller drops."""

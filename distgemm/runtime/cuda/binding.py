@@ -142,17 +142,20 @@ class Binder:
         """A call on one buffer of the workspace."""
         return Binding(self, call, buffer).bound()
 
-    def sources(self, c: bool = False, bias: bool = False) -> list[KernelSource]:
+    def sources(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need. It asks no GPU.
 
         Args:
             c: whether the calls have C.
             bias: whether the calls have a bias.
+            turned_b: whether columns of B are contiguous, and not its rows.
         """
         shards = {
             name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
             for name in "ABCD"
         }
+        if turned_b:
+            shards["B"] = shards["B"].mT.contiguous().mT
         row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
         found = Binding(self, CallTensors(shards, beta=float(c), bias=row), 0)
         ops = [op for action in self.actions for op in action.ops]
