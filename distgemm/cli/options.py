@@ -281,7 +281,13 @@ RanksOfLayers = Annotated[
 
 Pictures = Annotated[
     list[Path] | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Also draw a .svg or .png; repeatable.", show_default=False),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also draw a .svg or .png, or write a .html, a page on which the plan moves; repeatable.",
+        show_default=False,
+    ),
 ]
 Timelines = Annotated[
     list[Path] | None,
@@ -289,7 +295,8 @@ Timelines = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Also write the timeline: .svg or .png, a picture; .json, a trace for ui.perfetto.dev; repeatable.",
+        help="Also write the timeline: .svg or .png, a picture; .html, a page on which the plan moves; .json, a trace "
+        "for ui.perfetto.dev; repeatable.",
         show_default=False,
     ),
 ]

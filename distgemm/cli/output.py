@@ -25,6 +25,7 @@ __all__ = [
     "check_json",
     "console_width",
     "figures_table",
+    "is_page",
     "new_console",
     "new_table",
     "print_figures",
@@ -155,26 +156,38 @@ def print_figures(heads: Sequence[str], rows: Iterable[Line | str], title: str |
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def check_files(paths: Sequence[Path], *others: str) -> None:
+def check_files(paths: Sequence[Path], *others: str, pictures: bool = True) -> None:
     """Check the files of -o before anything is computed.
 
     Args:
         paths: what -o gives.
         others: further suffixes that are allowed.
+        pictures: whether the suffixes of pictures are allowed.
 
     Raises:
-        ValueError: for another suffix, for a folder that does not exist, and for pictures without matplotlib.
+        ValueError: for another suffix, for a folder that does not exist, and for pictures without matplotlib or
+            pages without D3.
     """
     from distgemm.viz.canvas import SUFFIXES
+    from distgemm.viz.page import d3_source
 
-    suffixes = (*SUFFIXES, *others)
+    suffixes = (*(SUFFIXES if pictures else ()), *others)
     for path in paths:
         if path.suffix.lower() not in suffixes:
-            known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+            known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
             raise ValueError(f"-o takes a {known} file, got {shown(str(path))}")
         _check_target("-o", path)
     if any(path.suffix.lower() in SUFFIXES for path in paths) and find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'distgemm[pictures]'")
+    if any(is_page(path) for path in paths):
+        d3_source()  # raises ValueError if it is not installed
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file of -o is a page."""
+    from distgemm.viz.page import PAGE_SUFFIX
+
+    return path.suffix.lower() == PAGE_SUFFIX
 
 
 def check_json(path: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -29,10 +30,19 @@ from distgemm.cli.options import (
     gemm_problem,
     number,
 )
-from distgemm.cli.output import check_files, check_json, console_width, wants_text, write_file, write_json
+from distgemm.cli.output import (
+    check_files,
+    check_json,
+    console_width,
+    is_page,
+    wants_text,
+    write_file,
+    write_json,
+)
 from distgemm.cli.show import Limit
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
 from distgemm.plan.options import parse_options
+from distgemm.viz.page import PAGE_SUFFIX, predicted_model, save_page
 from distgemm.viz.text import LIMIT, WIDTH, show_plan
 
 __all__ = ["plan_command"]
@@ -65,12 +75,13 @@ def plan_command(
 ) -> None:
     """Plan a GEMM and print what every rank does.
 
-    By default it is the layer fc1 of Llama 70B.
+    By default it is the layer fc1 of Llama 70B. A page (-o FILE.html) has times that are predicted for an H200;
+    distgemm simulate takes other machines.
     """
     from distgemm.viz.figures import draw_plan
 
     paths = output or []
-    check_files(paths)
+    check_files(paths, PAGE_SUFFIX)
     check_json(json)
     problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
@@ -82,4 +93,7 @@ def plan_command(
     if json is not None:
         write_json(json, plan.to_json())
     for path in paths:
-        write_file(path, lambda path: draw_plan(plan, path))
+        if is_page(path):
+            write_file(path, partial(save_page, [predicted_model(plan)]))
+        else:
+            write_file(path, partial(draw_plan, plan))

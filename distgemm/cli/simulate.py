@@ -54,6 +54,8 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import Pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS, BuilderError
 from distgemm.simulator import MAX_STREAMS, Timeline, predict_unfused, simulate
+from distgemm.viz.explorer import predicted_track
+from distgemm.viz.page import PAGE_SUFFIX, page_model, save_page
 
 __all__ = ["CHUNKS", "fewest_chunks", "moved_operands", "simulate_command", "unfused_program"]
 
@@ -142,7 +144,7 @@ def simulate_command(
     extrapolated.
     """
     paths = output or []
-    check_files(paths, ".json")
+    check_files(paths, PAGE_SUFFIX, ".json")
     check_json(json)
     problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
     if ranks_per_host is not None:
@@ -481,6 +483,8 @@ def _write_timeline(timeline: Timeline, path: str) -> None:
         from distgemm.viz.perfetto import save_trace, timeline_trace
 
         save_trace(timeline_trace(timeline), path)
+    elif path.lower().endswith(PAGE_SUFFIX):
+        save_page([page_model(timeline.plan, [predicted_track(timeline)])], path)
     else:
         from distgemm.viz.figures import draw_timeline
 

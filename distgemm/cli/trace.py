@@ -38,6 +38,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.executable import WaitBy
 from distgemm.schedulers.registry import MAX_CHUNKS, MAX_RANKS
 from distgemm.simulator import simulate
+from distgemm.viz.page import PAGE_SUFFIX, page_model, save_page
 
 if TYPE_CHECKING:
     from distgemm.measure.trace import Trace
@@ -113,7 +114,7 @@ def trace_command(
     and from the end of the last GEMM to the next replay (end).
     """
     paths = output or []
-    check_files(paths, ".json")
+    check_files(paths, PAGE_SUFFIX, ".json")
     check_json(json)
     if wait_by == "kernel" and gemm_streams != 1:
         raise ValueError(
@@ -193,6 +194,8 @@ def _write_trace(trace: Trace, path: str) -> None:
         from distgemm.viz.perfetto import save_trace
 
         save_trace(trace.to_perfetto(), path)
+    elif path.lower().endswith(PAGE_SUFFIX):
+        save_page([page_model(trace.plan, trace.tracks())], path)
     else:
         from distgemm.measure.trace_figure import draw_trace
 

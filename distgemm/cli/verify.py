@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,13 +21,24 @@ from distgemm.cli.options import (
     number,
     one_of,
 )
-from distgemm.cli.output import Line, check_json, new_console, print_figures, say, wants_text, write_json
+from distgemm.cli.output import (
+    Line,
+    check_files,
+    check_json,
+    new_console,
+    print_figures,
+    say,
+    wants_text,
+    write_file,
+    write_json,
+)
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
 from distgemm.plan.options import parse_options
-from distgemm.plan.plan import PlanError
+from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import get_schedule
 from distgemm.schedulers.registry import MAX_RANKS, BuilderError
+from distgemm.viz.page import PAGE_SUFFIX, predicted_model, save_page
 
 __all__ = ["verify_command"]
 
@@ -57,6 +70,16 @@ def verify_command(
     sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
     mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",
     json: JsonFile = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Also write a .html, a page of the first plan that fails; it opens at the op that is wrong.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Prove plans of one schedule or of all.
 
@@ -67,6 +90,8 @@ def verify_command(
     from rich.progress import Progress
 
     check_json(json)
+    if output is not None:
+        check_files([output], PAGE_SUFFIX, pictures=False)
     for size in ranks or []:
         check_ranks_of_mesh(size, mesh)
     cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), mesh)
@@ -74,6 +99,7 @@ def verify_command(
     values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, MECHANISMS)}
     each = [[(mode, one) for one in (known if value == "all" else (value,))] for mode, (value, known) in values.items()]
     modes: list[dict[str, Any]] = [dict(mode) for mode in product(*each)]
+    failed: Plan | None = None  # the first one
     rows: list[Line] = []
     found: list[dict[str, Any]] = []
     counts = {"proved": 0, "failed": 0, "skipped": 0}
@@ -91,6 +117,7 @@ def verify_command(
                     result = "failed" if isinstance(error, BuilderError) else "skipped"
                     detail = reason = " ".join(str(error).split())
                     break
+                plan = None
                 try:
                     plan = make_plan(problem, built, **mode)
                     ops += sum(map(len, plan.rank_ops))
@@ -98,6 +125,7 @@ def verify_command(
                 except (ValueError, PlanError) as error:
                     with_mode = ", ".join(f"{key} {value}" for key, value in mode.items())
                     result, detail = "failed", f"{with_mode}: {error}"
+                    failed = failed or plan
                     break
             if result == "failed":
                 say(f"{schedule} on {mesh_text(on)}: {detail}")
@@ -112,5 +140,7 @@ def verify_command(
         print_figures(["schedule", "mesh", "plans", "ops", "ms", "result"], rows)
         typer.echo(", ".join(f"{count} {result}" for result, count in counts.items()))
     write_json(json, found)
+    if output is not None and failed is not None:
+        write_file(output, partial(save_page, [predicted_model(failed)]))
     if counts["failed"]:
         raise typer.Exit(1)

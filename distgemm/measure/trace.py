@@ -25,6 +25,7 @@ from distgemm.runtime.cuda import compile_plan
 from distgemm.runtime.cuda.lowering import COMM, GEMM_STREAM, lower
 from distgemm.runtime.executable import ExecutionConfig, WaitBy
 from distgemm.simulator import FLAG_LANE, Timeline, arrivals, joined, op_title
+from distgemm.viz.explorer import Run, Track
 from distgemm.viz.perfetto import Arrow, Slice, to_trace
 
 __all__ = ["Figures", "Recording", "Span", "Trace", "align", "attribute", "record", "replay_of"]
@@ -477,6 +478,25 @@ class Trace:
                 end, text = max(before)
                 found.append(Gap(last.start - end, rank, f"until its last GEMM, {span_title(last.op)}, after {text}"))
         return found
+
+    def tracks(self) -> tuple[Track, Track]:
+        """The measured and the predicted times, for a page."""
+        ranks = range(self.plan.world_size)
+        alone = f"{self.alone:.1f} \u00b5s per replay on the slowest rank, without the profiler"
+        predicted = (
+            f"Predicted for {self.predicted.machine.name}: {self.predicted.time:.1f} \u00b5s per replay. On each rank "
+            "the first op begins when it was measured to begin."
+        )
+        about = {"measured": f"Measured on {len(ranks)} GPUs: {alone}. Flags are not measured.", "predicted": predicted}
+        # What a measured copy moved has arrived when the copy ends.
+        measured, shifted = (
+            tuple(Run(span.rank, span.lane, span.op, span.start, span.end, span.end) for span in spans if not span.part)
+            for spans in (self.spans, self.prediction)
+        )
+        return (
+            Track("measured", "us", about["measured"], measured),
+            Track("predicted", "us", about["predicted"], shifted),
+        )
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace for ui.perfetto.dev: the measured lanes of each rank, and below them the predicted ones."""

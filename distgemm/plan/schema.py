@@ -25,7 +25,14 @@ class PlanError(Exception):
     """A plan that does not compute its product, or that a runtime cannot execute.
 
     The message names rank, iteration and op, or what no op does.
+
+    Attributes:
+        op: the op that is wrong. None if the error is about no single op.
     """
+
+    def __init__(self, message: str, op: Op | None = None) -> None:
+        super().__init__(message)
+        self.op = op
 
 
 OPS: dict[str, type[Op]] = {kind.__name__: kind for kind in (Barrier, Copy, Gemm, Reduce, Signal, Wait)}

@@ -62,7 +62,7 @@ def fail(op: Op, message: str) -> PlanError:
         op: the op that is wrong.
         message: what is wrong.
     """
-    return PlanError(f"{op.describe()}: {message}")
+    return PlanError(f"{op.describe()}: {message}", op)
 
 
 def validate(plan: Plan) -> PlanIndex:

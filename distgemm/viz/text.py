@@ -14,7 +14,7 @@ from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
-__all__ = ["show_plan", "show_schedule"]
+__all__ = ["op_text", "show_plan", "show_schedule"]
 
 LIMIT = 16
 """Default number of rows and columns of a table; a line below it says what is left out."""
@@ -285,7 +285,7 @@ def show_plan(
     ]
     if ops or rank is not None:
         for number in listed:
-            lines = [f"ops of rank {number}", *(_wrapped(_op(op), width) for op in plan.ops(number))]
+            lines = [f"ops of rank {number}", *(_wrapped(op_text(op), width) for op in plan.ops(number))]
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -380,7 +380,8 @@ def _totals(plan: Plan) -> str:
     )
 
 
-def _op(op: Op) -> str:
+def op_text(op: Op) -> str:
+    """An op as one line: what it computes, and the ops of its rank that it follows."""
     text = op.describe()
     if isinstance(op, (Gemm, Reduce)):
         terms = [f"{op.a} * {op.b}"] if isinstance(op, Gemm) else []

@@ -1,0 +1,134 @@
+"""Pages on which a plan moves: one HTML file each, without a server and without a network. Needs D3, by the extra
+"pictures".
+
+D3 comes from the package mpld3, which has the file. A page contains it, so a page works wherever it is copied to.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import zlib
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from distgemm.arguments import instance, write
+from distgemm.plan.plan import Plan, PlanError
+from distgemm.simulator import Machine, Timeline, simulate
+from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
+
+__all__ = ["PAGE_SUFFIX", "d3_source", "page_html", "page_model", "predicted_model", "save_page", "to_page"]
+
+PAGE_SUFFIX = ".html"
+FILES = Path(__file__).parent / "page_files"
+NEEDS = "pages need D3: pip install 'distgemm[pictures]'"
+
+D3_LICENSE = """D3, https://d3js.org
+Copyright 2010-2018 Mike Bostock
+
+Redistribution and use in source and binary forms, with or without modification, are permitted provided that the
+following conditions are met:
+
+* Redistributions of source code must retain the above copyright notice, this list of conditions and the following
+  disclaimer.
+* Redistributions in binary form must reproduce the above copyright notice, this list of conditions and the following
+  disclaimer in the documentation and/or other materials provided with the distribution.
+* Neither the name of the author nor the names of contributors may be used to endorse or promote products derived from
+  this software without specific prior written permission.
+
+THIS SOFTWARE IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS" AND ANY EXPRESS OR IMPLIED WARRANTIES,
+INCLUDING, BUT NOT LIMITED TO, THE IMPLIED WARRANTIES OF MERCHANTABILITY AND FITNESS FOR A PARTICULAR PURPOSE ARE
+DISCLAIMED. IN NO EVENT SHALL THE COPYRIGHT OWNER OR CONTRIBUTORS BE LIABLE FOR ANY DIRECT, INDIRECT, INCIDENTAL,
+SPECIAL, EXEMPLARY, OR CONSEQUENTIAL DAMAGES (INCLUDING, BUT NOT LIMITED TO, PROCUREMENT OF SUBSTITUTE GOODS OR
+SERVICES; LOSS OF USE, DATA, OR PROFITS; OR BUSINESS INTERRUPTION) HOWEVER CAUSED AND ON ANY THEORY OF LIABILITY,
+WHETHER IN CONTRACT, STRICT LIABILITY, OR TORT (INCLUDING NEGLIGENCE OR OTHERWISE) ARISING IN ANY WAY OUT OF THE USE OF
+THIS SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE."""
+
+Layout = Literal["one", "beside", "choose"]
+"""How a page shows its plans: one; all beside each other, with one clock; or one at a time, selected by the reader."""
+
+
+def d3_source() -> str:
+    """The text of D3. Raises ValueError if it is not installed."""
+    found = find_spec("mpld3")
+    folders = [] if found is None else found.submodule_search_locations or []
+    # The file is read without importing mpld3, which would import matplotlib. It also has version 3, for old pages.
+    files = [path for folder in folders for path in Path(folder, "js").glob("d3.v*.min.js") if ".v3." not in path.name]
+    if not files:
+        raise ValueError(NEEDS)
+    return max(files).read_text(encoding="utf-8")
+
+
+def page_model(plan: Plan, tracks: Sequence[Track] = (), label: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The model of a plan, with the result of its proof.
+
+    Args:
+        plan: what is shown. It need not be right: the page of a plan whose proof fails opens at the op that fails.
+        tracks: when its ops run. None given: one step each.
+        label: what selects the model on a page of several.
+
+    Raises:
+        PlanError: if a field of the plan has another type than a plan's.
+    """
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    plan.check_types()
+    failure = None
+    try:
+        plan.verify()
+    except PlanError as error:
+        failure = error
+    return {"label": label or {}, **explorer_model(plan, tracks or [step_track(plan)], failure)}
+
+
+def predicted_model(plan: Plan, machine: Machine | str = "h200", label: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The model of a plan with predicted times, or in steps if the plan deadlocks, which the page says.
+
+    Raises:
+        ValueError: for an element type that the machine has no rate for.
+    """
+    instance("plan", plan, Plan, "a distgemm.Plan")
+    try:
+        timeline: Timeline = simulate(plan, machine)
+    except PlanError as error:
+        steps = step_track(plan)
+        return page_model(plan, [steps._replace(about=f"No times: {error}. {steps.about}")], label)
+    return page_model(plan, [predicted_track(timeline)], label)
+
+
+def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: str = "") -> str:
+    """The text of a page.
+
+    Args:
+        models: results of :func:`page_model`.
+        layout: how several are shown.
+        title: a line above them.
+
+    Raises:
+        ValueError: if D3 is not installed.
+    """
+    text = json.dumps({"title": title, "layout": layout, "models": list(models)}, separators=(",", ":"))
+    parts = {
+        "title": html.escape(title or models[0]["schedule"]),
+        "style": (FILES / "explorer.css").read_text(encoding="utf-8"),
+        "model": base64.b64encode(zlib.compress(text.encode(), 9)).decode(),
+        "d3_license": D3_LICENSE,
+        "d3": d3_source(),
+        "script": (FILES / "explorer.js").read_text(encoding="utf-8"),
+    }
+    page = (FILES / "page.html").read_text(encoding="utf-8")
+    for name, part in parts.items():
+        page = page.replace("{{" + name + "}}", part)
+    return page
+
+
+def to_page(plan: Plan, machine: Machine | str = "h200") -> str:
+    """The page of a plan, with predicted times."""
+    return page_html([predicted_model(plan, machine)])
+
+
+def save_page(models: Sequence[dict[str, Any]], path: str | Path, layout: Layout = "one", title: str = "") -> None:
+    """Write a page to a file. Raises ValueError if it cannot be written, or if D3 is not installed."""
+    write("path", path, page_html(models, layout, title))

@@ -1,0 +1,168 @@
+"""Pages in a real browser: what they show at a time equals the plan and the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import distgemm
+from distgemm.plan.ops import Copy, Gemm, Reduce, link_of
+from distgemm.schedulers import schedule_mesh_rank
+from distgemm.simulator import Timeline, simulate
+from distgemm.viz.explorer import Track, predicted_track, step_track
+from distgemm.viz.page import page_model, predicted_model, save_page
+from tests.browser.conftest import Page
+from tests.unit.test_explorer import H200, broken, reference_states, times_of
+
+MESHES = {1: [(4,), (8,)], 2: [(2, 2), (2, 4)], 3: [(1, 2, 2), (2, 2, 2)]}
+CASES = [(name, mesh) for name in distgemm.list_schedules() for mesh in MESHES[schedule_mesh_rank(name)]]
+PROBLEM = distgemm.GemmProblem(1024, 1024, 1024)
+GATHER = "all_gather_1d_ring_a"
+
+
+def predicted(name: str, mesh: tuple[int, ...]) -> Timeline:
+    return simulate(distgemm.make_plan(PROBLEM, name, mesh=mesh), H200)
+
+
+def compare(page: Page, track: Track, timeline: Timeline, time: float) -> None:
+    """What the page shows at a time is what the ops do then."""
+    page.seek(time)
+    states = reference_states(timeline.plan, track, time)
+    shown = page.states()
+    for at, allowed in states.items():
+        assert shown.get(at, "absent") in allowed, f"at {time}: {at}"
+    assert set(shown) <= set(states)
+    arriving = [run for run in track.runs if link_of(run.op) is not None and run.start <= time < run.done]
+    assert page.links() == {link_of(run.op) for run in arriving}
+    works = [run for run in track.runs if isinstance(run.op, (Gemm, Copy, Reduce))]
+    for rank, ids in page.running().items():
+        now = [run for run in works if run.rank == rank and run.start <= time]
+        assert ids == {run.op.id for run in now if time < (run.done if link_of(run.op) else run.end)}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_a_page_shows_what_the_simulator_says(page: Page, name: str, mesh: tuple[int, ...], tmp_path: Path) -> None:
+    timeline = predicted(name, mesh)
+    track = predicted_track(timeline)
+    save_page([page_model(timeline.plan, [track])], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.text("h1") == name and page.texts(".failure") == []
+    for time in times_of(track, 7)[:-1]:
+        compare(page, track, timeline, time)
+    # Play to the end.
+    page.seek(0)
+    page.run("explorer.speed = 40")
+    page.click(".play")
+    page.driver.implicitly_wait(0)
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(page.driver, 20).until(lambda _: page.run("return !('playing' in explorer.root.dataset)"))
+    assert page.run("return explorer.at === explorer.end")
+    last = max(run.done for run in track.runs)
+    assert page.run("return explorer.at") == pytest.approx(last, abs=1e-3)
+    owned = {(tile, rank): state for (tile, rank), state in page.states().items() if tile[0] == "D"}
+    places = {
+        (place["tile"], place["rank"]) for place in page.run("return explorer.views[0].model.places") if place["owner"]
+    }
+    assert {owned[at] for at in places if at[0][0] == "D"} == {"done"}
+    page.check_console()
+    # Every op can be selected: its text is that of the plan.
+    for ops in timeline.plan.rank_ops[:2]:
+        for op in ops[:: max(1, len(ops) // 6)]:
+            page.run("explorer.views[0].pick({ op: [arguments[0], arguments[1]] })", op.rank, op.id)
+            assert page.text(".details pre").startswith(op.describe())
+    page.check_console()
+
+
+def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
+    timeline = predicted(GATHER, (4,))
+    save_page([page_model(timeline.plan, [predicted_track(timeline)])], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    page.click('.pip[data-tile="A(3,0,0)"][data-rank="1"]')
+    assert page.text(".details h2") == "Tile A(3,0,0) on rank 1"
+    copies = [event for event in timeline.events if isinstance(event.op, Copy) and event.op.tile == (3, 0, 0)]
+    (copy,) = [event for event in copies if link_of(event.op) == (0, 1)]
+    (gemm,) = [
+        event for event in timeline.events if event.rank == 1 and isinstance(event.op, Gemm) and event.op.tile.m == 3
+    ]
+    arrived = copy.end + H200.nvlink.latency
+    rows = page.texts(".history tbody tr td:nth-child(2)")
+    assert any(
+        row.startswith(
+            f"rank 0 copies: A(3,0,0) to rank 1, 512 KiB, {copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s, arrived on "
+            f"rank 1 at {arrived:.1f} \u00b5s."
+        )
+        for row in rows
+    ), rows
+    assert any(
+        row.startswith(f"rank 1 multiplies: Gemm {gemm.op.iteration} (3,1,0,0), {gemm.start:.1f} \u00b5s")
+        and f"A(3,0,0) from rank 0 (arrival flag " in row
+        and f"there at {arrived:.1f} \u00b5s" in row
+        for row in rows
+    ), rows
+    # A row leads to its time, the op's number to the op.
+    page.click(f'.history tr[data-op="0:{copy.op.id}"] td:first-child button')
+    assert page.run("return explorer.at") == pytest.approx(copy.start, abs=1e-3)
+    assert page.text(".details .state").endswith("on its way from rank 0.")
+    page.click(f'.history tr[data-op="0:{copy.op.id}"] td:last-child button')
+    assert page.text(".details pre").startswith(copy.op.describe())
+    # A rank has its ops.
+    page.click('.node[data-rank="2"]')
+    assert page.text(".details h2") == "Rank 2"
+    assert len(page.texts(".history tbody tr")) == len(timeline.plan.ops(2))
+    page.check_console()
+
+
+def test_keys(page: Page, tmp_path: Path) -> None:
+    timeline = predicted(GATHER, (4,))
+    save_page([page_model(timeline.plan, [predicted_track(timeline)])], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.run("return explorer.at") == 0
+    moments: list[float] = [0]
+    for event in timeline.events:
+        link = link_of(event.op)
+        if isinstance(event.op, (Gemm, Copy, Reduce)):
+            moments += [event.start, event.end + (0 if link is None else H200.nvlink.latency)]
+    page.press("\ue014")  # right
+    first = min(moment for moment in moments if moment > 0)
+    assert page.run("return explorer.at") == pytest.approx(first, abs=1e-3)
+    page.press("\ue010")  # end
+    assert page.run("return explorer.at === explorer.end")
+    page.press("\ue011", " ")  # home, play
+    assert page.run("return 'playing' in explorer.root.dataset")
+    page.press(" ", "+")
+    assert page.run("return !('playing' in explorer.root.dataset) && explorer.views[0].zoom.k > 1.5")
+    page.run("document.querySelector('.grid svg').focus({ focusVisible: true })")
+    page.press("\ue015", "\ue007")  # down, Enter
+    assert page.text(".details h2").startswith("Tile A(1,0,0) on rank ")
+    page.press("\ue00c")  # Escape
+    assert page.text(".details h2") == "History"
+    page.check_console()
+
+
+def test_a_failed_proof_opens_at_its_op(page: Page, tmp_path: Path) -> None:
+    plan, gemm = broken(distgemm.make_plan(PROBLEM, GATHER, 4))
+    save_page([predicted_model(plan)], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    op = next(op for op in plan.ops(1) if op.id == gemm)
+    assert page.text(".failure").startswith(f"The proof fails: {op.describe()}: reading slot")
+    assert page.text(".details h2").startswith(f"Op #{gemm} of rank 1")
+    (event,) = [event for event in simulate(plan, H200).events if (event.rank, event.op.id) == (1, gemm)]
+    assert page.run("return explorer.at") == pytest.approx(event.start, abs=1e-3)
+    page.check_console()
+
+
+def test_a_deadlock_opens_at_the_op_that_never_starts(page: Page, tmp_path: Path) -> None:
+    plan = distgemm.make_plan(PROBLEM, GATHER, 4)
+    ops = list(plan.ops(0))
+    last = next(at for at, op in enumerate(ops) if isinstance(op, Gemm) and at > 3)
+    later = next(op for op in ops[last:] if op.kind == "Signal")
+    ops[last] = dataclasses.replace(ops[last], deps=(*ops[last].deps, later.id))
+    save_page([page_model(plan.replace_ops(0, ops), [step_track(plan.replace_ops(0, ops))])], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert "does not come before it" in page.text(".failure")
+    assert page.text(".details h2").startswith(f"Op #{ops[last].id} of rank 0")
+    page.check_console()
