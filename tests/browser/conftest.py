@@ -33,15 +33,15 @@ class Page:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it is drawn. Nothing may be loaded or said on the console meanwhile."""
+        self.driver.get(path.as_uri())
+        self.wait("return document.readyState === 'complete' && 'ready' in document.documentElement.dataset")
+        self.check_console()
+
+    def wait(self, script: str) -> None:
+        """Wait until a script returns true, for 30 s at most."""
         from selenium.webdriver.support.wait import WebDriverWait
 
-        self.driver.get(path.as_uri())
-        WebDriverWait(self.driver, 30).until(
-            lambda _: self.run(
-                "return document.readyState === 'complete' && 'ready' in document.documentElement.dataset"
-            )
-        )
-        self.check_console()
+        WebDriverWait(self.driver, 30).until(lambda _: self.run(script))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
@@ -82,9 +82,8 @@ class Page:
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all such elements."""
-        found = self.run(
-            "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)", selector
-        )
+        script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
+        found = self.run(script, selector)
         return list(map(str, found))
 
     def click(self, selector: str) -> None:

@@ -56,18 +56,13 @@ def test_a_page_shows_what_the_simulator_says(page: Page, name: str, mesh: tuple
     page.seek(0)
     page.run("explorer.speed = 40")
     page.click(".play")
-    page.driver.implicitly_wait(0)
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    WebDriverWait(page.driver, 20).until(lambda _: page.run("return !('playing' in explorer.root.dataset)"))
+    page.wait("return !('playing' in explorer.root.dataset)")
     assert page.run("return explorer.at === explorer.end")
     last = max(run.done for run in track.runs)
     assert page.run("return explorer.at") == pytest.approx(last, abs=1e-3)
     owned = {(tile, rank): state for (tile, rank), state in page.states().items() if tile[0] == "D"}
-    places = {
-        (place["tile"], place["rank"]) for place in page.run("return explorer.views[0].model.places") if place["owner"]
-    }
-    assert {owned[at] for at in places if at[0][0] == "D"} == {"done"}
+    places = [place for place in page.run("return explorer.views[0].model.places") if place["owner"]]
+    assert {owned[place["tile"], place["rank"]] for place in places if place["tile"][0] == "D"} == {"done"}
     page.check_console()
     # Every op can be selected: its text is that of the plan.
     for ops in timeline.plan.rank_ops[:2]:
@@ -92,14 +87,14 @@ def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
     rows = page.texts(".history tbody tr td:nth-child(2)")
     assert any(
         row.startswith(
-            f"rank 0 copies: A(3,0,0) to rank 1, 512 KiB, {copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s, arrived on "
-            f"rank 1 at {arrived:.1f} \u00b5s."
+            f"rank 0 copies: A(3,0,0) to rank 1, 512 KiB, {copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s, "
+            f"arrived on rank 1 at {arrived:.1f} \u00b5s."
         )
         for row in rows
     ), rows
     assert any(
         row.startswith(f"rank 1 multiplies: Gemm {gemm.op.iteration} (3,1,0,0), {gemm.start:.1f} \u00b5s")
-        and f"A(3,0,0) from rank 0 (arrival flag " in row
+        and "A(3,0,0) from rank 0 (arrival flag " in row
         and f"there at {arrived:.1f} \u00b5s" in row
         for row in rows
     ), rows

@@ -160,7 +160,7 @@ def test_files_are_checked_first(command: str, monkeypatch: pytest.MonkeyPatch, 
     for module in (plan_module, show_module, simulate_module):
         for name in ("make_plan", "get_schedule"):
             monkeypatch.setattr(module, name, never, raising=False)
-    known = ".svg, .png or .json" if "simulate" in command else ".svg or .png"
+    known = ".svg, .png, .html or .json" if "simulate" in command else ".svg, .png or .html"
     for name in ("a.gif", "a", *([] if "simulate" in command else ["a.json"])):
         assert refused(tmp_path / name) == f"error: -o takes a {known} file, got '{tmp_path / name}'"
     assert refused(tmp_path / "none" / "a.svg") == (

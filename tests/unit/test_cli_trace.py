@@ -87,7 +87,7 @@ def test_mechanism(launched: list[tuple[Any, ...]]) -> None:
     ("arguments", "message"),
     [
         (["--json", "nowhere/t.json"], "--json nowhere/t.json: there is no folder nowhere"),
-        (["-o", "t.gif"], "-o takes a .svg, .png or .json file, got 't.gif'"),
+        (["-o", "t.gif"], "-o takes a .svg, .png, .html or .json file, got 't.gif'"),
         (["--mesh", "2by4"], "--mesh: a text such as 2x4, of integers >= 1, got '2by4'"),
         (["--dtype", "int3"], "--dtype: one of float64"),
         (["--machine", "h2000"], "--machine: one of h200,"),

@@ -6,8 +6,8 @@ import base64
 import dataclasses
 import json
 import re
-import sys
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,8 @@ def reference_states(plan: Plan, track: Track, time: float) -> dict[tuple[str, i
     def box(operand: str, coordinate: tuple[int, ...]) -> Any:
         row, column, batch = coordinate
         rows, columns = {"A": (0, 2), "B": (1, 2), "D": (0, 1)}[operand]
-        return tuple(
-            (plan.edges[mode][at], plan.edges[mode][at + 1])
-            for mode, at in ((3, batch), (rows, row), (columns, column))
-        )
+        where = ((3, batch), (rows, row), (columns, column))
+        return tuple((plan.edges[mode][at], plan.edges[mode][at + 1]) for mode, at in where)
 
     def sums(rank: int, at: tuple[int, int, int]) -> set[int]:
         """The k tiles of finished GEMMs whose sum has come to a rank: what it has multiplied or received."""
@@ -154,7 +152,7 @@ def state_at(place: dict[str, Any], time: float, track: int = 0) -> str:
 def times_of(track: Track, count: int = 9) -> list[float]:
     """Times between events, and one after the last."""
     moments = sorted({moment for run in track.runs for moment in (run.start, run.done)})
-    middles = [(one + other) / 2 for one, other in zip(moments, moments[1:], strict=False) if other - one > 1e-3]
+    middles = [(one + other) / 2 for one, other in pairwise(moments) if other - one > 1e-3]
     return [*middles[:: max(1, len(middles) // count)], moments[-1] + 1]
 
 
@@ -172,10 +170,8 @@ def test_states_are_those_of_the_ops(name: str, mesh: tuple[int, ...], mechanism
                 assert state in states[at], f"{track.name} at {time}: {at}"
             for at, allowed in states.items():
                 assert at in shown or "absent" in allowed, f"{track.name} at {time}: {at} is not shown"
-        final = {
-            (place["tile"], place["rank"]): place["steps"][0][-1][1] for place in model["places"] if place["owner"]
-        }
-        assert {state for (tile, _), state in final.items() if tile[0] == "D"} == {"done"}
+        owned = [place for place in model["places"] if place["owner"] and place["tile"][0] == "D"]
+        assert {place["steps"][0][-1][1] for place in owned} == {"done"}
 
 
 @pytest.mark.parametrize("name", ["all_gather_1d_ring_a", "reduce_scatter_1d_pairwise_a", "tensor_parallel_3d"])
@@ -210,7 +206,7 @@ def test_a_tile_that_loses_its_slot_is_gone() -> None:
     states = [[step[1] for step in place["steps"][0]] for place in model["places"]]
     assert any("held" in steps and steps[-1] == "absent" for steps in states)
     for place in model["places"]:
-        for step, after in zip(place["steps"][0], place["steps"][0][1:], strict=False):
+        for step, after in pairwise(place["steps"][0]):
             assert step[0] < after[0]
 
 
@@ -293,7 +289,6 @@ def test_commands_write_pages(command: str, track: str, tmp_path: Path) -> None:
 
 
 def test_without_d3_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "mpld3", None)
     monkeypatch.setattr("distgemm.viz.page.find_spec", lambda name: None)
     message = refusal("plan", "gemm+rs", "--ranks", "3", "-o", str(tmp_path / "a.html"))
     assert message == "error: pages need D3: pip install 'distgemm[pictures]'"
