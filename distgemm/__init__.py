@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from distgemm.torch_ops.install import install, uninstall
     from distgemm.torch_ops.report import report
 
+
+def _repr_html_(shown: Plan | DistributedTileScheduler) -> str:
+    from distgemm.viz.page import notebook_html
+
+    return notebook_html(shown)
+
+
+# What notebooks show. It is set here because plans and schedules are layers below the pages.
+for _shown in (Plan, DistributedTileScheduler):
+    _shown._repr_html_ = _repr_html_  # type: ignore[union-attr]
+
 __all__ = [
     # schedules
     "DistributedTileScheduler",

@@ -1,6 +1,7 @@
-"""Draws the pictures of the site: a hook of mkdocs. The pictures are not committed.
+"""Makes the pictures and explorers of the site: a hook of mkdocs. They are not committed.
 
-A page has ``<!-- picture: FILE.svg CAPTION -->`` where a picture belongs. On a code host nothing shows there.
+A page has ``<!-- picture: FILE.svg CAPTION -->`` where a picture belongs, and ``<!-- explorer: FILE.html TITLE -->``
+where a plan moves. On a code host nothing shows there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blocks import benchmark, predicted, schedules
+from blocks.explorers import explorers
 
 import distgemm
 from distgemm.bench.figure import draw_benchmark
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+EXPLORER = re.compile(r"<!-- explorer: (\S+) (.+?) -->")
+FRAME = r"""<iframe class="explorer" src="\1" title="\2" loading="lazy"></iframe>
+
+[\2, in a window of its own](\1)"""
 PICTURE = re.compile(r"<!-- picture: (\S+) (.+?) -->")
 
 
@@ -46,17 +52,17 @@ def pictures() -> dict[str, Callable[[Path], None]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pictures to the site."""
+    """Add the pictures and explorers to the site."""
     from mkdocs.structure.files import File
 
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picture.svg"
-        for place, draw in pictures().items():
-            draw(path)
+        for place, make in {**pictures(), **explorers()}.items():
+            path = Path(folder) / Path(place).name
+            make(path)
             files.append(File.generated(config, place, content=path.read_bytes()))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the pictures of a page; each is a link to itself."""
-    return PICTURE.sub(r"[![\2](\1)](\1)", markdown)
+    """Show the pictures and explorers of a page, with links to them."""
+    return EXPLORER.sub(FRAME, PICTURE.sub(r"[![\2](\1)](\1)", markdown))

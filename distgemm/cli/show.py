@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from distgemm.cli.options import (
-    DEFAULT_M,
     MeshSides,
     Pictures,
     Ranks,
@@ -20,9 +19,8 @@ from distgemm.cli.options import (
 from distgemm.cli.output import check_files, console_width, is_page, write_file
 from distgemm.plan.derive import make_plan
 from distgemm.plan.options import parse_options
-from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import get_schedule
-from distgemm.viz.page import PAGE_SUFFIX, page_model, save_page
+from distgemm.viz.page import EXAMPLE, PAGE_SUFFIX, page_model, save_page
 from distgemm.viz.text import LIMIT, WIDTH, show_schedule
 
 __all__ = ["Limit", "show_command"]
@@ -54,7 +52,7 @@ def show_command(
     typer.echo(show_schedule(scheduler, limit=limit, width=min(WIDTH, console_width())))
     for path in paths:
         if is_page(path):
-            model = page_model(make_plan(GemmProblem(DEFAULT_M, 57344, 8192), scheduler))
+            model = page_model(make_plan(EXAMPLE, scheduler))
             write_file(path, partial(save_page, [model]))
         else:
             write_file(path, partial(draw_schedule, scheduler))

@@ -11,16 +11,32 @@ import html
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from distgemm.arguments import instance, write
+from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.problem import GemmProblem
+from distgemm.schedulers import DistributedTileScheduler, schedule_mesh_rank, schedule_options
 from distgemm.simulator import Machine, Timeline, simulate
 from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
+from distgemm.viz.text import show_plan, show_schedule
 
-__all__ = ["PAGE_SUFFIX", "d3_source", "page_html", "page_model", "predicted_model", "save_page", "to_page"]
+__all__ = [
+    "EXAMPLE",
+    "PAGE_SUFFIX",
+    "Explorer",
+    "d3_source",
+    "explore",
+    "notebook_html",
+    "page_html",
+    "page_model",
+    "predicted_model",
+    "save_page",
+]
 
 PAGE_SUFFIX = ".html"
 FILES = Path(__file__).parent / "page_files"
@@ -46,6 +62,12 @@ SPECIAL, EXEMPLARY, OR CONSEQUENTIAL DAMAGES (INCLUDING, BUT NOT LIMITED TO, PRO
 SERVICES; LOSS OF USE, DATA, OR PROFITS; OR BUSINESS INTERRUPTION) HOWEVER CAUSED AND ON ANY THEORY OF LIABILITY,
 WHETHER IN CONTRACT, STRICT LIABILITY, OR TORT (INCLUDING NEGLIGENCE OR OTHERWISE) ARISING IN ANY WAY OUT OF THE USE OF
 THIS SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE."""
+
+EXAMPLE = GemmProblem(8192, 57344, 8192)
+"""The layer fc1 of Llama 70B: the product of a page that is given none."""
+
+FRAME_HEIGHT = 900
+"""Height of a page in a notebook, pixels."""
 
 Layout = Literal["one", "beside", "choose"]
 """How a page shows its plans: one; all beside each other, with one clock; or one at a time, selected by the reader."""
@@ -124,11 +146,88 @@ def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: s
     return page
 
 
-def to_page(plan: Plan, machine: Machine | str = "h200") -> str:
-    """The page of a plan, with predicted times."""
-    return page_html([predicted_model(plan, machine)])
-
-
 def save_page(models: Sequence[dict[str, Any]], path: str | Path, layout: Layout = "one", title: str = "") -> None:
     """Write a page to a file. Raises ValueError if it cannot be written, or if D3 is not installed."""
     write("path", path, page_html(models, layout, title))
+
+
+# --- notebooks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """A page of one plan or of several, for a notebook or a file. :func:`explore` makes it.
+
+    Attributes:
+        models: of the plans.
+        layout: how several are shown.
+    """
+
+    models: tuple[dict[str, Any], ...]
+    layout: Layout = "one"
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file. Raises ValueError if it cannot be written, or if D3 is not installed."""
+        save_page(self.models, path, self.layout)
+
+    def _repr_html_(self) -> str:
+        return _frame(page_html(self.models, self.layout))
+
+
+def explore(
+    schedules: str | Sequence[str],
+    ranks: int | Sequence[int | tuple[int, ...]] = 4,
+    chunks: int | Sequence[int] = 1,
+    *,
+    problem: GemmProblem = EXAMPLE,
+    machine: Machine | str = "h200",
+    **options: Any,
+) -> Explorer:
+    """A page with a selector of schedule, ranks and chunks. In a notebook, the last expression of a cell shows it.
+
+    Args:
+        schedules: names of schedules.
+        ranks: numbers of ranks, or meshes such as (2, 4). Those with another number of axes than a schedule takes are
+            left out for it.
+        chunks: values of the option chunks, for schedules that have it.
+        problem: the product.
+        machine: for which times are predicted.
+        **options: further options of :func:`distgemm.make_plan` and of the schedules.
+
+    Raises:
+        ValueError: for a schedule that does not take what is given, and if nothing is left.
+    """
+    models = []
+    for name in [schedules] if isinstance(schedules, str) else schedules:
+        for size in [ranks] if isinstance(ranks, int) else ranks:
+            mesh = (size,) if isinstance(size, int) else tuple(size)
+            if len(mesh) != schedule_mesh_rank(name):
+                continue
+            tried = [chunks] if isinstance(chunks, int) else list(chunks)
+            for count in tried if "chunks" in schedule_options(name) else [None]:
+                chosen: dict[str, Any] = {} if count is None else {"chunks": count}
+                plan = make_plan(problem, name, mesh=mesh, **chosen, **options)
+                label = {"schedule": name, "ranks": "x".join(map(str, mesh)), "chunks": count or 1}
+                models.append(predicted_model(plan, machine, label))
+    if not models:
+        raise ValueError(f"no schedule of {schedules!r} takes the ranks {ranks!r}")
+    return Explorer(tuple(models), "choose" if len(models) > 1 else "one")
+
+
+def notebook_html(shown: Plan | DistributedTileScheduler) -> str:
+    """The page of a plan, with times that are predicted for an H200; or of a schedule, in steps."""
+    try:
+        d3_source()
+    except ValueError as error:
+        text = show_plan(shown) if isinstance(shown, Plan) else show_schedule(shown)
+        return f"<pre>{html.escape(text)}</pre><p>{html.escape(str(error))}</p>"
+    model = predicted_model(shown) if isinstance(shown, Plan) else page_model(make_plan(EXAMPLE, shown))
+    return _frame(page_html([model]))
+
+
+def _frame(page: str) -> str:
+    """A page in a frame of a notebook, in which scripts and styles of page and notebook do not meet."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" title="explorer of a plan" '
+        f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 0"></iframe>'
+    )

@@ -73,6 +73,10 @@ def schedule_page(name: str) -> str:
             f'\n```python\nschedule = distgemm.get_schedule("{name}", {size})\n```\n',
             f"The grids below are of {scheduler.world_size} ranks{shape} and one chunk.\n",
             f"<!-- picture: {name}.svg Tile grids and work of {name} -->\n",
+            "## The plan moves\n",
+            f"Times are predicted for {_layer(name)} of Llama 70B on H200s. Select a tile, a rank or a bar for its "
+            "history. [Explorer](../explorer.md) explains the page.\n",
+            f"<!-- explorer: {name}_explorer.html The plan of {name} moves -->\n",
             "## Grids\n\n```text",
             show_schedule(scheduler),
             "```\n\n## Bytes and workspace\n\nEach rank sends\n",
@@ -136,6 +140,10 @@ def _example(name: str) -> str:
         f"With m, n, k = {', '.join(map(str, shape))} in bfloat16 on {ranks}, a rank sends {_mib(sent)}, the busiest "
         f"link carries {_mib(max(links.values()))}, and the workspace takes {_mib(workspace)}."
     )
+
+
+def _layer(name: str) -> str:
+    return "the layer fc1" if name.startswith("all_gather") else "the layer fc2"
 
 
 def _mib(size: float) -> str:

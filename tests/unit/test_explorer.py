@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import json
 import re
 import zlib
@@ -19,7 +20,7 @@ from distgemm.plan.plan import Plan, PlanError
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.simulator import FLAG_LANE, Machine, simulate
 from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
-from distgemm.viz.page import page_model, predicted_model, save_page
+from distgemm.viz.page import explore, page_model, predicted_model, save_page
 from tests.unit.command import invoke, refusal
 
 H200 = Machine.load("h200")
@@ -76,7 +77,7 @@ def reference_states(plan: Plan, track: Track, time: float) -> dict[tuple[str, i
         if isinstance(op, Copy):
             return into(op.src, op.src.rank) if op.src[:3] != view[:3] else set()
         have = {op.tile.k} if isinstance(op, Gemm) else set()
-        for source in op.sources:  # type: ignore[attr-defined]
+        for source in op.sources:
             if source[:3] != view[:3]:
                 have |= into(source, rank)
             else:  # in place: what was there before
@@ -286,6 +287,34 @@ def test_commands_write_pages(command: str, track: str, tmp_path: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, f"wrote {path}\n")
     (model,) = unpacked(path.read_text())["models"]
     assert (model["ranks"], model["tracks"][0]["name"], model["failure"]) == (3, track, None)
+
+
+def test_notebooks_show_pages() -> None:
+    pytest.importorskip("mpld3")
+    schedule = distgemm.get_schedule("all_gather_1d_ring_a", 3)
+    plan = distgemm.make_plan(distgemm.GemmProblem(512, 512, 512), schedule)
+    for shown, track in ((schedule, "steps"), (plan, "predicted")):
+        frame = shown._repr_html_()
+        (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', frame)
+        (model,) = unpacked(html.unescape(page))["models"]
+        assert (model["schedule"], model["ranks"], model["tracks"][0]["name"]) == (schedule.name, 3, track)
+
+
+def test_notebooks_without_d3_show_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distgemm.viz.page.find_spec", lambda name: None)
+    text = distgemm.get_schedule("all_gather_1d_ring_a", 3)._repr_html_()
+    assert "all_gather_1d_ring_a: 3 ranks" in text and "pip install" in text
+
+
+def test_explore_makes_a_plan_of_each_kind() -> None:
+    names = ["all_gather_1d_ring_a", "tensor_parallel_2d"]
+    found = explore(names, [2, 4, (2, 2)], [1, 2], problem=distgemm.GemmProblem(512, 512, 512))
+    labels = [tuple(model["label"].values()) for model in found.models]
+    assert labels[:4] == [(names[0], ranks, chunks) for ranks in "24" for chunks in (1, 2)]
+    assert {label[:2] for label in labels[4:]} == {(names[1], "2x2")} and found.layout == "choose"
+    assert [model["iterations"] for model in found.models[:4]] == [2, 4, 4, 8]
+    with pytest.raises(ValueError, match="takes the ranks"):
+        explore("tensor_parallel_2d", 4)
 
 
 def test_without_d3_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

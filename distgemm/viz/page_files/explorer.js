@@ -131,16 +131,17 @@ class View {
         const most = d3.max(cells, ({ values }) => values.length) || 1;
         const across = columns === 1 ? most : Math.min(most, Math.max(1, Math.floor(24 / columns)), Math.ceil(Math.sqrt(most)) + (most <= 4 ? 2 : 0));
         const down = Math.ceil(most / across);
-        const width = Math.max(5, Math.min(44, Math.floor((room * (columns === 1 ? 0.45 : 0.8)) / (columns * across))));
-        const height = Math.max(6, Math.min(28, Math.floor(440 / (rows * down))));
-        const gap = width > 10 ? 4 : 1;
-        const cellWidth = across * width + gap, cellHeight = down * height + (height > 10 ? 4 : 1);
+        const width = Math.max(5, Math.min(rows * down > 44 ? 22 : 36, Math.floor((room * (columns * across > 24 ? 0.85 : 0.42)) / (columns * across))));
+        const height = Math.max(4, Math.min(28, Math.floor(440 / (rows * down))));
+        const small = width < 12 || height < 10;
+        const cellWidth = across * width + (width > 10 ? 4 : 1), cellHeight = down * height + (height > 10 ? 4 : 0);
         const box = html(holder, "div", { class: "grid" });
         const where = batches > 1 ? `, ${modes[2]} ${batch}` : "";
         html(box, "h3", {}, `${operand} (${modes[0]} \u00D7 ${modes[1]})${where}`);
         const scroll = html(box, "div", { class: "scroll" });
         const side = 38, top = 16;
         const svg = svgNode(scroll, "svg", {
+          class: small ? "small" : "",
           width: side + columns * cellWidth + 4, height: top + rows * cellHeight + 4, tabindex: 0, role: "listbox",
           "aria-label": `tiles of ${operand}${where}; arrow keys move, Enter selects`,
         });
@@ -153,7 +154,7 @@ class View {
           each.forEach((place, number) => {
             const x = side + column * cellWidth + (number % across) * width, y = top + row * cellHeight + Math.floor(number / across) * height;
             const node = svgNode(svg, "g", { class: `pip${place.owner ? " owner" : ""}`, id: `pip-${this.number}-${this.pips.length}`, role: "option", "data-tile": tile, "data-rank": place.rank, transform: `translate(${x},${y})` });
-            svgNode(node, "rect", { width: width - 1, height: height - 1, rx: width > 10 ? 3 : 0 });
+            svgNode(node, "rect", { width: width - 1, height: height - (height > 5 ? 1 : 0.5), rx: small ? 0 : 3 });
             const label = width >= 12 && height >= 12 ? svgNode(node, "text", { x: (width - 1) / 2, y: height / 2 }) : null;
             const pip = { ...place, node, label, step: -1, x, y, width, wide: width >= 24 };
             node.addEventListener("click", () => this.pick({ tile, rank: place.rank }));
@@ -165,7 +166,7 @@ class View {
       }
     }
     const legend = html(parent, "ul", { class: "legend" });
-    for (const text of ["\u25CF held in a shard (thick edge) or arrived", "\u2192 on its way to this rank", "\u00D7 multiplied or added now (black edge)", "2/4 partial sum of 2 of 4 k tiles", "\u2197 sent on", "\u2713 finished tile of D", "dashed: nothing here"]) html(legend, "li", {}, text);
+    for (const text of ["\u25CF held in a shard (thick edge) or arrived", "\u2192 on its way to this rank", "\u00D7 multiplied or added now (strong edge)", "2/4 partial sum of 2 of 4 k tiles", "\u2197 sent on", "\u2713 finished tile of D", "dashed: nothing here"]) html(legend, "li", {}, text);
     // Hatches: what is on its way differs by more than a shade.
     const defs = svgNode(svgNode(parent, "svg", { width: 0, height: 0, "aria-hidden": "true" }), "defs");
     this.colours.forEach((colour, rank) => {
@@ -206,7 +207,7 @@ class View {
     const places = this.nodePlaces(size);
     const radius = Math.max(7, Math.min(24, places.apart * 0.32));
     const height = d3.max(places, (place) => place[1]) + radius + 8;
-    const svg = svgNode(parent, "svg", { viewBox: `0 0 ${size} ${height}`, width: "100%", style: "max-height:320px", role: "group", "aria-label": "ranks and the links between them" });
+    const svg = svgNode(parent, "svg", { viewBox: `0 0 ${size} ${height}`, width: "100%", class: "network", role: "group", "aria-label": "ranks and the links between them" });
     const defs = svgNode(svg, "defs");
     this.colours.forEach((colour, rank) => {
       const marker = svgNode(defs, "marker", { id: `arrow-${this.number}-${rank}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 4, markerHeight: 4, orient: "auto" });
@@ -222,7 +223,7 @@ class View {
     };
     const ways = svgNode(svg, "g");
     if (model.links.length <= 240) for (const [src, dst, size] of model.links) svgNode(svgNode(ways, "path", { class: "way", d: this.path(src, dst) }), "title").textContent = `rank ${src} to rank ${dst}: ${size}`;
-    this.linkLayer = d3.select(svgNode(svg, "g"));
+    this.linkLayer = d3.select(svgNode(svg, "g", { class: model.ranks > 16 ? "many" : "" }));
     this.nodes = places.map(([x, y], rank) => {
       const node = svgNode(svg, "g", { class: "node", "data-rank": rank, transform: `translate(${x.toFixed(1)},${y.toFixed(1)})`, tabindex: model.ranks <= 16 ? 0 : -1, role: "button", "aria-label": `rank ${rank}` });
       svgNode(node, "circle", { r: radius, fill: this.colours[rank] });
@@ -348,8 +349,8 @@ class View {
     if (!this.rows) this.layoutLanes();
     const { model, canvas } = this;
     const width = this.lanes.clientWidth || 600, dots = window.devicePixelRatio || 1;
-    this.side = model.ranks > 16 ? 56 : width < 500 ? 84 : 110;
-    const last = Math.max(...model.tracks.map(({ end }) => end)), first = Math.min(...model.tracks.map(({ begin }) => begin));
+    this.side = model.ranks > 16 ? 56 : width < 500 ? 74 : 110;
+    const [first, last] = this.span || [this.begin, this.end]; // views beside each other have one axis
     this.plain = d3.scaleLinear().domain([first, last > first ? last : first + 1]).range([this.side, width - 8]);
     this.zoomer.extent([[this.side, 0], [width - 8, 1]]).translateExtent([[this.side, 0], [width - 8, 1]]);
     this.scale = this.zoom.rescaleX(this.plain);
@@ -373,7 +374,7 @@ class View {
         pen.fillRect(0, row.y, 5, row.height);
         pen.fillStyle = ink;
         pen.font = `600 ${model.ranks > 16 ? 8 : 11}px system-ui, sans-serif`;
-        pen.fillText(model.ranks > 16 ? `rank ${row.rank}` : `rank ${row.rank}`, 9, middle);
+        pen.fillText(width < 500 ? row.rank : `rank ${row.rank}`, 9, middle);
         before = row.rank;
       }
       if (model.ranks <= 16) {
@@ -653,7 +654,9 @@ class Player {
   open(models) {
     this.pause();
     this.holder.textContent = "";
-    this.views = models.map((model) => new View(html(this.holder, "article"), model, this));
+    // All columns exist before anything is measured.
+    const columns = models.map(() => html(this.holder, "article"));
+    this.views = models.map((model, index) => new View(columns[index], model, this));
     this.resize();
     const failed = this.views.find(({ model }) => model.failure);
     this.seek(this.begin);
@@ -667,9 +670,11 @@ class Player {
   }
 
   resize() {
-    this.begin = Math.min(...this.views.map(({ begin }) => begin));
-    this.end = Math.max(...this.views.map(({ end }) => end));
+    const tracks = d3.merge(this.views.map(({ model }) => model.tracks));
+    this.begin = d3.min(tracks, ({ begin }) => begin);
+    this.end = d3.max(tracks, ({ end }) => end);
     Object.assign(this.slider, { min: this.begin, max: this.end, step: (this.end - this.begin) / 2000 || 1 });
+    for (const view of this.views) { view.span = [this.begin, this.end]; view.drawTimeline(); }
     this.seek(Math.min(Math.max(this.at, this.begin), this.end));
   }
 
