@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 import distgemm
+from distgemm.measure.trace import Trace
 from distgemm.plan.ops import Copy, Gemm, Reduce, link_of
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.simulator import Timeline, simulate
 from distgemm.viz.explorer import Track, predicted_track, step_track
-from distgemm.viz.page import page_model, predicted_model, save_page
+from distgemm.viz.page import explore, page_model, predicted_model, save_page
 from tests.browser.conftest import Page
 from tests.unit.test_explorer import H200, broken, reference_states, times_of
+from tests.unit.test_trace import recorded
 
 MESHES = {1: [(4,), (8,)], 2: [(2, 2), (2, 4)], 3: [(1, 2, 2), (2, 2, 2)]}
 CASES = [(name, mesh) for name in distgemm.list_schedules() for mesh in MESHES[schedule_mesh_rank(name)]]
@@ -161,3 +163,83 @@ def test_a_deadlock_opens_at_the_op_that_never_starts(page: Page, tmp_path: Path
     assert "does not come before it" in page.text(".failure")
     assert page.text(".details h2").startswith(f"Op #{ops[last].id} of rank 0")
     page.check_console()
+
+
+def test_a_trace_shows_both_times(page: Page, tmp_path: Path) -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(1024, 1024, 512), GATHER, 2, sync="barrier")
+    timeline = simulate(plan, H200)
+    trace = Trace.of(plan, 2, recorded(timeline, {1: -500.0}), timeline)
+    save_page([page_model(plan, trace.tracks())], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.texts(".tracks option") == ["measured", "predicted"] and "Measured on 2 GPUs" in page.text(".about")
+    for spans in (trace.spans, trace.prediction):
+        # The first op of a rank that is no flag.
+        copy = next(span for span in spans if link_of(span.op) == (0, 1))
+        page.seek((copy.start + copy.end) / 2)
+        assert page.links() >= {(0, 1)} and copy.op.id in page.running()[0]
+        page.run("explorer.views[0].pick({ op: [0, arguments[0]] })", copy.op.id)
+        assert f"{copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s" in page.text(".sentence")
+        page.run(
+            "const node = document.querySelector('.tracks'); node.value = 1;node.dispatchEvent(new Event('change'))"
+        )
+    assert "Predicted for" in page.text(".about")
+    page.check_console()
+
+
+def test_plans_beside_each_other_have_one_clock(page: Page, tmp_path: Path) -> None:
+    timelines = [predicted(name, (4,)) for name in (GATHER, "reduce_scatter_1d_pairwise_a")]
+    tracks = [predicted_track(timeline) for timeline in timelines]
+    models = [page_model(track_of.plan, [track]) for track_of, track in zip(timelines, tracks, strict=True)]
+    save_page(models, tmp_path / "page.html", "beside", "One <beside> the other")
+    page.open(tmp_path / "page.html")
+    assert page.texts("h1") == [timeline.plan.schedule for timeline in timelines]
+    assert page.text("main > .about") == page.driver.title == "One <beside> the other"
+    last = [max(run.done for run in track.runs) for track in tracks]
+    assert page.run("return explorer.end") == pytest.approx(max(last), abs=1e-3)
+    time = min(last) * 0.4
+    page.seek(time)
+    for number, (timeline, track) in enumerate(zip(timelines, tracks, strict=True)):
+        shown = page.states(number)
+        for at, allowed in reference_states(timeline.plan, track, time).items():
+            assert shown.get(at, "absent") in allowed
+    assert page.run("return new Set(explorer.views.map(({ scale }) => scale.domain().join())).size") == 1
+
+
+def test_a_selector_of_plans(page: Page, tmp_path: Path) -> None:
+    names = [GATHER, "all_gather_1d_tiling_cd_rotating_a"]
+    explore(names, [2, 4], [1, 2], problem=PROBLEM).save(tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert (page.text("h1"), len(page.texts(".now li"))) == (names[0], 2)
+    for key, value in (("schedule", names[1]), ("ranks", "4"), ("chunks", "2")):
+        page.run(
+            "const node = document.querySelector(`select[data-key=${arguments[0]}]`); node.value = arguments[1];"
+            "node.dispatchEvent(new Event('change'))",
+            key,
+            value,
+        )
+    assert page.text("h1") == names[1] and page.run("return explorer.views[0].model.iterations") == 8
+    assert len(page.texts(".now li")) == 4
+    page.check_console()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(360, False), (820, True), (1400, False)])
+def test_pages_fit_their_window(page: Page, width: int, dark: bool, tmp_path: Path) -> None:
+    timeline = predicted("reduce_scatter_1d_tiling_a_rotating_c", (8,))
+    save_page([page_model(timeline.plan, [predicted_track(timeline)])], tmp_path / "page.html")
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    try:
+        page.open(tmp_path / "page.html")
+        page.click('.node[data-rank="2"]')
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        paper = page.run("return getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") != dark
+        small = page.run(
+            "return [...document.querySelectorAll('button, select')].filter((each) => each.offsetHeight < 24).length"
+        )
+        assert small == 0
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
