@@ -11,9 +11,9 @@ import distgemm
 from distgemm.measure.trace import Trace
 from distgemm.plan.ops import Copy, Gemm, Reduce, link_of
 from distgemm.schedulers import schedule_mesh_rank
-from distgemm.simulator import Timeline, simulate
+from distgemm.simulator import Timeline, op_title, simulate
 from distgemm.viz.explorer import Track, predicted_track, step_track
-from distgemm.viz.page import explore, page_model, predicted_model, save_page
+from distgemm.viz.page import EXAMPLE, explore, page_model, predicted_model, save_page
 from tests.browser.conftest import Page
 from tests.unit.test_explorer import H200, broken, reference_states, times_of
 from tests.unit.test_trace import recorded
@@ -75,7 +75,7 @@ def test_a_page_shows_what_the_simulator_says(page: Page, name: str, mesh: tuple
 
 
 def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
-    timeline = predicted(GATHER, (4,))
+    timeline = simulate(distgemm.make_plan(EXAMPLE, GATHER, 4), H200)
     save_page([page_model(timeline.plan, [predicted_track(timeline)])], tmp_path / "page.html")
     page.open(tmp_path / "page.html")
     page.click('.pip[data-tile="A(3,0,0)"][data-rank="1"]')
@@ -89,7 +89,7 @@ def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
     rows = page.texts(".history tbody tr td:nth-child(2)")
     assert any(
         row.startswith(
-            f"rank 0 copies: A(3,0,0) to rank 1, 512 KiB, {copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s, "
+            f"rank 0 copies: A(3,0,0) to rank 1, 32 MiB, {copy.start:.1f} \u00b5s to {copy.end:.1f} \u00b5s, "
             f"arrived on rank 1 at {arrived:.1f} \u00b5s."
         )
         for row in rows
@@ -100,6 +100,15 @@ def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
         and f"there at {arrived:.1f} \u00b5s" in row
         for row in rows
     ), rows
+    # It is there long before the GEMM starts: first the lane is busy, then the GEMM before occupies the SMs.
+    (row,) = [row for row in rows if row.startswith("rank 1 multiplies")]
+    gemms = {event.op.iteration: event for event in timeline.events if event.rank == 1 and isinstance(event.op, Gemm)}
+    number = gemm.op.iteration
+    assert gemms[number - 2].lane == gemm.lane and arrived < gemms[number - 2].end < gemm.start < gemms[number - 1].end
+    assert row.endswith(
+        f"Its lane is busy with {op_title(gemms[number - 2].op)} until {gemms[number - 2].end:.1f} \u00b5s. "
+        f"{op_title(gemms[number - 1].op)} occupies the SMs until it starts."
+    )
     # A row leads to its time, the op's number to the op.
     page.click(f'.history tr[data-op="0:{copy.op.id}"] td:first-child button')
     assert page.run("return explorer.at") == pytest.approx(copy.start, abs=1e-3)

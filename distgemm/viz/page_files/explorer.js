@@ -494,7 +494,7 @@ class View {
     const later = this.moving.find((each) => each.rank === rank && each.start > time);
     if (!later) return this.neverStarts(rank) ? "waits for ever" : "has finished";
     const reason = this.reasons(rank, later.op).filter(({ at }) => at === null || at > time).pop();
-    return reason ? `waits for ${reason.text}` : "idle";
+    return `${reason ? `waits for ${reason.text}; ` : "idle; "}next ${later.op.title} at ${this.text(later.start)}`;
   }
   neverStarts(rank) { return this.times[rank].some((time) => !time); }
 
@@ -506,7 +506,7 @@ class View {
       if (index === undefined) { found.push({ at: null, text: `op #${id}, which does not exist` }); continue; }
       const dep = this.model.ops[rank][index], time = this.times[rank][index];
       if (dep.kind === "Wait") {
-        let at = time ? time[2] : null, text = `rank ${dep.peer} to free the slot (${dep.flag})`, arrived = null;
+        let at = time ? time[2] : null, text = `a free slot on rank ${dep.peer} (${dep.flag})`, arrived = null;
         if (dep.signal) {
           const [from, id] = dep.signal, signal = this.op(from, id);
           const makers = signal.deps.map((each) => [this.op(from, each), this.time(from, each)]).filter(([each]) => each && KIND_COLOURS[each.kind]);
@@ -524,15 +524,28 @@ class View {
     return found.sort((one, other) => (one.at === null) - (other.at === null) || one.at - other.at);
   }
 
+  // What an op still waits for after the last thing that it follows: its lane, or the GPU that other GEMMs occupy.
+  delay(rank, op, time, reasons) {
+    if (!time || this.unit !== "us" || !KIND_COLOURS[op.kind]) return "";
+    const ready = d3.max([this.begin, ...reasons.map(({ at }) => at)]);
+    const others = this.moving.filter((each) => each.rank === rank && each.op !== op && each.start < time[1]);
+    const ends = (each) => this.times[rank][each.index][2];
+    const before = others.filter((each) => this.times[rank][each.index][0] === time[0] && ends(each) > ready + 1).pop();
+    const free = Math.max(ready, before ? ends(before) : ready);
+    const running = op.kind === "Gemm" && time[1] > free + 20 ? others.filter((each) => each.op.kind === "Gemm" && ends(each) >= time[1]).pop() : null;
+    return (before ? ` Its lane is busy with ${before.op.title} until ${this.text(free)}.` : "") + (running ? ` ${running.op.title} occupies the SMs until it starts.` : "");
+  }
+
   sentence(rank, op, time) {
     const reasons = this.reasons(rank, op);
     const waits = reasons.length ? ` It follows ${reasons.map(({ text, at, arrived }) => `${text}${at === null || at === undefined ? ", which never ends" : arrived !== null && arrived !== undefined ? `, there at ${this.text(arrived)}` : `, at ${this.text(at)}`}`).join("; ")}.` : "";
+    const delay = this.delay(rank, op, time, reasons);
     const what = op.kind === "Barrier" ? "meets all ranks at the barrier" : op.kind === "Signal" || op.kind === "Wait" ? `${DOES[op.kind]} the ${op.flag}${op.kind === "Wait" ? `, which rank ${op.peer} sets` : ""}` : `${DOES[op.kind]}: ${op.title}${op.bytes ? `, ${op.bytes}` : ""}`;
     if (!time) return `rank ${rank} ${what}. ${this.model.tracks[this.track].name === "measured" ? "Not measured." : "Never starts."}${waits}`;
     const [, start, end, done] = time;
     const when = end > start ? `${this.text(start)} to ${this.text(end)}` : `at ${this.text(start)}`;
     const there = op.link && done > end ? `, arrived on rank ${op.link[1]} at ${this.text(done)}` : op.link ? `, arrived on rank ${op.link[1]}` : "";
-    return `rank ${rank} ${what}, ${when}${there}.${waits}`;
+    return `rank ${rank} ${what}, ${when}${there}.${waits}${delay}`;
   }
 
   pick(picked) {
