@@ -166,7 +166,7 @@ def tiles_of(op: Op) -> list[TileKey]:
     if isinstance(op, Barrier):
         return []
     # The flag of a GEMM that stores to another rank has the coordinate of the work tile.
-    return [(op.operand, op.tile if len(op.tile) == 3 else (op.tile[0], op.tile[1], op.tile[3]))]
+    return [(op.operand, (*op.tile[:2], op.tile[3]) if len(op.tile) == 4 else tuple(op.tile))]
 
 
 def _tile_box(plan: Plan, key: TileKey) -> Box:
@@ -256,7 +256,7 @@ class _States:
                     if contains(plan.box(operand, rank), box):
                         self._place(key, rank)
         for ops in plan.rank_ops:
-            for op in ops:
+            for op in filter(self._known, ops):
                 for key in tiles_of(op):
                     self._place(key, op.rank)
                 link = link_of(op)
@@ -265,10 +265,16 @@ class _States:
         # At equal times results arrive before ops start, except that an op starts before its own result.
         events = []
         for run in track.runs:
-            if isinstance(run.op, (Gemm, Copy, Reduce)):
+            if isinstance(run.op, (Gemm, Copy, Reduce)) and self._known(run.op):
                 events += [(run.start, 1, run), (run.done, 2 if run.done == run.start else 0, run)]
         for time, phase, run in sorted(events, key=lambda event: event[:2]):
             (self._start if phase == 1 else self._done)(run, time)
+
+    def _known(self, op: Op) -> bool:
+        """Whether an op is about tiles and ranks of the plan, as every op of a plan with a proof is."""
+        return all(key in self.boxes for key in tiles_of(op)) and all(
+            0 <= rank < self.plan.world_size for rank in (op.rank, *(link_of(op) or ()))
+        )
 
     def _place(self, key: TileKey, rank: int) -> _Place:
         place = self.places.get((key, rank))
@@ -380,7 +386,12 @@ def explorer_model(plan: Plan, tracks: Sequence[Track], failure: PlanError | Non
         result is there, or null if it never starts. ``places`` says what each rank has of each tile: steps of (time,
         state, text), each valid until the next one.
     """
-    links = plan.link_bytes()
+    links: Counter[tuple[int, int]] = Counter()
+    for ops in plan.rank_ops:
+        for op in ops:
+            link = _link(plan, op)
+            if link is not None:
+                links[link] += _moved_bytes(plan, op)
     signals = {op.flag[:2]: op for ops in plan.rank_ops for op in ops if isinstance(op, Signal)}
     found = [(track, _States(plan, track)) for track in map(_rounded, tracks)]
     places = sorted({at for _, states in found for at in states.places})
@@ -394,8 +405,8 @@ def explorer_model(plan: Plan, tracks: Sequence[Track], failure: PlanError | Non
         "sync": plan.sync,
         "iterations": plan.iterations,
         "moved": bytes_text(sum(links.values())) if links else "nothing",
-        "links": [[src, dst, bytes_text(size)] for (src, dst), size in links.items()],
-        "failure": None if failure is None else _failure(failure),
+        "links": [[src, dst, bytes_text(size)] for (src, dst), size in sorted(links.items())],
+        "failure": None if failure is None else _failure(plan, failure),
         "grids": [
             {"operand": operand, "modes": list(modes), "shape": [getattr(plan.grid, mode) for mode in modes]}
             for operand, modes in MODES.items()
@@ -424,9 +435,10 @@ def tile_text(key: TileKey) -> str:
     return f"{key[0]}({','.join(map(str, key[1]))})"
 
 
-def _failure(error: PlanError) -> dict[str, Any]:
-    op = error.op
-    return {"message": str(error), "op": None if op is None else [op.rank, op.id]}
+def _failure(plan: Plan, error: PlanError) -> dict[str, Any]:
+    # The op may name another rank than the one in whose list it stands.
+    at = [[rank, op.id] for rank, ops in enumerate(plan.rank_ops) for op in ops if op is error.op]
+    return {"message": str(error), "op": at[0] if at else None}
 
 
 def _op_row(plan: Plan, op: Op, signals: dict[tuple[int, int], Signal]) -> dict[str, Any]:
@@ -438,10 +450,10 @@ def _op_row(plan: Plan, op: Op, signals: dict[tuple[int, int], Signal]) -> dict[
         "tiles": [tile_text(key) for key in tiles_of(op)],
         "deps": list(op.deps),
     }
-    link, write = link_of(op), accesses(op)[1]
-    if link is not None and write is not None:
+    link = _link(plan, op)
+    if link is not None:
         row["link"] = list(link)
-        row["bytes"] = bytes_text(box_size(write.box) * DTYPE_BYTES[plan.dtype(write)])
+        row["bytes"] = bytes_text(_moved_bytes(plan, op))
     if isinstance(op, (Signal, Wait)):
         row["title"] = f"{op.kind} {op.flag}"
         row["flag"] = str(op.flag)
@@ -452,6 +464,21 @@ def _op_row(plan: Plan, op: Op, signals: dict[tuple[int, int], Signal]) -> dict[
         signal = signals[op.flag[:2]]
         row["signal"] = [signal.rank, signal.id]
     return row
+
+
+def _link(plan: Plan, op: Op) -> tuple[int, int] | None:
+    """The link of an op, if its ranks exist."""
+    link = link_of(op)
+    return link if link is not None and all(0 <= rank < plan.world_size for rank in link) else None
+
+
+def _moved_bytes(plan: Plan, op: Op) -> int:
+    """The bytes that an op moves over its link; 0 if its slot does not exist."""
+    write = accesses(op)[1]
+    assert write is not None
+    if write.buffer == "slot" and not 0 <= write.slot < len(plan.slots[write.rank]):
+        return 0
+    return box_size(write.box) * DTYPE_BYTES[plan.dtype(write)]
 
 
 def _track_row(plan: Plan, track: Track, begin: float) -> dict[str, Any]:

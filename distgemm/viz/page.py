@@ -20,8 +20,9 @@ from distgemm.arguments import instance, write
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
+from distgemm.plan.validate import validate
 from distgemm.schedulers import DistributedTileScheduler, schedule_mesh_rank, schedule_options
-from distgemm.simulator import Machine, Timeline, simulate
+from distgemm.simulator import Machine, simulate
 from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
 from distgemm.viz.text import show_plan, show_schedule
 
@@ -93,45 +94,59 @@ def page_model(plan: Plan, tracks: Sequence[Track] = (), label: dict[str, Any] |
         label: what selects the model on a page of several.
 
     Raises:
-        PlanError: if a field of the plan has another type than a plan's.
+        PlanError: if there is nothing to draw: the plan's fields have other types than a plan's, or its extents,
+            shards and slots are not those of its ranks and its problem.
     """
-    instance("plan", plan, Plan, "a distgemm.Plan")
-    plan.check_types()
-    failure = None
-    try:
-        plan.verify()
-    except PlanError as error:
-        failure = error
+    failure = _structural_failure(plan)
+    if failure is None:
+        try:
+            plan.verify()
+        except PlanError as error:
+            failure = error
     return {"label": label or {}, **explorer_model(plan, tracks or [step_track(plan)], failure)}
 
 
 def predicted_model(plan: Plan, machine: Machine | str = "h200", label: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The model of a plan with predicted times, or in steps if the plan deadlocks, which the page says.
+    """The model of a plan with predicted times, or in steps if the plan cannot be simulated, which the page says.
 
     Raises:
         ValueError: for an element type that the machine has no rate for.
+        PlanError: as :func:`page_model`.
     """
-    instance("plan", plan, Plan, "a distgemm.Plan")
+    failure = _structural_failure(plan)
+    if failure is None:
+        try:
+            return page_model(plan, [predicted_track(simulate(plan, machine))], label)
+        except PlanError as error:  # a deadlock
+            failure = error
+    steps = step_track(plan)
+    return page_model(plan, [steps._replace(about=f"No times: {failure}. {steps.about}")], label)
+
+
+def _structural_failure(plan: Plan) -> PlanError | None:
+    """The error of an op that the structural checks refuse. Raises PlanError for an error of the plan as a whole."""
     try:
-        timeline: Timeline = simulate(plan, machine)
+        validate(instance("plan", plan, Plan, "a distgemm.Plan"))
     except PlanError as error:
-        steps = step_track(plan)
-        return page_model(plan, [steps._replace(about=f"No times: {error}. {steps.about}")], label)
-    return page_model(plan, [predicted_track(timeline)], label)
+        if error.op is None:
+            raise
+        return error
+    return None
 
 
-def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: str = "") -> str:
+def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: str = "", *, play: bool = False) -> str:
     """The text of a page.
 
     Args:
         models: results of :func:`page_model`.
         layout: how several are shown.
         title: a line above them.
+        play: play when the page opens, again and again.
 
     Raises:
         ValueError: if D3 is not installed.
     """
-    text = json.dumps({"title": title, "layout": layout, "models": list(models)}, separators=(",", ":"))
+    text = json.dumps({"title": title, "layout": layout, "play": play, "models": list(models)}, separators=(",", ":"))
     parts = {
         "title": html.escape(title or models[0]["schedule"]),
         "style": (FILES / "explorer.css").read_text(encoding="utf-8"),
@@ -146,9 +161,16 @@ def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: s
     return page
 
 
-def save_page(models: Sequence[dict[str, Any]], path: str | Path, layout: Layout = "one", title: str = "") -> None:
+def save_page(
+    models: Sequence[dict[str, Any]],
+    path: str | Path,
+    layout: Layout = "one",
+    title: str = "",
+    *,
+    play: bool = False,
+) -> None:
     """Write a page to a file. Raises ValueError if it cannot be written, or if D3 is not installed."""
-    write("path", path, page_html(models, layout, title))
+    write("path", path, page_html(models, layout, title, play=play))
 
 
 # --- notebooks ------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def save_unfused_beside_fused(path: Path) -> None:
     models = [
         predicted_model(plan, label={"title": title}) for title, plan in (("Unfused", unfused(fused)), ("Fused", fused))
     ]
-    save_page(models, path, "beside", TITLE)
+    save_page(models, path, "beside", TITLE, play=True)
 
 
 TITLE = (

@@ -199,10 +199,15 @@ def test_plans_beside_each_other_have_one_clock(page: Page, tmp_path: Path) -> N
     timelines = [predicted(name, (4,)) for name in (GATHER, "reduce_scatter_1d_pairwise_a")]
     tracks = [predicted_track(timeline) for timeline in timelines]
     models = [page_model(track_of.plan, [track]) for track_of, track in zip(timelines, tracks, strict=True)]
-    save_page(models, tmp_path / "page.html", "beside", "One <beside> the other")
+    save_page(models, tmp_path / "page.html", "beside", "One <beside> the other", play=True)
     page.open(tmp_path / "page.html")
     assert page.texts("h1") == [timeline.plan.schedule for timeline in timelines]
     assert page.text("main > .about") == page.driver.title == "One <beside> the other"
+    page.run("explorer.speed = 40")
+    page.wait("return explorer.at === explorer.end")
+    page.wait("return explorer.at < explorer.end")  # it plays again
+    page.press(" ")
+    assert page.run("return !explorer.looping && !('playing' in explorer.root.dataset)")
     last = [max(run.done for run in track.runs) for track in tracks]
     assert page.run("return explorer.end") == pytest.approx(max(last), abs=1e-3)
     time = min(last) * 0.4

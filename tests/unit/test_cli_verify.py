@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from distgemm.cli import verify as command
 from distgemm.cli.options import squarest_meshes
 from distgemm.plan.ops import Gemm
 from distgemm.schedulers import registry
-from tests.unit.command import invoke, succeed
+from tests.unit.command import invoke, refusal, succeed
 from tests.unit.test_cli import schedule_2d
+from tests.unit.test_explorer import unpacked
 
 __all__ = ["schedule_2d"]  # a fixture
 
@@ -100,7 +102,7 @@ def test_meshes() -> None:
     assert squarest_meshes(12, 3) == [(2, 2, 3), (3, 2, 2)]
 
 
-def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*arguments: Any, **keywords: Any) -> Plan:
         plan = distgemm.make_plan(*arguments, **keywords)
         if plan.world_size != 2:
@@ -116,6 +118,13 @@ def test_verify_reports_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         broken(distgemm.GemmProblem(101, 77, 59), "gemm+rs", 2).verify()
     assert str(failure.value) in done.stderr
     assert "gemm+rs on 2: workspace full, sync credit, mechanism push: " in done.stderr
+    pytest.importorskip("mpld3")
+    page = tmp_path / "failure.html"
+    done = invoke("verify", "gemm+rs", *ranks(1, 2, 3), "-o", str(page))
+    assert done.exit_code == 1 and done.stderr.endswith(f"wrote {page}\n")
+    (model,) = unpacked(page.read_text())["models"]
+    assert model["failure"]["message"] == str(failure.value) and model["ranks"] == 2
+    assert refusal("verify", "gemm+rs", "-o", "a.svg") == "error: -o takes a .html file, got 'a.svg'"
 
 
 @pytest.mark.parametrize("error", [distgemm.PlanError("a hop to rank 9"), ValueError("a rank gets no tile")])

@@ -22,6 +22,7 @@ from distgemm.simulator import FLAG_LANE, Machine, simulate
 from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
 from distgemm.viz.page import explore, page_model, predicted_model, save_page
 from tests.unit.command import invoke, refusal
+from tests.unit.mutations import mutations
 
 H200 = Machine.load("h200")
 MESHES = {1: [(4,), (3,)], 2: [(2, 2), (2, 3)], 3: [(2, 2, 2)]}
@@ -252,6 +253,61 @@ def test_a_deadlock_is_shown_in_steps() -> None:
     assert never and "never ends" in model["failure"]["message"]
 
 
+def test_plans_that_fail_can_be_shown() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(8, 6, 4), "reduce_scatter_1d_pairwise_a", 3, mechanism="store")
+    shown = 0
+    for number, mutation in enumerate(mutations(plan)):
+        if number % 4:
+            continue
+        failure = failure_of(mutation.plan)
+        model = predicted_model(mutation.plan)
+        assert (model["failure"] or {"message": None})["message"] == (None if failure is None else str(failure))
+        json.dumps(model)
+        shown += failure is not None
+    assert shown > 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tile": distgemm.TileCoord(9, 0, 0, 0)},
+        {"tile": (1, 2)},
+        {"rank": 7},
+        {"deps": (99,)},
+        {"slot": 9},
+        {"id": 0},
+        {"round": 0},
+    ],
+)
+def test_ops_that_make_no_sense_can_be_shown(change: dict[str, Any]) -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(8, 6, 4), "all_gather_1d_ring_a", 3)
+    for kind in (Copy, Signal, Wait, *([] if change.get("tile") == (1, 2) else [Gemm])):
+        at = [place for place, op in enumerate(plan.ops(1)) if isinstance(op, kind)][-1]
+        ops = list(plan.ops(1))
+        ops[at] = dataclasses.replace(ops[at], **change)
+        wrong = plan.replace_ops(1, ops)
+        failure = failure_of(wrong)
+        model = predicted_model(wrong)
+        assert (model["failure"] or {"message": None})["message"] == (None if failure is None else str(failure))
+        assert json.dumps(model)
+
+
+def failure_of(plan: Plan) -> PlanError | None:
+    try:
+        plan.verify()
+    except PlanError as error:
+        return error
+    return None
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    plan = distgemm.make_plan(distgemm.GemmProblem(8, 6, 4), "all_gather_1d_ring_a", 3)
+    with pytest.raises(PlanError, match="its mesh are for 4"):
+        page_model(dataclasses.replace(plan, mesh=(4,)))
+    with pytest.raises(ValueError, match=r"plan is a distgemm.Plan"):
+        page_model("all_gather_1d_ring_a")  # type: ignore[arg-type]
+
+
 def unpacked(text: str) -> Any:
     found = re.search(r'<script id="model" type="text/plain">([^<]*)</script>', text)
     assert found
@@ -264,7 +320,7 @@ def test_a_page_is_one_small_file_without_addresses(tmp_path: Path) -> None:
     model = page_model(plan)
     save_page([model], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert unpacked(text) == {"title": "", "layout": "one", "models": [json.loads(json.dumps(model))]}
+    assert unpacked(text) == {"title": "", "layout": "one", "play": False, "models": [json.loads(json.dumps(model))]}
     assert len(text) < 1_500_000
     assert "Copyright 2010-2018 Mike Bostock" in text
     # The browser tests see that nothing is loaded; D3 has functions that could, and nobody calls them.

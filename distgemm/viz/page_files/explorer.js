@@ -759,12 +759,18 @@ class Player {
       const now = performance.now();
       this.seek(this.at + ((now - before) / 1000) * (this.speed / PLAY_SECONDS) * (this.end - this.begin));
       before = now;
-      if (this.at >= this.end) this.pause();
+      if (this.at >= this.end) {
+        const again = this.looping;
+        this.pause();
+        if (again) { this.looping = true; this.again = setTimeout(() => this.play(), 1500); }
+      }
     });
     this.playButton.textContent = "\u275A\u275A Pause";
     this.root.dataset.playing = "";
   }
   pause() {
+    this.looping = false;
+    clearTimeout(this.again);
     if (!this.timer) return;
     this.timer.stop();
     this.timer = null;
@@ -791,6 +797,8 @@ class Player {
 const packed = document.getElementById("model").textContent;
 unpack(packed).then((page) => {
   window.explorer = new Player(document.getElementById("page"), page);
+  // A page that plays by itself starts again until the reader does something; not for readers who want no motion.
+  if (page.play && !matchMedia("(prefers-reduced-motion: reduce)").matches) { explorer.looping = true; explorer.play(); }
   document.documentElement.dataset.ready = "";
 }).catch((error) => {
   document.getElementById("page").textContent = `This page cannot be shown: ${error}`;
