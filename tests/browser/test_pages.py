@@ -205,6 +205,7 @@ def test_plans_beside_each_other_have_one_clock(page: Page, tmp_path: Path) -> N
     assert page.text("main > .about") == page.driver.title == "One <beside> the other"
     page.run("explorer.speed = 40")
     page.wait("return explorer.at === explorer.end")
+    page.run("explorer.speed = 0.2")
     page.wait("return explorer.at < explorer.end")  # it plays again
     page.press(" ")
     assert page.run("return !explorer.looping && !('playing' in explorer.root.dataset)")
@@ -257,3 +258,16 @@ def test_pages_fit_their_window(page: Page, width: int, dark: bool, tmp_path: Pa
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_notebook_shows_a_page_in_a_frame(page: Page, tmp_path: Path) -> None:
+    frame = distgemm.make_plan(PROBLEM, GATHER, 3)._repr_html_()
+    (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html><html data-ready><body>{frame}</body></html>")
+    page.open(tmp_path / "notebook.html")
+    page.driver.switch_to.frame(0)
+    try:
+        page.wait("return 'ready' in document.documentElement.dataset")
+        assert page.text("h1") == GATHER and len(page.texts(".node")) == 3
+        page.check_console()
+    finally:
+        page.driver.switch_to.default_content()

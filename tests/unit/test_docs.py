@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 import distgemm
 from distgemm.cli.main import app
+from distgemm.plan.ops import Copy, Gemm
+from distgemm.simulator import Machine, predict_unfused, simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="a source archive has no docs/")
@@ -403,3 +405,30 @@ def test_full_results_are_in_the_history() -> None:
         *listed.stdout.split(),
         *(path.name for path in (DOCS.parent / "benchmarks" / "results").iterdir()),
     }
+
+
+def test_every_explorer_of_the_site_is_made(tables: ModuleType) -> None:
+    explorers = importlib.import_module("blocks.explorers").explorers()
+    named = {
+        (path.parent / name).relative_to(DOCS).as_posix()
+        for path in DOCS.rglob("*.md")
+        for name in re.findall(r"<!-- explorer: (\S+)", path.read_text())
+    }
+    assert named == set(explorers)
+    assert {f"schedules/{name}_explorer.html" for name in distgemm.list_schedules()} < named
+
+
+def test_the_unfused_plan_waits_for_the_whole_all_gather(tables: ModuleType) -> None:
+    unfused = importlib.import_module("blocks.explorers").unfused
+    plan = distgemm.make_plan(distgemm.GemmProblem(2048, 57344, 8192), "ag+gemm", 4)
+    changed = unfused(plan)
+    changed.verify()
+    machine = Machine.load("h200")
+    fused, slower = simulate(plan, machine), simulate(changed, machine)
+    for rank in range(4):
+        events = [event for event in slower.events if event.rank == rank]
+        first = min(event.start for event in events if isinstance(event.op, Gemm))
+        assert first >= max(event.end for event in events if isinstance(event.op, Copy))
+    assert changed.link_bytes() == plan.link_bytes() and slower.time > fused.time
+    # It is the unfused program but for the collective's own speed.
+    assert slower.time == pytest.approx(predict_unfused(plan.problem, machine, "ag+gemm", 4), rel=0.05)

@@ -750,9 +750,10 @@ class Player {
     if (next !== undefined) this.seek(next);
   }
 
-  toggle() { if (this.timer) this.pause(); else this.play(); }
+  toggle() { if (this.timer || this.again) this.pause(); else this.play(); }
   play() {
     if (this.timer) return;
+    this.again = null;
     if (this.at >= this.end) this.seek(this.begin);
     let before = performance.now();
     this.timer = d3.timer(() => {
@@ -771,6 +772,7 @@ class Player {
   pause() {
     this.looping = false;
     clearTimeout(this.again);
+    this.again = null;
     if (!this.timer) return;
     this.timer.stop();
     this.timer = null;
