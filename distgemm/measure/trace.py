@@ -24,7 +24,7 @@ from distgemm.runtime.checks import shard_dtype
 from distgemm.runtime.cuda import compile_plan
 from distgemm.runtime.cuda.lowering import COMM, GEMM_STREAM, lower
 from distgemm.runtime.executable import ExecutionConfig, WaitBy
-from distgemm.simulator import FLAG_LANE, Timeline, arrivals, joined, op_title
+from distgemm.simulator import FLAG_LANE, Timeline, arrivals, joined, lane_order, op_title
 from distgemm.viz.explorer import Run, Track
 from distgemm.viz.perfetto import Arrow, Slice, to_trace
 
@@ -42,7 +42,6 @@ BEAM_WIDTH = 256
 """Assignments of events to streams that are followed at a time."""
 
 KIND_NAMES = {"gemm": "GEMM kernels", "copy": "copies to peers", "sum": "sums", "local": "local copies"}
-LANE_ORDER = ("gemm", "copy", "network", "sums", "local")
 
 Interval = tuple[float, float]
 
@@ -546,10 +545,6 @@ def _pulls(op: Op) -> bool:
 
 def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
-
-
-def lane_order(lane: str) -> tuple[int, str]:
-    return LANE_ORDER.index(lane.split()[0]), lane
 
 
 def span_title(op: Op) -> str:

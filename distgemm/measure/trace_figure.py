@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distgemm.measure.trace import Span, Trace, lane_order
+from distgemm.measure.trace import Span, Trace
+from distgemm.simulator import lane_order
 from distgemm.viz.canvas import (
     FAINT,
     GRID,

@@ -3,7 +3,7 @@
 from distgemm.simulator.costs import predict_unfused
 from distgemm.simulator.engine import MAX_STREAMS, simulate
 from distgemm.simulator.machine import Machine, list_machines
-from distgemm.simulator.timeline import FLAG_LANE, Event, Timeline, arrivals, joined, op_title
+from distgemm.simulator.timeline import FLAG_LANE, Event, Timeline, arrivals, joined, lane_order, op_title
 
 __all__ = [
     "FLAG_LANE",
@@ -13,6 +13,7 @@ __all__ = [
     "Timeline",
     "arrivals",
     "joined",
+    "lane_order",
     "list_machines",
     "op_title",
     "predict_unfused",

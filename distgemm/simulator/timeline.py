@@ -15,10 +15,13 @@ from distgemm.plan.plan import Plan
 from distgemm.simulator.costs import stored_us
 from distgemm.simulator.machine import Machine
 
-__all__ = ["FLAG_LANE", "Event", "Interval", "Timeline", "arrivals", "joined", "op_title"]
+__all__ = ["FLAG_LANE", "Event", "Interval", "Timeline", "arrivals", "joined", "lane_order", "op_title"]
 
 FLAG_LANE = "flags"
 """The lane of signals, waits and barriers: they overlap, and occupy nothing."""
+
+LANE_ORDER = ("gemm", "copy", "network", "sums", "local")
+"""How the names of lanes begin, in the order in which they are drawn. Only measured replays have "sums"."""
 
 Interval = tuple[float, float]
 
@@ -217,6 +220,11 @@ def op_title(op: Op) -> str:
         return what
     src, dst = link
     return f"{what} to rank {dst}" if op.rank == src else f"{what} from rank {src}"
+
+
+def lane_order(lane: str) -> tuple[int, str]:
+    """The place of a lane among those of a rank, as a key for sorting."""
+    return LANE_ORDER.index(lane.split()[0]), lane
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:

@@ -28,7 +28,7 @@ from distgemm.plan.ops import (
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers.scheduler import MODES
-from distgemm.simulator import FLAG_LANE, Timeline, op_title
+from distgemm.simulator import FLAG_LANE, Timeline, lane_order, op_title
 from distgemm.viz.canvas import op_class, problem_text
 from distgemm.viz.text import bytes_text, op_text
 
@@ -339,7 +339,7 @@ class _States:
             else:
                 _less(target.coming, op.src.rank)
                 target.sources[at] = op.src.rank
-                if op.operand == "D" and content != self.complete:
+                if op.operand == "D":
                     source.moved.add((op.src.buffer, op.src.slot, op.src.box))
                     changed.append(source)
         else:
@@ -395,6 +395,7 @@ def explorer_model(plan: Plan, tracks: Sequence[Track], failure: PlanError | Non
     signals = {op.flag[:2]: op for ops in plan.rank_ops for op in ops if isinstance(op, Signal)}
     found = [(track, _States(plan, track)) for track in map(_rounded, tracks)]
     places = sorted({at for _, states in found for at in states.places})
+    lanes = {run.lane for track in tracks for run in track.runs if run.lane != FLAG_LANE}
     return {
         "schedule": plan.schedule,
         "problem": problem_text(plan),
@@ -411,6 +412,7 @@ def explorer_model(plan: Plan, tracks: Sequence[Track], failure: PlanError | Non
             {"operand": operand, "modes": list(modes), "shape": [getattr(plan.grid, mode) for mode in modes]}
             for operand, modes in MODES.items()
         ],
+        "lanes": sorted(lanes, key=lane_order),
         "ops": [[_op_row(plan, op, signals) for op in ops] for ops in plan.rank_ops],
         "tracks": [_track_row(plan, track, states.begin) for track, states in found],
         "places": [
@@ -487,18 +489,11 @@ def _track_row(plan: Plan, track: Track, begin: float) -> dict[str, Any]:
     for ops in plan.rank_ops:
         runs = [at.get((op.rank, op.id)) for op in ops]
         times.append([None if run is None else [run.lane, *run[3:]] for run in runs])
-    lanes = sorted({run.lane for run in track.runs if run.lane != FLAG_LANE}, key=_lane_order)
     return {
         "name": track.name,
         "unit": track.unit,
         "about": track.about,
         "begin": begin,
         "end": max([begin, *(run.done for run in track.runs)]),
-        "lanes": lanes,
         "times": times,
     }
-
-
-def _lane_order(lane: str) -> tuple[int, str]:
-    kinds = ("gemm", "copy", "network", "sums", "local")
-    return kinds.index(lane.split()[0]), lane

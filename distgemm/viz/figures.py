@@ -12,7 +12,7 @@ from distgemm.plan.ops import Copy, Gemm, Op, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.schedulers import DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
-from distgemm.simulator import FLAG_LANE, Event, Timeline
+from distgemm.simulator import FLAG_LANE, Event, Timeline, lane_order
 from distgemm.viz.canvas import (
     FAINT,
     GLYPH_WIDTH,
@@ -148,7 +148,9 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     for event in timeline.events:
         if event.lane != FLAG_LANE and event.rank < len(shown):
             by_lane[event.rank, event.lane].append(event)
-    lanes = {rank: [lane for at, lane in sorted(by_lane, key=_lane_order) if at == rank] for rank in shown}
+    lanes = {
+        rank: [lane for at, lane in sorted(by_lane, key=lambda at: lane_order(at[1])) if at == rank] for rank in shown
+    }
     rows = sum(map(len, lanes.values()))
     across = 12.5
     low = 0.27 * rows + 0.14 * len(shown)
@@ -491,11 +493,6 @@ def _op_lanes(
 
 
 # --- timelines ------------------------------------------------------------------------------------------
-
-
-def _lane_order(at: tuple[int, str]) -> tuple[int, int, str]:
-    rank, lane = at
-    return rank, ("gemm", "copy", "network", "local").index(lane.split()[0]), lane
 
 
 def _bar(axes: Axes, event: Event, y: float, height: float, per_us: float) -> None:

@@ -212,7 +212,7 @@ def test_ops_and_times_are_those_of_the_plan(name: str) -> None:
                 assert isinstance(found, Signal) and found.flag == op.flag and row["peer"] == found.rank
     sent = {tuple(link[:2]) for link in model["links"]}
     assert sent == set(plan.link_bytes())
-    assert FLAG_LANE not in model["tracks"][0]["lanes"]
+    assert model["lanes"][0] == "gemm 0" and FLAG_LANE not in model["lanes"]
 
 
 def test_a_tile_that_loses_its_slot_is_gone() -> None:
