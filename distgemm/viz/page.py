@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from distgemm.arguments import instance, write
+from distgemm.arguments import instance, member, write, wrong
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
@@ -144,8 +144,11 @@ def page_html(models: Sequence[dict[str, Any]], layout: Layout = "one", title: s
         play: play when the page opens, again and again.
 
     Raises:
-        ValueError: if D3 is not installed.
+        ValueError: without a model, for another layout, and if D3 is not installed.
     """
+    if not models:
+        raise wrong("models", "at least one result of page_model", models)
+    member("layout", layout, get_args(Layout))
     text = json.dumps({"title": title, "layout": layout, "play": play, "models": list(models)}, separators=(",", ":"))
     parts = {
         "title": html.escape(title or models[0]["schedule"]),

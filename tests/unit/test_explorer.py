@@ -20,7 +20,7 @@ from distgemm.plan.plan import Plan, PlanError
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.simulator import FLAG_LANE, Machine, simulate
 from distgemm.viz.explorer import Track, explorer_model, predicted_track, step_track
-from distgemm.viz.page import explore, page_model, predicted_model, save_page
+from distgemm.viz.page import explore, page_html, page_model, predicted_model, save_page
 from tests.unit.command import invoke, refusal
 from tests.unit.mutations import mutations
 
@@ -319,6 +319,10 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = distgemm.make_plan(distgemm.GemmProblem(8, 6, 4), "all_gather_1d_ring_a", 3)
     with pytest.raises(PlanError, match="its mesh are for 4"):
         page_model(dataclasses.replace(plan, mesh=(4,)))
+    with pytest.raises(ValueError, match="models is at least one"):
+        page_html([])
+    with pytest.raises(ValueError, match="layout is one of one, beside, choose"):
+        page_html([page_model(plan)], "above")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"plan is a distgemm.Plan"):
         page_model("all_gather_1d_ring_a")  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ const html = (parent, name, attributes = {}, text = "") => {
   return node;
 };
 const rankColour = (rank, ranks) =>
-  ranks <= PALETTE.length ? PALETTE[rank] : d3.interpolateViridis(0.15 + (0.85 * rank) / Math.max(1, ranks - 1));
+  ranks <= PALETTE.length ? PALETTE[rank] : d3.interpolateViridis(0.25 + (0.75 * rank) / Math.max(1, ranks - 1));
 const inkOn = (colour) => {
   const { r, g, b } = d3.rgb(colour);
   return 0.299 * r + 0.587 * g + 0.114 * b < 120 ? "#ffffff" : "#111111";
@@ -147,6 +147,8 @@ class View {
       }),
     );
     this.moving.sort((one, other) => one.start - other.start);
+    this.movingOf = this.model.ops.map(() => []);
+    for (const each of this.moving) this.movingOf[each.rank].push(each);
     this.bounds = [...this.bounds].sort(d3.ascending);
     this.pips.forEach((pip) => {
       pip.step = -1;
@@ -218,7 +220,7 @@ class View {
             x: 2,
             y: top + row * cellHeight + Math.min(cellHeight / 2 + 4, 12),
           }).textContent = `${modes[0]} ${row}`;
-        for (let column = 0; column < columns; column += everyColumn)
+        for (let column = 0; column * cellWidth < Math.max(1, columns * cellWidth - 22); column += everyColumn)
           svgNode(svg, "text", { class: "label", x: side + column * cellWidth, y: 11 }).textContent =
             `${modes[1]} ${column}`;
         const own = [];
@@ -731,7 +733,8 @@ class View {
   }
 
   idle(rank, time) {
-    const later = this.moving.find((each) => each.rank === rank && each.start > time);
+    const own = this.movingOf[rank];
+    const later = own[d3.bisector(({ start }) => start).right(own, time)];
     if (!later) return this.neverStarts(rank) ? "waits for ever" : "has finished";
     const reason = this.reasons(rank, later.op)
       .filter(({ at }) => at === null || at > time)
@@ -782,7 +785,7 @@ class View {
   delay(rank, op, time, reasons) {
     if (!time || this.unit !== "us" || !KIND_COLOURS[op.kind]) return "";
     const ready = d3.max([this.begin, ...reasons.map(({ at }) => at)]);
-    const others = this.moving.filter((each) => each.rank === rank && each.op !== op && each.start < time[1]);
+    const others = this.movingOf[rank].filter((each) => each.op !== op && each.start < time[1]);
     const ends = (each) => this.times[rank][each.index][2];
     const before = others.filter((each) => this.times[rank][each.index][0] === time[0] && ends(each) > ready + 1).pop();
     const free = Math.max(ready, before ? ends(before) : ready);
