@@ -111,7 +111,15 @@ def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
     # A row leads to its time, the op's number to the op.
     page.click(f'.history tr[data-op="0:{copy.op.id}"] td:first-child button')
     assert page.run("return explorer.at") == pytest.approx(copy.start, abs=1e-3)
-    assert page.text(".details .state").endswith("on its way from rank 0.")
+    assert page.text(".details .state") == (
+        f"At {copy.start:.1f} \u00b5s: on its way from rank 0. What rank 0 sends arrives at {arrived:.1f} \u00b5s."
+    )
+    page.seek(0)
+    assert page.text(".details .state") == (
+        f"At 0.0 \u00b5s: not here. What rank 0 sends arrives at {arrived:.1f} \u00b5s."
+    )
+    page.seek(arrived + 1)
+    assert page.text(".details .state").endswith(": arrived from rank 0.")
     page.click(f'.history tr[data-op="0:{copy.op.id}"] td:last-child button')
     assert page.text(".details pre").startswith(copy.op.describe())
     # A rank has its ops.

@@ -924,7 +924,7 @@ class View {
       html(html(row, "td"), "button", { type: "button" }, `#${op.id}`).addEventListener("click", () =>
         this.pick({ op: [rank, op.id] }),
       );
-      this.currentRows.push([row, time]);
+      this.currentRows.push([row, time, op]);
     }
     this.markCurrent();
   }
@@ -936,7 +936,14 @@ class View {
       row.classList.toggle("current", Boolean(time && time[1] <= this.at && this.at < time[2]));
     if (picked.tile && this.statePart) {
       const pip = this.pips.find(({ tile, rank }) => tile === picked.tile && rank === picked.rank);
-      const text = `At ${this.text(this.at)}: ${pip.steps[this.track][pip.step][2]}.`;
+      const arrivals = this.currentRows.filter(([, time, op]) => time && op.link && op.link[1] === picked.rank);
+      const next = d3.min(
+        arrivals.filter(([, time]) => time[3] > this.at),
+        ([, time]) => time[3],
+      );
+      const bringer = arrivals.find(([, time]) => time[3] === next);
+      const awaited = bringer ? ` What rank ${bringer[2].link[0]} sends arrives at ${this.text(next)}.` : "";
+      const text = `At ${this.text(this.at)}: ${pip.steps[this.track][pip.step][2]}.${awaited}`;
       if (this.statePart.textContent !== text) this.statePart.textContent = text;
     }
   }
