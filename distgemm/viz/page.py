@@ -41,6 +41,8 @@ __all__ = [
 
 PAGE_SUFFIX = ".html"
 FILES = Path(__file__).parent / "page_files"
+D3_FILE = "d3.v5.min.js"
+"""The version for which the script is written, and D3_LICENSE is the licence."""
 NEEDS = "pages need D3: pip install 'distgemm[pictures]'"
 
 D3_LICENSE = """D3, https://d3js.org
@@ -78,11 +80,12 @@ def d3_source() -> str:
     """The text of D3. Raises ValueError if it is not installed."""
     found = find_spec("mpld3")
     folders = [] if found is None else found.submodule_search_locations or []
-    # The file is read without importing mpld3, which would import matplotlib. It also has version 3, for old pages.
-    files = [path for folder in folders for path in Path(folder, "js").glob("d3.v*.min.js") if ".v3." not in path.name]
-    if not files:
-        raise ValueError(NEEDS)
-    return max(files).read_text(encoding="utf-8")
+    # The file is read without importing mpld3, which would import matplotlib.
+    for folder in folders:
+        path = Path(folder, "js", D3_FILE)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise ValueError(NEEDS)
 
 
 def page_model(plan: Plan, tracks: Sequence[Track] = (), label: dict[str, Any] | None = None) -> dict[str, Any]:
