@@ -125,11 +125,12 @@ def nest(
         b=across.partition.b.nest(inside.partition.b),
         d=across.partition.d.nest(inside.partition.d),
     )
+    copies = across.route.final_copies, inside.route.final_copies
     route = Route(
         a=NestedGather(across.route.a, inside.route.a),
         b=NestedGather(across.route.b, inside.route.b),
         d=NestedReduce(across.route.d, inside.route.d),
-        final_copies=NestedGather(across.route.final_copies, inside.route.final_copies),
+        final_copies=None if None in copies else NestedGather(*copies),
     )
     chosen = name or f"{across.name} across {inside.name}"
     return DistributedTileScheduler(chosen, partition, across.work.nest(inside.work), route, TileCoord(*inside.chunks))
