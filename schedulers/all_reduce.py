@@ -1,8 +1,11 @@
 """GEMM + all-reduce: a reduce-scatter, after which every finished tile goes to all ranks; or one hop to all ranks.
 
-In a reduce-scatter with final copies, the rank that owns a tile of D in the reduce-scatter completes it, and sends it to all other ranks. Each rank sends 2
-(N-1)/N times the bytes of D in total, not N-1 times. The final copies of a tile start when the tile is complete, while
-ranks still multiply other tiles.
+In the first form, the rank that owns a tile of D in the reduce-scatter completes it, and sends it to all other ranks.
+Each rank sends 2 (N-1)/N times the bytes of D in total, not N-1 times. The final copies of a tile start when the tile
+is complete, while ranks still multiply other tiles.
+
+In the second form (one-shot), every rank gets all partial sums and adds them itself. That is N-1 times the bytes of D,
+and one hop instead of two.
 """
 
 from __future__ import annotations
