@@ -99,6 +99,21 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_one_shot_all_reduce_is_measured_for_few_tokens_and_never_as_one_kernel(ranks: int) -> None:
+    name = "all_reduce_1d_one_shot_a"
+    for m, wanted in ((1, True), (16, True), (64, True), (8192, False)):
+        found = shortlist(GemmProblem(m, 4096, 1024 * ranks), "gemm+ar", ranks)
+        assert (name in {each.schedule for each in found}) == wanted, m
+        if wanted:
+            assert found[0].schedule == name
+    assert name not in {
+        each.schedule for each in candidates.multi_kernel_predictions(GemmProblem(16, 64, 64), "gemm+ar", 1)
+    }
+    status = single_kernel_status(make_plan(GemmProblem(64, 4096, 1024 * ranks), name, ranks))
+    assert not status and "the fused kernel takes plans without sums and copies beside it" in status.reason
+
+
 @pytest.mark.sample(0)  # ten seconds
 def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
     """32 and 64 short GEMMs whose results go to seven peers: launches would take longer than the GEMMs."""
