@@ -8,11 +8,11 @@ of the mesh, then along the other, so each link between hosts carries a tile onc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distgemm.arguments import instance, string
 from distgemm.schedulers.registry import get_schedule, register_schedule
-from distgemm.schedulers.routes import AddPlace, GatherRoute, Hop, ReduceRoute
+from distgemm.schedulers.routes import AddPlace, GatherRoute, Hop, Pairwise, ReduceRoute
 from distgemm.schedulers.scheduler import DistributedTileScheduler, Partition, Route, TileCoord
 
 __all__ = ["NestedGather", "NestedReduce", "nest"]
@@ -96,6 +96,9 @@ def nest(
     Rank = host * ranks of a host + local rank. In each mode, tile = outer tile * inner extent + inner tile. Iteration =
     outer iteration * inner iterations + inner iteration.
 
+    If one of the schedules has no final copies (one-shot), the product has none: each partial sum goes directly to
+    every owner of its tile, also between hosts.
+
     Args:
         across: the schedule over hosts. It has no chunks, because only the inner schedule's tiles can be divided.
         inside: the schedule over the ranks of a host. It may have chunks.
@@ -129,8 +132,12 @@ def nest(
         a=NestedGather(across.route.a, inside.route.a),
         b=NestedGather(across.route.b, inside.route.b),
         d=NestedReduce(across.route.d, inside.route.d),
-        final_copies=NestedGather(across.route.final_copies, inside.route.final_copies),
     )
+    outer, inner = across.route.final_copies, inside.route.final_copies
+    if outer is None or inner is None:
+        route = replace(route, d=Pairwise(), final_copies=None)
+    else:
+        route = replace(route, final_copies=NestedGather(outer, inner))
     chosen = name or f"{across.name} across {inside.name}"
     return DistributedTileScheduler(chosen, partition, across.work.nest(inside.work), route, TileCoord(*inside.chunks))
 

@@ -77,24 +77,34 @@ class Route:
         b: path of the tiles of B.
         d: path of the partial sums of D.
         final_copies: path of the finished tiles of D, if a tile has several owners. One owner, the reducer, completes
-            the tile and sends it to the others.
+            the tile and sends it to the others. None (one-shot): ``d`` brings each partial sum directly to every owner,
+            and every owner adds all of them itself, in the order of ranks. So results are bitwise equal on all ranks.
 
     Raises:
-        ValueError: if one of them is no route.
+        ValueError: if one of them is no route, and without ``final_copies`` if ``d`` adds in an epilogue, which adds
+            the rank's own part first.
     """
 
     a: GatherRoute = field(default_factory=Direct)
     b: GatherRoute = field(default_factory=Direct)
     d: ReduceRoute = field(default_factory=Chain)
-    final_copies: GatherRoute = field(default_factory=Direct)
+    final_copies: GatherRoute | None = field(default_factory=Direct)
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "d", "final_copies"):
             route, sums = getattr(self, name), name == "d"
+            if route is None and name == "final_copies":
+                continue
             valid = not isinstance(route, type) and callable(getattr(route, "hops", None))
             if not valid or (sums and not (hasattr(route, "add") and hasattr(route, "final_add"))):
                 example = "a ReduceRoute, such as Chain()" if sums else "a GatherRoute, such as Direct()"
-                raise wrong(name, example, route)
+                raise wrong(name, example + " or None" * (name == "final_copies"), route)
+        if self.final_copies is None and (self.d.add, self.d.final_add) != ("kernel", "kernel"):
+            raise ValueError(
+                "d is a ReduceRoute with add='kernel' and final_add='kernel', such as Pairwise(), if final_copies is "
+                f"None: an epilogue adds its rank's own part first; got add={self.d.add!r} and "
+                f"final_add={self.d.final_add!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,10 @@ class Part:
     frame: Box
     iterations: list[int] = field(default_factory=list)
     incoming: list[int] = field(default_factory=list)  # ranks whose partial sums it receives
-    to: int | None = None  # rank to which it sends its partial sum; None: it completes the tile
+    to: list[int] = field(default_factory=list)  # ranks to which it sends its partial sum
+    completes: bool = False  # it completes the tile
     whole: bool = True  # the epilogue of its last GEMM adds the partial sums that it receives; False: a Reduce does
-    arrived: list[Place] = field(default_factory=list)  # the partial sums that it receives
+    arrived: dict[int, Place] = field(default_factory=dict)  # the partial sums that it receives, by the rank that sent
     home: Place | None = None  # where its own partial sum accumulates
 
 
@@ -227,6 +228,7 @@ class Derivation:
         self.scheduler = scheduler
         self.mechanism = mechanism
         self.ranks = range(scheduler.world_size)
+        self.one_shot = scheduler.route.final_copies is None  # every owner of a tile of D adds all parts itself
         self.out_dtype, self.partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
         self.edges = self._edges()
         self.frames: dict[tuple[str, Tile], Box] = {}
@@ -486,48 +488,59 @@ class Derivation:
         return tiles
 
     def _join(self, tile: Tile, parts: dict[int, Part]) -> None:
-        """Set for each part of one tile to which rank it goes, and whether an epilogue adds what it receives."""
-        reducer = self._reducer(tile)
-        contributors = [part for rank, part in parts.items() if rank != reducer]
-        contributors.sort(key=lambda part: (part.iterations[-1], part.rank))
-        frame = self.frame("D", tile)
-        parts.setdefault(reducer, Part(reducer, frame))
-        if not contributors:
-            return
-        ranks = [part.rank for part in contributors]
-        route = self.scheduler.route.d
-        hops = route.hops(self.scheduler.mesh, ranks, reducer)
-        self._check_hops(f"D{tile}", route, hops)
-        for hop in hops:
-            # A rank that multiplies no part of the tile may forward what it receives.
-            src, dst = (parts.setdefault(rank, Part(rank, frame)) for rank in hop[:2])
-            if src.rank == reducer or src.to is not None or not (src.iterations or src.incoming):
-                raise self.fail(f"the route of D{tile} from {ranks} to {reducer}: {hop} does not fit")
-            src.to = dst.rank
-            dst.incoming.append(src.rank)
-        lost = [part.rank for part in parts.values() if part.to is None and part.rank != reducer]
+        """Set for each part of one tile to which ranks it goes, and whether an epilogue adds what it receives."""
+        contributors = sorted(parts.values(), key=lambda part: (part.iterations[-1], part.rank))
+        for reducer in self._reducers(tile):
+            parts.setdefault(reducer, Part(reducer, self.frame("D", tile))).completes = True
+            ranks = [part.rank for part in contributors if part.rank != reducer]
+            if ranks:
+                self._connect(tile, parts, ranks, reducer)
+        lost = [part.rank for part in parts.values() if not part.to and not part.completes]
         if lost:
             raise self.fail(f"the route of D{tile} does not send on the partial sums of ranks {lost}")
         # The epilogue of a part's last GEMM can add the partial sums that it receives only if the parts that send them
-        # are complete in an earlier iteration.
+        # are complete in an earlier iteration. It cannot add them in the order of ranks.
+        route = self.scheduler.route.d
         for part in sorted(parts.values(), key=lambda part: part.iterations[-1] if part.iterations else -1):
             before = [parts[rank] for rank in part.incoming]
-            place = route.final_add if part.to is None else route.add
+            place = route.final_add if part.completes else route.add
             last = (part.iterations or [-1])[-1]
-            part.whole = not before or (
+            part.whole = not (before or (part.completes and part.to)) or (
                 place == "epilogue"
+                and not self.one_shot
                 and (len(before) == 1 or route.add == "kernel")
                 and all(one.whole and -1 < (one.iterations or [-1])[-1] < last for one in before)
             )
 
-    def _reducer(self, tile: Tile) -> int:
-        """The owner that completes a tile. If there are several, the one whose own GEMM of the tile comes last.
+    def _connect(self, tile: Tile, parts: dict[int, Part], contributors: list[int], reducer: int) -> None:
+        """Record the hops that bring the partial sums of one tile to a reducer."""
+        frame = self.frame("D", tile)
+        route = self.scheduler.route.d
+        hops = route.hops(self.scheduler.mesh, contributors, reducer)
+        self._check_hops(f"D{tile}", route, hops)
+        for hop in hops:
+            # A rank that multiplies no part of the tile may forward what it receives.
+            src, dst = (parts.setdefault(rank, Part(rank, frame)) for rank in hop[:2])
+            sent = hop.dst in src.to if self.one_shot else src.to
+            if src.rank == reducer or sent or not (src.iterations or src.incoming):
+                raise self.fail(f"the route of D{tile} from {contributors} to {reducer}: {hop} does not fit")
+            if self.one_shot and dst.rank != reducer:
+                raise self.fail(
+                    f"the route of D{tile} from {contributors} to {reducer}: every owner adds if there are no final "
+                    f"copies, so partial sums go to it directly, and {hop} does not fit"
+                )
+            src.to.append(dst.rank)
+            dst.incoming.append(src.rank)
 
-        An owner without a GEMM of the tile would have to receive what another owner already has.
+    def _reducers(self, tile: Tile) -> Sequence[int]:
+        """The owners that complete a tile.
+
+        Without final copies they are all owners. Otherwise there is one, whose own GEMM of the tile comes last: an
+        owner without a GEMM of the tile would have to receive what another owner already has.
         """
         owners = self.scheduler.partition.d.holders(tile)
-        if len(owners) == 1:
-            return owners[0]
+        if len(owners) == 1 or self.one_shot:
+            return owners
         last = dict.fromkeys(owners, -1)
         m, n, batch = tile
         for k, (low, high) in enumerate(pairwise(self.edges[2])):
@@ -536,7 +549,7 @@ class Derivation:
             for rank, iteration in self.scheduler.work.inverse((m, n, k, batch)):
                 if rank in last:
                     last[rank] = max(last[rank], iteration)
-        return max(owners, key=lambda rank: (last[rank], -rank))
+        return [max(owners, key=lambda rank: (last[rank], -rank))]
 
     # --- who multiplies and adds ------------------------------------------------------------------------
 
@@ -559,9 +572,10 @@ class Derivation:
                 event.read(b, b.frame)
                 parts = tiles[m, n, batch]
                 part = parts[rank]
-                passed_on = iteration == part.iterations[-1] and part.whole and part.to is not None
-                stored = passed_on and self.mechanism == "store"
-                into = self._arriving(part, parts, (m, n, batch), iteration) if stored else None
+                # A rank that completes the tile too sends its own part, before it adds the others.
+                passed_on = iteration == part.iterations[-1] and (part.whole or part.completes)
+                stored = passed_on and self.mechanism == "store" and not part.completes and len(part.to) == 1
+                into = self._arriving(part, parts[part.to[0]], (m, n, batch), iteration) if stored else None
                 self._accumulate(event, part, (m, n, batch), into)
                 if passed_on and not stored:
                     self._pass_on(part, parts, (m, n, batch), iteration)
@@ -574,10 +588,10 @@ class Derivation:
         frame = part.frame
         first, last = event.iteration == part.iterations[0], event.iteration == part.iterations[-1]
         done = last and part.whole
-        finishes = done and part.to is None
+        finishes = done and part.completes
         sources = [] if first or part.home is None else [part.home]
         if done:
-            sources += part.arrived
+            sources += part.arrived.values()
         if into is not None:
             out = into
         elif finishes:
@@ -585,7 +599,7 @@ class Derivation:
         elif first:
             # A rank's only GEMM of the tile adds in place: its result replaces the partial sum that arrived.
             in_place = done and bool(part.arrived)
-            out = part.home = part.arrived[0] if in_place else self._home(part, tile, event.iteration)
+            out = part.home = sources[0] if in_place else self._home(part, tile, event.iteration)
         else:
             assert part.home is not None
             out = part.home
@@ -598,7 +612,7 @@ class Derivation:
 
     def _home(self, part: Part, tile: Tile, iteration: int) -> Place:
         """The place of a rank's partial sum: in D, if the rank completes the tile and the types agree, or in a slot."""
-        if part.to is None and self.partial_dtype == self.out_dtype:
+        if not part.to and self.partial_dtype == self.out_dtype:
             return self._result(part.rank, tile)
         place = Place(part.rank, "D", tile, part.frame, self.partial_dtype, iteration)
         self.places[part.rank].append(place)
@@ -612,21 +626,23 @@ class Derivation:
             self.results[rank][tile] = place
         return place
 
-    def _arriving(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> Place:
-        """A new place for a partial sum, on the rank that adds to it next."""
-        assert part.to is not None
-        to = parts[part.to]
+    def _arriving(self, part: Part, to: Part, tile: Tile, iteration: int) -> Place:
+        """A new place for a partial sum, on a rank that adds to it next."""
         used = to.iterations[-1] if to.iterations else iteration
         place = Place(to.rank, "D", tile, part.frame, self.partial_dtype, used)
         self.places[to.rank].append(place)
-        to.arrived.append(place)
+        to.arrived[part.rank] = place
         return place
 
     def _pass_on(self, part: Part, parts: dict[int, Part], tile: Tile, iteration: int) -> None:
-        """Add the transfer of a partial sum to the rank that adds to it next."""
-        place = self._arriving(part, parts, tile, iteration)
-        assert part.home is not None
-        self._send(place, part.home, part.frame, RESULT)
+        """Add the transfer of a partial sum to each rank that adds to it next.
+
+        These ranks are sorted by descending number from the sender, so that no two senders start with the same rank.
+        """
+        for rank in sorted(part.to, key=lambda to: (part.rank - to) % self.scheduler.world_size):
+            place = self._arriving(part, parts[rank], tile, iteration)
+            assert part.home is not None
+            self._send(place, part.home, part.frame, RESULT)
 
     def _sum(self, tiles: dict[Tile, dict[int, Part]]) -> None:
         """Add a Reduce for each part whose partial sums no epilogue adds. None depends on a later one."""
@@ -640,32 +656,38 @@ class Derivation:
                 for part in ready:
                     waiting.remove(part)
                     self._reduce(part, tile, part.iterations[-1] if part.iterations else last)
-                    if part.to is not None:
+                    if not part.completes:
                         self._pass_on(part, parts, tile, last)
 
     def _reduce(self, part: Part, tile: Tile, iteration: int) -> None:
-        """Add the event that sums the partial sums that arrived, then the rank's own."""
+        """Add the event that sums the partial sums that arrived, then the rank's own.
+
+        If every owner adds, all add in the order of ranks, so that their results are equal bit by bit.
+        """
         frame = part.frame
-        event = Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.to is None)
+        event = Event(Reduce, part.rank, iteration, "D", tile, COMPUTE, completes=part.completes)
         self.events.append(event)
-        places = part.arrived if part.home is None else [*part.arrived, part.home]
-        for place in places:
+        parts = part.arrived if part.home is None else {**part.arrived, part.rank: part.home}
+        for _, place in sorted(parts.items()) if self.one_shot else parts.items():
             event.sources.append(place)
             event.read(place, frame)
-        event.out = part.home = self._result(part.rank, tile) if part.to is None else places[-1]
+        event.out = part.home = self._result(part.rank, tile) if part.completes else event.sources[-1]
         event.write(event.out, frame)
         event.settle()
 
     def _send_final(self, tiles: dict[Tile, dict[int, Part]]) -> None:
         """Add the final copies: finished tiles of D go from the rank that completes them to the other owners."""
+        route = self.scheduler.route.final_copies
+        if route is None:
+            return
         for tile, parts in tiles.items():
             owners = self.scheduler.partition.d.holders(tile)
             if len(owners) == 1:
                 continue
-            (reducer,) = [part.rank for part in parts.values() if part.to is None]
+            (reducer,) = [part.rank for part in parts.values() if part.completes]
             last = max(part.iterations[-1] for part in parts.values() if part.iterations)
             first_use = {rank: last for rank in owners if rank != reducer}
-            self._move("D", tile, [reducer], first_use, self.scheduler.route.final_copies, self.out_dtype)
+            self._move("D", tile, [reducer], first_use, route, self.out_dtype)
             for rank in first_use:
                 landed, frame = self.landed["D"][rank][tile], self.frame("D", tile)
                 event = Event(Copy, rank, last, "D", tile, RESULT, 0, frame, [landed], self._result(rank, tile))

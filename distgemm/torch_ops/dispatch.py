@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CACHED",
     "CHAIN_TOKENS",
+    "ONE_SHOT_TOKENS",
     "CallRecord",
     "Function",
     "PreparedCall",
@@ -53,6 +54,8 @@ CACHED = 64
 CHAIN_TOKENS = 6144
 """From this number of tokens on, a chain is faster than pairwise sums, as docs/which_schedule.md predicts for Llama
 70B."""
+ONE_SHOT_TOKENS = 256
+"""Up to this number of tokens, one hop of an all-reduce is faster than two, as docs/measurements.md shows on CPUs."""
 
 RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
     "ag+gemm": ((0, "all_gather_1d_tiling_cd_rotating_a", 1),),
@@ -62,7 +65,8 @@ RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
     ),
     "gemm+ar": (
         (CHAIN_TOKENS, "all_reduce_1d_tiling_a_rotating_c", 2),
-        (0, "all_reduce_1d_pairwise_a", 1),
+        (ONE_SHOT_TOKENS + 1, "all_reduce_1d_pairwise_a", 1),
+        (0, "all_reduce_1d_one_shot_a", 1),
     ),
 }
 """Rows (fewest tokens, schedule, chunks) of each pattern. The first row that has enough tokens is taken."""
@@ -72,7 +76,8 @@ def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[s
     """The schedule and its options that "auto" takes for CPU tensors, and for CUDA tensors with a number of chunks.
 
     An all-gather takes each shard directly from its owner. Sums travel around the ring in two chunks if there are
-    many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its reduce-scatter.
+    many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its reduce-scatter, and
+    for few tokens the one-shot schedule: every rank gets all parts and adds them itself.
 
     Args:
         pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
@@ -126,6 +131,8 @@ class CallRecord:
             return "unfused: a collective and one GEMM"
         if self.function == "gather":
             return "a gather alone: there is no GEMM"
+        if max(_gemms_of_ranks(self.plan)) == 1:
+            return "one GEMM on each rank: transfers come before or after it"
         if _in_lockstep(self.plan):
             return "a chain with one chunk: each GEMM waits for the sum of the GEMM before it"
         return None
@@ -168,8 +175,12 @@ def _in_lockstep(plan: Plan) -> bool:
             if any(op.iteration != user.iteration - 1 for op in gemms):
                 return False
             waiting += 1
-    counts = [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
-    return waiting > 0 and waiting == sum(count - 1 for count in counts if count)
+    return waiting > 0 and waiting == sum(count - 1 for count in _gemms_of_ranks(plan) if count)
+
+
+def _gemms_of_ranks(plan: Plan) -> list[int]:
+    """The number of GEMMs of each rank."""
+    return [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
 
 
 @dataclass

@@ -153,6 +153,8 @@ REDUCTIONS: dict[Pattern, tuple[str, str]] = {
     "gemm+ar": ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"),
 }
 """Of each pattern that adds over ranks: the chain around the ring, and pairwise sums."""
+ONE_SHOT = "all_reduce_1d_one_shot_a"
+"""The all-reduce of one hop, for few tokens."""
 
 STORED_CHAINS: tuple[dict[str, Any], ...] = (
     {"chunks": 2},
@@ -209,6 +211,8 @@ def _register_defaults() -> None:
         register_candidate(pattern, chain, chunks=2)
         register_candidate(pattern, chain, chunks=2, mechanism="store")
         register_candidate(pattern, chain, chunks=4)
+    register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
+    register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
     for chunks in (2, 4):
         register_candidate(
             "gemm+rs", REDUCTIONS["gemm+rs"][0], execution="single_kernel", chunks=chunks, send_slots=chunks

@@ -125,11 +125,13 @@ def _routes(scheduler: DistributedTileScheduler, uses: dict[str, Uses]) -> str:
     owners = {tile: scheduler.owner("D", tile) for tile in uses["D"]}
     reduced = any(len(ranks) > 1 or not set(ranks) <= set(owners[tile]) for tile, ranks in uses["D"].items())
     result = "D stays"
+    copies = scheduler.route.final_copies
     if reduced:
         reduce = scheduler.route.d
-        result = f"D {_route_name(reduce)} ({ADDITIONS[reduce.add, reduce.final_add]})"
-    if any(len(ranks) > 1 for ranks in owners.values()):
-        result += f", final copies {_route_name(scheduler.route.final_copies)}"
+        where = " on every owner" if copies is None else ""
+        result = f"D {_route_name(reduce)} ({ADDITIONS[reduce.add, reduce.final_add]}{where})"
+    if copies is not None and any(len(ranks) > 1 for ranks in owners.values()):
+        result += f", final copies {_route_name(copies)}"
     return f"routes: {'; '.join([*said, result])}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import os
 import random
 import signal
@@ -666,6 +667,39 @@ def fused_cases(ranks: int) -> list[Case]:
     ways += [("reduce_scatter_1d_pairwise_a", summed | common[2] | {"stagger": 1, "chunk_mode": "n"})]
     ways += [("reduce_scatter_1d_pairwise_a", {"final_add": "epilogue", "chunks": 2})]
     return [Case(name, (ranks,), execution="single_kernel", **({"config": None} | options)) for name, options in ways]
+
+
+def one_shot_cases(ranks: int) -> list[Case]:
+    """One-shot all-reduces of 1 to 64 tokens."""
+    name, usual = "all_reduce_1d_one_shot_a", {"n": 512, "k": 64 * ranks}
+    ways: list[dict[str, Any]] = [{"m": m} for m in (1, 2, 7, 8, 16, 33, 64)]
+    ways += [
+        {"m": 1, "beta": 1.0, "gemm_streams": 1, "wait_by": "kernel"},
+        {"m": 3, "chunks": 2, "chunk_mode": "n", "alpha": 2.0},
+        {"m": 16, "chunks": 2, "partial_dtype": "float32", "workspace": "bounded", "sync": "credit"},
+        {"m": 5, "n": 75, "k": 61, "beta": -1.0},  # nothing is aligned
+        {"m": 4, "k": ranks - 1, "beta": 1.0},  # the last rank has nothing to multiply
+        {"m": 16, "mechanism": "pull", "chunks": 3, "beta": 1.0},
+        {"m": 16, "mechanism": "store", "dtype": "float16"},
+        {"m": 7, "dtype": "float32", "l": 2, "n": 136},
+        {"m": 32, "provider": "cublas", "partial_dtype": "float32"},
+    ]
+    return [Case(name, (ranks,), config=None, **(usual | way)) for way in ways]
+
+
+def equal_bits(cases: list[Case]) -> list[str]:
+    """Digests of D of cases on random numbers, to compare between ranks: of an eager call, then of a replayed one."""
+    found = []
+    for number, case in enumerate(cases):
+        exe, data = compiled(case)
+        data.integers = False
+        digests = []
+        for _ in range(3):  # the second call records a graph
+            data.draw(9000 + number)
+            d = data.call(exe).contiguous().view(torch.uint8).cpu()
+            digests.append(f"{case}: {hashlib.sha256(d.numpy().tobytes()).hexdigest()}")
+        found += [digests[0], digests[-1]]
+    return found
 
 
 def bounded_error(cases: list[Case]) -> list[str]:

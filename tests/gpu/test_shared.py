@@ -87,6 +87,29 @@ def test_ranks_that_share_a_gpu_are_right(ranks: int, check: str) -> None:
 
 
 @once
+def one_shot_results(ranks: int) -> list[dict[str, Any]]:
+    """Of one-shot all-reduces of few tokens: each rank's failures, and the digests of its results."""
+    cases = worker.one_shot_cases(ranks)
+    launch(worker.compile_kernels, 1, cases, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+    checks: list[Any] = [(check, (cases,)) for check in (worker.exact, worker.bounded_error, worker.equal_bits)]
+    return launch(worker.run_all, ranks, checks, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_one_shot_all_reduces_are_right(ranks: int) -> None:
+    assert [
+        failure for found in one_shot_results(ranks) for check in ("exact", "bounded_error") for failure in found[check]
+    ] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_one_shot_all_reduces_have_the_same_bits_on_all_ranks_and_in_all_calls(ranks: int) -> None:
+    digests = one_shot_results(ranks)[0]["equal_bits"]
+    assert [found["equal_bits"] for found in one_shot_results(ranks)] == [digests] * ranks
+    assert digests[::2] == digests[1::2]
+
+
+@once
 def torch_results(ranks: int) -> list[dict[str, list[str]]]:
     """Each rank's failures of checks of the torch functions, by the check's name."""
     launch(torch_worker.compile_ahead, 1, None, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)

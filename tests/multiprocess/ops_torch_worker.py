@@ -59,6 +59,7 @@ def cases(ranks: int) -> list[Case]:
             Case("scatter", rows, (4,), k=ranks, bias=bias, schedule="gemm+rs", chunks=2),
             Case("reduce", None, (5,), k=2 * ranks, bias=bias),
             Case("reduce", None, (4,), even=False, k=3 * ranks - 1, bias=bias, schedule="gemm+ar", chunks=2),
+            Case("reduce", None, (4,), even=False, k=3 * ranks - 1, bias=bias, schedule="all_reduce_1d_one_shot_a"),
         ]
     found += [Case("gather", None, (2 * ranks, ranks), bias=True, frozen=each) for each in ("a", "b", "bias")]
     found += [

@@ -22,13 +22,20 @@ NUMBER = {1: 4, 2: 12, 3: 12, 4: 12, 6: 4}
 """Cases of each schedule, by world size."""
 
 CHECKS: dict[int, list[Any]] = {
-    2: [(worker.numerics, ()), (worker.wrong_arguments, ()), (worker.arrivals_without_a_flag, ())],
+    2: [
+        (worker.numerics, ()),
+        (worker.wrong_arguments, ()),
+        (worker.arrivals_without_a_flag, ()),
+        (worker.one_shot_bits, ()),
+    ],
     3: [
         (worker.different_plans, (1,)),
         (worker.unexecutable_on_one, ()),
         (worker.variants, ()),
         (worker.deleted_copies, ()),
+        (worker.one_shot_bits, ()),
     ],
+    4: [(worker.one_shot_bits, ())],
     6: [(worker.subgroups, (2,))],
 }
 
@@ -46,6 +53,11 @@ def test_every_schedule_equals_numpy(ranks: int) -> None:
         n for n in list_schedules() if ranks & (ranks - 1) == 0 or "xor" not in n
     }
     assert [failure for found in results(ranks) for failure in found["cases"]] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_one_shot_all_reduce_has_the_same_bits_on_all_ranks(ranks: int) -> None:
+    assert [found["one_shot_bits"] for found in results(ranks)] == [[]] * ranks
 
 
 def test_two_tensor_parallel_groups_of_three_run_at_once_on_unequal_tokens() -> None:

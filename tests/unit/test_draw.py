@@ -185,7 +185,9 @@ def test_every_schedule_has_pictures(tmp_path: Path) -> None:
             draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "plan.svg")
             # At A, at B, at a column of D unless all hold it, and at its work; at its ops, twice at its links, and at
             # its workspace.
-            for what, times in (("schedule", 6 if "all_reduce" in name else 7), ("plan", 4)):
+            grid = get_schedule(name, 4).grid
+            labels = grid.m + grid.n + 1 if "all_reduce" in name else 7
+            for what, times in (("schedule", labels), ("plan", 4)):
                 path = tmp_path / f"{what}.svg"
                 found = re.findall(r">(rank \d+)</text>", path.read_text())
                 assert Counter(found) == {f"rank {rank}": times for rank in range(4)}, (name, what)

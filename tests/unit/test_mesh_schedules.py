@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 import distgemm
-from distgemm.plan.ops import Copy, Reduce
-from distgemm.schedulers import TileCoord, nest, ring_of
+from distgemm.layouts import Axis, TVLayout
+from distgemm.plan.ops import Box, Copy, Gemm, Reduce, box_size
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.schedulers import (
+    WHOLE,
+    DistributedTileScheduler,
+    Hop,
+    Pairwise,
+    Partition,
+    Route,
+    TileCoord,
+    nest,
+    ring_of,
+)
 from tests.unit.reference_data import Data
 
 MESHES_2D = [(1, 1), (2, 2), (2, 3), (4, 2), (1, 3), (3, 1)]
@@ -275,6 +291,131 @@ def test_final_copies_start_where_the_reduce_scatter_leaves_tiles(name: str):
     copied = [op for rank in range(4) for op in plan.ops(rank) if isinstance(op, Copy) and op.src.buffer == "D"]
     assert len(copied) == 4 * 3
     assert all(scatter.owner("D", op.tile) == (op.rank,) for op in copied)
+
+
+# --- one-shot all-reduce -----------------------------------------------------------------------------------------
+
+ONE_SHOT = "all_reduce_1d_one_shot_a"
+ONE_SHOT_CASES = [
+    (size, *extents, *how)
+    for number, (size, extents) in enumerate(
+        itertools.product((1, 2, 3, 4, 8), ((1, 8, 8, 1), (7, 5, 3, 1), (16, 12, 1, 2), (33, 24, 20, 1), (64, 9, 6, 2)))
+    )
+    for how in [
+        (("m", "n")[number % 2], 1 + number % 3, ("push", "pull", "store")[number % 3], workspace, sync, partial)
+        for workspace, sync, partial in (("full", "credit", None), ("bounded", "barrier", "float32"))
+    ]
+]
+
+
+def one_shot(
+    size: int, m: int, n: int, k: int, batches: int, mode: str, chunks: int, *how: str | None
+) -> distgemm.Plan:
+    mechanism, workspace, sync, partial = how
+    problem = distgemm.GemmProblem(m, n, k, l=batches, partial_dtype=partial)
+    return distgemm.make_plan(
+        problem, ONE_SHOT, size, chunks=chunks, chunk_mode=mode, mechanism=mechanism, workspace=workspace, sync=sync
+    )  # type: ignore[call-overload]
+
+
+def computed_by(plan: distgemm.Plan) -> dict[tuple[int, int, Box], int]:
+    """The rank whose GEMM made what a slot holds, by rank, slot and box. No slot of a full workspace changes hands."""
+    found = {}
+    copies = []
+    for op in itertools.chain.from_iterable(plan.rank_ops):
+        if isinstance(op, Gemm):
+            found[op.out.rank, op.out.slot, op.out.box] = op.rank
+        elif isinstance(op, Copy):
+            copies.append(op)
+    for copy in copies:
+        found[copy.dst.rank, copy.dst.slot, copy.dst.box] = found[copy.src.rank, copy.src.slot, copy.src.box]
+    return found
+
+
+@pytest.mark.parametrize("case", ONE_SHOT_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_owner_adds_all_parts_in_the_order_of_ranks(case: tuple[Any, ...]):
+    """So results are bitwise equal. What a rank sends is what its GEMM made, in one hop; nothing follows a sum."""
+    size, m, n, k = case[:4]
+    plan = one_shot(*case)
+    plan.verify()
+    multiplying = [rank for rank in range(size) if any(isinstance(op, Gemm) for op in plan.ops(rank))]
+    part = DTYPE_BYTES[str(plan.problem.partial_dtype)] * m * n * plan.problem.l
+    assert plan.link_bytes() == {(src, dst): part for src in multiplying for dst in range(size) if src != dst}
+    if size == 1:
+        assert not any(isinstance(op, Reduce) for op in plan.ops(0))
+        return
+    parts = computed_by(plan)
+    sums = [op for op in itertools.chain.from_iterable(plan.rank_ops) if isinstance(op, Reduce)]
+    for op in sums:
+        assert [parts[view.rank, view.slot, view.box] for view in op.sources] == multiplying
+        assert op.out.buffer == "D" and op.c is not None
+    for rank in range(size):
+        assert sum(box_size(op.out.box) for op in sums if op.rank == rank) == m * n * plan.problem.l
+    if k < size:
+        assert len(multiplying) < size
+
+
+@pytest.mark.parametrize("case", ONE_SHOT_CASES[::3], ids=lambda case: "-".join(map(str, case)))
+def test_a_one_shot_all_reduce_is_right(case: tuple[Any, ...]):
+    plan = one_shot(*case)
+    data = Data.draw(plan, 7)
+    got = distgemm.run_reference(plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=3.0, replays=2)
+    data.assert_on_every_rank(got, 1.0, 3.0)
+
+
+def test_the_first_send_of_no_two_ranks_goes_to_the_same_rank():
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=16, n=64, k=64), ONE_SHOT, 8)
+    for rank in range(8):
+        order = [op.dst.rank for op in plan.ops(rank) if isinstance(op, Copy)]
+        assert order == [(rank - j) % 8 for j in range(1, 8)]
+
+
+def test_several_owners_on_part_of_a_mesh_add_for_themselves():
+    """Route and partition say who adds, and no name. Here all four ranks multiply, and two of them own D."""
+    mesh = (2, 2)
+    depth = (Axis(4, rank=(2, 1)),)
+    operand, owned = (
+        TVLayout(mesh, (1,), modes) for modes in ((WHOLE, depth, WHOLE), ((Axis(1, rank=(1, 0)),), WHOLE, WHOLE))
+    )
+    work = TVLayout(mesh, (1,), (WHOLE, WHOLE, depth, WHOLE))
+    route = Route(d=Pairwise(), final_copies=None)
+    schedule = DistributedTileScheduler("two_owners", Partition(operand, operand, owned), work, route)
+    assert schedule.owner("D", (0, 0, 0)) == (0, 1)
+    for mechanism in ("push", "pull", "store"):
+        plan = distgemm.make_plan(distgemm.GemmProblem(m=4, n=6, k=9), schedule, mechanism=mechanism)
+        plan.verify()
+        parts = computed_by(plan)
+        sums = [op for op in itertools.chain.from_iterable(plan.rank_ops) if isinstance(op, Reduce)]
+        assert [[parts[view.rank, view.slot, view.box] for view in op.sources] for op in sums] == [[0, 1, 2]] * 2
+        data = Data.draw(plan, 3)
+        got = distgemm.run_reference(plan, data.shards("A"), data.shards("B"), data.shards("C"), beta=2.0)
+        data.assert_on_every_rank(got, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class ByWayOf(Pairwise):
+    """Partial sums go to the reducer by way of its neighbour."""
+
+    def hops(self, mesh: tuple[int, ...], contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
+        by = (reducer + 1) % mesh[0]
+        return [*(Hop(rank, by) for rank in contributors if rank != by), Hop(by, reducer)]
+
+
+def test_a_route_without_final_copies_is_direct():
+    with pytest.raises(ValueError, match=r"an epilogue adds its rank's own part first; got add='epilogue'"):
+        Route(final_copies=None)
+    with pytest.raises(ValueError, match=r"got add='kernel' and final_add='epilogue'"):
+        Route(d=Pairwise(final_add="epilogue"), final_copies=None)
+    with pytest.raises(ValueError, match=r"final_copies is a GatherRoute, such as Direct\(\) or None, got 3"):
+        Route(final_copies=3)  # type: ignore[arg-type]
+    schedule = distgemm.get_schedule(ONE_SHOT, 3)
+    detour = dataclasses.replace(schedule, route=Route(d=ByWayOf(), final_copies=None))
+    with pytest.raises(
+        ValueError, match=r"every owner adds if there are no final copies, so partial sums go to it dir"
+    ):
+        distgemm.make_plan(distgemm.GemmProblem(8, 8, 8), detour)
+    with pytest.raises(ValueError, match="chunk_mode is one of m, n, got 'k'"):
+        distgemm.get_schedule(ONE_SHOT, 3, chunk_mode="k")
 
 
 # --- nesting -----------------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ def test_final_add() -> None:
     ):
         assert said in show_schedule(get_schedule(name, world_size=4, final_add="kernel"))
         assert "kernel of its own" not in show_schedule(get_schedule(name, world_size=4))
+    assert "D pairwise (one final sum on every owner)\n" in show_schedule(get_schedule("all_reduce_1d_one_shot_a", 4))
     for final_add, said in (
         ("epilogue", "D pairwise (added in the epilogue of the reducer's last GEMM)"),
         ("kernel", "(one final sum)"),

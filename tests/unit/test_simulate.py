@@ -384,6 +384,30 @@ def test_ring_reduction_without_compute() -> None:
     assert simulate(plan, ideal(1.0)).time == pytest.approx(3 * 16 * 64 * 2 / 1e3)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_one_shot_all_reduce_takes_one_hop_and_others_more(size: int) -> None:
+    """Where only the latency of links counts; and where only their bandwidth counts, N / 2 times the bytes."""
+    latency = ideal(nvlink=Link(FAST, 0.0, 1.0))
+    bandwidth = ideal(nvlink=Link(100.0, 0.0, 0.0))
+    problem = GemmProblem(64 * size, 1024, 64 * size)
+    one, two = (make_plan(problem, f"all_reduce_1d_{name}_a", size) for name in ("one_shot", "pairwise"))
+    assert simulate(one, latency).time == pytest.approx(1.0, rel=1e-3)
+    assert simulate(two, latency).time > 2 - 1e-3  # with more ranks, sums also wait for copies before them
+    ratio = simulate(one, bandwidth).copies_alone / simulate(two, bandwidth).copies_alone
+    assert ratio == pytest.approx(size / 2, rel=1e-3)
+
+
+def test_few_tokens_make_a_one_shot_all_reduce_the_fastest() -> None:
+    for m in (1, 16, 64):
+        times = {
+            name: simulate(make_plan(GemmProblem(m, 8192, 8192), name, 8), H200).time
+            for name in ONE_D
+            if name.startswith("all_reduce")
+        }
+        assert min(times, key=lambda name: times[name]) == "all_reduce_1d_one_shot_a"
+        assert times["all_reduce_1d_one_shot_a"] < 0.9 * times["all_reduce_1d_pairwise_a"]
+
+
 def test_incast_shares_the_port() -> None:
     """Three ranks send to the fourth at once: each gets a third of the port."""
     plan = make_plan(GemmProblem(256, 256, 1024), GATHER, 4, sync="barrier")

@@ -15,7 +15,7 @@ import distgemm
 from distgemm import GemmProblem
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.schedulers import PATTERNS, Pattern
-from distgemm.torch_ops import CHAIN_TOKENS, CallRecord, dispatch, select_schedule
+from distgemm.torch_ops import CHAIN_TOKENS, ONE_SHOT_TOKENS, CallRecord, dispatch, select_schedule
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,9 @@ from distgemm.torch_ops import CHAIN_TOKENS, CallRecord, dispatch, select_schedu
         ("ag+gemm", 2 * CHAIN_TOKENS, "all_gather_1d_tiling_cd_rotating_a", 1),
         ("gemm+rs", CHAIN_TOKENS - 1, "reduce_scatter_1d_pairwise_a", 1),
         ("gemm+rs", CHAIN_TOKENS, "reduce_scatter_1d_tiling_a_rotating_c", 2),
+        ("gemm+ar", 1, "all_reduce_1d_one_shot_a", 1),
+        ("gemm+ar", ONE_SHOT_TOKENS, "all_reduce_1d_one_shot_a", 1),
+        ("gemm+ar", ONE_SHOT_TOKENS + 1, "all_reduce_1d_pairwise_a", 1),
         ("gemm+ar", CHAIN_TOKENS - 1, "all_reduce_1d_pairwise_a", 1),
         ("gemm+ar", CHAIN_TOKENS, "all_reduce_1d_tiling_a_rotating_c", 2),
     ],
@@ -39,6 +42,7 @@ def test_the_docs_say_from_how_many_tokens_auto_takes_a_chain() -> None:
     if not page.exists():
         pytest.skip("a source archive has no docs/")
     assert re.findall(r"below (\d+) tokens", page.read_text()) == [str(CHAIN_TOKENS)]
+    assert re.findall(r"up to (\d+) tokens", page.read_text()) == [str(ONE_SHOT_TOKENS)]
 
 
 def test_a_schedule_does_one_pattern_at_most() -> None:
@@ -53,7 +57,7 @@ def test_a_schedule_does_one_pattern_at_most() -> None:
         "reduce_scatter_1d_tiling_a_rotating_c",
     ]
     assert len([name for name, patterns in found.items() if patterns == ["ag+gemm"]]) == 5
-    assert len([name for name, patterns in found.items() if patterns == ["gemm+ar"]]) == 3
+    assert len([name for name, patterns in found.items() if patterns == ["gemm+ar"]]) == 4
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -77,6 +81,8 @@ def test_a_plan_with_uneven_shards_does_the_same_pattern(
         ("gemm+rs", 4, {"final_add": "kernel"}, None),
         ("gemm+ar", 2, {}, "a chain with one chunk"),
         ("gemm+ar", 2, {"chunks": 4, "stagger": 2}, None),
+        ("all_reduce_1d_one_shot_a", 4, {}, "one GEMM on each rank"),
+        ("all_reduce_1d_one_shot_a", 4, {"chunks": 2}, None),
         ("ag+gemm", 4, {}, None),
         ("all_gather_1d_ring_a", 4, {}, None),
         ("reduce_scatter_1d_pairwise_a", 4, {}, None),

@@ -99,6 +99,21 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_one_shot_all_reduce_is_measured_for_few_tokens_and_never_as_one_kernel(ranks: int) -> None:
+    name = "all_reduce_1d_one_shot_a"
+    for m in (1, 16, 64):
+        found = shortlist(GemmProblem(m, 4096, 1024 * ranks), "gemm+ar", ranks)
+        assert next(each for each in found if not each.execution.single_kernel).schedule == name
+    many = shortlist(GemmProblem(8192, 4096, 1024 * ranks), "gemm+ar", ranks)
+    assert ranks == 2 or name not in {each.schedule for each in many}
+    assert name not in {
+        each.schedule for each in candidates.multi_kernel_predictions(GemmProblem(16, 64, 64), "gemm+ar", 1)
+    }
+    status = single_kernel_status(make_plan(GemmProblem(64, 4096, 1024 * ranks), name, ranks))
+    assert not status and "the fused kernel takes plans without sums and copies beside it" in status.reason
+
+
 @pytest.mark.sample(0)  # ten seconds
 def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
     """32 and 64 short GEMMs whose results go to seven peers: launches would take longer than the GEMMs."""
