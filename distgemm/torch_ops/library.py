@@ -15,7 +15,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.torch_ops.dispatch import Function, prepare
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "split_extent"]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
