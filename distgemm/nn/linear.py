@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distgemm.arguments import MAX_EXTENT, boolean, instance, integer
+from distgemm.nn.state import megatron_sharded_state_dict
 from distgemm.nn.tensors import (
     GradientCheck,
     Tokens,
@@ -193,6 +194,21 @@ class ParallelLinear(nn.Module):
             elif tuple(given.shape) == self.part_shape(name) and mesh.ndim == 1:
                 state_dict[prefix + name] = dtensor_of_part(given, mesh, self._placement(name), parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """What ``megatron.core.dist_checkpointing`` saves and loads of this layer, as Megatron's modules return it.
+
+        Args:
+            prefix: stands before the names.
+            sharded_offsets: as Megatron passes them, for pipeline stages.
+            metadata: as Megatron passes it. ``metadata["dp_cp_group"]`` has the replicas.
+
+        Raises:
+            ValueError: if the ranks do not divide a parameter, because Megatron's shards have one size.
+        """
+        return megatron_sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def extra_repr(self) -> str:
         """The arguments of the layer, for print."""
