@@ -276,7 +276,7 @@ def megatron_sharded_state_dict(
         metadata: as Megatron passes it. ``metadata["dp_cp_group"]`` has the replicas.
 
     Returns:
-        Megatron's ShardedTensors by name. They share memory with the module, so loading writes its parameters.
+        Megatron's ShardedTensors by name. They share memory with the module.
 
     Raises:
         ValueError: if the ranks do not divide a parameter, because Megatron's shards have one size; if a parameter is a

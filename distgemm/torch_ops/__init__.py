@@ -5,13 +5,20 @@ that they run.
 """
 
 from distgemm.torch_ops.dispatch import CACHED, CHAIN_TOKENS, CallRecord, last_call, record_calls, select_schedule
-from distgemm.torch_ops.functional import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
+from distgemm.torch_ops.functional import (
+    all_gather_matmul,
+    gather,
+    group_name,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 __all__ = [
     "CACHED",
     "CHAIN_TOKENS",
     "CallRecord",
     "all_gather_matmul",
+    "gather",
     "group_name",
     "last_call",
     "matmul_all_reduce",

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
-from distgemm.torch_ops.dispatch import Function, prepare
+from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "split_extent"]
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "prepare_gather", "split_extent"]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
@@ -308,6 +308,15 @@ def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
     )
     found: Tensor = whole
     return found
+
+
+def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, rows: Sizes) -> PreparedCall:
+    """The prepared call of :func:`distgemm.gather`: a plan with one row of b on each rank, which is not multiplied."""
+    _check("gather", {"a": a})
+    size, _ = size_and_rank(group)
+    rows = _gathered_rows("gather", a.shape[0], rows, group)
+    problem = _problem("gather", a, sum(rows), size, a.shape[1], rows, size)
+    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False)
 
 
 all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setup)

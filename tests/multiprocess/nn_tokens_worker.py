@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel import SequenceParallel as SequenceParallelOfTorch
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701  (torch has no public name)
 from torch.utils.checkpoint import checkpoint as recompute
 
 import distgemm
@@ -134,6 +135,27 @@ def unequal_tokens_sharded() -> list[str]:
     """The same with FSDP2 over two replicas, each with a half of the batch."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     return _train(0, mesh["tp"], mesh["dp"], recomputes=False)
+
+
+def compiled_tokens() -> list[str]:
+    """A block in torch.compile, without a graph break, whose function for the tokens returns others in each call."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(13)
+    now, wrong = list[int](), []
+    plan = {name.partition(".")[2][2:]: style for name, style in plan_of(0, lambda: now).items() if "blocks" in name}
+    block = parallelize_module(Block().double(), mesh, plan)
+    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for sizes in SIZES[mesh.size()]:
+        now[:], results = sizes, []
+        for run in (block, fast):
+            block.zero_grad()
+            x = torch.linspace(-1, 1, sizes[mesh.get_local_rank()] * 2 * HIDDEN, dtype=torch.float64)
+            x = x.view(-1, 2, HIDDEN).requires_grad_()
+            y = run(x)
+            y.square().sum().backward()
+            results.append([y, x.grad, *(whole(each.grad).clone() for each in block.parameters())])
+        wrong += [f"{sizes}: {a} instead of {b}" for a, b in zip(*results, strict=True) if differs(a, b)]
+    return wrong
 
 
 def tokens_of_layers() -> list[str]:
@@ -311,7 +333,7 @@ def layouts() -> list[str]:
         input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))})  # fmt: skip
     return wrong + errors_of(
         [
-            ("output_layouts is Shard(-1), this rank's features, or Replicate()", lambda: column(output_layouts=Shard(1))),
+            ("output_layouts is Shard(-1), this rank's features", lambda: column(output_layouts=Shard(1))),
             ("distgemm.nn.RowwiseParallel is for tokens that are split", lambda: column(output_layouts=Shard(0))),
             ("input_layouts is Shard(-1), this rank's features", lambda: row(input_layouts=Shard(0))),
             ("an nn.Embedding takes input_layouts=Replicate() or None", lambda: parallelize_module(
@@ -372,7 +394,8 @@ def shards() -> list[str]:
         ("state_dicts is a sequence with a state dict for each rank, got []", lambda: load(model, [])),
         ("state_dicts[1] is a mapping from names to tensors", lambda: load(model, [states[0], 3])),  # type: ignore[list-item]
         ("is in the state dicts of the ranks [0] only, of 2 ranks", lambda: load(model, [states[0], {}])),
-        ("is (11, 6) over all ranks, and the shards have the shapes [(6, 6)]", lambda: load(model, [{name: states[0][name]}])),
+        ("is (11, 6) over all ranks, and the shards have the shapes [(6, 6)]", lambda: load(model, [
+            {name: states[0][name]}])),
         ("norm.weight is whole on each rank, and the state dicts differ", lambda: load(model, [
             {"norm.weight": torch.ones(6)}, {"norm.weight": torch.zeros(6)}])),
         ("is no stack of parts with the sizes [4, 1]", lambda: load(model, states, stacked={name: (4, 1)})),
@@ -387,9 +410,8 @@ def shards() -> list[str]:
     return wrong + errors_of(attempts)
 
 
-def of_megatron(folder: str) -> list[str]:
-    """Layers, and a model of styles, whose shards are those of Megatron's layers, and which its checkpoints load."""
-    from megatron.core import dist_checkpointing
+def of_megatron() -> list[str]:
+    """Layers and a model of styles have the shards that Megatron's own layers have."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as theirs
 
@@ -403,48 +425,158 @@ def of_megatron(folder: str) -> list[str]:
     options: Any = {"config": settings, "init_method": nn.init.normal_, "skip_bias_add": False, "tp_group": group}
     column: Any = theirs.ColumnParallelLinear(6, 8 * ranks, **options)
     row: Any = theirs.RowParallelLinear(8 * ranks, 6, bias=True, input_is_parallel=True, **options)
-    for pair in ((column, distgemm.nn.ColumnParallelLinear(6, 8 * ranks, group=mesh, dtype=torch.float64)),
-                 (row, distgemm.nn.RowParallelLinear(8 * ranks, 6, group=mesh, dtype=torch.float64))):  # fmt: skip
-        metadata = {"dp_cp_group": None}
-        there, here = (each.sharded_state_dict("layer.", ((0, 1, 3),), metadata) for each in pair)
-        there = {key: each for key, each in there.items() if not key.endswith("_extra_state")}
-        if there.keys() != here.keys():
-            wrong.append(f"{there.keys()} and {here.keys()}")
-        fields = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id")
-        wrong += [
-            f"{key}.{field}: {getattr(here[key], field)} instead of {getattr(there[key], field)}"
-            for key in there
-            for field in (*fields, "prepend_axis_num", "allow_shape_mismatch")
-            if getattr(here[key], field) != getattr(there[key], field)
-        ]
     torch.manual_seed(1)
-    plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8 * ranks), nn.Linear(8 * ranks, 6)).double()
-    plan: dict[str, Any] = {
-        "0": distgemm.nn.SequenceParallel(sequence_dim=0),
-        "1": distgemm.nn.ColwiseParallel(),
-        "2": distgemm.nn.RowwiseParallel(),
+    up, down = nn.Linear(6, 8 * ranks).double(), nn.Linear(8 * ranks, 6).double()
+    styled = parallelize_module(
+        nn.ModuleDict({"up": copy.deepcopy(up), "down": copy.deepcopy(down)}),
+        mesh,
+        {"up": distgemm.nn.ColwiseParallel(), "down": distgemm.nn.RowwiseParallel()},
+    )
+    ours = {
+        "up": distgemm.nn.ColumnParallelLinear.from_linear(up, group=mesh),
+        "down": distgemm.nn.RowParallelLinear.from_linear(down, group=mesh),
     }
-    model = parallelize_module(copy.deepcopy(plain), mesh, plan)
-    # Megatron starts a process, and processes of launch may have no children.
-    process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False
-    dist_checkpointing.save(megatron.sharded_state_dict(model), folder)
-    # Megatron's layers load it, and so do ours.
-    for name, layer, dim in (("1", column, 0), ("2", row, 1)):
-        wanted: Any = plain[int(name)]
-        asked = layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
-        found = dist_checkpointing.load({key: each for key, each in asked.items() if "extra" not in key}, folder)
-        bias = wanted.bias if dim else wanted.bias.chunk(ranks)[rank]
-        if differs(found[f"{name}.weight"], wanted.weight.chunk(ranks, dim)[rank]) or differs(
-            found[f"{name}.bias"], bias
-        ):
-            wrong.append(f"{name} loaded by Megatron")
-    other = parallelize_module(copy.deepcopy(plain), mesh, plan)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    dist_checkpointing.load(megatron.sharded_state_dict(other), folder)
-    state = distgemm.nn.full_state_dict(other)
-    wrong += [f"{name} loaded" for name, value in plain.state_dict().items() if differs(state[name], value)]
+    fields = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id")
+    for offsets in ((), ((0, 1, 3),)):  # the second is the layer 1 of 3 of a pipeline
+        metadata = {"dp_cp_group": None}
+        of_styles = megatron.sharded_state_dict(styled, "model.", offsets, metadata)
+        for name, layer, linear, dim in (("up", column, up, 0), ("down", row, down, 1)):
+            wanted = layer.sharded_state_dict(f"model.{name}.", offsets, metadata)
+            wanted = {key: each for key, each in wanted.items() if "_extra_state" not in key}
+            of_layer = ours[name].sharded_state_dict(f"model.{name}.", offsets, metadata)
+            for found in (of_layer, {key: each for key, each in of_styles.items() if f".{name}." in key}):
+                if found.keys() != wanted.keys():
+                    wrong.append(f"{found.keys()} and {wanted.keys()}")
+                wrong += [
+                    f"{key}.{field}: {getattr(found[key], field)} instead of {getattr(wanted[key], field)}"
+                    for key in wanted
+                    for field in (*fields, "prepend_axis_num", "allow_shape_mismatch")
+                    if getattr(found[key], field) != getattr(wanted[key], field)
+                ]
+                bias = linear.bias if dim else linear.bias.chunk(ranks)[rank]
+                part = linear.weight.chunk(ranks, dim)[rank]
+                for key, value in (("weight", part), ("bias", bias)):
+                    if differs(found[f"model.{name}.{key}"].data, value):
+                        wrong.append(f"{key} of {name}")
     uneven = distgemm.nn.ColumnParallelLinear(6, 2 * ranks + 1, group=mesh)
     return wrong + errors_of([("Megatron's shards have one size", uneven.sharded_state_dict)])
+
+
+# --- LoRA -------------------------------------------------------------------------------------------------
+
+
+class LoraColumn(nn.Module):
+    """The layer of docs/pytorch.md: frozen columns, and adapters whose gather is that of the columns."""
+
+    def __init__(self, base_layer: distgemm.nn.ColumnParallelLinear, a: Tensor, b: Tensor, scaling: float) -> None:
+        super().__init__()
+        mesh = base_layer.mesh
+        self.base_layer, self.scaling = base_layer.requires_grad_(False), scaling
+        self.lora_A = nn.Parameter(distribute_tensor(a, mesh, [Replicate()], src_data_rank=None))
+        self.lora_B = nn.Parameter(distribute_tensor(b, mesh, [Shard(0)], src_data_rank=None))
+        self.lora_A.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_layer
+        bias = None if base.bias is None else base.bias.to_local()  # type: ignore[union-attr]
+        # Each rank computes the gradient of A that its out_features have a part in.
+        a = self.lora_A.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
+        y, h = distgemm.all_gather_matmul(
+            x,
+            [base.weight.to_local(), a],  # type: ignore[attr-defined]
+            group=base.group,
+            bias=[bias, None],
+            out_features=[base.out_features, a.shape[0] * base.ranks],
+        )
+        found: Tensor = y + self.scaling * nn.functional.linear(h, self.lora_B.to_local())  # type: ignore[attr-defined]
+        return found
+
+
+class LoraRow(nn.Module):
+    """Frozen rows, and adapters with a small reduce-scatter of their own."""
+
+    def __init__(self, base_layer: distgemm.nn.RowParallelLinear, a: Tensor, b: Tensor, scaling: float) -> None:
+        super().__init__()
+        mesh = base_layer.mesh
+        self.base_layer, self.scaling = base_layer.requires_grad_(False), scaling
+        self.lora_A = nn.Parameter(distribute_tensor(a, mesh, [Shard(1)], src_data_rank=None))
+        self.lora_B = nn.Parameter(distribute_tensor(b, mesh, [Replicate()], src_data_rank=None))
+        self.lora_B.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_layer
+        h = distgemm.matmul_reduce_scatter(x, self.lora_A.to_local(), group=base.group, in_features=base.in_features)  # type: ignore[attr-defined]
+        b = self.lora_B.to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]  # of this rank's tokens
+        found: Tensor = base(x) + self.scaling * nn.functional.linear(h, b)
+        return found
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+def lora() -> list[str]:
+    """Results and gradients of adapters beside frozen layers, which compute no gradient and gather for none."""
+    ranks, rank, r, wrong = dist.get_world_size(), dist.get_rank(), 2, []
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    torch.manual_seed(8)
+    up, down = nn.Linear(6, 4 * ranks - 1).double(), nn.Linear(4 * ranks - 1, 5).double()
+    x = torch.randn(3 * ranks, 6, dtype=torch.float64, requires_grad=True)
+    adapters = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((r, 6), (4 * ranks - 1, r), (r, 4 * ranks - 1), (5, r))
+    ]
+    a, b, c, d = adapters
+    y = down(hidden := torch.tanh(up(x) + 0.5 * x @ a.t() @ b.t())) + 0.5 * hidden @ c.t() @ d.t()
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    first = LoraColumn(distgemm.nn.ColumnParallelLinear.from_linear(up, group=mesh), a.detach(), b.detach(), 0.5)
+    second = LoraRow(distgemm.nn.RowParallelLinear.from_linear(down, group=mesh), c.detach(), d.detach(), 0.5)
+    mine = x.detach().chunk(ranks)[rank].clone().requires_grad_()
+    with distgemm.record_calls() as forward:
+        found = second(torch.tanh(first(mine)))
+    with distgemm.record_calls() as backward, Products() as products:
+        (found * weights.chunk(ranks)[rank]).sum().backward()
+    made = Counter(call.function for call in forward), Counter(call.function for call in backward)
+    if made != (
+        {"all_gather_matmul": 1, "matmul_reduce_scatter": 2},
+        # Behind: base and A of the rows. Before: the input of both, and A's gather; none for a frozen weight.
+        {"all_gather_matmul": 2, "matmul_reduce_scatter": 1, "gather": 1},
+    ):
+        wrong.append(f"{made}")
+    for shape in (first.base_layer.part_shape("weight"), second.base_layer.part_shape("weight")):
+        if shape in products.shapes:
+            wrong.append(f"a product of {shape}, the gradient of a frozen weight: {products.shapes}")
+    if differs(found, y.chunk(ranks)[rank]) or differs(mine.grad, x.grad.chunk(ranks)[rank]):  # type: ignore[union-attr]
+        wrong.append("result, or gradient of the input")
+    for name, parameter, plain in zip(
+        ("A", "B", "A of rows", "B of rows"),
+        (first.lora_A, first.lora_B, second.lora_A, second.lora_B),
+        adapters,
+        strict=True,
+    ):
+        assert isinstance(parameter.grad, DTensor)
+        if parameter.grad.placements != parameter.placements or differs(whole(parameter.grad), plain.grad):  # type: ignore[attr-defined]
+            wrong.append(f"gradient of {name}")
+    if any(each.grad is not None for each in (*first.base_layer.parameters(), *second.base_layer.parameters())):
+        wrong.append("a frozen parameter has a gradient")
+    names = {"base_layer.weight", "base_layer.bias", "lora_A", "lora_B"}
+    if set(distgemm.nn.full_state_dict(first)) != names:
+        wrong.append("names")
+    # Nothing wants the gathered input: no second gather, no all-gather behind rows that only their input needs.
+    with distgemm.record_calls() as calls:
+        second.base_layer(torch.tanh(first.base_layer(mine))).sum().backward()
+    functions = [call.function for call in calls]
+    if functions != ["all_gather_matmul", "matmul_reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter"]:
+        wrong.append(f"frozen layers: {functions}")
+    return wrong
