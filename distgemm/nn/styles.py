@@ -321,7 +321,7 @@ class SequenceParallel(SequenceParallelOfTorch):
     module has gradients as torch's style.
 
     Ranks may have different numbers of tokens, and none. A rank without tokens computes one token of zeros, whose
-    gradient is zero, so that it takes part in the sums.
+    gradient is zero, so that it takes part in the sums. In torch.compile each rank needs a token.
 
     Args:
         sequence_dim: the dimension of the input that is split over the ranks: the tokens, or the heads.
@@ -329,7 +329,8 @@ class SequenceParallel(SequenceParallelOfTorch):
             if all ranks have as many tokens.
 
     Raises:
-        ValueError: if ``sequence_dim`` is no integer; in a call, if the input is empty along another dimension.
+        ValueError: if ``sequence_dim`` is no integer; in a call, if the input is empty along another dimension, or if a
+            rank has no tokens in torch.compile.
     """
 
     def __init__(self, *, sequence_dim: int, use_local_output: bool = True) -> None:
@@ -355,6 +356,12 @@ class SequenceParallel(SequenceParallelOfTorch):
                 raise ValueError(
                     f"distgemm.nn.SequenceParallel: the input of {type(self).__name__} has the shape "
                     f"{tuple(mine.shape)}; only dimension {sharding.dim}, that of the tokens, may be empty"
+                )
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"distgemm.nn.SequenceParallel in torch.compile: the input of {type(self).__name__} has the shape "
+                    f"{tuple(mine.shape)}. The graph of a rank without tokens is another one, whose backward may make "
+                    "the calls in another order than the other ranks. Give each rank a token, or do not compile"
                 )
             # Cat and not a new tensor, so that backward goes on to what made x, where this rank takes part in sums.
             padded = torch.cat([mine, mine.new_zeros(shape)], sharding.dim)
