@@ -34,7 +34,7 @@ SIZES: dict[int, list[tuple[int, ...]]] = {
 
 
 class Block(nn.Module):
-    """A norm and a gated MLP, with a residual connection."""
+    """A norm and an MLP with a gate and an up projection, with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
