@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import finite, instance, wrong
-from distgemm.plan.ops import Gemm
+from distgemm.plan.ops import Gemm, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     backends,
@@ -25,7 +25,7 @@ from distgemm.runtime.checks import (
 )
 from distgemm.runtime.collective.memory import CallState, Memory
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
-from distgemm.runtime.collective.steps import Multiply, Synchronize
+from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
 from distgemm.runtime.executable import Executable
 from distgemm.runtime.groups import GroupRef, failing, occupied, raise_if_failed
 from distgemm.runtime.torch_arguments import read_device
@@ -227,8 +227,10 @@ class CollectiveExecutable:
         group = self.group
         raise_if_failed(group)
         p = self.plan.problem
-        tiles = [op.a for op in self.plan.ops(self.rank) if isinstance(op, Gemm)]
-        if p.l > 1 or not self._multiplies_all_of_a or any(tile.box[2] != (0, p.k) for tile in tiles):
+        ops = self.plan.ops(self.rank)
+        tiles = [op.a for op in ops if isinstance(op, Gemm)]
+        cut = any(tile.box[2] != (0, p.k) for tile in tiles) or any(isinstance(op, Reduce) for op in ops)
+        if p.l > 1 or not self._multiplies_all_of_a or cut:
             raise ValueError(
                 f"{self.plan.schedule} does not bring rank {self.rank} all of A, of one batch, in chunks of whole rows"
             )
@@ -243,14 +245,12 @@ class CollectiveExecutable:
             odd = self._differences(call) if self._compares else ""
         if odd:
             raise ValueError(odd)
-        seen = set()
         with occupied(group, "a gather"), failing(group, lambda: self._where(call), ()):
             for step, call.at in zip(self.program.steps, self.program.ops, strict=True):
-                if not isinstance(step, Multiply):
+                if isinstance(step, KeepTile):  # behind the first GEMM of each tile
+                    yield GatheredChunk(step.where[1], step.tile(call)[0])
+                elif not isinstance(step, Multiply):
                     step(call)
-                elif isinstance(call.at, Gemm) and call.at.a.box not in seen:
-                    seen.add(call.at.a.box)
-                    yield GatheredChunk(slice(*call.at.a.box[1]), step.a(call)[0])
 
     def _differences(self, call: CallState) -> str:
         """What the ranks call differently, in words; otherwise ""."""
