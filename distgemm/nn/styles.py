@@ -41,6 +41,7 @@ from distgemm.nn.tensors import (
 )
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
+from distgemm.torch_ops.library import split_extent
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "SharedColwiseParallel"]
 
@@ -270,6 +271,11 @@ class RowwiseParallel(ParallelStyle):
             )
         if self.options != {"schedule": "auto", "chunks": None}:
             raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes neither schedule nor chunks")
+        if not all(split_extent(module.num_embeddings, device_mesh.size())):
+            raise ValueError(
+                f"{_name(self)}: {module.num_embeddings} embeddings leave some of {device_mesh.size()} ranks without "
+                "one, and torch cannot look up ids there; use more embeddings"
+            )
         _distribute(self, module, device_mesh, {"weight": Shard(0)})
         name, sequence_dim, m_per_rank, as_dtensor = (
             _name(self),

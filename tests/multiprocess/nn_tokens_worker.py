@@ -206,7 +206,7 @@ def tokens_of_layers() -> list[str]:
         wrong.append("a DTensor of a RowwiseParallel")
     now[0] = (0, *tokens[1:-1], tokens[0] + tokens[-1])
     ones = torch.ones(1, 5, dtype=torch.float64)
-    embedding = parallelize_module(nn.Embedding(4, 4), mesh, distgemm.nn.RowwiseParallel(m_per_rank=(1,) * ranks))
+    embedding = parallelize_module(nn.Embedding(8, 4), mesh, distgemm.nn.RowwiseParallel(m_per_rank=(1,) * ranks))
     attempts: list[tuple[str, Callable[[], Any]]] = [
         (
             "use_local_output=False makes a DTensor, which is split as torch.chunk",
@@ -337,6 +337,10 @@ def layouts() -> list[str]:
             ("output_layouts is Shard(-1), this rank's features", lambda: column(output_layouts=Shard(1))),
             ("distgemm.nn.RowwiseParallel is for tokens that are split", lambda: column(output_layouts=Shard(0))),
             ("input_layouts is Shard(-1), this rank's features", lambda: row(input_layouts=Shard(0))),
+            (
+                "embeddings leave some of",
+                lambda: parallelize_module(nn.Embedding(ranks - 1, 4), mesh, row()),
+            ),
             ("an nn.Embedding takes input_layouts=Replicate() or None", lambda: parallelize_module(
                 nn.Embedding(8, 4), mesh, row(input_layouts=Shard(-1)))),
             ("or input_layouts=Replicate() in the RowwiseParallel", lambda: parallelize_module(
