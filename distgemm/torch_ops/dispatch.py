@@ -44,6 +44,8 @@ __all__ = [
 Tensor = torch.Tensor
 Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "gather"]
 
+CALLER_MULTIPLIES = "the caller multiplies the chunks"
+"""The note of a :func:`distgemm.gather`."""
 CACHED = 64
 """Number of executables that are kept for each group. The least recently used one is dropped first."""
 
@@ -125,7 +127,7 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
-        if self.function == "gather":
+        if self.function == "gather" and self.note != CALLER_MULTIPLIES:
             return "a gather alone: there is no GEMM"
         if _in_lockstep(self.plan):
             return "a chain with one chunk: each GEMM waits for the sum of the GEMM before it"
@@ -269,7 +271,7 @@ class PreparedCall:
         if not isinstance(executable, CollectiveExecutable):
             raise ValueError("gather: the unfused program has no chunks; schedule='auto', or the name of a schedule")
         yield from executable.gather(with_rows(a))
-        self._record("gather", "the caller multiplies the chunks")
+        self._record("gather", CALLER_MULTIPLIES)
 
     def _record(self, function: Function, note: str) -> None:
         self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
