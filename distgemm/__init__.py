@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
     from distgemm.torch_ops import (
         all_gather_matmul,
+        gather,
         last_call,
         matmul_all_reduce,
         matmul_reduce_scatter,
@@ -62,6 +63,7 @@ __all__ = [
     "run_reference",
     # torch
     "all_gather_matmul",
+    "gather",
     "install",
     "last_call",
     "matmul_all_reduce",
@@ -89,7 +91,14 @@ def __getattr__(name: str) -> Any:
         from distgemm import api
 
         return api.compile
-    if name in ("all_gather_matmul", "last_call", "matmul_all_reduce", "matmul_reduce_scatter", "record_calls"):
+    if name in (
+        "all_gather_matmul",
+        "gather",
+        "last_call",
+        "matmul_all_reduce",
+        "matmul_reduce_scatter",
+        "record_calls",
+    ):
         from distgemm import torch_ops
 
         return getattr(torch_ops, name)

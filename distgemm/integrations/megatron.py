@@ -1,7 +1,8 @@
 """Megatron-core's tensor-parallel linears, computed by distgemm.
 
 :func:`apply` changes the ``ColumnParallelLinear`` and ``RowParallelLinear`` of a model in place. Parameters,
-checkpoints and optimizers stay Megatron's. Written for megatron-core 0.16.1, and tested with it.
+checkpoints and optimizers stay Megatron's. :func:`sharded_state_dict` lets Megatron's ``dist_checkpointing`` save and
+load a model with layers or styles of :mod:`distgemm.nn`. Written for megatron-core 0.16.1, and tested with it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from distgemm.arguments import instance
+from distgemm.nn.state import megatron_sharded_state_dict as sharded_state_dict
 from distgemm.torch_ops.functional import all_gather_matmul, check_schedule, matmul_all_reduce, matmul_reduce_scatter
 
-__all__ = ["Applied", "MainGrad", "apply", "remove"]
+__all__ = ["Applied", "MainGrad", "apply", "remove", "sharded_state_dict"]
 
 Tensor = torch.Tensor
 

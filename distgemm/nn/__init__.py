@@ -1,7 +1,7 @@
 """Tensor-parallel layers: modules, and styles for ``torch.distributed.tensor.parallel.parallelize_module``."""
 
 from distgemm.nn.linear import ColumnParallelLinear, RowParallelLinear
-from distgemm.nn.state import full_state_dict, load_full_state_dict
+from distgemm.nn.state import full_state_dict, load_full_state_dict, load_shard_state_dict, shard_state_dict
 from distgemm.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedColwiseParallel
 
 __all__ = [
@@ -13,4 +13,6 @@ __all__ = [
     "SharedColwiseParallel",
     "full_state_dict",
     "load_full_state_dict",
+    "load_shard_state_dict",
+    "shard_state_dict",
 ]

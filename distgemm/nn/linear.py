@@ -13,14 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distgemm.arguments import MAX_EXTENT, boolean, instance, integer
+from distgemm.nn.state import megatron_sharded_state_dict
 from distgemm.nn.tensors import (
     GradientCheck,
+    Tokens,
     check_sequence_dim,
+    check_tokens,
     dtensor_of_part,
     input_with_features,
     input_with_tokens,
     local,
     tokens_back,
+    tokens_now,
     uneven,
 )
 from distgemm.runtime.checks import Group, process_group
@@ -59,6 +63,8 @@ class ParallelLinear(nn.Module):
         sequence_dim: the dimension of the tokens, 0 or 1 for a tensor (tokens, batch, features) or (batch, tokens,
             features). With another dimension than 0, the input is copied, and the result is a view that is not
             contiguous. None: 0, for inputs of two dimensions only; a DTensor's placement says it as well.
+        m_per_rank: tokens of each rank, zeros allowed; or a function that returns them, which each call asks. None: as
+            many on each rank, or as the input says if it is a DTensor. A call's own ``m_per_rank`` comes first.
         device: device of the parameters; None: torch's default device if the group serves it.
         dtype: dtype of the parameters.
 
@@ -91,6 +97,7 @@ class ParallelLinear(nn.Module):
         schedule: str = "auto",
         chunks: int | None = None,
         sequence_dim: int | None = None,
+        m_per_rank: Tokens = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -109,6 +116,7 @@ class ParallelLinear(nn.Module):
         ranks = process_group(self.group)
         self.ranks, self.rank = ranks.size(), dist.get_rank(ranks)
         self.schedule, self.chunks, self.sequence_dim = schedule, chunks, sequence_dim
+        self.m_per_rank = check_tokens(m_per_rank)
         self._check = GradientCheck(type(self).__name__)
         self.mesh = group if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
         options: dict[str, Any] = {"device": _parameter_device(device, self.mesh), "dtype": dtype}
@@ -187,6 +195,21 @@ class ParallelLinear(nn.Module):
                 state_dict[prefix + name] = dtensor_of_part(given, mesh, self._placement(name), parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """What ``megatron.core.dist_checkpointing`` saves and loads of this layer, as Megatron's modules return it.
+
+        Args:
+            prefix: stands before the names.
+            sharded_offsets: as Megatron passes them, for pipeline stages.
+            metadata: as Megatron passes it. ``metadata["dp_cp_group"]`` has the replicas.
+
+        Raises:
+            ValueError: if the ranks do not divide a parameter, because Megatron's shards have one size.
+        """
+        return megatron_sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
     def extra_repr(self) -> str:
         """The arguments of the layer, for print."""
         return (
@@ -236,7 +259,8 @@ class ColumnParallelLinear(ParallelLinear):
         in_features: in_features over all ranks.
         out_features: out_features over all ranks.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
-        **options: group, bias, schedule, chunks, sequence_dim, device and dtype, as in :class:`ParallelLinear`.
+        **options: group, bias, schedule, chunks, sequence_dim, m_per_rank, device and dtype, as in
+            :class:`ParallelLinear`.
     """
 
     split = {"weight": 0, "bias": 0}  # noqa: RUF012
@@ -250,9 +274,10 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             x: (tokens of this rank, ..., in_features).
-            m_per_rank: tokens of each rank; None: as many on each.
+            m_per_rank: tokens of each rank; None: as the layer was made.
         """
-        x, dim = input_with_tokens(type(self).__name__, x, self.mesh, self.sequence_dim)
+        m_per_rank = tokens_now(self.m_per_rank) if m_per_rank is None else m_per_rank
+        x, dim, m_per_rank = input_with_tokens(type(self).__name__, x, self.mesh, self.sequence_dim, m_per_rank)
         self._check(x, self.mesh)
         y = all_gather_matmul(
             x,
@@ -284,8 +309,9 @@ class RowParallelLinear(ParallelLinear):
 
         Args:
             x: (tokens of all ranks, ..., in_features of this rank).
-            m_per_rank: tokens that each rank keeps; None: as many on each.
+            m_per_rank: tokens that each rank keeps; None: as the layer was made.
         """
+        m_per_rank = tokens_now(self.m_per_rank) if m_per_rank is None else m_per_rank
         x, dim = input_with_features(type(self).__name__, x, self.mesh, self.sequence_dim)
         self._check(x, self.mesh)
         y = matmul_reduce_scatter(

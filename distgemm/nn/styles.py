@@ -23,8 +23,12 @@ from distgemm.arguments import boolean, string, wrong
 from distgemm.nn.replicated import linear_of_replicated
 from distgemm.nn.tensors import (
     GradientCheck,
+    Tokens,
     check_sequence_dim,
+    check_tokens,
     dtensor_of_part,
+    dtensor_of_tokens,
+    feature_layout,
     input_replicated,
     input_with_features,
     input_with_tokens,
@@ -32,10 +36,12 @@ from distgemm.nn.tensors import (
     token_dim,
     token_layout,
     tokens_back,
+    tokens_now,
     uneven,
 )
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
+from distgemm.torch_ops.library import split_extent
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "SharedColwiseParallel"]
 
@@ -98,14 +104,18 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: as in torch's style. Shard(d) is ``sequence_dim=d``. With Replicate(), every rank has all tokens.
             Then the forward pass needs no transfer, and the gradient of the input is a
             :func:`distgemm.matmul_all_reduce`. None: ``sequence_dim`` holds.
-        schedule: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
-        chunks: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
-        keep_gathered: as in :func:`distgemm.all_gather_matmul`. Not with Replicate().
-        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor that is sharded along its
-            last dimension.
+        output_layouts: as in torch's style: Shard(-1), or None, is this rank's features. With Replicate(), every rank
+            gets all features, by an all-gather behind the GEMM that nothing overlaps with.
+        m_per_rank: tokens of each rank, zeros allowed; or a function that returns them, which each call asks. None: as
+            many on each rank, or as the input says if it is a DTensor. Not with input_layouts=Replicate().
+        schedule: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
+        chunks: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
+        keep_gathered: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
+        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor with the placement
+            ``output_layouts``.
 
     Raises:
-        ValueError: for an unknown schedule or wrong chunks.
+        ValueError: for an unknown schedule, wrong chunks, other placements, and arguments that exclude each other.
     """
 
     def __init__(
@@ -113,6 +123,8 @@ class ColwiseParallel(ParallelStyle):
         *,
         sequence_dim: int | None = None,
         input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        m_per_rank: Tokens = None,
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
@@ -121,8 +133,12 @@ class ColwiseParallel(ParallelStyle):
         super().__init__()
         check_schedule(schedule, chunks)
         self.replicated, self.sequence_dim = token_layout("input_layouts", input_layouts, sequence_dim)
-        if self.replicated and (schedule, chunks, keep_gathered) != ("auto", None, False):
-            raise ValueError("with input_layouts=Replicate() nothing is gathered: no schedule, chunks or keep_gathered")
+        self.gathers_features = feature_layout("output_layouts", output_layouts)
+        self.m_per_rank = check_tokens(m_per_rank)
+        if self.replicated and (m_per_rank, schedule, chunks, keep_gathered) != (None, "auto", None, False):
+            raise ValueError(
+                "with input_layouts=Replicate() nothing is gathered: no m_per_rank, schedule, chunks or keep_gathered"
+            )
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
         boolean("keep_gathered", keep_gathered)
         self.use_local_output = boolean("use_local_output", use_local_output)
@@ -132,20 +148,30 @@ class ColwiseParallel(ParallelStyle):
         _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         group, options = group_name(device_mesh), self.options
         out_features = uneven(linear.out_features, device_mesh.size())
-        as_dtensor, sequence_dim, check = not self.use_local_output, self.sequence_dim, GradientCheck(_name(self))
+        as_dtensor, gathers_features = not self.use_local_output, self.gathers_features
+        sequence_dim, m_per_rank, check = self.sequence_dim, self.m_per_rank, GradientCheck(_name(self))
+
+        def output(y: Tensor, dim: int, features: int) -> Tensor:
+            if not gathers_features and not as_dtensor:
+                return y
+            made = _as_dtensor(y, dim, features, device_mesh)
+            if gathers_features:
+                made = made.redistribute(placements=[Replicate()])
+            return made if as_dtensor else made.to_local()
 
         def forward_of_replicated(self: nn.Linear, x: Tensor) -> Tensor:
             x = input_replicated(check.name, x, device_mesh)
             y = linear_of_replicated(x, local(self.weight), local(self.bias), group, out_features)
-            return _as_dtensor(y, 0, self.out_features, device_mesh) if as_dtensor else y
+            return output(y, 0, self.out_features)
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            x, dim = input_with_tokens(check.name, x, device_mesh, sequence_dim)
+            x, dim, rows = input_with_tokens(check.name, x, device_mesh, sequence_dim, tokens_now(m_per_rank))
             check(x, device_mesh)
             weight, bias = local(self.weight), local(self.bias)
-            y = all_gather_matmul(x, weight, group=group, bias=bias, out_features=out_features, **options)
-            y = tokens_back(y, dim)
-            return _as_dtensor(y, dim, self.out_features, device_mesh) if as_dtensor else y
+            y = all_gather_matmul(
+                x, weight, group=group, bias=bias, m_per_rank=rows, out_features=out_features, **options
+            )
+            return output(tokens_back(y, dim), dim, self.out_features)
 
         # A method and no closure over the module, so that a deep copy uses its own parameters.
         module.forward = MethodType(forward_of_replicated if self.replicated else forward, module)
@@ -168,27 +194,43 @@ class RowwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the tokens, 0 or 1. With another dimension than 0, the input of a Linear is
             copied, and the result is a view that is not contiguous. None: 0 for outputs of two dimensions. The layer
             raises ValueError for outputs of more dimensions.
+        input_layouts: as in torch's style: Shard(-1), or None, is this rank's features. With Replicate(), every rank
+            has all features, and takes its own; the gradient of the input is gathered, which nothing overlaps with. An
+            nn.Embedding takes None and Replicate().
         output_layouts: as in torch's style. Shard(d) is ``sequence_dim=d``. With Replicate(), every rank gets all
             tokens: the layer is a :func:`distgemm.matmul_all_reduce`. Not for an nn.Embedding. None: ``sequence_dim``
             holds.
+        m_per_rank: tokens that each rank keeps, zeros allowed; or a function that returns them, which each call asks.
+            None: as many on each rank; of an nn.Embedding, as torch.chunk splits them. Not with
+            output_layouts=Replicate().
         schedule: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
         chunks: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
+        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor that is sharded along the
+            tokens, or replicated. The tokens must then be split as torch.chunk splits them.
 
     Raises:
-        ValueError: for an unknown schedule or wrong chunks.
+        ValueError: for an unknown schedule, wrong chunks, other placements, and arguments that exclude each other.
     """
 
     def __init__(
         self,
         *,
         sequence_dim: int | None = None,
+        input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
+        m_per_rank: Tokens = None,
         schedule: str = "auto",
         chunks: int | None = None,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
+        self.input_layouts, self.splits_features = input_layouts, feature_layout("input_layouts", input_layouts)
         self.replicated, self.sequence_dim = token_layout("output_layouts", output_layouts, sequence_dim)
+        self.m_per_rank = check_tokens(m_per_rank)
+        if self.replicated and m_per_rank is not None:
+            raise ValueError("with output_layouts=Replicate() every rank gets all tokens: no m_per_rank")
+        self.use_local_output = boolean("use_local_output", use_local_output)
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -196,20 +238,25 @@ class RowwiseParallel(ParallelStyle):
             return self._apply_to_embedding(module, device_mesh)
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(1), "bias": Replicate()})
-        group, options, sequence_dim = group_name(device_mesh), self.options, self.sequence_dim
+        group, options, as_dtensor = group_name(device_mesh), self.options, not self.use_local_output
+        sequence_dim, m_per_rank, splits_features = self.sequence_dim, self.m_per_rank, self.splits_features
         in_features, check = uneven(linear.in_features, device_mesh.size()), GradientCheck(_name(self))
 
         def forward_to_replicated(self: nn.Linear, x: Tensor) -> Tensor:
-            x, _ = input_with_features(check.name, x, device_mesh, 0)
+            x, _ = input_with_features(check.name, x, device_mesh, 0, replicated=splits_features)
             weight, bias = local(self.weight), local(self.bias)
-            return matmul_all_reduce(x, weight, group=group, bias=bias, in_features=in_features, **options)
+            y = matmul_all_reduce(x, weight, group=group, bias=bias, in_features=in_features, **options)
+            return DTensor.from_local(y, device_mesh, [Replicate()], run_check=False) if as_dtensor else y
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
-            x, dim = input_with_features(check.name, x, device_mesh, sequence_dim)
+            x, dim = input_with_features(check.name, x, device_mesh, sequence_dim, replicated=splits_features)
             check(x, device_mesh)
-            weight, bias = local(self.weight), local(self.bias)
-            y = matmul_reduce_scatter(x, weight, group=group, bias=bias, in_features=in_features, **options)
-            return tokens_back(y, dim)
+            weight, bias, rows = local(self.weight), local(self.bias), tokens_now(m_per_rank)
+            y = matmul_reduce_scatter(
+                x, weight, group=group, bias=bias, m_per_rank=rows, in_features=in_features, **options
+            )
+            y = tokens_back(y, dim)
+            return dtensor_of_tokens(y, dim, rows, device_mesh) if as_dtensor else y
 
         module.forward = MethodType(forward_to_replicated if self.replicated else forward, module)
         return module
@@ -217,21 +264,58 @@ class RowwiseParallel(ParallelStyle):
     def _apply_to_embedding(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
         if self.replicated:
             raise ValueError(f"{_name(self)}: the output of an nn.Embedding is sharded, got output_layouts=Replicate()")
+        if self.input_layouts is not None and not self.splits_features:
+            raise ValueError(
+                f"{_name(self)}: every rank has the ids of all tokens, so an nn.Embedding takes "
+                f"input_layouts=Replicate() or None, got {self.input_layouts}"
+            )
         if self.options != {"schedule": "auto", "chunks": None}:
             raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes neither schedule nor chunks")
+        if not all(split_extent(module.num_embeddings, device_mesh.size())):
+            raise ValueError(
+                f"{_name(self)}: {module.num_embeddings} embeddings leave some of {device_mesh.size()} ranks without "
+                "one, and torch cannot look up ids there; use more embeddings"
+            )
         _distribute(self, module, device_mesh, {"weight": Shard(0)})
-        name, sequence_dim = _name(self), self.sequence_dim
+        name, sequence_dim, m_per_rank, as_dtensor = (
+            _name(self),
+            self.sequence_dim,
+            self.m_per_rank,
+            not self.use_local_output,
+        )
 
         def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-            if not isinstance(ids, DTensor):
-                ids = DTensor.from_local(ids, device_mesh, [Replicate()], run_check=False)
-            y = type(self).forward(self, ids)
+            ids = input_replicated(name, ids, device_mesh)
+            rows = tokens_now(m_per_rank)
+            dim = token_dim(name, ids.unsqueeze(-1).expand(*ids.shape, self.embedding_dim), sequence_dim)
+            if rows is not None:
+                ids = _in_equal_shares(name, ids, dim, rows, device_mesh.size())
+            y = type(self).forward(self, DTensor.from_local(ids, device_mesh, [Replicate()], run_check=False))
             assert isinstance(y, DTensor)
-            dim = token_dim(name, y, sequence_dim)
-            return y.redistribute(placements=[Shard(dim)]).to_local()  # waits for the collective
+            y = y.redistribute(placements=[Shard(dim)])
+            if rows is None:
+                return y if as_dtensor else y.to_local()  # waits for the collective
+            found: Tensor = y.to_local().narrow(dim, 0, rows[device_mesh.get_local_rank()])
+            return dtensor_of_tokens(found, dim, rows, device_mesh) if as_dtensor else found
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module
+
+
+def _in_equal_shares(name: str, ids: Tensor, dim: int, m_per_rank: Sequence[int], ranks: int) -> Tensor:
+    """The ids with as many for each rank: behind those of a rank are zeros, up to the most that any rank has."""
+    tokens = list(m_per_rank)
+    if len(tokens) != ranks or sum(tokens) != ids.shape[dim]:
+        raise ValueError(
+            f"{name}: m_per_rank has {ranks} integers, one for each rank, with the sum {ids.shape[dim]}, got {tokens}"
+        )
+    most = max(tokens)
+    shares = []
+    for part in torch.split(ids, tokens, dim):
+        shape = list(part.shape)
+        shape[dim] = most - part.shape[dim]
+        shares += [part, part.new_zeros(shape)]
+    return torch.cat(shares, dim)
 
 
 class SequenceParallel(SequenceParallelOfTorch):
@@ -242,12 +326,17 @@ class SequenceParallel(SequenceParallelOfTorch):
     ``clip_grad_norm_`` of torch 2.11 does not clip partial sums. FSDP2 sums them in its own way. A deep copy of the
     module has gradients as torch's style.
 
+    Ranks may have different numbers of tokens, and none. A rank without tokens computes one token of zeros, whose
+    gradient is zero, so that it takes part in the sums. In torch.compile each rank needs a token.
+
     Args:
         sequence_dim: the dimension of the input that is split over the ranks: the tokens, or the heads.
-        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor.
+        use_local_output: whether the output is this rank's tensor. If False, it is a DTensor, whose shape is right only
+            if all ranks have as many tokens.
 
     Raises:
-        ValueError: if ``sequence_dim`` is no integer; in a call, if a rank has no tokens.
+        ValueError: if ``sequence_dim`` is no integer; in a call, if the input is empty along another dimension, or if a
+            rank has no tokens in torch.compile.
     """
 
     def __init__(self, *, sequence_dim: int, use_local_output: bool = True) -> None:
@@ -259,18 +348,34 @@ class SequenceParallel(SequenceParallelOfTorch):
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
-        return module
+        run: Any = getattr(module.forward, "__func__", type(module).forward)
+        (sharding,) = self.sequence_sharding
 
-    @staticmethod
-    def _prepare_input_fn(sequence_sharding: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
-        x = inputs[0]
-        if isinstance(x, Tensor) and not x.numel() and device_mesh.size() > 1:
-            raise ValueError(
-                f"distgemm.nn.SequenceParallel: the input of {type(mod).__name__} has the shape {tuple(x.shape)}, and "
-                "torch cannot sum gradients if a rank has no tokens: give each rank at least one"
-            )
-        torch_style: Any = SequenceParallelOfTorch
-        return torch_style._prepare_input_fn(sequence_sharding, mod, inputs, device_mesh)
+        def forward(self: nn.Module, x: DTensor) -> DTensor:
+            mine = x.to_local()
+            if mine.numel() or device_mesh.size() == 1:
+                found: DTensor = run(self, x)
+                return found
+            shape = list(mine.shape)
+            shape[sharding.dim] = 1
+            if 0 in shape:
+                raise ValueError(
+                    f"distgemm.nn.SequenceParallel: the input of {type(self).__name__} has the shape "
+                    f"{tuple(mine.shape)}; only dimension {sharding.dim}, that of the tokens, may be empty"
+                )
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"distgemm.nn.SequenceParallel in torch.compile: the input of {type(self).__name__} has the shape "
+                    f"{tuple(mine.shape)}. The graph of a rank without tokens is another one, whose backward may make "
+                    "the calls in another order than the other ranks. Give each rank a token, or do not compile"
+                )
+            # Cat and not a new tensor, so that backward goes on to what made x, where this rank takes part in sums.
+            padded = torch.cat([mine, mine.new_zeros(shape)], sharding.dim)
+            y = run(self, DTensor.from_local(padded, device_mesh, [sharding], run_check=False))
+            return DTensor.from_local(y.to_local().narrow(sharding.dim, 0, 0), device_mesh, [sharding], run_check=False)
+
+        module.forward = MethodType(forward, module)
+        return module
 
 
 def _summed(gradient: Tensor) -> Tensor:
@@ -292,9 +397,11 @@ class _Shared:
         mesh: DeviceMesh,
         out_features: Sequence[int] | None,
         sequence_dim: int | None,
+        m_per_rank: Tokens,
         options: dict[str, Any],
     ) -> None:
         self.linears, self.mesh, self.sequence_dim, self.options = linears, mesh, sequence_dim, options
+        self.m_per_rank = m_per_rank
         self.check = GradientCheck(_name(style))
         self.group, self.out_features = group_name(mesh), out_features
         self.clear()
@@ -330,13 +437,15 @@ class _Shared:
         return made_of, (*modes, torch.is_inference_mode_enabled(), versions)
 
     def _compute(self, x: Tensor) -> dict[str, Tensor]:
-        x, dim = input_with_tokens(self.check.name, x, self.mesh, self.sequence_dim)
+        rows = tokens_now(self.m_per_rank)
+        x, dim, rows = input_with_tokens(self.check.name, x, self.mesh, self.sequence_dim, rows)
         self.check(x, self.mesh)
         outputs = all_gather_matmul(
             x,
             [local(linear.weight) for linear in self.linears.values()],
             group=self.group,
             bias=[local(linear.bias) for linear in self.linears.values()],
+            m_per_rank=rows,
             out_features=self.out_features,
             **self.options,
         )
@@ -361,6 +470,7 @@ class SharedColwiseParallel(ParallelStyle):
     Args:
         *names: names of the Linears in the module that the style is applied to.
         sequence_dim: as in :class:`ColwiseParallel`.
+        m_per_rank: as in :class:`ColwiseParallel`.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
@@ -373,6 +483,7 @@ class SharedColwiseParallel(ParallelStyle):
         self,
         *names: str,
         sequence_dim: int | None = None,
+        m_per_rank: Tokens = None,
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
@@ -385,7 +496,7 @@ class SharedColwiseParallel(ParallelStyle):
         check_schedule(schedule, chunks)
         boolean("keep_gathered", keep_gathered)
         check_sequence_dim(sequence_dim)
-        self.sequence_dim = sequence_dim
+        self.sequence_dim, self.m_per_rank = sequence_dim, check_tokens(m_per_rank)
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -397,7 +508,8 @@ class SharedColwiseParallel(ParallelStyle):
             _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
         widths = [linear.out_features for linear in linears.values()]
         divides = not any(width % device_mesh.size() for width in widths)
-        shared = _Shared(self, linears, device_mesh, None if divides else widths, self.sequence_dim, self.options)
+        out_features = None if divides else widths
+        shared = _Shared(self, linears, device_mesh, out_features, self.sequence_dim, self.m_per_rank, self.options)
         for name, linear in linears.items():
             linear.forward = partial(shared.forward, name)  # type: ignore[method-assign]
         module.register_forward_hook(shared.clear, always_call=True)

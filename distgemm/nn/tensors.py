@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distgemm.arguments import integer
+from distgemm.arguments import MAX_EXTENT, function, integer, integers
 from distgemm.runtime.torch_arguments import read_tensor
+from distgemm.torch_ops.library import split_extent
 
 __all__ = [
     "GradientCheck",
+    "Tokens",
     "check_sequence_dim",
+    "check_tokens",
     "dtensor_of_part",
+    "dtensor_of_tokens",
+    "feature_layout",
     "input_replicated",
     "input_with_features",
     "input_with_tokens",
@@ -25,10 +31,13 @@ __all__ = [
     "token_dim",
     "token_layout",
     "tokens_back",
+    "tokens_now",
     "uneven",
 ]
 
 Tensor = torch.Tensor
+Tokens: TypeAlias = Sequence[int] | Callable[[], Sequence[int] | None] | None
+"""Tokens of each rank, as layers and styles take them: for all calls, a function that each call asks, or None."""
 
 
 def local(parameter: Tensor | None) -> Any:
@@ -99,6 +108,67 @@ def token_layout(name: str, layout: Placement | None, sequence_dim: int | None) 
     return (False, layout.dim) if isinstance(layout, Shard) else (True, None)
 
 
+def feature_layout(name: str, layout: Placement | None) -> bool:
+    """Whether every rank has all features, from the argument of a style.
+
+    Args:
+        name: "input_layouts" or "output_layouts".
+        layout: that argument.
+
+    Raises:
+        ValueError: for another placement than Shard(-1) and Replicate().
+    """
+    if layout is None or isinstance(layout, Replicate) or (type(layout) is Shard and layout.dim == -1):
+        return isinstance(layout, Replicate)
+    remedy = ""
+    if isinstance(layout, Shard):
+        other = "RowwiseParallel" if name == "output_layouts" else "ColwiseParallel"
+        remedy = f"; distgemm.nn.{other} is for tokens that are split over the ranks there"
+    raise ValueError(
+        f"{name} is Shard(-1), this rank's features, or Replicate(), all features on every rank; got {layout!r}{remedy}"
+    )
+
+
+# --- the tokens of each rank ----------------------------------------------------------------------------
+
+
+def check_tokens(m_per_rank: Tokens) -> Tokens:
+    """Check the argument ``m_per_rank`` of a layer or a style when it is made.
+
+    Raises:
+        ValueError: if it is no sequence of numbers of tokens, no function and not None.
+    """
+    if m_per_rank is None:
+        return None
+    if callable(m_per_rank):
+        wanted = "a sequence with the tokens of each rank, a function that returns it, or None"
+        return function("m_per_rank", m_per_rank, wanted)
+    return integers("m_per_rank", m_per_rank, 0, MAX_EXTENT)
+
+
+def tokens_now(m_per_rank: Tokens) -> Sequence[int] | None:
+    """The tokens of each rank in this call; None: as many on each. The functions check them."""
+    return m_per_rank() if callable(m_per_rank) else m_per_rank
+
+
+def dtensor_of_tokens(y: Tensor, dim: int, m_per_rank: Sequence[int] | None, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of the tokens of all ranks, from those of this rank, which are dimension ``dim`` of y.
+
+    Raises:
+        ValueError: if the tokens are not split as torch.chunk splits them.
+    """
+    ranks = mesh.size()
+    tokens = list(m_per_rank) if m_per_rank is not None else [y.shape[dim]] * ranks
+    if tokens != split_extent(sum(tokens), ranks):
+        raise ValueError(
+            f"use_local_output=False makes a DTensor, which is split as torch.chunk splits it: "
+            f"m_per_rank={split_extent(sum(tokens), ranks)}, got {tokens}; use_local_output=True has no such limit"
+        )
+    first = y.movedim(dim, 0)
+    whole = tokens_back(torch.empty(sum(tokens), *first.shape[1:], device="meta"), dim)
+    return dtensor_of_part(y, mesh, Shard(dim), whole)
+
+
 def _check_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, DTensor):
         read_tensor(f"{name}: the input", x)
@@ -126,8 +196,12 @@ def token_dim(name: str, x: Tensor, sequence_dim: int | None) -> int:
     return sequence_dim % x.dim()
 
 
-def input_with_tokens(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None) -> tuple[Tensor, int]:
-    """This rank's tokens, with the tokens as the first dimension, and the dimension that they had.
+def input_with_tokens(
+    name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None, m_per_rank: Sequence[int] | None
+) -> tuple[Tensor, int, Sequence[int] | None]:
+    """This rank's tokens, with the tokens as the first dimension; the dimension that they had; the tokens of each rank.
+
+    A DTensor says how many tokens each rank has, unless ``m_per_rank`` does.
 
     Raises:
         ValueError: for a DTensor that is not sharded along the tokens, and if nothing says which dimension has them.
@@ -139,21 +213,37 @@ def input_with_tokens(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int 
             if isinstance(found, Shard) and found.dim % x.dim() != x.dim() - 1:
                 sequence_dim = found.dim % x.dim()
         dim = 0 if sequence_dim is None else token_dim(name, x, sequence_dim)
+        tokens = x.shape[dim]
         x = _local_input(name, x, mesh, dim, features=False)
+        if m_per_rank is None and tokens % mesh.size():
+            m_per_rank = split_extent(tokens, mesh.size())
     else:
         dim = token_dim(name, x, sequence_dim)
-    return (x.movedim(dim, 0) if dim else x), dim
+    return (x.movedim(dim, 0) if dim else x), dim, m_per_rank
 
 
-def input_with_features(name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None) -> tuple[Tensor, int]:
+def input_with_features(
+    name: str, x: Tensor, mesh: DeviceMesh, sequence_dim: int | None, *, replicated: bool = False
+) -> tuple[Tensor, int]:
     """This rank's features of all tokens, with the tokens as the first dimension, and the dimension that they had.
+
+    Args:
+        name: the layer, for messages.
+        x: the input.
+        mesh: the ranks.
+        sequence_dim: the dimension of the tokens, as a layer takes it.
+        replicated: whether every rank has all features of x, and takes its own. The gradient has all features, too.
 
     Raises:
         ValueError: for a DTensor that is not sharded along the features, and if nothing says which dimension has the
             tokens.
     """
     _check_tensor(name, x)
-    if isinstance(x, DTensor):
+    if replicated:
+        x = input_replicated(name, x, mesh)
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        x = whole.redistribute(placements=[Shard(x.dim() - 1)]).to_local()
+    elif isinstance(x, DTensor):
         x = _local_input(name, x, mesh, x.dim() - 1, features=True)
     dim = token_dim(name, x, sequence_dim)
     return (x.movedim(dim, 0) if dim else x), dim
@@ -187,6 +277,10 @@ def _local_input(name: str, x: DTensor, mesh: DeviceMesh, dim: int | None, *, fe
             remedy = f"pass x.to_local() if that is this rank's part of {wanted}"
         elif not features:
             remedy += f", or sequence_dim={dim} in the SequenceParallel of the norm before it"
+            if isinstance(found, Replicate):
+                remedy += "; input_layouts=Replicate() in the ColwiseParallel gathers nothing"
+        elif isinstance(found, Replicate):
+            remedy += ", or input_layouts=Replicate() in the RowwiseParallel"
         raise ValueError(
             f"{name} takes a tensor of this rank, or a DTensor with the placements {wanted} on its mesh; got "
             f"[{given}] of shape {tuple(x.shape)}. {remedy}"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupRef", "PerGroup", "failing", "raise_if_failed"]
+__all__ = ["GroupRef", "PerGroup", "failing", "occupied", "raise_if_failed"]
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -53,9 +53,9 @@ class GroupRef:
         return group
 
     def takes_calls(self) -> bool:
-        """Whether the group exists, and no call on it has failed."""
-        group = self._group()
-        return group is not None and self._failure.reason is None and not _is_destroyed(group)
+        """Whether the group exists, and :func:`raise_if_failed` would not raise."""
+        group, failure = self._group(), self._failure
+        return group is not None and not failure.reason and not failure.occupied and not _is_destroyed(group)
 
 
 class PerGroup(Generic[T]):
@@ -91,16 +91,33 @@ class PerGroup(Generic[T]):
 
 
 class _Failure:
-    """Why nothing can be called on a group any more; None while that is not so."""
+    """Why nothing can be called on a group any more, or now; None while that is not so."""
 
     reason: str | None = None
+    occupied: str | None = None
 
 
 _FAILURES: PerGroup[_Failure] = PerGroup(_Failure)
 
 
+@contextlib.contextmanager
+def occupied(group: dist.ProcessGroup, by: str) -> Iterator[None]:
+    """Let :func:`raise_if_failed` raise inside the ``with`` block: messages of ``by`` are under way."""
+    failure = _FAILURES.of(group)
+    failure.occupied = by
+    try:
+        yield
+    finally:
+        failure.occupied = None
+
+
 def raise_if_failed(group: dist.ProcessGroup) -> None:
-    """Raises RuntimeError where a call on the group has failed: its ranks are at different places of the program."""
+    """Raises RuntimeError where a call on the group has failed: its ranks are at different places of the program.
+
+    Also inside the block of a :func:`distgemm.gather` of the group, whose messages further ones would meet.
+    """
+    if by := _FAILURES.of(group).occupied:
+        raise RuntimeError(f"{by} on this process group has not ended: make this call behind its with block")
     if reason := _FAILURES.of(group).reason:
         raise RuntimeError(
             f"an earlier call on this process group failed, so no rank of it can make a further one; destroy the group "

@@ -13,7 +13,13 @@ from distgemm.torch_ops.dispatch import (
     record_calls,
     select_schedule,
 )
-from distgemm.torch_ops.functional import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
+from distgemm.torch_ops.functional import (
+    all_gather_matmul,
+    gather,
+    group_name,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 __all__ = [
     "CACHED",
@@ -21,6 +27,7 @@ __all__ = [
     "ONE_SHOT_TOKENS",
     "CallRecord",
     "all_gather_matmul",
+    "gather",
     "group_name",
     "last_call",
     "matmul_all_reduce",

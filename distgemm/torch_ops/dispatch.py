@@ -19,7 +19,7 @@ from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
-from distgemm.runtime.collective.executable import CollectiveExecutable
+from distgemm.runtime.collective.executable import CollectiveExecutable, GatheredChunk
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
@@ -45,6 +45,8 @@ __all__ = [
 Tensor = torch.Tensor
 Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "gather"]
 
+CALLER_MULTIPLIES = "the caller multiplies the chunks"
+"""The note of a :func:`distgemm.gather`."""
 CACHED = 64
 """Number of executables that are kept for each group. The least recently used one is dropped first."""
 
@@ -98,7 +100,8 @@ class CallRecord:
 
     Attributes:
         function: the function that was called: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-            "gather" is the second gather of all_gather_matmul's input, for the gradient of its weight.
+            "gather" is the second gather of all_gather_matmul's input, for the gradient of its weight, or a
+            :func:`distgemm.gather`.
         plan: the plan that was executed. ``plan.schedule`` is its schedule, ``plan.link_bytes()`` what it moved. For
             the unfused program, the plan only says which shards went in and out.
         options: options of the schedule, as (name, value) pairs.
@@ -129,7 +132,7 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
-        if self.function == "gather":
+        if self.function == "gather" and self.note != CALLER_MULTIPLIES:
             return "a gather alone: there is no GEMM"
         if max(_gemms_of_ranks(self.plan)) == 1:
             return "one GEMM on each rank: transfers come before or after it"
@@ -274,10 +277,25 @@ class PreparedCall:
         executable = self.executable
         bias = None if bias is None else bias.resolve_neg()
         d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
-        self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
-        plan, transfers, provider = executable.plan, executable.transfers, executable.provider
-        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, NOTE.get()))
+        self._record(function, NOTE.get())
         return d
+
+    def gather(self, a: Tensor) -> Iterator[GatheredChunk]:
+        """The chunks of the gathered A, for the caller to multiply.
+
+        Raises:
+            ValueError: for the unfused program.
+        """
+        executable = self.executable
+        if not isinstance(executable, CollectiveExecutable):
+            raise ValueError("gather: the unfused program has no chunks; schedule='auto', or the name of a schedule")
+        yield from executable.gather(with_rows(a))
+        self._record("gather", CALLER_MULTIPLIES)
+
+    def _record(self, function: Function, note: str) -> None:
+        self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
+        plan, transfers, provider = self.executable.plan, self.executable.transfers, self.executable.provider
+        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, note))
 
 
 def with_rows(matrix: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, overload
 
@@ -10,6 +11,7 @@ import torch
 
 from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
 from distgemm.runtime.checks import Group, process_group
+from distgemm.runtime.collective.executable import GatheredChunk
 from distgemm.runtime.torch_arguments import read_tensor
 from distgemm.schedulers import schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
@@ -22,6 +24,7 @@ __all__ = [
     "autocast",
     "autocast_dtype",
     "check_schedule",
+    "gather",
     "group_name",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -379,3 +382,81 @@ def matmul_all_reduce(
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])
+
+
+@contextlib.contextmanager
+def gather(
+    a_shard: Tensor,
+    *,
+    group: Group,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    m_per_rank: Sequence[int] | None = None,
+) -> Iterator[Iterator[GatheredChunk]]:
+    """The tokens of all ranks in chunks, for a GEMM or kernel of your own on each chunk while the rest is on its way.
+
+    The unfused program is ::
+
+        a = torch.cat(all_gather(a_shard, group))  # along the first dimension
+        yield [GatheredChunk(rows, a[rows]) for rows in ...]
+
+    All ranks of the group make the same call ::
+
+        with distgemm.gather(a_shard, group=group) as chunks:
+            for rows, a in chunks:
+                d[rows] = a @ b.T
+
+    - **Order.** This rank's rows come first, then the other chunks in the order in which the plan multiplies them. It
+      is the same in each call. A chunk comes when it has arrived. The chunks that follow travel meanwhile.
+    - **Rows.** ``rows`` are consecutive rows of the gathered tensor. Each row is in one chunk.
+    - **Lifetime.** A chunk stays as it is until the end of the block, also after the next chunk has come; ``.clone()``
+      keeps it longer. It is ``a_shard`` itself or memory of the group: do not write chunks or ``a_shard`` in the block.
+    - **Other calls.** Inside the block there is no other call on the group: it raises RuntimeError.
+    - **End.** The end of the block receives the chunks that nobody asked for, also after an exception inside it. So no
+      rank waits for another one for ever, and the next call may follow.
+
+    Args:
+        a_shard: (tokens of this rank, in_features). Only for CPU tensors so far.
+        group: the ranks that take part.
+        schedule: as in :func:`all_gather_matmul`. It needs chunks of whole rows.
+        chunks: as in :func:`all_gather_matmul`: the number of chunks of each rank's rows.
+        m_per_rank: tokens of each rank, zeros allowed; None: as many on each.
+
+    Yields:
+        An iterator over the chunks, which are pairs: the rows as a slice, and the tensor (rows, in_features).
+
+    Raises:
+        ValueError: if the tensor does not fit the group or the schedule, or requires grad outside of torch.no_grad().
+        NotImplementedError: for CUDA tensors.
+        RuntimeError: in torch.compile; where a rank is gone, or does not come within the group's timeout.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("gather hands chunks to eager code: call it outside of torch.compile")
+    _check("gather", {"a_shard": a_shard}, schedule, chunks, m_per_rank)
+    if a_shard.dim() != 2:
+        raise ValueError(
+            f"gather: a_shard is (tokens, in_features), got shape {tuple(a_shard.shape)}; a_shard.flatten(0, -2) is one"
+        )
+    if torch.is_grad_enabled() and a_shard.requires_grad:
+        raise ValueError(
+            "gather: a_shard requires grad, and no gradient goes through chunks; all_gather_matmul has gradients, or "
+            "call it under torch.no_grad()"
+        )
+    if a_shard.device.type == "cuda":
+        raise NotImplementedError(
+            "gather is for CPU tensors so far; on GPUs, all_gather_matmul(..., return_gathered=True) gathers while it "
+            "multiplies, and schedule='unfused' gathers first"
+        )
+    arriving = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank).gather(a_shard)
+    first = next(arriving, None)  # the ranks compare their calls before the block begins
+
+    def every() -> Iterator[GatheredChunk]:
+        if first is not None:
+            yield first
+        yield from arriving
+
+    try:
+        yield every()
+    finally:
+        for _ in arriving:
+            pass

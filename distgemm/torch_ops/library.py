@@ -16,7 +16,7 @@ from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare
 from distgemm.torch_ops.eager import EagerOp
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "prepare_gather", "split_extent"]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
@@ -324,6 +324,15 @@ def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
     )
     found: Tensor = whole
     return found
+
+
+def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, rows: Sizes) -> PreparedCall:
+    """The prepared call of :func:`distgemm.gather`: a plan with one row of b on each rank, which is not multiplied."""
+    _check("gather", {"a": a})
+    size, _ = size_and_rank(group)
+    rows = _gathered_rows("gather", a.shape[0], rows, group)
+    problem = _problem("gather", a, sum(rows), size, a.shape[1], rows, size)
+    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False)
 
 
 all_gather_matmul = EagerOp(

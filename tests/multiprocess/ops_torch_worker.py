@@ -425,7 +425,35 @@ def compiled() -> list[str]:
                 for x, y in zip(results[1], results[0], strict=True)
                 if not torch.equal(x, y)
             ]
-    return wrong
+    return wrong + _compiled_with_sizes()
+
+
+def _compiled_with_sizes() -> list[str]:
+    """The same with all arguments for unequal sizes, and those that keep or return the gathered input."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    tokens = tuple(2 + (other == 0) for other in range(ranks))
+    shares = library.split_extent(3 * ranks - 1, ranks)
+    torch.manual_seed(2)
+    b = torch.randn(shares[rank], K, dtype=torch.float64, requires_grad=True)
+    c, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, K), (2,)))
+    d = torch.randn(4, shares[rank], dtype=torch.float64, requires_grad=True)
+
+    def layer(a: Tensor) -> tuple[Tensor, Tensor]:
+        sizes: dict[str, Any] = {"out_features": [3 * ranks - 1, 2 * ranks], "m_per_rank": tokens}
+        (y, z), whole = distgemm.all_gather_matmul(
+            a, [b, c], group=group, bias=[None, bias], chunks=2, return_gathered=True, **sizes
+        )
+        y = torch.relu(y) + z.sum(-1, keepdim=True) + whole.sum(-1, keepdim=True)
+        sizes = {"in_features": 3 * ranks - 1, "schedule": "gemm+rs chunks=2"}
+        h = distgemm.matmul_reduce_scatter(y, d, group=group, m_per_rank=tokens, **sizes)
+        return h, distgemm.matmul_all_reduce(y, d, group=group, in_features=3 * ranks - 1)
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        a = torch.linspace(-1, 1, tokens[rank] * K, dtype=torch.float64).view(-1, K).requires_grad_()
+        h, r = run(a)
+        results.append([h, r, *torch.autograd.grad(h.square().sum() + r.square().sum(), [a, b, c, bias, d])])
+    return [f"sizes: {x} instead of {y}" for x, y in zip(*results, strict=True) if not torch.equal(x, y)]
 
 
 def checked_by_torch() -> None:
@@ -434,13 +462,31 @@ def checked_by_torch() -> None:
     assert group is not None
     name, ranks = group.group_name, dist.get_world_size()
     a, b, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2 * ranks, 3), (2, 3), (2,)))
+    # Rank 0 has a row, and a column, more.
+    rows, uneven = [2 * ranks + (other == 0) for other in range(ranks)], 2 * ranks + 1
+    more = torch.randn(rows[dist.get_rank()], 3, requires_grad=True)
+    share = library.split_extent(uneven, ranks)[dist.get_rank()]
+    columns, wide, narrow = (
+        torch.randn(*shape, requires_grad=True) for shape in ((share, 3), (sum(rows), share), (2, share))
+    )
     for registered, args in (
         (
             library.all_gather_matmul,
             (a, [b, b], [bias], [False, True], name, "auto", None, None, None, False, "forward"),
         ),
+        # opcheck wants the gradient of all results, and the gathered a has none.
+        (
+            library.all_gather_matmul,
+            (a.detach(), [b.detach()], [], [False], name, "ag+gemm", 2, None, None, True, "forward"),
+        ),
+        (
+            library.all_gather_matmul,
+            (more, [columns, b], [bias], [False, True], name, "auto", 2, rows, [uneven, 2 * ranks], False, "forward"),
+        ),
         (library.matmul_reduce_scatter, (a, b, bias, name, "auto", None, None, None)),
+        (library.matmul_reduce_scatter, (wide, narrow, bias, name, "gemm+rs", 2, rows, uneven)),
         (library.matmul_all_reduce, (a, b, bias, name, "auto", None, None)),
+        (library.matmul_all_reduce, (wide, narrow, None, name, "auto", 2, uneven)),
     ):
         torch.library.opcheck(registered.op, args)
 

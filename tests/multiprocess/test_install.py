@@ -9,6 +9,7 @@ import pytest
 
 from distgemm.runtime.launch import launch
 from tests.multiprocess import install_worker as worker
+from tests.multiprocess import nn_tokens_worker
 from tests.multiprocess.ops_torch_worker import run_all
 from tests.once import once
 
@@ -40,3 +41,10 @@ def test_linears_of_a_framework_train(framework: str, ranks: int) -> None:
     name = f"{framework}_linears"
     checks: list[Any] = [(getattr(worker, name), ())]
     assert [found[name] for found in launch(run_all, ranks, checks, timeout=90)] == [[]] * ranks
+
+
+@pytest.mark.sample(0)
+def test_layers_have_the_shards_that_megatrons_layers_have() -> None:
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron is not installed: pip install --no-deps -r tests/frameworks.txt")
+    assert launch(nn_tokens_worker.of_megatron, 2, timeout=120) == [[], []]

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from distgemm.runtime.launch import launch
+from tests.multiprocess import gather_worker
 from tests.multiprocess import ops_torch_worker as worker
 from tests.once import once
 
 GATHER, PAIRWISE = "all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_pairwise_a"
 
 CHECKS: dict[int, list[Any]] = {
-    1: [(worker.gathered, ()), (worker.what_ran, ()), (worker.twice, ())],
+    1: [(gather_worker.chunks, ()), (worker.gathered, ()), (worker.what_ran, ()), (worker.twice, ())],
     2: [
         (worker.gradients, ()),
         (worker.compiled, ()),
@@ -23,8 +24,18 @@ CHECKS: dict[int, list[Any]] = {
         (worker.after_inference, ()),
         (worker.autocast, ()),
         (worker.no_gradients, ()),
+        (gather_worker.chunks, ()),
+        (gather_worker.travels_meanwhile, ()),
+        (gather_worker.ends, ()),
     ],
-    3: [(worker.gathered, ()), (worker.gradients, ()), (worker.what_ran, ())],
+    3: [
+        (worker.gathered, ()),
+        (worker.gradients, ()),
+        (worker.what_ran, ()),
+        (gather_worker.chunks, ()),
+        (gather_worker.travels_meanwhile, ()),
+        (gather_worker.ends, ()),
+    ],
     4: [(worker.gathered, ()), (worker.replicas, ())],
 }
 
@@ -45,6 +56,24 @@ def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> Non
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_the_gathered_input_is_returned(ranks: int) -> None:
     assert [found["gathered"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_gather_hands_out_chunks(ranks: int) -> None:
+    assert [found["chunks"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_chunks_travel_while_the_caller_is_busy(ranks: int) -> None:
+    assert [found["travels_meanwhile"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_block_of_a_gather_ends_on_all_ranks(ranks: int) -> None:
+    assert [found["ends"] for found in results(ranks)] == [[]] * ranks
 
 
 @pytest.mark.sample(1)

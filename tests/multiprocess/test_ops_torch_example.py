@@ -100,11 +100,12 @@ def test_the_programs_of_the_docs_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "pytorch.md"
     if not page.exists():
         pytest.skip("a source archive has no docs/")
-    mlp, plan, training, record = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    mlp, plan, training, chunks, record = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for program, printed in (
         (mlp, r"matmul_reduce_scatter: .*\nTrue\n|gather: .*\nTrue\n"),
         (training, r"True\n"),
+        (chunks, r"True\n"),
     ):
         (tmp_path / "program.py").write_text(program)
         done = subprocess.run(

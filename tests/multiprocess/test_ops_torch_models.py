@@ -15,8 +15,15 @@ if not (Path(__file__).parents[2] / "examples").is_dir():
     pytest.skip("a source archive has no examples/", allow_module_level=True)
 
 from tests.multiprocess import nn_models_worker as worker
+from tests.multiprocess import nn_tokens_worker as tokens_worker
 from tests.multiprocess.ops_torch_worker import BOUND, run_all
 
+ON_TOKENS = [
+    tokens_worker.unequal_tokens,
+    tokens_worker.tokens_of_layers,
+    tokens_worker.layouts,
+    tokens_worker.lora,
+]
 CHECKS: dict[int, list[Any]] = {
     2: [
         worker.layers_train,
@@ -28,9 +35,11 @@ CHECKS: dict[int, list[Any]] = {
         worker.batch_first,
         worker.embeddings,
         worker.compiled_blocks,
+        *ON_TOKENS,
+        tokens_worker.compiled_tokens,
     ],
-    3: [worker.layers_train, worker.modules_on_tokens, worker.tied, worker.batch_first, worker.embeddings],
-    4: [worker.layers_train_sharded],
+    3: [worker.layers_train, worker.modules_on_tokens, worker.tied, worker.batch_first, worker.embeddings, *ON_TOKENS],
+    4: [worker.layers_train_sharded, tokens_worker.unequal_tokens_sharded, tokens_worker.shards],
 }
 
 
@@ -116,3 +125,45 @@ def test_embeddings_with_a_split_vocabulary(ranks: int) -> None:
 def test_compiled_blocks_have_the_gradients_of_the_unsharded_model() -> None:
     """With FSDP2 and without it. Inputs of which torch.compile loses the gradient are refused."""
     assert [found["compiled_blocks"] for found in results(2)] == [[], []]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_unequal_tokens_train_as_the_unsharded_model(ranks: int) -> None:
+    assert [found["unequal_tokens"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.sample(0)
+def test_four_ranks_with_unequal_tokens() -> None:
+    (found,) = {tuple(found) for found in launch(tokens_worker.unequal_tokens, 4, timeout=180)}
+    assert not found
+
+
+def test_ranks_with_unequal_tokens_train_with_fsdp() -> None:
+    assert [found["unequal_tokens_sharded"] for found in results(4)] == [[]] * 4
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_where_layers_have_the_tokens_of_each_rank_from(ranks: int) -> None:
+    assert [found["tokens_of_layers"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_a_function_for_the_tokens_needs_no_graph_break() -> None:
+    assert [found["compiled_tokens"] for found in results(2)] == [[], []]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layouts_of_styles(ranks: int) -> None:
+    assert [found["layouts"] for found in results(ranks)] == [[]] * ranks
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters_beside_frozen_layers(ranks: int) -> None:
+    assert [found["lora"] for found in results(ranks)] == [[]] * ranks
+
+
+def test_shards_of_other_numbers_of_ranks_are_loaded() -> None:
+    assert [found["shards"] for found in results(4)] == [[]] * 4

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from distgemm.arguments import finite, instance, wrong
+from distgemm.plan.ops import Gemm, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     backends,
@@ -19,17 +21,30 @@ from distgemm.runtime.checks import (
     differences,
     plan_fields,
     resolve_group,
+    shard_dtype,
 )
 from distgemm.runtime.collective.memory import CallState, Memory
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
-from distgemm.runtime.collective.steps import Synchronize
+from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
 from distgemm.runtime.executable import Executable
-from distgemm.runtime.groups import GroupRef, failing, raise_if_failed
+from distgemm.runtime.groups import GroupRef, failing, occupied, raise_if_failed
 from distgemm.runtime.torch_arguments import read_device
 
-__all__ = ["CollectiveExecutable", "run_collective"]
+__all__ = ["CollectiveExecutable", "GatheredChunk", "run_collective"]
 
 Tensor = torch.Tensor
+
+
+class GatheredChunk(NamedTuple):
+    """Some rows of the gathered A.
+
+    Attributes:
+        rows: which rows of A.
+        tensor: these rows, (rows, k).
+    """
+
+    rows: slice
+    tensor: Tensor
 
 
 class CollectiveExecutable:
@@ -192,6 +207,50 @@ class CollectiveExecutable:
         if odd:
             raise ValueError(odd)
         return given["D"]
+
+    def gather(self, a_shard: Tensor) -> Iterator[GatheredChunk]:
+        """The chunks of the gathered A as they arrive, in the order in which the plan multiplies them.
+
+        The caller multiplies, and all ops of the plan but the GEMMs are executed: the chunks that follow travel while
+        the caller has a chunk. A chunk is memory of the workspace, or of ``a_shard``: it stays as it is until the next
+        call on the group. The caller asks for all chunks. Until then, there is no other call on the group.
+
+        Args:
+            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``. It must not change until all
+                chunks were asked for.
+
+        Raises:
+            ValueError: for another shard; for a plan with several batches, that cuts A along k, or whose chunks share
+                slots; and where the ranks call different executables.
+            RuntimeError: as for a call.
+        """
+        group = self.group
+        raise_if_failed(group)
+        p = self.plan.problem
+        ops = self.plan.ops(self.rank)
+        tiles = [op.a for op in ops if isinstance(op, Gemm)]
+        cut = any(tile.box[2] != (0, p.k) for tile in tiles) or any(isinstance(op, Reduce) for op in ops)
+        if p.l > 1 or not self._multiplies_all_of_a or cut:
+            raise ValueError(
+                f"{self.plan.schedule} does not bring rank {self.rank} all of A, of one batch, in chunks of whole rows"
+            )
+        if len({tile.slot for tile in tiles}) < len({(tile.slot, tile.frame) for tile in tiles}):
+            raise ValueError("a gather keeps all chunks, and in this plan they share slots; workspace='full' would do")
+        check_gradients(self.rank, a_shard, *[None] * 7)
+        unused = torch.empty(self.plan.shard_shape("B", self.rank), dtype=shard_dtype(self.plan, "B"))
+        given = check_shards(self.plan, self.rank, self.device, a_shard, unused.to(self.device), None, 0.0, None)
+        shards = {"A": given["A"].detach().unsqueeze(0)}
+        call = CallState(shards, 1.0, 0.0, None, None, [None] * self.program.messages, group)
+        with failing(group, lambda: self._where(call), ()):
+            odd = self._differences(call) if self._compares else ""
+        if odd:
+            raise ValueError(odd)
+        with occupied(group, "a gather"), failing(group, lambda: self._where(call), ()):
+            for step, call.at in zip(self.program.steps, self.program.ops, strict=True):
+                if isinstance(step, KeepTile):  # behind the first GEMM of each tile
+                    yield GatheredChunk(step.where[1], step.tile(call)[0])
+                elif not isinstance(step, Multiply):
+                    step(call)
 
     def _differences(self, call: CallState) -> str:
         """What the ranks call differently, in words; otherwise ""."""

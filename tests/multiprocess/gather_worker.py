@@ -1,0 +1,135 @@
+"""The ranks of the tests of distgemm.gather, against the whole tensor."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import distgemm
+from tests.multiprocess.nn_worker import error_of
+from tests.multiprocess.ops_torch_worker import split
+
+Tensor = torch.Tensor
+SCHEDULES = ("auto", "all_gather_1d_ring_a chunks=2", "all_gather_1d_bidirectional_full_a", "ag+gemm chunks=3")
+
+
+def chunks() -> list[str]:
+    """The chunks have each row once, this rank's first, and are right until the end of the block."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, []
+    unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}[ranks]
+    for schedule in SCHEDULES:
+        for m_per_rank, dtype, columns in (
+            (None, torch.float64, 6),
+            (unequal, torch.float32, 6),
+            (unequal, torch.bfloat16, 5),
+        ):
+            case = f"{schedule}, {m_per_rank}, {dtype}, rank {rank}"
+            sizes = m_per_rank or (4,) * ranks
+            whole = torch.randn(sum(sizes), columns, generator=torch.Generator().manual_seed(3)).to(dtype)
+            mine = split(whole, sizes, rank)
+            for given in (mine, mine.t().contiguous().t()):
+                with distgemm.gather(given, group=group, schedule=schedule, m_per_rank=m_per_rank) as arriving:
+                    found = list(arriving)
+                    if any(not torch.equal(chunk.tensor, whole[chunk.rows]) for chunk in found):
+                        wrong.append(f"{case}: values")
+                rows = [row for chunk in found for row in range(chunk.rows.start, chunk.rows.stop)]
+                first = list(range(sum(sizes[:rank]), sum(sizes[: rank + 1])))
+                if sorted(rows) != list(range(sum(sizes))) or rows[: len(first)] != first:
+                    wrong.append(f"{case}: rows {rows}")
+            call = distgemm.last_call()
+            said = "one rank: nothing moves" if ranks == 1 else "; overlapped; the caller multiplies the chunks"
+            if call.function != "gather" or said not in str(call):
+                wrong.append(f"{case}: {call}")
+    return wrong
+
+
+def travels_meanwhile() -> list[str]:
+    """The chunks of a rank that is busy with its first one arrive at the others."""
+    store = dist.distributed_c10d._get_default_store()
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    for busy in range(ranks):
+        with distgemm.gather(torch.full((1000, 300), float(rank)), group=group) as arriving:
+            next(arriving)
+            if rank == busy:
+                store.wait(
+                    [f"all {busy} {other}" for other in range(ranks) if other != busy], datetime.timedelta(seconds=30)
+                )
+            found = [float(a.mean()) for _, a in arriving]
+            store.set(f"all {busy} {rank}", "")
+        if sorted(found) != [float(other) for other in range(ranks) if other != rank]:
+            return [f"{found}"]
+    return []
+
+
+def ends() -> list[str]:
+    """What happens at the end of the block, and what is refused inside it."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    a, b, elsewhere = torch.full((3, 4), float(rank)), torch.ones(2, 4), dist.new_group()
+
+    def gathered() -> list[float]:
+        with distgemm.gather(a, group=mesh) as arriving:
+            return sorted(float(x.mean()) for _, x in arriving)
+
+    def fails(after: int) -> None:
+        with distgemm.gather(a, group=mesh) as arriving:
+            for number, _ in enumerate(arriving):
+                if number == after:
+                    raise ArithmeticError("of the caller")
+
+    def stops() -> None:
+        with distgemm.gather(a, group=mesh):
+            pass
+
+    inside = []
+    wanted = [float(each) for each in range(ranks)]
+    for after in range(ranks):  # a rank may fail, and the others go on
+        if rank == 0:
+            error = error_of(lambda: fails(after))  # noqa: B023
+            wrong += [] if error == "ArithmeticError: of the caller" else [error]
+        else:
+            gathered()
+        if gathered() != wanted:
+            wrong.append("after an error")
+    stops() if rank else gathered()
+    with distgemm.gather(a, group=mesh) as arriving:
+        for call in (gathered, lambda: distgemm.all_gather_matmul(a, b, group=mesh)):
+            inside.append(error_of(call))
+        other = distgemm.all_gather_matmul(a, b, group=elsewhere)
+        if sorted(float(x.mean()) for _, x in arriving) != wanted or other.shape != (3 * ranks, 2):
+            wrong.append("another group")
+    said = "RuntimeError: a gather on this process group has not ended: make this call behind its with block"
+    wrong += [f"inside: {error}" for error in inside if error != said]
+    if gathered() != wanted:
+        wrong.append("after refused calls")
+
+    def enter(x: Any, **options: Any) -> None:
+        with distgemm.gather(x, group=mesh, **options):
+            pass
+
+    for message, x, options in (
+        ("ValueError: gather: a_shard is (tokens, in_features), got shape (3,)", a[:, 0], {}),
+        ("ValueError: gather: a_shard requires grad, and no gradient goes", a.clone().requires_grad_(), {}),
+        ("ValueError: gather: a_shard is a torch.Tensor", [1.0], {}),
+        ("ValueError: gather: the unfused program has no chunks", a, {"schedule": "unfused"}),
+        ("ValueError: gather: m_per_rank has an integer for each of", a, {"m_per_rank": [3]}),
+        ("ValueError: gather: a is one of float64", a.int(), {}),
+        ("ValueError: a gather keeps all chunks", torch.ones(24, 4), {
+            "schedule": "ag+gemm workspace=bounded chunks=2"}),
+    ):  # fmt: skip
+        error = error_of(lambda: enter(x, **options))  # noqa: B023
+        if not error.startswith(message) and (ranks > 2 or "keeps" not in message):
+            wrong.append(f"{message}: {error or 'no error'}")
+    summed = distgemm.CollectiveExecutable(distgemm.make_plan(distgemm.GemmProblem(6, 4, 6), "gemm+rs", ranks))
+    error = error_of(lambda: next(summed.gather(torch.ones(6, 6 // ranks))))
+    wrong += [] if "in chunks of whole rows" in error else [error or "no error"]
+    with torch.no_grad():
+        enter(a.clone().requires_grad_())
+    if ranks > 1:
+        error = error_of(lambda: enter(a if rank else torch.ones(3, 5)))
+        wrong += [] if error.startswith("ValueError") and "k" in error else [f"ranks differ: {error or 'no error'}"]
+    return wrong
