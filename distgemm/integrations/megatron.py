@@ -148,7 +148,9 @@ def _why_not_row(layer: Any) -> str | None:
     return _why_not(layer)
 
 
-def _product(layer: Any, function: Function, x: Tensor, weight: Tensor, schedule: str, bias: Tensor | None = None) -> Tensor:
+def _product(
+    layer: Any, function: Function, x: Tensor, weight: Tensor, schedule: str, bias: Tensor | None = None
+) -> Tensor:
     if not layer.gradient_accumulation_fusion:
         found: Tensor = FUNCTIONS[function](x, weight, group=layer.tp_group, bias=bias, schedule=schedule)
         return found

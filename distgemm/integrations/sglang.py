@@ -22,8 +22,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
 
     Call it in every worker, behind the construction of the model and before CUDA graphs are captured. Where SGLang
     reduces later, or not at all, its own forward runs: with ``skip_all_reduce``, where the decoder reduce-scatters
-    (``mlp_reduce_scatter``), with a caller's ``output_tensor``, and where communication is quantised. With ``--enable-layernorm-sp`` its own forward
-    calls torch's fused ops, which :func:`distgemm.install` serves.
+    (``mlp_reduce_scatter``), with a caller's ``output_tensor``, and where communication is quantised. With
+    ``--enable-layernorm-sp``, its own forward calls torch's fused ops, which :func:`distgemm.install` serves.
 
     Args:
         model: a model that SGLang has built.

@@ -10,9 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch._utils
+import torch.distributed as dist
 from torch import nn
+from torch._inductor import config  # noqa: PLC2701  (torch has no public name)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -277,4 +278,205 @@ def transformers_linears() -> list[str]:
             wrong.append(f"gradient of {name}")
     if "uninstall() comes first" not in again or "was not called" not in raised(RuntimeError, transformers.uninstall):
         wrong.append(again)
+    return wrong
+
+
+def megatron_main_grad() -> list[str]:
+    """bfloat16 weights with a float32 main_grad: their gradients are those of float64, rounded to float32 only.
+
+    Two microbatches are added. Megatron's own fused kernel needs CUDA, so the reference is the product in float64.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from distgemm.integrations import megatron
+
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    tokens, width, outer = 4 * ranks, 16 * ranks, 24
+    for column, sequence_parallel in ((True, True), (False, True), (False, False)):
+        settings: Any = ModelParallelConfig(
+            tensor_model_parallel_size=ranks,
+            sequence_parallel=sequence_parallel,
+            use_cpu_initialization=True,
+            params_dtype=torch.bfloat16,
+        )
+        options: dict[str, Any] = {"config": settings, "init_method": nn.init.normal_, "bias": False}
+        options |= {"skip_bias_add": False, "tp_group": dist.group.WORLD}
+        layer: Any = (
+            ColumnParallelLinear(outer, width, **options)
+            if column
+            else RowParallelLinear(width, outer, input_is_parallel=True, **options)
+        )
+        layer.to(device())
+        layer.gradient_accumulation_fusion = True
+        layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+        layer.weight.grad_added_to_main_grad = False
+        megatron.apply(layer)
+        wanted = torch.ones_like(layer.weight.main_grad, dtype=torch.float64)
+        for seed in (1, 2):
+            x = draw(seed, tokens, MIDDLE, outer if column else width).bfloat16()
+            dy = draw(seed + 2, tokens, MIDDLE, width if column else outer).bfloat16()
+            mine = [part.chunk(ranks, -1)[rank] for part in (x, dy)]  # where the features are split
+            given = x.chunk(ranks)[rank] if column else mine[0].contiguous()
+            out = dy.chunk(ranks)[rank] if sequence_parallel and not column else mine[1] if column else dy
+            y, _ = layer(given.clone().requires_grad_())
+            y.backward(out.contiguous())
+            whole = (
+                (mine[1] if column else dy).flatten(0, 1).double(),
+                (x if column else mine[0]).flatten(0, 1).double(),
+            )
+            wanted += whole[0].t() @ whole[1]
+        error = float((layer.weight.main_grad - wanted).abs().max() / wanted.abs().max())
+        noted = layer.weight.grad_added_to_main_grad and layer.weight.grad.dtype == torch.bfloat16
+        if not error < 1e-5 or not noted:  # a rounded product would be wrong by about 1e-3
+            wrong.append(f"column={column}, sequence_parallel={sequence_parallel}: error {error}, noted: {noted}")
+    return wrong
+
+
+# --- vLLM and SGLang -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def groups_of_vllm() -> Iterator[Any]:
+    """vLLM's settings, with its groups of all ranks."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    settings = VllmConfig(device_config=DeviceConfig(device=device().type))
+    backend = dist.get_backend()
+    with set_current_vllm_config(settings):
+        parallel_state.init_distributed_environment(
+            dist.get_world_size(), dist.get_rank(), backend=backend, local_rank=device().index or 0
+        )
+        parallel_state.initialize_model_parallel(dist.get_world_size(), backend=backend)
+        yield settings
+
+
+def vllm_async_tp() -> list[str]:
+    """vLLM's AsyncTPPass behind inductor: it fuses both collectives, and distgemm computes them."""
+    from vllm.compilation.passes.fusion.collective_fusion import AsyncTPPass
+    from vllm.distributed import get_tp_group
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x, up, down = (draw(seed, *shape).float() for seed, shape in enumerate([(4 * ranks, 8), (8, 6), (6 * ranks, 8)]))
+
+    with groups_of_vllm() as settings:
+        name = get_tp_group().unique_name
+        settings.model_config = mock.Mock(dtype=torch.float32)  # a model's settings need its files
+        fusion = AsyncTPPass(settings)
+
+        def block(shard: Tensor, first: Tensor, second: Tensor) -> Tensor:
+            whole = torch.ops.vllm.all_gather(shard, 0, ranks, name)
+            return torch.ops.vllm.reduce_scatter(torch.relu(whole @ first) @ second, 0, ranks, name)
+
+        given = x.chunk(ranks)[rank], up, down.chunk(ranks)[rank].contiguous()
+        behind = config.patch(post_grad_custom_post_pass=fusion, fx_graph_cache=False)
+        with behind, distgemm.install(strict=True), torch.no_grad():
+            found = torch.compile(block)(*given)
+    wanted = (torch.relu(x @ up) @ torch.stack(down.chunk(ranks)).sum(0)).chunk(ranks)[rank]
+    report = distgemm.report()
+    counts = fusion.matched_count, sum(report.served.values()), len(report.not_served)
+    wrong = [f"matches, served, not served: {counts}: {report}"] * (counts != (2, 2, 0))
+    if not torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):
+        wrong.append("numbers")
+    return wrong
+
+
+def serves_rows(plug_in: Any, make: Any, quantised: Any) -> list[str]:
+    """A framework's row-parallel linears: its own forward, that of distgemm, and its own again."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    x, w, b = draw(1, 5, MIDDLE, 8 * ranks), draw(2, 6, 8 * ranks), draw(3, 6)
+    mine = x.chunk(ranks, -1)[rank].contiguous()
+    for bias, skip in product((False, True), (False, True)):
+        case = f"bias={bias}, skip_bias_add={skip}"
+        model = nn.ModuleDict({"row": make(bias=bias, skip_bias_add=skip), "other": make(bias=False)}).to(device())
+        row: Any = model["row"]
+        model["other"].quant_method = quantised()
+        row.weight.data.copy_(w.chunk(ranks, 1)[rank])
+        if bias:
+            row.bias.data.copy_(b)
+        with torch.inference_mode():
+            own = row(mine)
+            done = plug_in.apply(model)
+            with distgemm.record_calls() as calls:
+                found = row(mine)
+            plug_in.remove(model)
+            again = row(mine)
+        if done.layers != ("row",) or "quantised" not in done.left["other"]:
+            wrong.append(f"{case}: {done}")
+        if [call.function for call in calls] != ["matmul_all_reduce"] or not torch.equal(again[0], own[0]):
+            wrong.append(f"{case}: {[str(call) for call in calls]}")
+        y = x @ w.t() + (b if bias and not skip else 0)
+        if not near(found[0], y) or not near(own[0], y) or (found[1] is None) != (own[1] is None):
+            wrong.append(f"{case}: numbers")
+    if "model has no RowParallelLinear" not in raised(ValueError, lambda: plug_in.apply(nn.Linear(2, 2))):
+        wrong.append("a model without such layers")
+    return wrong
+
+
+def vllm_rows() -> list[str]:
+    """vLLM's RowParallelLinear."""
+    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+    from distgemm.integrations import vllm
+
+    size = 8 * dist.get_world_size()
+    with groups_of_vllm():
+        wrong = serves_rows(
+            vllm, lambda **options: RowParallelLinear(size, 6, params_dtype=torch.float64, **options), mock.Mock
+        )
+        bare = RowParallelLinear(size, 6, bias=False, params_dtype=torch.float64, return_bias=False).to(device())
+        assert isinstance(bare.quant_method, UnquantizedLinearMethod)
+        vllm.apply(bare)
+        with torch.inference_mode():
+            found = bare(draw(1, 4, 8))
+    return wrong + ["return_bias=False"] * (not isinstance(found, torch.Tensor))
+
+
+def sglang_rows() -> list[str]:
+    """SGLang's RowParallelLinear, and where its own forward runs."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.layernorm_sp import set_sp_num_tokens
+    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from sglang.srt.runtime_context import get_forward, get_parallel
+
+    from distgemm.integrations import sglang
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes = {"tp_size": ranks, "attn_tp_size": ranks, "attn_tp_rank": rank}
+    backend, index = dist.get_backend(), device().index or 0
+    parallel_state.init_distributed_environment(ranks, rank, backend=backend, local_rank=index)
+    group = parallel_state.init_model_parallel_group(
+        [list(range(ranks))], index, backend, use_pynccl=False, use_custom_allreduce=False, group_name="tp"
+    )
+    ones = dict.fromkeys(("attn_dp_size", "attn_cp_size"), 1)
+    get_parallel().override_permanently(**sizes, **ones, tp_rank=rank, tp_group=group, attn_tp_group=group)
+
+    def make(**options: Any) -> Any:
+        return RowParallelLinear(8 * ranks, 6, params_dtype=torch.float64, **options)
+
+    wrong = serves_rows(sglang, make, mock.Mock)
+    row: Any = make(bias=False).to(device())
+    row.weight.data.copy_(draw(2, 6, 8 * ranks).chunk(ranks, 1)[rank])
+    x = draw(1, 4 * ranks, 8 * ranks)
+    mine = x.chunk(ranks, 1)[rank].contiguous()
+    sglang.apply(row)
+    with torch.inference_mode(), distgemm.record_calls() as calls, get_forward().scoped(mlp_reduce_scatter=True):
+        if calls or not near(row(mine)[0], mine @ row.weight.t()):
+            wrong.append("mlp_reduce_scatter")
+    # With --enable-layernorm-sp, SGLang's linears call torch's fused ops.
+    up = ColumnParallelLinear(6, 4 * ranks, bias=False, params_dtype=torch.bfloat16).to(device())
+    down = RowParallelLinear(8 * ranks, 6, bias=False, params_dtype=torch.bfloat16).to(device())
+    up.weight.data.copy_(draw(5, 4, 6))
+    down.weight.data.copy_(row.weight)
+    set_sp_num_tokens(4 * ranks)
+    with torch.inference_mode(), get_forward().scoped(sp_active=True), distgemm.install(strict=True):
+        shard, _ = down(mine.bfloat16())
+        whole, _ = up(shard)
+    product = x @ draw(2, 6, 8 * ranks).t()
+    for found, wanted in ((shard, product.chunk(ranks)[rank]), (whole, product @ draw(5, 4, 6).t())):
+        if found.shape != wanted.shape or not float((found - wanted).abs().max()) < 0.02 * float(wanted.abs().max()):
+            wrong.append("layernorm_sp")
+    if sum(distgemm.report().served.values()) != 2:
+        wrong.append(str(distgemm.report()))
     return wrong

@@ -58,6 +58,8 @@ def gathers() -> list[str]:
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     for dims, count, returned in product((2, 3), (1, 3), (False, True)):
         for dim, outermost in product(range(dims), (False, True)):
+            if dim == dims - 1 and device().type == "cuda":
+                continue  # torch's own implementation, which wants a GPU for each rank
             shape = [4 * ranks, MIDDLE * ranks, 5 * ranks][-dims:]
             whole = draw(1, *shape)
             bs = [draw(2 + index, shape[-1], 2 + index) for index in range(count)]

@@ -35,3 +35,14 @@ def test_torchtitan_trains_its_llama(ranks: int, tp: int) -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) or importlib.util.find_spec("triton") is None:
         pytest.skip("torchtitan 0.3.0 shards this model with FSDP of torch >= 2.14, and imports triton")
     check("torchtitan", "torchtitan_llama", ranks, tp)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sample(0))])
+def test_megatron_adds_unrounded_gradients_to_main_grad(ranks: int) -> None:
+    check("megatron", "megatron_main_grad", ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["vllm_async_tp", "vllm_rows", "sglang_rows"])
+def test_linears_and_passes_of_a_server(name: str, ranks: int) -> None:
+    check(name.partition("_")[0], name, ranks)
