@@ -22,6 +22,8 @@ import distgemm
 from tests.multiprocess.install_worker import MIDDLE, device, draw, group_of_all, near, raised
 
 Tensor = torch.Tensor
+STEPS, SEQUENCE, BATCH, LAYERS = 20, 64, 2, 2
+"""Of the training of torchtitan's Llama."""
 
 
 def torchtitan_linears() -> list[str]:
@@ -59,9 +61,6 @@ def torchtitan_linears() -> list[str]:
         if not float((found - wanted.chunk(ranks, dim)[rank]).abs().max()) < 1e-9 * float(wanted.abs().max()):
             wrong.append(f"gradient of {name}")
     return wrong
-
-
-STEPS, SEQUENCE, BATCH, LAYERS = 20, 64, 2, 2
 
 
 @contextlib.contextmanager
