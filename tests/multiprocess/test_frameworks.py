@@ -11,38 +11,48 @@ import torch
 from distgemm.runtime.launch import launch
 from tests.multiprocess import frameworks_worker as worker
 from tests.multiprocess.ops_torch_worker import run_all
+from tests.once import once
+
+LINEARS = ["torchtitan_linears", "megatron_linears", "megatron_main_grad", "transformers_linears"]
+SERVERS = ["vllm_async_tp", "vllm_rows", "sglang_rows"]
+FEW_OR_MORE = [2, pytest.param(4, marks=pytest.mark.sample(0))]
+LAUNCH_TIMEOUT_S = 300.0
 
 
-def check(framework: str, name: str, ranks: int, *arguments: Any) -> None:
-    """Run a check on all ranks."""
+def require(framework: str) -> None:
+    """Skip the test where the framework is not installed."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: CONTRIBUTING.md, Test frameworks")
-    checks: list[Any] = [(getattr(worker, name), arguments)]
-    assert [found[name] for found in launch(run_all, ranks, checks, timeout=300)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sample(0))])
-@pytest.mark.parametrize("framework", ["torchtitan", "megatron", "transformers"])
-def test_linears_of_a_framework_train(framework: str, ranks: int) -> None:
-    check(framework, f"{framework}_linears", ranks)
+@once
+def results(ranks: int, names: tuple[str, ...], *arguments: Any) -> list[dict[str, list[str]]]:
+    """The failures of each check on each rank."""
+    checks: list[Any] = [(getattr(worker, name), arguments) for name in names]
+    return launch(run_all, ranks, checks, timeout=LAUNCH_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("ranks", FEW_OR_MORE)
+@pytest.mark.parametrize("name", LINEARS)
+def test_linears_of_a_framework_train(name: str, ranks: int) -> None:
+    framework = name.partition("_")[0]
+    require(framework)
+    names = tuple(each for each in LINEARS if each.startswith(framework))
+    assert [found[name] for found in results(ranks, names)] == [[]] * ranks
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp"),
-    [(2, 2), pytest.param(4, 4, marks=pytest.mark.sample(0)), pytest.param(4, 2, marks=pytest.mark.sample(0))],
+    ("ranks", "tp"), [(2, 2), *(pytest.param(4, tp, marks=pytest.mark.sample(0)) for tp in (2, 4))]
 )
 def test_torchtitan_trains_its_llama(ranks: int, tp: int) -> None:
+    require("torchtitan")
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) or importlib.util.find_spec("triton") is None:
         pytest.skip("torchtitan 0.3.0 shards this model with FSDP of torch >= 2.14, and imports triton")
-    check("torchtitan", "torchtitan_llama", ranks, tp)
+    assert [found["torchtitan_llama"] for found in results(ranks, ("torchtitan_llama",), tp)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sample(0))])
-def test_megatron_adds_unrounded_gradients_to_main_grad(ranks: int) -> None:
-    check("megatron", "megatron_main_grad", ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["vllm_async_tp", "vllm_rows", "sglang_rows"])
+@pytest.mark.parametrize("ranks", FEW_OR_MORE)
+@pytest.mark.parametrize("name", SERVERS)
 def test_linears_and_passes_of_a_server(name: str, ranks: int) -> None:
-    check(name.partition("_")[0], name, ranks)
+    require(name.partition("_")[0])
+    assert [found[name] for found in results(ranks, (name,))] == [[]] * ranks
