@@ -8,30 +8,31 @@ load a model with layers or styles of :mod:`distgemm.nn`. Written for megatron-c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from distgemm.arguments import instance
+from distgemm.integrations.layers import Applied, Replaced, replace, restore, with_bias
 from distgemm.nn.state import megatron_sharded_state_dict as sharded_state_dict
-from distgemm.torch_ops.functional import all_gather_matmul, check_schedule, matmul_all_reduce, matmul_reduce_scatter
+from distgemm.torch_ops.functional import (
+    all_gather_matmul,
+    autocast,
+    check_schedule,
+    group_name,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from distgemm.torch_ops.library import gather
 
-__all__ = ["Applied", "MainGrad", "apply", "remove", "sharded_state_dict"]
+__all__ = ["AddedToMainGrad", "apply", "remove", "sharded_state_dict"]
 
 Tensor = torch.Tensor
-
-
-class Applied(NamedTuple):
-    """What :func:`apply` has done.
-
-    Attributes:
-        layers: names of the layers that distgemm computes.
-        left: why others are left to Megatron, by name.
-    """
-
-    layers: tuple[str, ...]
-    left: dict[str, str]
+Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+FUNCTIONS: dict[Function, Callable[..., Any]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+}
 
 
 def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
@@ -41,8 +42,8 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
     a :func:`distgemm.matmul_reduce_scatter`, forward and backward. Without, a row-parallel layer is a
     :func:`distgemm.matmul_all_reduce`. All ranks call this for the same model.
 
-    With ``gradient_accumulation_fusion`` the gradient of a weight is added to ``weight.main_grad``. It is rounded to
-    the weight's dtype first, where Megatron's fused kernel is not.
+    With ``gradient_accumulation_fusion`` the gradient of a weight is added to ``weight.main_grad``, in the dtype of
+    ``main_grad`` and without rounding before.
 
     Args:
         model: a model that Megatron has built.
@@ -56,60 +57,71 @@ def apply(model: torch.nn.Module, schedule: str = "auto") -> Applied:
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    instance("model", model, torch.nn.Module, "a torch.nn.Module")
-    check_schedule(schedule, None)
-    done, left = list[str](), dict[str, str]()
-    for name, layer in model.named_modules():
-        compute: Callable[..., Any]
+    def find(layer: Any) -> Replaced | str | None:
         if isinstance(layer, ColumnParallelLinear):
-            reason, method, compute = _why_not_column(layer), "_forward_impl", _column
-        elif isinstance(layer, RowParallelLinear):
-            reason, method, compute = _why_not_row(layer), "forward", _row
-        else:
-            continue
-        if reason is not None:
-            left[name] = reason
-        else:
-            # An instance's attribute, in the place of the class's method.
-            layer.__dict__[method] = partial(compute, layer, schedule)
-            done.append(name)
-    if not done and not left:
-        raise ValueError("model has no ColumnParallelLinear or RowParallelLinear of Megatron-core")
-    return Applied(tuple(done), left)
+            return _why_not_column(layer) or Replaced("_forward_impl", _column)
+        if isinstance(layer, RowParallelLinear):
+            return _why_not_row(layer) or Replaced("forward", _row)
+        return None
+
+    check_schedule(schedule, None)
+    return replace(model, find, "ColumnParallelLinear or RowParallelLinear of Megatron-core", schedule)
 
 
 def remove(model: torch.nn.Module) -> None:
     """Let Megatron compute all layers of a model again."""
-    for layer in model.modules():
-        for method, compute in (("_forward_impl", _column), ("forward", _row)):
-            found = layer.__dict__.get(method)
-            if isinstance(found, partial) and found.func is compute:
-                del layer.__dict__[method]
+    restore(model)
 
 
-class MainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to its ``main_grad``, as with Megatron's ``gradient_accumulation_fusion``."""
+class AddedToMainGrad(torch.autograd.Function):
+    """A product whose weight gradient is added to ``weight.main_grad`` (Megatron's gradient_accumulation_fusion)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        """The weight."""
-        ctx.weight = weight
-        return weight.view_as(weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, function: Function, group: str, schedule: str) -> Tensor:
+        """The product.
+
+        Args:
+            ctx: autograd's.
+            x: the input, as ``function`` takes it.
+            weight: (out_features of this rank, in_features of this rank), with an attribute ``main_grad``.
+            function: which function of distgemm computes it.
+            group: name of the group.
+            schedule: of the forward pass.
+        """
+        x, cast = autocast(x), autocast(weight)
+        ctx.save_for_backward(x, cast)
+        ctx.weight, ctx.function, ctx.group = weight, function, group
+        found: Tensor = FUNCTIONS[function](x, cast, group=group, schedule=schedule)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        """Add the gradient. Megatron's hooks want a tensor where they note that this was done."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """The gradient of the input. Megatron's hooks want a tensor where they note that a gradient was added."""
+        (x, cast), (wants_a, wants_b) = ctx.saved_tensors, ctx.needs_input_grad[:2]
+        gathers = ctx.function == "all_gather_matmul"
+        da: Tensor | None = None
+        if ctx.function == "matmul_reduce_scatter":
+            da, grad = all_gather_matmul(grad, cast.t(), group=ctx.group, return_gathered=True)
+        elif wants_a:
+            da = matmul_reduce_scatter(grad, cast.t(), group=ctx.group) if gathers else grad @ cast
         weight = ctx.weight
-        weight.main_grad.add_(grad)
+        if not wants_b:
+            return da, None, None, None, None
+        a = gather(x.flatten(0, -2), ctx.group, None) if gathers else x.flatten(0, -2)
+        _add_product(weight.main_grad, grad.flatten(0, -2).t(), a)
         if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
+            return da, None, None, None, None
         weight.grad_added_to_main_grad = True
-        return torch.zeros_like(grad) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(grad)
+        zero = getattr(weight, "zero_out_wgrad", False)
+        return da, torch.zeros_like(weight) if zero else torch.empty_like(weight), None, None, None
 
 
-def _weight(layer: Any, weight: Tensor) -> Tensor:
-    to_main_grad: Callable[[Tensor], Tensor] = MainGrad.apply
-    return to_main_grad(weight) if layer.gradient_accumulation_fusion else weight
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a sum, in the sum's dtype."""
+    if a.is_cuda and total.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+        total.add_(torch.mm(a, b, out_dtype=torch.float32))  # CPUs have no such product
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _why_not(layer: Any) -> str | None:
@@ -138,15 +150,22 @@ def _why_not_row(layer: Any) -> str | None:
     return _why_not(layer)
 
 
+def _product(
+    layer: Any, function: Function, x: Tensor, weight: Tensor, schedule: str, bias: Tensor | None = None
+) -> Tensor:
+    if not layer.gradient_accumulation_fusion:
+        found: Tensor = FUNCTIONS[function](x, weight, group=layer.tp_group, bias=bias, schedule=schedule)
+        return found
+    add: Callable[..., Tensor] = AddedToMainGrad.apply
+    found = add(x, weight, function, group_name(layer.tp_group), schedule)
+    return found if bias is None else found + bias
+
+
 def _column(layer: Any, schedule: str, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
-    found: Tensor = all_gather_matmul(input, _weight(layer, weight), bias=bias, group=layer.tp_group, schedule=schedule)
-    return found
+    return _product(layer, "all_gather_matmul", input, weight, schedule, bias=bias)
 
 
 def _row(layer: Any, schedule: str, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    compute: Callable[..., Tensor] = matmul_reduce_scatter if layer.sequence_parallel else matmul_all_reduce
-    output = compute(input_, _weight(layer, layer.weight), group=layer.tp_group, schedule=schedule)
-    # Not a bias of the call: Megatron sums the bias's gradient over ranks with sequence parallelism.
-    if layer.skip_bias_add or layer.bias is None:
-        return output, layer.bias if layer.skip_bias_add else None
-    return output + layer.bias, None
+    function: Function = "matmul_reduce_scatter" if layer.sequence_parallel else "matmul_all_reduce"
+    # Not a bias of the call: with sequence parallelism Megatron sums the bias's gradient over ranks.
+    return with_bias(layer, _product(layer, function, input_, layer.weight, schedule))
