@@ -7,10 +7,10 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from distgemm.arguments import instance, integer, json_value, member, sequence
 from distgemm.plan.ops import (
@@ -42,6 +42,7 @@ __all__ = [
     "SyncMode",
     "WorkspaceMode",
     "collector_paused",
+    "once_for_structure",
     "slot_pitch",
 ]
 
@@ -90,6 +91,31 @@ def slot_pitch(columns: int, dtype: str) -> int:
     """
     size = DTYPE_BYTES[dtype]
     return -(-columns * size // ROW_ALIGNMENT) * ROW_ALIGNMENT // size
+
+
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+def once_for_structure(
+    find: Callable[Concatenate[Plan, Arguments], Found],
+) -> Callable[Concatenate[Plan, Arguments], Found]:
+    """A function of a plan whose result does not depend on rows, which is found once for each :attr:`Plan.structure`.
+
+    Args:
+        find: the function. It is called with the structure. Its further arguments are hashable.
+    """
+
+    @wraps(find)
+    def found(plan: Plan, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        results = vars(plan.structure).setdefault("_found", {})
+        key = (find, args, tuple(kwargs.items()))
+        if key not in results:
+            results[key] = find(plan.structure, *args, **kwargs)
+        result: Found = results[key]
+        return result
+
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
