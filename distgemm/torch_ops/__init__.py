@@ -4,12 +4,12 @@
 that they run.
 """
 
-from distgemm.torch_ops.dispatch import CACHED, CHAIN_TOKENS, CallRecord, last_call, record_calls, select_schedule
+from distgemm.torch_ops.dispatch import CHAIN_TOKENS, KEPT_BYTES, CallRecord, last_call, record_calls, select_schedule
 from distgemm.torch_ops.functional import all_gather_matmul, group_name, matmul_all_reduce, matmul_reduce_scatter
 
 __all__ = [
-    "CACHED",
     "CHAIN_TOKENS",
+    "KEPT_BYTES",
     "CallRecord",
     "all_gather_matmul",
     "group_name",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from distgemm.arguments import finite, instance, wrong
+from distgemm.plan.ops import Op
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     backends,
@@ -20,7 +21,7 @@ from distgemm.runtime.checks import (
     plan_fields,
     resolve_group,
 )
-from distgemm.runtime.collective.memory import CallState, Memory
+from distgemm.runtime.collective.memory import CallState, Memory, memory_of
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
 from distgemm.runtime.collective.steps import Synchronize
 from distgemm.runtime.executable import Executable
@@ -36,7 +37,8 @@ class CollectiveExecutable:
     """This rank's part of a plan over torch.distributed, ready to be called any number of times.
 
     It satisfies :class:`distgemm.runtime.executable.Executable`. Making one is a collective call: all ranks of the
-    group make it, and they compare their plans. It allocates the workspace by ``plan.slots``, filled with NaN.
+    group make it, and they compare their plans. The executables of a group share one workspace, as large as the
+    largest ``plan.slots`` need it. It is filled with NaN when it is allocated.
 
     Args:
         plan: the same on all ranks of the group. Its ops are all that is executed.
@@ -48,6 +50,7 @@ class CollectiveExecutable:
         rank: this rank in the group.
         device: where shards and workspace lie.
         program: what a call does.
+        memory: where it has its slots.
 
     Raises:
         ValueError: on all ranks where their plans differ. Also for a plan with another mechanism than "push", a group
@@ -89,7 +92,8 @@ class CollectiveExecutable:
         self._compares = device.type == "cpu"
         self._fields = {"call": f"a call of {plan.schedule}", **plan_fields(plan)}
         barrier = Synchronize(device if backend == "nccl" else None)
-        self.program = Program.of(plan, self.rank, Memory(plan, self.rank, device), barrier)
+        self.program = Program.of(plan, self.rank, device, barrier)
+        self.memory = Memory(plan, self.rank, memory_of(self.group, device))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -180,7 +184,9 @@ class CollectiveExecutable:
         batched = self.plan.problem.l > 1
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}
         whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
-        call = CallState(shards, alpha, beta, bias, whole, [None] * self.program.messages, group)
+        messages = self.program.messages
+        works: list[Any] = [None] * messages
+        call = CallState(self.memory, shards, alpha, beta, bias, whole, works, [None] * messages, group)
         odd = ""
         with failing(group, lambda: self._where(call), (given["D"], gathered)):
             if self._compares:
@@ -202,10 +208,15 @@ class CollectiveExecutable:
         """How far a call has come."""
         begun = f"{self.plan.schedule} failed on rank {self.rank}"
         if call.at is not None:
-            return f"{begun} at {call.at.describe()}"
+            return f"{begun} at {self._own_op(call.at).describe()}"
         first = next((op for op in self.program.ops if op is not None), None)
-        before = "" if first is None else f" before {first.describe()}"
+        before = "" if first is None else f" before {self._own_op(first).describe()}"
         return f"{begun} as the ranks compared their calls{before}"
+
+    def _own_op(self, op: Op) -> Op:
+        """The plan's op for an op of its structure."""
+        ops = self.plan.structure.ops(op.rank)
+        return self.plan.ops(op.rank)[next(at for at, each in enumerate(ops) if each is op)]
 
 
 def run_collective(
