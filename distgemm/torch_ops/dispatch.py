@@ -54,7 +54,7 @@ it. Those that were used least recently are dropped first. Their workspaces do n
 EXECUTABLE_BYTES = 16 << 10
 """Estimated host memory of an executable besides its ops, in bytes."""
 
-OP_BYTES = 2 << 10
+OP_BYTES = 1 << 10
 """Estimated host memory of an op of an executable, with its views, tensors and nodes of graphs, in bytes."""
 
 
