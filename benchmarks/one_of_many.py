@@ -139,7 +139,7 @@ def one_of_many(plan: distgemm.Plan, group: dist.ProcessGroup, device: torch.dev
     """The executable of rank 0, whose peers are all on the other GPU."""
     made = CudaExecutable(plan, group, device, execution, timeout=REPLAY_TIMEOUT_S)
     binder = BinderOfMany(plan, device, execution)
-    binder.attach(made.workspace, made.number, made.binder.counters)
+    binder.attach(made.workspace, made.number)
     made.binder = binder
     return made
 

@@ -291,7 +291,8 @@ def get_schedule(
             known = ", ".join(entry.options) or "none"
             raise ValueError(f"{entry.name} has no option {key!r}; its options: {known}")
         chosen[key] = _option(f"{entry.name}: {key}", value, entry.options[key])
-    return _build(entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
+    arguments = (entry, _mesh(entry, world_size, mesh), tuple(chosen.items()))
+    return _built.get(arguments) or _built.keep(arguments, _make(*arguments))
 
 
 def _option(name: str, value: Hashable, default: Any) -> Hashable:
@@ -338,7 +339,7 @@ def _size_of(scheduler: DistributedTileScheduler) -> int:
     return TILE_BYTES * sum(layout.ranks * layout.size for layout in scheduler.layouts)
 
 
-_build = BoundedCache(_make, _size_of, CACHE_BYTES)
+_built = BoundedCache(_size_of, CACHE_BYTES)
 
 
 def _where(entry: _Entry) -> str:

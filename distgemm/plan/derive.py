@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, get_args
 
 from distgemm.arguments import instance, integer, integers, member, wrong
 from distgemm.plan.emit import Emitter
-from distgemm.plan.movement import Derivation
+from distgemm.plan.movement import Derivation, SlotShape, cut_rows, smallest_layout, tile_edges
+from distgemm.plan.ops import Box, Slot
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collector_paused
 from distgemm.plan.problem import GemmProblem
+from distgemm.plan.resize import ResizedOps, views_of_b
 from distgemm.schedulers import DistributedTileScheduler, get_schedule
 from distgemm.schedulers.cache import BoundedCache
 
@@ -17,6 +22,8 @@ __all__ = ["MECHANISMS", "SYNCS", "WORKSPACES", "forget_plans", "make_plan"]
 WORKSPACES: tuple[WorkspaceMode, ...] = get_args(WorkspaceMode)
 SYNCS: tuple[SyncMode, ...] = get_args(SyncMode)
 MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
+
+Edges = tuple[tuple[int, ...], ...]
 
 SEND_SLOTS = 2
 """Default number of send slots of a rank: it sends one partial sum while it computes the next one."""
@@ -76,14 +83,81 @@ def make_plan(
         scheduler = schedule
     else:
         raise wrong("schedule", "the name of a schedule or a DistributedTileScheduler", schedule)
-    return _make_plan(
-        problem,
-        scheduler,
+    arguments = (
         member("workspace", workspace, WORKSPACES),
         member("sync", sync, SYNCS),
         member("mechanism", mechanism, MECHANISMS),
         integer("send_slots", send_slots),
     )
+    key = (problem, scheduler, *arguments)
+    return _plans.get(key) or _plans.keep(key, _resize_or_derive(problem, scheduler, *arguments))
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """A plan, and what is needed to make plans of it that differ in their rows only.
+
+    Attributes:
+        plan: the plan.
+        cuts: (m, part, parts) of each part of a tile of A or D that moves by itself.
+        shapes: for each rank the shapes of its slots; for "bounded" those of both ways to share slots.
+        alignment: alignment of slots in bytes.
+        fixed: views of B, as :func:`views_of_b` returns them.
+    """
+
+    plan: Plan
+    cuts: tuple[tuple[int, int, int], ...]
+    shapes: tuple[tuple[list[SlotShape], ...], ...]
+    alignment: int
+    fixed: frozenset[int]
+
+    def resize(self, problem: GemmProblem, edges: Edges) -> Plan | None:
+        """The plan of a problem with other rows, which differs from the plan of this structure in its rows only.
+
+        Args:
+            problem: differs from the structure's in m and m_per_rank.
+            edges: the bounds of the problem's tiles.
+
+        Returns:
+            The plan. None if rows that differ in one of the two are the same in the other, or if another way to share
+            slots takes less memory: then the derivation gives another structure.
+        """
+        rows: dict[int, int] = {}
+        for before, after in zip(self._rows_of(self.plan.edges), self._rows_of(edges), strict=True):
+            if rows.setdefault(before, after) != after:
+                return None
+        in_order = [rows[row] for row in sorted(rows)]
+        if any(low >= high for low, high in pairwise(in_order)):
+            return None
+        slots = []
+        interned: dict[tuple[Slot, ...], tuple[Slot, ...]] = {}  # ranks with equal slots share one tuple
+        for ways in self.shapes:
+            taken, way = smallest_layout(ways, self.alignment, rows)
+            if len(ways) > 1 and smallest_layout(ways, self.alignment)[1] != way:
+                return None
+            slots.append(interned.setdefault(taken, taken))
+        a, b, d = self.plan.shards
+        made = replace(
+            self.plan,
+            problem=problem,
+            edges=edges,
+            shards=(_with_rows(a, rows), b, _with_rows(d, rows)),
+            rank_ops=ResizedOps(self.plan.rank_ops, rows, self.fixed),
+            slots=tuple(slots),
+        )
+        vars(made)["structure"] = self.plan
+        return made
+
+    def _rows_of(self, edges: Edges) -> list[int]:
+        """All rows at which a box of A or D may begin or end."""
+        found = list(edges[0])
+        for tile, part, parts in self.cuts:
+            found += cut_rows(edges[0][tile], edges[0][tile + 1], part, parts)
+        return found
+
+
+def _with_rows(boxes: tuple[Box, ...], rows: Mapping[int, int]) -> tuple[Box, ...]:
+    return tuple((batch, (rows[top], rows[bottom]), columns) for batch, (top, bottom), columns in boxes)
 
 
 @collector_paused()
@@ -94,7 +168,7 @@ def _derive(
     sync: SyncMode,
     mechanism: Mechanism,
     send_slots: int,
-) -> Plan:
+) -> Structure:
     derivation = Derivation(problem, scheduler, mechanism)
     derivation.run()
     slots = derivation.allocate(workspace, send_slots)
@@ -103,7 +177,7 @@ def _derive(
     }
     rank_ops = tuple(map(tuple, Emitter(derivation, shards, sync).emit()))
     derivation.forget()
-    return Plan(
+    plan = Plan(
         problem=problem,
         schedule=scheduler.name,
         mesh=scheduler.mesh,
@@ -116,22 +190,51 @@ def _derive(
         rank_ops=rank_ops,
         slots=slots,
     )
+    cuts, shapes = tuple(sorted(derivation.cuts)), tuple(derivation.shapes)
+    return Structure(plan, cuts, shapes, derivation.alignment, views_of_b(rank_ops))
 
 
 CACHE_BYTES = 256 << 20
-"""The most memory of the plans that are kept, in bytes."""
+"""The most memory of the plans that are kept, in bytes, and of the structures that are kept."""
 
 OP_BYTES = 1 << 10
 """Estimated memory of an op of a plan with its views, in bytes."""
 
+PLAN_BYTES, SLOT_BYTES = 1 << 12, 1 << 8
+"""Estimated memory of what a plan with other rows has besides ops, and of each of its slots, in bytes."""
+
 
 def _size_of(plan: Plan) -> int:
-    return OP_BYTES * sum(map(len, plan.rank_ops))
+    ops = plan.rank_ops
+    if isinstance(ops, ResizedOps):
+        # Its ranks have equal slots, unless its rows are ragged.
+        slots = sum(map(len, {id(of_rank): of_rank for of_rank in plan.slots}.values()))
+        return PLAN_BYTES + SLOT_BYTES * slots + OP_BYTES * ops.made
+    return OP_BYTES * sum(map(len, ops))
 
 
-_make_plan = BoundedCache(_derive, _size_of, CACHE_BYTES)
+MANY_ROWS = 2
+"""Rows from which on it does not matter how many rows a tile has, unless a route divides it into more parts."""
+
+
+def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler, *options: Any) -> Plan:
+    """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
+    edges = tile_edges(problem, scheduler)
+    p = problem
+    rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype
+    heights = tuple(min(bottom - top, MANY_ROWS) for top, bottom in pairwise(edges[0]))
+    key = (rest, heights, scheduler, *options)
+    structure = _structures.get(key) or _structures.keep(key, _derive(problem, scheduler, *options))
+    if structure.plan.problem == problem:
+        return structure.plan
+    return structure.resize(problem, edges) or _derive(problem, scheduler, *options).plan
+
+
+_structures: BoundedCache[Structure] = BoundedCache(lambda structure: _size_of(structure.plan), CACHE_BYTES)
+_plans: BoundedCache[Plan] = BoundedCache(_size_of, CACHE_BYTES)
 
 
 def forget_plans() -> None:
     """Empty the cache of plans, so that the time of planning can be measured."""
-    _make_plan.clear()
+    _plans.clear()
+    _structures.clear()

@@ -13,10 +13,11 @@ The partition says where tiles are, and the work says who multiplies them and wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import prod
+from typing import NamedTuple
 
 from distgemm.plan.ops import (
     Box,
@@ -24,6 +25,7 @@ from distgemm.plan.ops import (
     Flag,
     Gemm,
     Op,
+    Range,
     Reduce,
     Slot,
     Tile,
@@ -37,7 +39,7 @@ from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
 
-__all__ = ["Derivation", "Event", "Place"]
+__all__ = ["Derivation", "Event", "Place", "SlotShape", "cut_rows", "lay_out", "smallest_layout", "tile_edges"]
 
 # Within a step, transfers of A and B come first, then GEMMs and sums, then transfers of their results.
 GATHER, COMPUTE, RESULT = 0, 1, 2
@@ -78,10 +80,14 @@ class Place:
         return slot_pitch(box_extents(self.frame)[2], self.dtype)
 
     @property
+    def row_elements(self) -> int:
+        """Number of elements that one row of each batch takes up in a slot, with padding."""
+        return box_extents(self.frame)[0] * self.pitch
+
+    @property
     def elements(self) -> int:
         """Number of elements that the tile takes up in a slot, with padding."""
-        batches, rows, _ = box_extents(self.frame)
-        return batches * rows * self.pitch
+        return box_extents(self.frame)[1] * self.row_elements
 
     def frontier(self, box: Box) -> list[Event]:
         """The events after which ``box`` may be written: its reads since the last write, or that write if unread."""
@@ -212,6 +218,112 @@ def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) 
     return tuple(edges)
 
 
+def tile_edges(problem: GemmProblem, scheduler: DistributedTileScheduler) -> tuple[tuple[int, ...], ...]:
+    """The bounds of the work tiles in the modes m, n, k and l, as :class:`distgemm.Plan` has them.
+
+    Raises:
+        ValueError: if ``m_per_rank`` does not fit the schedule.
+    """
+    result = []
+    for mode, tiles, chunks in zip("mnkl", scheduler.grid, scheduler.chunks, strict=True):
+        shards = tiles // chunks
+        sizes = _rows(problem, scheduler, shards) if mode == "m" and problem.m_per_rank is not None else None
+        result.append(_bounds(getattr(problem, mode), shards, chunks, sizes))
+    return tuple(result)
+
+
+def _rows(problem: GemmProblem, scheduler: DistributedTileScheduler, shards: int) -> list[int]:
+    """The rows of each shard of M. ``m_per_rank`` gives each rank's rows of A, or of D if M does not shard A."""
+    rows = problem.m_per_rank or ()
+    if len(rows) != scheduler.world_size:
+        raise _failure(scheduler, f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
+    for operand in ("A", "D"):
+        held = [
+            {tile[0] // scheduler.chunks.m for tile in tiles if tile is not None}
+            for tiles in scheduler.partition[operand].tiles
+        ]
+        if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
+            break
+    else:
+        raise _failure(scheduler, "m_per_rank says which rows each rank holds; here no rank has rows of its own")
+    sizes: dict[int, int] = {}
+    for rank, (shard,) in enumerate(held):
+        if sizes.setdefault(shard, rows[rank]) != rows[rank]:
+            raise _failure(
+                scheduler, f"m_per_rank {rows}: rank {rank} holds the same rows as a rank with another number"
+            )
+    if sum(sizes.values()) != problem.m:
+        raise _failure(
+            scheduler, f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {problem.m}"
+        )
+    return [sizes[shard] for shard in range(shards)]
+
+
+def _failure(scheduler: DistributedTileScheduler, message: str) -> ValueError:
+    """An error that names the schedule and the mesh."""
+    return ValueError(f"{scheduler.name} on the mesh {scheduler.mesh}: {message}")
+
+
+def cut_rows(top: int, bottom: int, part: int, parts: int) -> Range:
+    """The rows of one part of a tile that a route divides: a part has ceil(rows / parts), or what remains.
+
+    Args:
+        top: the tile's first row.
+        bottom: the row after its last one.
+        part: 0 to parts - 1.
+        parts: number of parts.
+    """
+    rows = -(-(bottom - top) // parts)
+    return min(top + part * rows, bottom), min(top + (part + 1) * rows, bottom)
+
+
+class SlotShape(NamedTuple):
+    """What a slot must have room for.
+
+    Attributes:
+        dtype: element type.
+        elements: elements of the largest tile of B; 0: none.
+        tiles: of A and D, distinct (first row, row after the last one, elements of a row in all batches).
+    """
+
+    dtype: str
+    elements: int
+    tiles: tuple[tuple[int, int, int], ...]
+
+
+def lay_out(shapes: Sequence[SlotShape], alignment: int, rows: Mapping[int, int] | None = None) -> tuple[Slot, ...]:
+    """The slots of a rank, one behind the other. A slot is as large as its largest tile.
+
+    Args:
+        shapes: of each slot.
+        alignment: of offsets and sizes in bytes.
+        rows: another row for each row of the shapes; None: the rows are those of the shapes.
+    """
+    slots, offset = [], 0
+    for dtype, elements, tiles in shapes:
+        for top, bottom, width in tiles:
+            height = bottom - top if rows is None else rows[bottom] - rows[top]
+            elements = max(elements, height * width)
+        size = -(-elements * DTYPE_BYTES[dtype] // alignment) * alignment
+        slots.append(Slot(offset, size, dtype, elements))
+        offset += size
+    return tuple(slots)
+
+
+def smallest_layout(
+    ways: Sequence[Sequence[SlotShape]], alignment: int, rows: Mapping[int, int] | None = None
+) -> tuple[tuple[Slot, ...], int]:
+    """The slots of the way to share them that takes the least memory, and its number. Of equal ways the last one wins.
+
+    Args:
+        ways: the shapes of the slots, for each way.
+        alignment: as :func:`lay_out` takes it.
+        rows: as :func:`lay_out` takes it.
+    """
+    found = [(lay_out(shapes, alignment, rows), way) for way, shapes in enumerate(ways)]
+    return min(reversed(found), key=lambda each: each[0][-1].offset + each[0][-1].bytes if each[0] else 0)
+
+
 class Derivation:
     """The events of a problem under a schedule, with their steps and their memory.
 
@@ -230,7 +342,8 @@ class Derivation:
         self.ranks = range(scheduler.world_size)
         self.one_shot = scheduler.route.final_copies is None  # every owner of a tile of D adds all parts itself
         self.out_dtype, self.partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
-        self.edges = self._edges()
+        self.edges = tile_edges(problem, scheduler)
+        self.cuts: set[tuple[int, int, int]] = set()  # (m, part, parts) of each part of a tile of A or D that moves
         self.frames: dict[tuple[str, Tile], Box] = {}
         self.work = [self._work(rank) for rank in self.ranks]
         self.events: list[Event] = []
@@ -238,6 +351,8 @@ class Derivation:
         # Places of A and B on each rank, and of the finished tiles of D that other ranks send to it.
         self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
         self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]  # places in each rank's shard of D
+        self.alignment = STORED_ALIGNMENT if mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
+        self.shapes: list[tuple[list[SlotShape], ...]] = []  # by rank
 
     def run(self) -> None:
         """Compute all events and their steps."""
@@ -255,39 +370,9 @@ class Derivation:
 
     def fail(self, message: str) -> ValueError:
         """An error that names the schedule and the mesh."""
-        return ValueError(f"{self.scheduler.name} on the mesh {self.scheduler.mesh}: {message}")
+        return _failure(self.scheduler, message)
 
     # --- extents ------------------------------------------------------------------------------------
-
-    def _edges(self) -> tuple[tuple[int, ...], ...]:
-        result = []
-        for mode, tiles, chunks in zip("mnkl", self.scheduler.grid, self.scheduler.chunks, strict=True):
-            shards = tiles // chunks
-            sizes = self._rows(shards) if mode == "m" and self.problem.m_per_rank is not None else None
-            result.append(_bounds(getattr(self.problem, mode), shards, chunks, sizes))
-        return tuple(result)
-
-    def _rows(self, shards: int) -> list[int]:
-        """The rows of each shard of M. ``m_per_rank`` gives each rank's rows of A, or of D if M does not shard A."""
-        rows, scheduler = self.problem.m_per_rank or (), self.scheduler
-        if len(rows) != scheduler.world_size:
-            raise self.fail(f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
-        for operand in ("A", "D"):
-            held = [
-                {tile[0] // scheduler.chunks.m for tile in tiles if tile is not None}
-                for tiles in scheduler.partition[operand].tiles
-            ]
-            if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
-                break
-        else:
-            raise self.fail("m_per_rank says which rows each rank holds; here no rank has rows of its own")
-        sizes: dict[int, int] = {}
-        for rank, (shard,) in enumerate(held):
-            if sizes.setdefault(shard, rows[rank]) != rows[rank]:
-                raise self.fail(f"m_per_rank {rows}: rank {rank} holds the same rows as a rank with another number")
-        if sum(sizes.values()) != self.problem.m:
-            raise self.fail(f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {self.problem.m}")
-        return [sizes[shard] for shard in range(shards)]
 
     def _work(self, rank: int) -> dict[int, TileCoord]:
         """A rank's work tiles that are not empty, by iteration."""
@@ -416,9 +501,10 @@ class Derivation:
         frame = self.frame(operand, tile)
         box = frame
         if hop.parts > 1:
-            batch, (top, bottom), columns = frame
-            rows = -(-(bottom - top) // hop.parts)
-            box = batch, (min(top + hop.part * rows, bottom), min(top + (hop.part + 1) * rows, bottom)), columns
+            batch, rows, columns = frame
+            box = batch, cut_rows(*rows, hop.part, hop.parts), columns
+            if operand != "B":
+                self.cuts.add((tile[0], hop.part, hop.parts))
         if not box_size(box):
             return
         landed = self.landed[operand]
@@ -706,25 +792,25 @@ class Derivation:
             send_slots: number of slots for partial sums that wait to be sent, >= 1.
 
         Returns:
-            The slots of each rank.
+            The slots of each rank. ``shapes`` has the shapes of these slots, and for each rank of "bounded" the shapes
+            of both ways to share slots.
         """
         return tuple(self._allocate(rank, workspace == "bounded", send_slots) for rank in self.ranks)
 
     def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
-        slots, tenants = self._share(rank, False, send_slots)
-        if bounded:
-            # A slot is as large as its largest tile. If tiles differ in size, sharing more slots may take more memory.
-            fewer, others = self._share(rank, True, send_slots)
-            if sum(slot.bytes for slot in fewer) <= sum(slot.bytes for slot in slots):
-                slots, tenants = fewer, others
-        for number, places in enumerate(tenants):
+        # A slot is as large as its largest tile. If tiles differ in size, sharing more slots may take more memory.
+        ways = [self._share(rank, sharing, send_slots) for sharing in ([False, True] if bounded else [False])]
+        shapes = tuple([_shape(places) for places in tenants] for tenants in ways)
+        self.shapes.append(shapes)
+        slots, way = smallest_layout(shapes, self.alignment)
+        for number, places in enumerate(ways[way]):
             for place, last in zip(places, (places[-1], *places), strict=False):
                 place.slot, place.last = number, last
             places[0].wraps = True
         return slots
 
-    def _share(self, rank: int, bounded: bool, send_slots: int) -> tuple[tuple[Slot, ...], list[list[Place]]]:
-        """The slots of a rank, and the places that use each in turn."""
+    def _share(self, rank: int, bounded: bool, send_slots: int) -> list[list[Place]]:
+        """The places that use each slot of a rank in turn."""
         group = prod(self.scheduler.chunks)
         tenants: list[list[Place]] = []
         shared: list[list[Place]] = []  # the places of slots that may be used again
@@ -747,12 +833,12 @@ class Derivation:
                 if bounded or not place.remote:
                     shared.append(found)
             found.append(place)
-        alignment = STORED_ALIGNMENT if self.mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
-        slots, offset = [], 0
-        for places in tenants:
-            elements = max(place.elements for place in places)
-            size = elements * DTYPE_BYTES[places[0].dtype]
-            size = -(-size // alignment) * alignment
-            slots.append(Slot(offset, size, places[0].dtype, elements))
-            offset += size
-        return tuple(slots), tenants
+        return tenants
+
+
+def _shape(places: Sequence[Place]) -> SlotShape:
+    """What a slot must have room for that these places use in turn. They have one operand and one type."""
+    if places[0].operand == "B":
+        return SlotShape(places[0].dtype, max(place.elements for place in places), ())
+    tiles = dict.fromkeys((*place.frame[1], place.row_elements) for place in places)
+    return SlotShape(places[0].dtype, 0, tuple(tiles))

@@ -7,14 +7,28 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from distgemm.arguments import instance, integer, json_value, member, sequence
-from distgemm.plan.ops import Box, Op, Slot, View, accesses, box_extents, box_size, link_of
+from distgemm.plan.ops import (
+    Box,
+    Gemm,
+    Op,
+    Reduce,
+    Signal,
+    Slot,
+    View,
+    Wait,
+    accesses,
+    box_extents,
+    box_size,
+    link_of,
+)
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.resize import ResizedOps, views_of_b
 from distgemm.plan.schema import Mechanism, PlanError, SyncMode, WorkspaceMode, check_types, read_fields
 from distgemm.schedulers import TileCoord
 
@@ -28,6 +42,7 @@ __all__ = [
     "SyncMode",
     "WorkspaceMode",
     "collector_paused",
+    "once_for_structure",
     "slot_pitch",
 ]
 
@@ -78,6 +93,31 @@ def slot_pitch(columns: int, dtype: str) -> int:
     return -(-columns * size // ROW_ALIGNMENT) * ROW_ALIGNMENT // size
 
 
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+def once_for_structure(
+    find: Callable[Concatenate[Plan, Arguments], Found],
+) -> Callable[Concatenate[Plan, Arguments], Found]:
+    """A function of a plan whose result does not depend on rows, which is found once for each :attr:`Plan.structure`.
+
+    Args:
+        find: the function. It is called with the structure. Its further arguments are hashable.
+    """
+
+    @wraps(find)
+    def found(plan: Plan, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        results = vars(plan.structure).setdefault("_found", {})
+        key = (find, args, tuple(kwargs.items()))
+        if key not in results:
+            results[key] = find(plan.structure, *args, **kwargs)
+        result: Found = results[key]
+        return result
+
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The ops of every rank for one product, and the memory that they use. :func:`distgemm.make_plan` makes it.
@@ -106,7 +146,7 @@ class Plan:
     iterations: int
     edges: tuple[tuple[int, ...], ...]
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
-    rank_ops: tuple[tuple[Op, ...], ...]
+    rank_ops: Sequence[tuple[Op, ...]]
     slots: tuple[tuple[Slot, ...], ...]
 
     def __hash__(self) -> int:
@@ -114,12 +154,35 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.problem, self.schedule, self.mesh, self.workspace, self.sync, self.mechanism, self.rank_ops))
+        # Without the ops: plans with other ops but all else equal are rare, and ops may not be made yet.
+        return hash(
+            (self.problem, self.schedule, self.mesh, self.workspace, self.sync, self.mechanism, self.iterations)
+        )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.rank_ops)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @cached_property
+    def structure(self) -> Plan:
+        """A plan that differs from this one in rows of A and D, and in offsets and sizes of slots, and in nothing else.
+
+        :func:`distgemm.make_plan` derives one plan of a structure, and gives it the rows of others. What does not
+        depend on rows can be found once for a structure. A plan that was made in another way is its own structure.
+        """
+        return self
+
+    def own_view(self, view: View) -> View:
+        """The view of this plan for a view of its structure.
+
+        Args:
+            view: a view of an op of :attr:`structure`, the object itself.
+        """
+        return self.rank_ops.view(view) if isinstance(self.rank_ops, ResizedOps) else view
 
     @property
     def grid(self) -> TileCoord:
@@ -242,6 +305,8 @@ class Plan:
     @cached_property
     def padded_rows(self) -> tuple[tuple[int, int], ...]:
         """The (columns, pitch) of tiles that have padding between their rows in slots, in elements, sorted."""
+        if self.structure is not self:
+            return self.structure.padded_rows
         # The views that ops write are enough: an op has written each tile that is in a slot.
         written = (view for ops in self.rank_ops for op in ops if (view := accesses(op)[1]) and view.buffer == "slot")
         found = {(box_extents(view.frame)[2], view.pitch) for view in written}
@@ -255,7 +320,9 @@ class Plan:
         Raises:
             PlanError: if a field has another type. The message names the field and its value.
         """
-        if "_types_checked" not in vars(self):
+        if self.structure is not self:
+            self.structure.check_types()
+        elif "_types_checked" not in vars(self):
             check_types(self)
             vars(self)["_types_checked"] = True
 
@@ -271,8 +338,43 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 hash of the plan as JSON. Ranks compare it: it is the same for equal plans in every process."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """A SHA-256 hash of the plan. Ranks compare it: it is the same for equal plans in every process.
+
+        It is the hash of a text that has all rows of A and D as numbers of a sorted list of rows, and this list.
+        """
+        self.check_types()
+        ops, rows = self.structure._hashed_ops
+        if self.structure is not self:
+            assert isinstance(self.rank_ops, ResizedOps)
+            rows = [self.rank_ops.rows[row] for row in rows]
+        slots = {of_rank: repr([tuple(slot) for slot in of_rank]) for of_rank in set(self.slots)}
+        header = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        header |= {"rank_ops": ops, "slots": [slots[of_rank] for of_rank in self.slots]}
+        return hashlib.sha256(repr((header, rows)).encode()).hexdigest()
+
+    @cached_property
+    def _hashed_ops(self) -> tuple[str, list[int]]:
+        """The hash of all ops with numbers in place of the rows of A and D, and the sorted list of these rows."""
+        fixed = views_of_b(self.rank_ops)
+        views = {id(view): view for ops in self.rank_ops for op in ops for view in _views(op)}
+        rows = set(self.edges[0])
+        for of_view, view in views.items():
+            if of_view not in fixed:
+                rows |= {*view.frame[1], *view.box[1]}
+        order = sorted(rows)
+        number = {row: str(at) for at, row in enumerate(order)}
+        texts = {
+            of_view: repr(tuple(view)) if of_view in fixed else _numbered(view, number)
+            for of_view, view in views.items()
+        }
+        hashed = hashlib.sha256()
+        for ops in self.rank_ops:
+            lines = []
+            for op in ops:
+                common = op.kind, op.id, op.rank, op.round, op.iteration, op.operand, tuple(op.tile), op.slot, op.deps
+                lines.append(f"{common} {' '.join([texts[id(view)] for view in _views(op)])} {_rest(op)}")
+            hashed.update("\n".join([*lines, "\n"]).encode())
+        return hashed.hexdigest(), order
 
     def to_json(self) -> str:
         """The plan as a JSON text that :meth:`from_json` reads.
@@ -309,6 +411,28 @@ class Plan:
             plan = cls(**read_fields(fields, [field.name for field in dataclasses.fields(cls)]))
             plan.check_types()
         return plan
+
+
+def _views(op: Op) -> list[View]:
+    """All views of an op, in one order."""
+    reads, write = accesses(op)
+    return reads if write is None else [*reads, write]
+
+
+def _numbered(view: View, number: Mapping[int, str]) -> str:
+    """A view as a text with numbers in place of rows."""
+    rank, buffer, slot, frame, box, pitch = view
+    rows = [number[row] for row in (*frame[1], *box[1])]
+    return f"{rank} {buffer} {slot} {frame[0]} {rows} {frame[2]} {box[0]} {box[2]} {pitch}"
+
+
+def _rest(op: Op) -> str:
+    """What an op has besides the fields of all ops and its views, as a text."""
+    if isinstance(op, Signal):
+        return repr(tuple(op.flag))
+    if isinstance(op, Wait):
+        return repr((tuple(op.flag), op.peer))
+    return "with C" if isinstance(op, Gemm | Reduce) and op.c is not None else ""
 
 
 def _to_dict(op: Op) -> dict[str, Any]:

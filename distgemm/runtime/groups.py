@@ -74,6 +74,10 @@ class PerGroup(Generic[T]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def items(self) -> list[tuple[dist.ProcessGroup, T]]:
+        """The groups that exist, and their values."""
+        return [(group, value) for group, value in self._values.items() if not _is_destroyed(group)]
+
     def of(self, group: dist.ProcessGroup) -> T:
         """The value of a group, made the first time.
 

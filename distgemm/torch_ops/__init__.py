@@ -5,8 +5,8 @@ that they run.
 """
 
 from distgemm.torch_ops.dispatch import (
-    CACHED,
     CHAIN_TOKENS,
+    KEPT_BYTES,
     ONE_SHOT_TOKENS,
     CallRecord,
     last_call,
@@ -22,8 +22,8 @@ from distgemm.torch_ops.functional import (
 )
 
 __all__ = [
-    "CACHED",
     "CHAIN_TOKENS",
+    "KEPT_BYTES",
     "ONE_SHOT_TOKENS",
     "CallRecord",
     "all_gather_matmul",

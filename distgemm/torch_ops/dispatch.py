@@ -16,7 +16,7 @@ from distgemm.arguments import instance
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
-from distgemm.plan.plan import Plan
+from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable, GatheredChunk
@@ -29,17 +29,20 @@ if TYPE_CHECKING:
     from distgemm.tune import TunedConfig
 
 __all__ = [
-    "CACHED",
     "CHAIN_TOKENS",
+    "KEPT_BYTES",
     "ONE_SHOT_TOKENS",
+    "PREPARED",
     "CallRecord",
     "Function",
+    "KeptCalls",
     "PreparedCall",
     "last_call",
     "noting",
     "prepare",
     "record_calls",
     "select_schedule",
+    "size_of",
 ]
 
 Tensor = torch.Tensor
@@ -47,8 +50,15 @@ Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_red
 
 CALLER_MULTIPLIES = "the caller multiplies the chunks"
 """The note of a :func:`distgemm.gather`."""
-CACHED = 64
-"""Number of executables that are kept for each group. The least recently used one is dropped first."""
+KEPT_BYTES = 512 << 20
+"""The most memory of the executables that are kept for each group, in bytes of host memory as :func:`size_of` estimates
+it. Those that were used least recently are dropped first. Their workspaces do not count: executables share one."""
+
+EXECUTABLE_BYTES = 16 << 10
+"""Estimated host memory of an executable besides its ops, in bytes."""
+
+OP_BYTES = 1 << 10
+"""Estimated host memory of an op of an executable, with its views, tensors and nodes of graphs, in bytes."""
 
 
 # --- the rule of "auto" on CPUs -----------------------------------------------------------------------------
@@ -167,6 +177,7 @@ class CallRecord:
         return "; ".join([runtime, overlap, *([self.note] if self.note else [])])
 
 
+@once_for_structure
 def _in_lockstep(plan: Plan) -> bool:
     """Whether each GEMM of a rank, except the first, adds a sum that another rank made one iteration before."""
     every = {(op.rank, op.id): op for op in chain.from_iterable(plan.rank_ops)}
@@ -317,7 +328,40 @@ def _has_rows(rows: int, columns: int, row_stride: int, column_stride: int) -> b
     return (column_stride == 1 or columns <= 1) and (row_stride >= columns or rows <= 1)
 
 
-PREPARED: PerGroup[dict[Any, PreparedCall]] = PerGroup(dict)
+def size_of(plan: Plan) -> int:
+    """Bytes of host memory that one rank's executable of a plan takes, estimated and the same on all ranks."""
+    return EXECUTABLE_BYTES + OP_BYTES * most_ops(plan)
+
+
+@once_for_structure
+def most_ops(plan: Plan) -> int:
+    """The most ops of a rank."""
+    return max(map(len, plan.rank_ops))
+
+
+class KeptCalls(dict[Any, PreparedCall]):
+    """The prepared calls of a group, by keys that all ranks of the group have in common.
+
+    Attributes:
+        size: bytes of host memory that they take, as :func:`size_of` estimates it.
+    """
+
+    size = 0
+
+    def add(self, key: Any, call: PreparedCall) -> None:
+        """Keep a call, and drop those that were used least recently while all take more than KEPT_BYTES.
+
+        The newest one stays in any case. All ranks drop the same calls, because sizes and the order of use are equal.
+        """
+        self[key] = call
+        self.size += size_of(call.executable.plan)
+        while self.size > KEPT_BYTES and len(self) > 1:
+            oldest = self.pop(min(self, key=lambda each: self[each].used))
+            oldest.dropped = True
+            self.size -= size_of(oldest.executable.plan)
+
+
+PREPARED: PerGroup[KeptCalls] = PerGroup(KeptCalls)
 """The prepared calls of each group."""
 
 
@@ -332,9 +376,9 @@ def prepare(
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
 
-    The cache has a list for each group, with keys that all ranks of the group have in common. So all ranks make and
-    drop an executable in the same call. The first call of each kind is collective: the ranks compare their arguments,
-    and make an executable if there is none.
+    Each group has its own cache, with keys that all ranks of the group have in common. So all ranks make and drop an
+    executable in the same call. The first call of each kind is collective: the ranks compare their arguments, and make
+    an executable if there is none.
 
     Args:
         pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
@@ -373,9 +417,8 @@ def prepare(
     }
     compare(fields, group, device)
     if found is None:
-        found = calls[key] = make(pattern, problem, group, device, schedule, chunks)
-        while len(calls) > CACHED:
-            calls.pop(min(calls, key=lambda each: calls[each].used)).dropped = True
+        found = make(pattern, problem, group, device, schedule, chunks)
+        calls.add(key, found)
     found.compared.add(biased)
     return found
 

@@ -8,13 +8,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distgemm.torch_ops.dispatch import CallRecord
+from distgemm.torch_ops.dispatch import KEPT_BYTES, PREPARED, CallRecord
 
-__all__ = ["REPORT", "CallSite", "FusionReport", "NotFusedError", "report"]
+__all__ = ["REPORT", "CallSite", "FusionReport", "Kept", "NotFusedError", "report"]
 
 
 class NotFusedError(RuntimeError):
     """With ``distgemm.install(strict=True)``: a collective beside a GEMM that distgemm does not compute."""
+
+
+class Kept(NamedTuple):
+    """The executables that are kept for a group, one for each number of tokens and each weight's shape.
+
+    Attributes:
+        executables: their number.
+        bytes: host memory that they take, estimated.
+        most_bytes: above this, those that were used least recently are dropped.
+    """
+
+    executables: int
+    bytes: int
+    most_bytes: int
 
 
 class CallSite(NamedTuple):
@@ -56,6 +70,11 @@ class FusionReport:
     not_fused: Counter[tuple[CallSite, str]] = field(default_factory=Counter)
     _texts: dict[Any, str] = field(default_factory=dict, repr=False)
 
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """What is kept for the next calls, by the names of groups."""
+        return {group.group_name: Kept(len(calls), calls.size, KEPT_BYTES) for group, calls in PREPARED.items()}
+
     def clear(self) -> None:
         """Forget all calls."""
         for rows in (self.served, self.not_served, self.not_fused, self._texts):
@@ -79,6 +98,9 @@ class FusionReport:
             found.append(f"{what}: {sum(rows.values())}")
             for (site, text), count in rows.items():
                 found += [f"  {count} x {site}", f"      {text}"]
+        for group, kept in self.kept.items():
+            size, most = (f"{each / (1 << 20):.1f} MiB" for each in kept[1:])
+            found.append(f"kept for group {group}: {kept.executables} executables of {size}, at most {most}")
         return "\n".join(found)
 
 

@@ -19,6 +19,10 @@ CACHE = TunedCache("plans", Path(__file__).parent / "tuned", TunedConfig.from_di
 MIN_BUCKET = 64
 """Rows of the smallest bucket."""
 
+REACH = 2.0
+"""While measuring is on, a recorded configuration serves fewer than so many times its rows, and more than its rows
+divided by this. So each number of rows is in the reach of its bucket."""
+
 
 def bucket(m: int) -> int:
     """The rows at which m rows are measured: the next power of two, at least ``MIN_BUCKET``."""
@@ -41,24 +45,41 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
     return replace(problem, m=bucket(problem.m), m_per_rank=None)
 
 
-def look_up(problem: GemmProblem, pattern: Pattern, world_size: int, device: str) -> TunedConfig | None:
-    """The recorded configuration for a problem, else the one for the :func:`bucket` of its rows, else None.
+def look_up(
+    problem: GemmProblem, pattern: Pattern, world_size: int, device: str, reach: float = REACH
+) -> TunedConfig | None:
+    """The configuration that is recorded for the nearest number of rows, else None.
+
+    The recorded numbers of rows divide all others into ranges, whose bounds are the geometric means of neighbours. Of
+    two that are equally near, the larger one counts. All numbers up to MIN_BUCKET are equally near to a larger one.
 
     Args:
         problem: the GEMM over all ranks.
         pattern: what the ranks do.
         world_size: number of ranks.
         device: name of the GPU, as :func:`gpu_name` returns it.
+        reach: a recorded number of rows counts if the larger of the two numbers is less than so many times the smaller
+            one. ``math.inf``: the nearest one in any case.
 
     Raises:
         ValueError: if a file of the cache is broken, or for an unknown pattern.
     """
     known = CACHE.read(device)
-    for each in (problem, bucketed(problem)):
-        entry = known.get(key_of(each, pattern, world_size))
-        if entry is not None:
-            return TunedConfig.from_dict(entry, "recorded")
-    return None
+    entry = known.get(key_of(problem, pattern, world_size))
+    if entry is None:
+        before, after = key_of(problem, pattern, world_size).split(f" {problem.m}x", 1)
+        keys = (key.removeprefix(f"{before} ").partition("x") for key in known if key.startswith(f"{before} "))
+        rows = [int(m) for m, _, rest in keys if rest == after and m.isdecimal()]
+        nearest = min(rows, key=lambda m: (_distance(m, problem.m), -m), default=None)
+        if nearest is not None and _distance(nearest, problem.m) < reach:
+            entry = known[key_of(replace(problem, m=nearest, m_per_rank=None), pattern, world_size)]
+    return None if entry is None else TunedConfig.from_dict(entry, "recorded")
+
+
+def _distance(one: int, other: int) -> float:
+    """How many times the larger of two numbers of rows is the smaller one."""
+    low, high = sorted((max(one, MIN_BUCKET), max(other, MIN_BUCKET)))
+    return high / low
 
 
 def gpu_name(device: torch.device) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -410,8 +412,24 @@ def without_launches(machine: Machine) -> Machine:
     return replace(machine, gemm_launch=0.0, wait=0.0, copy_launch=0.0, signal_gap=0.0, nvlink=link)
 
 
+_STATUS: WeakKeyDictionary[Plan, dict[tuple[Transport, tuple[int, ...]], Status]] = WeakKeyDictionary()
+
+
 def single_kernel_status(plan: Plan, transport: Transport = "copy_engine") -> Status:
-    """Whether the fused kernel can compute the GEMMs of each rank; falsy with the reason."""
+    """Whether the fused kernel can compute the GEMMs of each rank; falsy with the reason.
+
+    It depends on which chunks have as many rows as others, and not on how many rows they have. So it is found once for
+    all plans of a structure that agree in this.
+    """
+    edges = plan.edges[0]
+    rows = [bottom - top for top, bottom in itertools.pairwise(edges)]
+    known, key = _STATUS.setdefault(plan.structure, {}), (transport, tuple(map(rows.index, rows)))
+    if key not in known:
+        known[key] = _single_kernel_status(plan, transport)
+    return known[key]
+
+
+def _single_kernel_status(plan: Plan, transport: Transport) -> Status:
     execution = ExecutionConfig(execution="single_kernel", transport=transport)
     try:
         kernels = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from distgemm.runtime.unfused import UnfusedExecutable, collective_status
 from distgemm.schedulers import Pattern, check_pattern
 from distgemm.system import switch
 from distgemm.tune import ranks
-from distgemm.tune.cache import bucketed, gpu_name, look_up
+from distgemm.tune.cache import REACH, bucketed, gpu_name, look_up
 from distgemm.tune.candidates import predicted, single_kernel_status
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.ranks import device_of, from_first, refuse_capture
@@ -35,7 +36,8 @@ def select(
 ) -> TunedConfig:
     """The configuration for a problem, the same on all ranks. A collective call.
 
-    Rank 0 looks it up in its cache folder. If nothing is recorded, ``tune`` decides. A problem that is not
+    Rank 0 looks up the one of the nearest recorded rows in its cache folder, as :func:`look_up` says. If none is in
+    reach, ``tune`` decides. A problem that is not
     :func:`measurable` (batches, fp8) gets the prediction of the cost model. If the file cannot be written, the
     measured configuration serves this call alone, and a warning says so.
 
@@ -44,9 +46,9 @@ def select(
         pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
         group: the ranks that take part; None: all.
         device: this rank's GPU; None: the current one.
-        tune: what happens if nothing is recorded. True: measure now, at the :func:`bucket` of m, and record the
-            result. False: take the prediction of the cost model. None: True, unless the environment of rank 0 has
-            DISTGEMM_TUNE=0 (or false, no, off).
+        tune: what happens if nothing is recorded in reach. True: measure now, at the :func:`bucket` of m, and record
+            the result. False: take the nearest configuration however far it is, or the prediction of the cost model if
+            there is none. None: True, unless the environment of rank 0 has DISTGEMM_TUNE=0 (or false, no, off).
 
     Raises:
         RuntimeError: while the current stream is captured.
@@ -65,8 +67,9 @@ def select(
 
     def look_up_or_predict() -> TunedConfig | None:
         measure = switch("DISTGEMM_TUNE", True) if tune is None else tune
-        recorded = look_up(problem, pattern, size, gpu_name(at))
-        return recorded or (None if measure and measurable(problem) else predicted(problem, pattern, size))
+        measures = measure and measurable(problem)
+        recorded = look_up(problem, pattern, size, gpu_name(at), REACH if measures else inf)
+        return recorded or (None if measures else predicted(problem, pattern, size))
 
     config = from_first(whole, at, look_up_or_predict)
     if config is None:

@@ -164,9 +164,9 @@ class Ranks:
                 values = [(int(i), int(flags[i])) for i in (flags != idle).nonzero()[:8, 0]]
                 found.append(f"rank {rank}: flags (number, value) {values}")
             for made in (ref() for ref in one.executables):
-                if made is None or made.binder.counters is None:
+                if made is None or not made.execution.single_kernel:
                     continue
-                counters = made.binder.counters
+                counters = made.workspace.counters
                 kept = torch.cat([counters[:-RESERVED], counters[PACING_COUNTERS - RESERVED :]])
                 if kept.any():
                     found.append(f"rank {rank}: counters of {made.plan.schedule} {kept.nonzero()[:8, 0].tolist()}")

@@ -30,6 +30,7 @@ TORCH_CHECKS = [
     "graphed_callables",
     "refused_captures",
     "many_shapes",
+    "many_graphs",
     "depth",
     "many_layers",
     "modules",

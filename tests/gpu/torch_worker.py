@@ -652,7 +652,9 @@ def many_shapes() -> list[str]:
         dist.all_gather_into_tensor(whole, a)
         return relative(y, whole.double() @ b.double().t()) < EPS
 
-    with quick(), mock.patch.object(dispatch, "CACHED", 3):
+    plan = distgemm.make_plan(distgemm.GemmProblem(96 * ranks, 128 * ranks, 256), GATHER, ranks)
+    three = 3 * dispatch.size_of(plan)
+    with quick(), mock.patch.object(dispatch, "KEPT_BYTES", three):
         first = torch.randn(96, 256, device=device()).bfloat16()
         run(first)
         before = workspaces()
@@ -683,6 +685,75 @@ def depth() -> list[str]:
             model(x).float().sum().backward()
         found.append((len(made()), workspaces()))
     return [f"1 and 6 blocks: {found}"] * (found[0] != found[1])
+
+
+CAPTURED = [8 * size for size in range(32, 0, -1)]
+"""Tokens of each rank in the graphs of a server, the largest number first."""
+GRAPH_BYTES = 2 << 20
+"""The most memory of a GPU that a captured call of one rank may take, besides its result."""
+
+
+def many_graphs() -> list[str]:
+    """Graphs for 32 numbers of tokens share all but the graph, and have the right results in any order."""
+    group, ranks, wrong = dist.group.WORLD, dist.get_world_size(), []
+    sharing = -(-ranks // torch.cuda.device_count())  # ranks on this GPU
+    a = torch.randn(CAPTURED[0], 256, device=device()).bfloat16()
+    b = torch.randn(128, 256, device=device()).bfloat16()
+
+    def gather(x: Tensor) -> Tensor:
+        return distgemm.all_gather_matmul(x, b, group=group)
+
+    def reduce(x: Tensor) -> Tensor:
+        return distgemm.matmul_all_reduce(x, b, group=group)
+
+    def expected(name: str, x: Tensor) -> Tensor:
+        if name == "gather":
+            whole = x.new_empty(ranks * x.shape[0], x.shape[1])
+            dist.all_gather_into_tensor(whole, x)
+            return whole.double() @ b.double().t()
+        total = x.double() @ b.double().t()
+        dist.all_reduce(total)
+        return total
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        dist.barrier()
+        return torch.cuda.mem_get_info()[0]
+
+    with quick():
+        functions = {"gather": gather, "reduce": reduce}
+        for tokens in CAPTURED:
+            for function in functions.values():
+                function(a[:tokens])
+        if len(workspaces()) != 1:
+            wrong.append(f"{len(workspaces())} workspaces for {len(made())} executables")
+        before, kept = free(), torch.cuda.memory_allocated()
+        pool = torch.cuda.graph_pool_handle()
+        graphs: list[tuple[str, int, torch.cuda.CUDAGraph, Tensor]] = []
+        for tokens in CAPTURED:
+            for name, function in functions.items():
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    y = function(a[:tokens])
+                graphs.append((name, tokens, graph, y))
+        for _, _, graph, _ in graphs:
+            graph.replay()
+        taken = (before - free()) / len(graphs)
+        results = sum(-(-y.nbytes // 512) * 512 for *_, y in graphs)
+        more = torch.cuda.memory_allocated() - kept - results
+        if dist.get_rank() == 0:
+            print(f"{len(graphs)} graphs: {taken / 1024:.0f} KiB of {sharing} ranks each, {more} bytes of tensors more")
+        if taken > sharing * GRAPH_BYTES:
+            wrong.append(f"each graph takes {taken / sharing:.0f} bytes of the GPU")
+        if more > 0:
+            wrong.append(f"capturing has allocated {more} bytes besides {results} bytes of results")
+        for turn in range(3):
+            a.copy_(torch.randn(a.shape, device=device()).bfloat16())
+            for name, tokens, graph, y in graphs[turn::3]:
+                graph.replay()
+                error = relative(y, expected(name, a[:tokens]))
+                wrong += [f"{name} of {tokens} tokens: error {error}"] * (not error < 2 * ranks * EPS)
+    return wrong
 
 
 def many_layers() -> list[str]:

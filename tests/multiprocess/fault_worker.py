@@ -72,12 +72,13 @@ def lay_trap(exe: Any, fault: Fault) -> None:
         name = names[int(fault.point * len(names))]
         setattr(exe, name, trapped(getattr(exe, name)))
         return
-    steps = exe.program.steps
+    steps = list(exe.program.steps)
     at = int(fault.point * (len(steps) + 1))
     if at == len(steps):
         exe._differences = trapped(exe._differences)
     else:
         steps[at] = trapped(steps[at])
+        exe.program = dataclasses.replace(exe.program, steps=steps)
 
 
 def in_shared_memory() -> list[str]:

@@ -271,7 +271,9 @@ def executables() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     dispatch.PREPARED.of(world).clear()
-    with mock.patch.object(dispatch, "executable_of", counted), mock.patch.object(dispatch, "CACHED", 2):
+    plan = distgemm.make_plan(distgemm.GemmProblem(m=6, n=6, k=3, dtype="float32"), "ag+gemm", world.size())
+    two = 2 * dispatch.size_of(plan)
+    with mock.patch.object(dispatch, "executable_of", counted), mock.patch.object(dispatch, "KEPT_BYTES", two):
         for tokens in (1, 1, 2, 1, 3, 1, 2):  # 2 was used before 1, so it is dropped first
             run(tokens)
             found.setdefault("made", []).append(len(made))

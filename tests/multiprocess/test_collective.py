@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from distgemm import CollectiveExecutable, GemmProblem, PlanError, list_schedules, make_plan
 from distgemm.plan.ops import Copy, Gemm
-from distgemm.runtime.collective.memory import CallState, Memory
+from distgemm.runtime.collective.memory import CallState, Memory, SharedMemory
 from distgemm.runtime.collective.program import Program
-from distgemm.runtime.collective.steps import Message
+from distgemm.runtime.collective.steps import Message, Synchronize
 from distgemm.runtime.launch import launch
 from tests.multiprocess import worker
 from tests.once import once
@@ -138,19 +138,18 @@ def test_ways_to_call() -> None:
 def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
     """A tile lies in its slot with padding between its rows. This needs no processes."""
     plan = make_plan(GemmProblem(m=8, n=6, k=7, l=2), "all_gather_1d_tiling_cd_rotating_a", 2)
-    memory = Memory(plan, 0, torch.device("cpu"))
+    memory = Memory(plan, 0, SharedMemory(torch.device("cpu")))
     (copy,) = [op for op in plan.ops(1) if isinstance(op, Copy)]
     no_group: Any = None
-    call = CallState({}, 1.0, 0.0, None, None, [None], no_group)
-    tile = memory.place(copy.dst)(call)
+    call = CallState(memory, {}, 1.0, 0.0, None, None, [None], [None], no_group)
+    tile = memory.tensor(copy.dst, {})
     assert tile.shape == (2, 4, 7) and tile.stride() == (32, 8, 1) and tile.data_ptr() % 16 == 0
-    message = Message(0, 0, copy, False, 1, memory.place(copy.dst), torch.bfloat16)
+    message = Message(0, 0, copy, False, 1, lambda call: call.memory.tensor(copy.dst, {}), torch.bfloat16)
     arrived = message.buffer(call)
     assert arrived.numel() == plan.link_bytes()[1, 0] == 2 * 4 * 7 * 2
     arrived.copy_(torch.ones(2 * 4 * 7, dtype=torch.bfloat16).view(torch.uint8))
     message.unpack(call)
-    (slot,) = memory.slots
-    assert bool((tile == 1).all()) and int(slot.isnan().sum()) == 2 * 4, "the padding must not change"
+    assert bool((tile == 1).all()) and int(memory.slot(0).isnan().sum()) == 2 * 4, "the padding must not change"
 
 
 def test_numerics() -> None:
@@ -173,14 +172,13 @@ def test_an_op_in_the_round_of_a_message_that_is_not_posted_is_refused() -> None
     late = plan.replace_ops(0, sorted(first, key=lambda op: op.round)).replace_ops(
         1, [*ops[:-1], dataclasses.replace(gemm, round=barrier.round)]
     )
-    memory = Memory(late, 1, torch.device("cpu"))
     # Rank 1 also sends in that round, after its GEMM, so that it can post the round only then.
     mine = next(op for op in ops if isinstance(op, Copy))
     last = dataclasses.replace(mine, round=barrier.round, deps=(gemm.id,))
     moved = [op for op in late.ops(1) if op.id != mine.id]
     moved = [dataclasses.replace(op, deps=()) if op.id == 99 else op for op in moved]
     with pytest.raises(PlanError, match=r"Gemm .*touches slot 0.* in the round in which rank 0 .*Copy"):
-        Program.of(late.replace_ops(1, [*moved, last]), 1, memory, lambda call: None)  # type: ignore[arg-type]
+        Program.of(late.replace_ops(1, [*moved, last]), 1, torch.device("cpu"), Synchronize(None))
 
 
 def test_without_any_copy_the_result_changes_or_an_error_is_raised() -> None:

@@ -168,7 +168,8 @@ def run_case(case: Case, seed: int) -> str | None:
     executable = CollectiveExecutable(plan)
     rng = random.Random(seed)
     if rank == case.late:
-        executable.program.steps[:] = [_slowed(step, rng) for step in executable.program.steps]
+        steps = [_slowed(step, rng) for step in executable.program.steps]
+        executable.program = dataclasses.replace(executable.program, steps=steps)
     for call in range(case.calls):
         data = Data(plan, seed * 10 + call)
         a, b, c = data.shards(device)
@@ -467,6 +468,8 @@ def deleted_copies() -> list[tuple[str, bool]]:
             except distgemm.PlanError:
                 right = False
             else:
+                # The copy of an earlier executable must not stand in for the one that is missing.
+                executable.memory.shared.reserve("workspace", 0).fill_(0xFF)
                 for call in range(2):
                     data = Data(plan, call)
                     a, b, _ = data.shards(device_of_rank())

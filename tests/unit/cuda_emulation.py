@@ -109,6 +109,7 @@ class FakeWorkspace(Workspace):
         self.current_buffer = 0
         self.dead, self.replaced, self.kept = None, False, []
         self.executables: list[Any] = []
+        self.counters = None  # type: ignore[assignment]  # the emulated kernel has none
 
     def slot(self, buffer: int, rank: int, offset: int, size: int) -> torch.Tensor:
         return self.machine.slots[buffer][rank][offset : offset + size]
@@ -155,7 +156,7 @@ class Emulated:
         exe.plan, exe.rank, exe.workspace, exe.device = plan, rank, workspace, torch.device("cpu")
         exe.execution, exe.binder, exe._copied = config, self.binder, copied_buffers(plan, rank)
         exe.number = workspace.register(exe)
-        self.binder.attach(workspace, exe.number, None)
+        self.binder.attach(workspace, exe.number)
         self.exe = exe
 
     @property

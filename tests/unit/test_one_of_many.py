@@ -89,7 +89,7 @@ def test_a_bound_call_writes_counterparts(module: Any, recorded: list[Any]) -> N
     plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64, dtype="float32"), "gemm+ar", 4, sync="barrier")
     workspace = machine_of([plan]).workspaces[0]
     binder = module.BinderOfMany(plan, torch.device("cpu"), ExecutionConfig(ANY_TERMS))
-    binder.attach(workspace, 1, None)
+    binder.attach(workspace, 1)
     recorded.clear()
     bound = binder.bind(Data(plan, 0).calls[0], 0)
     for launch in chain(*bound.launches, bound.leave):

@@ -34,12 +34,13 @@ def prepared(executable: Any, options: Any) -> dispatch.PreparedCall:
 def test_no_first_call_is_made_while_a_stream_is_captured(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for other ranks. Nothing is begun, and the error says what to do before."""
     group, made = FakeGroup(), []
-    calls: dict[Any, Any] = {}
+    calls = dispatch.KeptCalls()
+    executable = SimpleNamespace(plan=distgemm.make_plan(distgemm.GemmProblem(m=8, n=6, k=4), "ag+gemm", 2))
     monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
     for name in ("raise_if_failed", "compare"):
         monkeypatch.setattr(dispatch, name, lambda *_: None)
     monkeypatch.setattr(dispatch, "process_group", lambda name: group)
-    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or prepared(*args[:2]))
+    monkeypatch.setattr(dispatch, "make", lambda *args: made.append(args) or prepared(executable, ()))
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     arguments = ("ag+gemm", distgemm.GemmProblem(m=8, n=6, k=4), "tp", torch.device("cuda", 0), "auto", None)

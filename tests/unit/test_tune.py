@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distgemm import GemmProblem, list_schedules, make_plan, tune
+from distgemm import GemmProblem, Plan, list_schedules, make_plan, tune
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS
 from distgemm.tune import CACHE, UNFUSED, TunedConfig, bucket, key_of, look_up, predicted
@@ -182,6 +183,57 @@ def test_buckets_are_powers_of_two_that_hold_m() -> None:
         assert found >= m and found & (found - 1) == 0 and bucket(found) == found
 
 
+def rows_that_serve(recorded: list[int], wanted: list[int], **options: Any) -> list[int | None]:
+    """The recorded rows whose configuration serves each of the wanted rows."""
+    configs = {m: dataclasses.replace(PLAN, options=(("chunks", m),)) for m in recorded}
+    CACHE.record(
+        GPU, {key_of(dataclasses.replace(PROBLEM, m=m), "ag+gemm", 4): each.to_dict() for m, each in configs.items()}
+    )
+    found = [look_up(dataclasses.replace(PROBLEM, m=m), "ag+gemm", 4, GPU, **options) for m in wanted]
+    return [None if each is None else dict(each.options)["chunks"] for each in found]
+
+
+def test_ranges_end_at_the_geometric_mean_of_recorded_rows() -> None:
+    """Of 100 and 400 it is 200, which belongs to 400. Of 400 and 900 it is 600."""
+    wanted, served = [100, 199, 200, 400, 599, 600, 900, 1799], [100, 100, 400, 400, 400, 900, 900, 900]
+    assert rows_that_serve([900, 100, 400], wanted, reach=math.inf) == served
+
+
+def test_rows_out_of_reach_are_measured_and_served_where_nothing_is_measured() -> None:
+    wanted = [1, 50, 51, 199, 200, 10_000]
+    assert rows_that_serve([100], wanted) == [100, 100, 100, 100, None, None]
+    assert rows_that_serve([100], wanted, reach=math.inf) == [100] * 6
+
+
+def test_each_bucket_reaches_all_its_rows_and_no_further_than_two_buckets() -> None:
+    assert rows_that_serve([bucket(129)], [129]) == [256]
+    assert rows_that_serve([64, 128, 256, 512], [1, 64, 65, 90, 91, 129, 181, 182, 1023, 1024]) == [
+        64, 64, 64, 64, 128, 128, 128, 256, 512, None]  # fmt: skip
+
+
+def test_the_fused_kernel_is_checked_once_for_rows_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distgemm.tune import candidates
+
+    checked: list[int] = []
+    check = candidates._single_kernel_status
+
+    def counted(plan: Plan, transport: Any) -> Any:
+        checked.append(plan.problem.m)
+        return check(plan, transport)
+
+    monkeypatch.setattr(candidates, "_single_kernel_status", counted)
+    name = "all_gather_1d_tiling_cd_rotating_a"
+
+    def status(m: int) -> bool:
+        problem = dataclasses.replace(PROBLEM, m=m)
+        plan = make_plan(problem, name, 4, chunks=2, sync="barrier")
+        return bool(candidates.single_kernel_status(plan))
+
+    found = [status(m) for m in (4096, 2048, 1024, 1000, 1023, 1022, 2047)]
+    assert found == [True, True, True, True, False, False, False]
+    assert checked == [4096, 1023, 1022]
+
+
 def test_the_exact_rows_are_looked_up_before_their_bucket() -> None:
     odd = dataclasses.replace(PROBLEM, m=1500)
     assert look_up(odd, "ag+gemm", 4, GPU) is None
@@ -194,7 +246,7 @@ def test_the_exact_rows_are_looked_up_before_their_bucket() -> None:
         (PROBLEM, "gemm+rs", 4, GPU),
         (PROBLEM, "ag+gemm", 8, GPU),
         (PROBLEM, "ag+gemm", 4, "NVIDIA Other"),
-        (dataclasses.replace(PROBLEM, m=1024), "ag+gemm", 4, GPU),
+        (dataclasses.replace(PROBLEM, m=700), "ag+gemm", 4, GPU),
     ):
         assert look_up(problem, pattern, size, device) is None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from distgemm.arguments import finite, instance, wrong
-from distgemm.plan.ops import Gemm, Reduce
+from distgemm.plan.ops import Gemm, Op, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     backends,
@@ -23,7 +23,7 @@ from distgemm.runtime.checks import (
     resolve_group,
     shard_dtype,
 )
-from distgemm.runtime.collective.memory import CallState, Memory
+from distgemm.runtime.collective.memory import CallState, Memory, memory_of
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
 from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
 from distgemm.runtime.executable import Executable
@@ -51,7 +51,8 @@ class CollectiveExecutable:
     """This rank's part of a plan over torch.distributed, ready to be called any number of times.
 
     It satisfies :class:`distgemm.runtime.executable.Executable`. Making one is a collective call: all ranks of the
-    group make it, and they compare their plans. It allocates the workspace by ``plan.slots``, filled with NaN.
+    group make it, and they compare their plans. The executables of a group share one workspace, as large as the
+    largest ``plan.slots`` need it. It is filled with NaN when it is allocated.
 
     Args:
         plan: the same on all ranks of the group. Its ops are all that is executed.
@@ -63,6 +64,7 @@ class CollectiveExecutable:
         rank: this rank in the group.
         device: where shards and workspace lie.
         program: what a call does.
+        memory: where it has its slots.
 
     Raises:
         ValueError: on all ranks where their plans differ. Also for a plan with another mechanism than "push", a group
@@ -104,7 +106,8 @@ class CollectiveExecutable:
         self._compares = device.type == "cpu"
         self._fields = {"call": f"a call of {plan.schedule}", **plan_fields(plan)}
         barrier = Synchronize(device if backend == "nccl" else None)
-        self.program = Program.of(plan, self.rank, Memory(plan, self.rank, device), barrier)
+        self.program = Program.of(plan, self.rank, device, barrier)
+        self.memory = Memory(plan, self.rank, memory_of(self.group, device))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -195,7 +198,9 @@ class CollectiveExecutable:
         batched = self.plan.problem.l > 1
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}
         whole = gathered if batched or gathered is None else gathered.unsqueeze(0)
-        call = CallState(shards, alpha, beta, bias, whole, [None] * self.program.messages, group)
+        messages = self.program.messages
+        works: list[Any] = [None] * messages
+        call = CallState(self.memory, shards, alpha, beta, bias, whole, works, [None] * messages, group)
         odd = ""
         with failing(group, lambda: self._where(call), (given["D"], gathered)):
             if self._compares:
@@ -240,7 +245,9 @@ class CollectiveExecutable:
         unused = torch.empty(self.plan.shard_shape("B", self.rank), dtype=shard_dtype(self.plan, "B"))
         given = check_shards(self.plan, self.rank, self.device, a_shard, unused.to(self.device), None, 0.0, None)
         shards = {"A": given["A"].detach().unsqueeze(0)}
-        call = CallState(shards, 1.0, 0.0, None, None, [None] * self.program.messages, group)
+        messages = self.program.messages
+        works: list[Any] = [None] * messages
+        call = CallState(self.memory, shards, 1.0, 0.0, None, None, works, [None] * messages, group)
         with failing(group, lambda: self._where(call), ()):
             odd = self._differences(call) if self._compares else ""
         if odd:
@@ -248,7 +255,8 @@ class CollectiveExecutable:
         with occupied(group, "a gather"), failing(group, lambda: self._where(call), ()):
             for step, call.at in zip(self.program.steps, self.program.ops, strict=True):
                 if isinstance(step, KeepTile):  # behind the first GEMM of each tile
-                    yield GatheredChunk(step.where[1], step.tile(call)[0])
+                    rows = slice(*self.memory.own(step.view).box[1])
+                    yield GatheredChunk(rows, step.tile(call)[0])
                 elif not isinstance(step, Multiply):
                     step(call)
 
@@ -261,10 +269,15 @@ class CollectiveExecutable:
         """How far a call has come."""
         begun = f"{self.plan.schedule} failed on rank {self.rank}"
         if call.at is not None:
-            return f"{begun} at {call.at.describe()}"
+            return f"{begun} at {self._own_op(call.at).describe()}"
         first = next((op for op in self.program.ops if op is not None), None)
-        before = "" if first is None else f" before {first.describe()}"
+        before = "" if first is None else f" before {self._own_op(first).describe()}"
         return f"{begun} as the ranks compared their calls{before}"
+
+    def _own_op(self, op: Op) -> Op:
+        """The plan's op for an op of its structure."""
+        ops = self.plan.structure.ops(op.rank)
+        return self.plan.ops(op.rank)[next(at for at, each in enumerate(ops) if each is op)]
 
 
 def run_collective(

@@ -25,15 +25,14 @@ from distgemm.plan.ops import (
     View,
     Wait,
     accesses,
-    box_extents,
     box_size,
     contains,
     overlaps,
 )
-from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.plan import Plan, PlanError, once_for_structure
 from distgemm.plan.validate import validate
 from distgemm.runtime.checks import TORCH_DTYPES
-from distgemm.runtime.collective.memory import Memory, Step
+from distgemm.runtime.collective.memory import Place, ScratchName, Step
 from distgemm.runtime.collective.steps import Add, Float32Precision, Join, KeepTile, Message, Move, Multiply, Post, Sum
 
 __all__ = ["Program", "multiplies_all_of_a"]
@@ -46,34 +45,40 @@ INPUTS = ("A", "B", "C")
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank does in a call.
+    """What a rank does in a call. All plans of one structure have the same program.
 
     Attributes:
-        steps: in order.
+        steps: in order. Their ops and views are those of the plan's structure.
         ops: the op that each step executes, or comes before.
         messages: number of messages that it sends and receives.
     """
 
-    steps: list[Step]
-    ops: list[Op | None]
+    steps: Sequence[Step]
+    ops: Sequence[Op | None]
     messages: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, memory: Memory, barrier: Step) -> Program:
+    def of(cls, plan: Plan, rank: int, device: torch.device, barrier: Step) -> Program:
         """The program of a rank.
 
         Args:
             plan: of all ranks.
             rank: this rank.
-            memory: its memory.
+            device: where shards and workspace lie.
             barrier: the step for a Barrier.
 
         Raises:
             PlanError: for ops that cannot be executed with messages, or that do not write all of D.
         """
-        return _Compiler(plan, rank, memory, barrier).compile()
+        return _program(plan, rank, device, barrier)
 
 
+@once_for_structure
+def _program(plan: Plan, rank: int, device: torch.device, barrier: Step) -> Program:
+    return _Compiler(plan, rank, device, barrier).compile()
+
+
+@once_for_structure
 def multiplies_all_of_a(plan: Plan, rank: int) -> bool:
     """Whether a rank multiplies all of A."""
     p = plan.problem
@@ -99,8 +104,8 @@ class _Round:
 class _Compiler:
     """Makes the steps of one rank. It looks at all ranks' ops for the messages that come in."""
 
-    def __init__(self, plan: Plan, rank: int, memory: Memory, barrier: Step) -> None:
-        self.plan, self.rank, self.memory, self.barrier = plan, rank, memory, barrier
+    def __init__(self, plan: Plan, rank: int, device: torch.device, barrier: Step) -> None:
+        self.plan, self.rank, self.device, self.barrier = plan, rank, device, barrier
         index = validate(plan)
         self.ops, self.signals = index.ops, index.signals
         self.steps: list[Step] = []
@@ -117,12 +122,6 @@ class _Compiler:
         self.sends: dict[int, Message] = {}  # by the id of the Copy
         self.receives: dict[tuple[int, int], Message] = {}  # by the rank and id of the Copy
         self.rounds = self._rounds()
-        operands = [(box_size(op.a.box), box_size(op.b.box)) for op in plan.ops(rank) if isinstance(op, Gemm)]
-        self.largest_a = max((a for a, _ in operands), default=0)
-        self.largest_b = max((b for _, b in operands), default=0)
-        self.largest_out = max(
-            (box_size(op.out.box) for op in plan.ops(rank) if isinstance(op, Gemm | Reduce)), default=0
-        )
 
     def compile(self) -> Program:
         waiting = sorted(self.rounds)
@@ -135,7 +134,7 @@ class _Compiler:
         # When a call returns, it reads the caller's tensors no longer, and has no message left over.
         messages = [*self.sends.values(), *self.receives.values()]
         self._join([message for message in messages if message.number not in self.joined], unpack=False)
-        return Program(self.steps, self.step_ops, len(messages))
+        return Program(tuple(self.steps), tuple(self.step_ops), len(messages))
 
     def _add(self, step: Step) -> None:
         self.steps.append(step)
@@ -160,10 +159,14 @@ class _Compiler:
                 self._need(each, message.copy.deps if message.sends else self._credits(message.copy))
         return rounds
 
+    def _dtype(self, view: View) -> torch.dtype:
+        """The dtype of a view, on any rank."""
+        return TORCH_DTYPES[self.plan.dtype(view)]
+
     def _message(self, op: Copy, number: int, sends: bool) -> Message:
         view, peer = (op.src, op.dst.rank) if sends else (op.dst, op.src.rank)
         work = len(self.sends) + len(self.receives)
-        return Message(number, work, op, sends, peer, self.memory.place(view), self.memory.dtype(view))
+        return Message(number, work, op, sends, peer, _place(view), self._dtype(view))
 
     def _credits(self, copy: Copy) -> set[int]:
         """Ids of the last ops of this rank that happen before a Copy into its memory, in the same replay."""
@@ -288,7 +291,7 @@ class _Compiler:
             self._add(self._multiply(op))
             if op.a.box not in self.multiplied:
                 self.multiplied.add(op.a.box)
-                self._add(KeepTile(self.memory.place(op.a), tuple(slice(*edges) for edges in op.a.box)))
+                self._add(KeepTile(_place(op.a), op.a))
         elif isinstance(op, Reduce):
             self._add(Add(self._sum(op)))
         elif isinstance(op, Barrier):
@@ -297,7 +300,7 @@ class _Compiler:
         elif isinstance(op, Wait):
             self._wait(op)
         elif isinstance(op, Copy) and not _crosses(op):
-            self._add(Move(self.memory.place(op.src), self.memory.place(op.dst)))
+            self._add(Move(_place(op.src), _place(op.dst)))
         self.finished.add(op.id)
 
     def _wait(self, op: Wait) -> None:
@@ -335,17 +338,17 @@ class _Compiler:
 
     def _sum(self, op: Gemm | Reduce) -> Sum:
         accumulation = _accumulation(self.plan)
-        total = self.memory.scratch("total", box_extents(op.out.box), accumulation, self.largest_out)
-        in_place = not op.sources and self.memory.dtype(op.out) == accumulation
-        sources = [self.memory.place(source) for source in op.sources]
-        c = None if op.c is None else self.memory.place(op.c)
+        total = _scratch("total", op.out, accumulation)
+        in_place = not op.sources and self._dtype(op.out) == accumulation
+        sources = [_place(source) for source in op.sources]
+        c = None if op.c is None else _place(op.c)
         bias_columns = slice(0) if op.c is None else op.c.slices()[2]
-        return Sum(sources, c, bias_columns, self.memory.place(op.out), total, in_place)
+        return Sum(sources, c, bias_columns, _place(op.out), total, in_place)
 
     def _multiply(self, op: Gemm) -> Multiply:
         dtype = self.plan.problem.dtype
         accumulation = _accumulation(self.plan)
-        on_cuda = self.memory.device.type == "cuda"
+        on_cuda = self.device.type == "cuda"
         factors = TORCH_DTYPES[dtype]
         if factors.itemsize < 4 and not on_cuda:
             factors = accumulation
@@ -353,15 +356,12 @@ class _Compiler:
             factors = torch.bfloat16  # holds all values of float8_e4m3fn
         converted = []
         if factors != TORCH_DTYPES[dtype]:
-            converted = [
-                self.memory.scratch("a", box_extents(op.a.box), factors, self.largest_a),
-                self.memory.scratch("b", box_extents(op.b.box), factors, self.largest_b),
-            ]
+            converted = [_scratch("a", op.a, factors), _scratch("b", op.b, factors)]
         precision: Float32Precision | None = None
         if factors == torch.float32:
             precision = "tf32" if dtype == "tfloat32" and on_cuda else "ieee"
         out_dtype = accumulation if factors != accumulation else None
-        a, b = self.memory.place(op.a), self.memory.place(op.b)
+        a, b = _place(op.a), _place(op.b)
         return Multiply(a, b, converted, self._sum(op), out_dtype, precision)
 
     def _check_written(self) -> None:
@@ -376,6 +376,16 @@ class _Compiler:
         }
         if not _covers(boxes, shard):
             raise PlanError(f"rank {self.rank}: no op writes some of its shard of D, {shard}")
+
+
+def _place(view: View) -> Place:
+    """Where a view lies."""
+    return lambda call: call.memory.tensor(view, call.shards)
+
+
+def _scratch(name: ScratchName, view: View, dtype: torch.dtype) -> Place:
+    """Scratch memory for the box of a view."""
+    return lambda call: call.memory.scratch(name, view, dtype)
 
 
 def _accumulation(plan: Plan) -> torch.dtype:

@@ -47,7 +47,6 @@ class Message:
         peer: the other rank.
         place: what is sent, or where it goes.
         dtype: of its elements.
-        staging: contiguous memory, for a place that is not contiguous.
     """
 
     number: int
@@ -57,7 +56,6 @@ class Message:
     peer: int
     place: Place
     dtype: torch.dtype
-    staging: Tensor | None = None
 
     @property
     def view(self) -> View:
@@ -68,20 +66,16 @@ class Message:
         """The contiguous bytes to send, or to receive into."""
         tensor = self.place(call)
         if not tensor.is_contiguous():
-            if self.staging is None:
-                with torch.inference_mode(False):
-                    self.staging = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-            if self.sends:
-                self.staging.copy_(tensor)
-            tensor = self.staging
+            staging = call.staging[self.work] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
+            tensor = staging.copy_(tensor) if self.sends else staging
         # All backends carry bytes, and some not every dtype.
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
     def unpack(self, call: CallState) -> None:
         """Move what has arrived from staging memory to its place."""
-        tensor = self.place(call)
-        if self.staging is not None and not tensor.is_contiguous():
-            tensor.copy_(self.staging)
+        staging = call.staging[self.work]
+        if staging is not None:
+            self.place(call).copy_(staging)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +124,7 @@ class Join:
                 message.unpack(call)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, frozen=True)
 class Synchronize:
     """A Barrier.
 
@@ -156,7 +150,7 @@ class Sum:
         c: C's tile, which is added with factor beta; None: this op does not add it, nor the bias.
         bias_columns: C's tile's columns of the shard, which the bias is added to.
         out: where the sum goes.
-        total: memory of the accumulation dtype.
+        total: memory of the accumulation dtype, the same tensor each time in a call.
         in_place: whether ``out`` has the accumulation dtype, and there are no sources.
     """
 
@@ -164,13 +158,13 @@ class Sum:
     c: Place | None
     bias_columns: slice
     out: Place
-    total: Tensor
+    total: Place
     in_place: bool
 
     def target(self, call: CallState) -> Tensor:
         """Where a product goes before the terms are added."""
         adds = self.c is not None and (call.beta != 0 or call.bias is not None)
-        return self.out(call) if self.in_place and not adds else self.total
+        return self.out(call) if self.in_place and not adds else self.total(call)
 
     def finish(self, call: CallState, target: Tensor) -> None:
         """Add all terms to the target, and round."""
@@ -181,7 +175,7 @@ class Sum:
                 target.add_(self.c(call), alpha=call.beta)
             if call.bias is not None:
                 target.add_(call.bias[self.bias_columns])
-        if target is self.total:
+        if target is self.total(call):
             self.out(call).copy_(target)
 
 
@@ -200,7 +194,7 @@ class Multiply:
 
     a: Place
     b: Place
-    converted: list[Tensor]
+    converted: list[Place]
     sum: Sum
     out_dtype: torch.dtype | None
     precision: Float32Precision | None
@@ -208,7 +202,7 @@ class Multiply:
     def __call__(self, call: CallState) -> None:
         a, b = self.a(call), self.b(call)
         if self.converted:
-            a, b = self.converted[0].copy_(a), self.converted[1].copy_(b)
+            a, b = self.converted[0](call).copy_(a), self.converted[1](call).copy_(b)
         target = self.sum.target(call)
         with _float32_precision(target.device, self.precision):
             matmul(a, b, target, self.out_dtype)
@@ -224,7 +218,7 @@ class Add:
     sum: Sum
 
     def __call__(self, call: CallState) -> None:
-        total = self.sum.total.zero_()
+        total = self.sum.total(call).zero_()
         self.sum.finish(call, total)
 
 
@@ -233,11 +227,12 @@ class KeepTile:
     """Copy a tile of A to where the caller wants all of A. Later the tile's slot may be used again."""
 
     tile: Place
-    where: tuple[slice, ...]
+    view: View
 
     def __call__(self, call: CallState) -> None:
         if call.gathered is not None:
-            call.gathered[self.where].copy_(self.tile(call))
+            where = tuple(slice(*edges) for edges in call.memory.own(self.view).box)
+            call.gathered[where].copy_(self.tile(call))
 
 
 @dataclass(slots=True, eq=False)

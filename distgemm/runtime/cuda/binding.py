@@ -126,15 +126,15 @@ class Binder:
         self.counters: Tensor | None = None
         self.actions: Sequence[Action] = lower(plan, rank, execution)
 
-    def attach(self, workspace: Workspace, number: int, counters: Tensor | None) -> None:
+    def attach(self, workspace: Workspace, number: int) -> None:
         """Set where calls find slots and flags.
 
         Args:
             workspace: the workspace.
             number: the executable's number in the workspace.
-            counters: int32 for the fused kernel; None without one.
         """
-        self.workspace, self.counters = workspace, counters
+        self.workspace = workspace
+        self.counters = workspace.counters if self.execution.single_kernel else None
         flags = [op.flag.number for op in waits_of(self.actions)]
         self.steps = [buffer.steps(number, flags) for buffer in workspace.buffers]
 

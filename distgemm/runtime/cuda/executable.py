@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from distgemm.arguments import finite, member
 from distgemm.gemm import get_provider
-from distgemm.gemm.fused.gemms import COUNTERS
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.nvcc import build_together
 from distgemm.plan.ops import Copy
@@ -106,11 +105,7 @@ class CudaExecutable:
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
         self._order = call_order(device)
-        counters = None
-        if execution.single_kernel:
-            counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-            torch.cuda.current_stream(device).synchronize()  # calls may be on other streams
-        self.binder.attach(self.workspace, self.number, counters)
+        self.binder.attach(self.workspace, self.number)
         self._copied = copied_buffers(plan, self.rank)
         self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         # By layout, or by layout and addresses: for each buffer, its recording. Tensors need not be kept alive: a graph

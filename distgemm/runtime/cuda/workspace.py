@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 
 from distgemm.gemm.flags import MemOp
+from distgemm.gemm.fused.gemms import COUNTERS
 from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import SLOT_ALIGNMENT
 from distgemm.runtime.checks import exchange_reports, raise_failures
@@ -189,6 +190,7 @@ class Workspace:
 
     Attributes:
         memory: this rank's part; None once it is closed.
+        counters: what the fused kernel counts in, on this rank alone.
         processes: by rank.
         dead: why no replay can be made any more; None while that is not so.
         replaced: whether a larger workspace has taken its place.
@@ -216,6 +218,8 @@ class Workspace:
         )
         self.current_buffer = 0
         self.peers = self.buffers[0].peers
+        # Of the fused kernels of all executables: a kernel leaves all counters at 0 for the next one.
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         # For copies, a second stream of GEMMs, and sums. Executables run one after the other, and share them.
         self.streams = [new_stream(device) for _ in range(3)]
         self.capture_stream = new_stream(device)

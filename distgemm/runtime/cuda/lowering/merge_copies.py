@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from distgemm.plan.ops import Copy, Gemm, Op, Signal, View, Wait, box_extents, contains, link_of
-from distgemm.plan.plan import Plan
+from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = ["gemms_by_shard", "halve_last", "merge_copies"]
@@ -23,7 +24,9 @@ def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int]
         entry: ids of the ops that the entry into a replay does.
         fused: whether all GEMMs are one kernel: then only copies are merged.
     """
-    gemms, copies = [] if fused else _merged_gemms(plan, rank), _merged_copies(plan, rank, entry, fused)
+    own = {op.id: op for op in ops if isinstance(op, Gemm)}
+    gemms = [] if fused else [[own[op.id] for op in group] for group in _merged_gemms(plan, rank)]
+    copies = _merged_copies(plan, rank, entry, fused)
     groups: list[Sequence[Op]] = [*gemms, *copies]
     first = {op.id: group[0].id for group in groups for op in group}
     waits = {op.id: op for op in ops if isinstance(op, Wait)}
@@ -32,19 +35,23 @@ def merge_copies(plan: Plan, rank: int, ops: Sequence[Op], entry: Container[int]
     placed_at: dict[int, list[Op]] = {}
     for group in gemms:
         gemm = _one_gemm(group)
-        own = [waits[dep] for dep in gemm.deps if dep in waits and users[dep] == 1]
-        placed_at[group[-1].id] = [*own, gemm]
+        awaited = [waits[dep] for dep in gemm.deps if dep in waits and users[dep] == 1]
+        placed_at[group[-1].id] = [*awaited, gemm]
     for sent in copies:
         ids = {op.id for op in sent}
         signals = [op for op in ops if isinstance(op, Signal) and not ids.isdisjoint(op.deps)]
         placed_at[sent[0].id] = [_one_copy(sent), *signals]
     moved = {op.id for placed in placed_at.values() for op in placed} | first.keys()
     kept = [each for op in ops for each in placed_at.get(op.id, [] if op.id in moved else [op])]
-    return [replace(op, deps=tuple(dict.fromkeys(first.get(dep, dep) for dep in op.deps))) for op in kept]
+    found = []
+    for op in kept:
+        deps = tuple(dict.fromkeys(first.get(dep, dep) for dep in op.deps))
+        found.append(op if deps == op.deps else replace(op, deps=deps))
+    return found
 
 
 def _merged_gemms(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """Groups of GEMMs to merge: the chunks of each shard of A but the last."""
+    """Groups of GEMMs to merge, of the plan's structure: the chunks of each shard of A but the last."""
     return [group for group in gemms_by_shard(plan, rank)[:-1] if len(group) > 1]
 
 
@@ -60,13 +67,31 @@ def halve_last(groups: Sequence[list[Gemm]]) -> list[list[Gemm]]:
 
 
 def gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
-    """A rank's GEMMs in the plan's order. Chunks of one shard of A with the same B are a group, if no op needs them."""
+    """A rank's GEMMs in the plan's order. Chunks of one shard of A with the same B are a group, if no op needs them.
+
+    The GEMMs are those of the plan's structure: take their ids, slots and tiles, and no rows.
+    """
+    groups: list[list[Gemm]] = []
+    for run in _runs_by_shard(plan, rank):
+        groups.append([run[0]])
+        for before, op in pairwise(run):
+            a, out = plan.own_view(before.a), plan.own_view(before.out)
+            if _is_next(plan, a, op.a) and _is_next(plan, out, op.out):
+                groups[-1].append(op)
+            else:
+                groups.append([op])
+    return groups
+
+
+@once_for_structure
+def _runs_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
+    """The groups of :func:`gemms_by_shard`, if all slots of neighbouring chunks follow one another."""
     ops = plan.ops(rank)
     needed = {dep for op in ops for dep in op.deps}
     first = {op.a.box: op.id for op in reversed(ops) if isinstance(op, Gemm)}  # to use a tile of A
-    groups: list[list[Gemm]] = []
+    runs: list[list[Gemm]] = []
     for op in (op for op in ops if isinstance(op, Gemm)):
-        before = groups[-1][-1] if groups else None
+        before = runs[-1][-1] if runs else None
         if (
             before is not None
             and before.b == op.b
@@ -74,14 +99,14 @@ def gemms_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
             and needed.isdisjoint((before.id, op.id))
             and (before.c is None) == (op.c is None)
             and (first[before.a.box] == before.id) == (first[op.a.box] == op.id)
-            and _follows(plan, before.a, op.a)
-            and _follows(plan, before.out, op.out)
+            and _touch(before.a, op.a)
+            and _touch(before.out, op.out)
             and any(contains(shard, _joined([before.a, op.a]).box) for shard in plan.shards[0])
         ):
-            groups[-1].append(op)
+            runs[-1].append(op)
         else:
-            groups.append([op])
-    return groups
+            runs.append([op])
+    return runs
 
 
 def _merged_copies(plan: Plan, rank: int, entry: Container[int], fused: bool) -> list[list[Copy]]:
@@ -115,15 +140,25 @@ def _merged_copies(plan: Plan, rank: int, entry: Container[int], fused: bool) ->
 
 def _follows(plan: Plan, one: View, other: View) -> bool:
     """Whether the rows of the other view come next, in the matrix and in memory."""
+    return _touch(one, other) and _is_next(plan, one, other)
+
+
+def _touch(one: View, other: View) -> bool:
+    """Whether the rows of the other view come next in the matrix, and both views are whole slots or of one shard."""
     same = (one.rank, one.buffer, one.pitch, one.box[0], one.box[2]) == (
         other.rank, other.buffer, other.pitch, other.box[0], other.box[2])  # fmt: skip
     if not same or box_extents(one.box)[0] > 1 or one.box[1][1] != other.box[1][0]:
         return False
+    return one.buffer != "slot" or (one.box == one.frame and other.box == other.frame)
+
+
+def _is_next(plan: Plan, one: View, other: View) -> bool:
+    """Whether views that touch follow one another in memory too."""
     if one.buffer != "slot":
         return True
     slots = plan.slots[one.rank]
     end = slots[one.slot].offset + one.elements * DTYPE_BYTES[plan.dtype(one)]
-    return one.box == one.frame and other.box == other.frame and end == slots[other.slot].offset
+    return end == slots[other.slot].offset
 
 
 def _joined(views: Sequence[View]) -> View:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain, groupby
 
 from distgemm.gemm.spec import Moving
 from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, link_of
-from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.plan import Plan, PlanError, once_for_structure
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, Send, SingleKernel
 from distgemm.runtime.cuda.lowering.merge_copies import gemms_by_shard, halve_last
-from distgemm.runtime.cuda.lowering.slices import copies_shard
+from distgemm.runtime.cuda.lowering.slices import copies_shard, ids_of
 from distgemm.runtime.executable import ExecutionConfig
 
 __all__ = ["flags_of", "fuse_gemms", "moving"]
@@ -85,6 +84,7 @@ def fuse_gemms(
     return kept, Action(GEMM_STREAM, tuple(gemms), (0,) if writes_peers else (), kernel=kernel)
 
 
+@once_for_structure
 def flags_of(plan: Plan) -> int:
     """How many flags each rank has in a plan."""
     return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)
@@ -237,12 +237,13 @@ def _group_narrow(
     most = MAX_INTERLEAVED_ROWS // rows
     groups: list[list[Gemm]] = []
     if any(op.sources for op in gemms):
+        moving_b = moving(gemms) == "b"
 
         def key(op: Gemm) -> tuple[int] | tuple[int, View]:
             if op.id in arrived:  # it waits for a sum, and is alone
                 return (op.id,)
             chunk = 0 if step is None else step[op.rank, op.id] // (plan.world_size - 1)
-            return chunk, op.a if moving(gemms) == "b" else op.b
+            return chunk, op.a if moving_b else op.b
 
         for _, same in groupby(gemms, key=key):
             group = list(same)
@@ -258,7 +259,7 @@ def _group_narrow(
     return groups
 
 
-@lru_cache(maxsize=8)
+@once_for_structure
 def _staggered_steps(plan: Plan) -> dict[tuple[int, int], int] | None:
     """The step in which each GEMM of a staggered plan runs, by rank and id; None for plans without a stagger.
 
@@ -349,7 +350,7 @@ def _with_local_flags(
 
     ``done_flags`` gets the Signals that set these flags.
     """
-    first_id, first_flag = 1 + max(op.id for ops in plan.rank_ops for op in ops), flags_of(plan)
+    first_id, first_flag = ids_of(plan), flags_of(plan)
     number = {op.id: at for at, op in enumerate(gemms)}
     found: list[Op] = []
     waits: dict[int, int] = {}
@@ -367,5 +368,7 @@ def _with_local_flags(
             where = (gemm.rank, gemm.round, gemm.iteration, "D", gemm.tile, gemm.slot)
             done_flags[dep] = Signal(-1 - number[dep], *where, (dep,), flag)
             found.append(Wait(waits[dep], *where, (), flag, gemm.rank))
-        found.append(replace(op, deps=tuple(waits.get(dep, dep) for dep in op.deps)))
+        if not waits.keys().isdisjoint(op.deps):
+            op = replace(op, deps=tuple(waits.get(dep, dep) for dep in op.deps))
+        found.append(op)
     return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeGuard
 
 from distgemm.plan.ops import Copy, Gemm, Op, Signal, View, Wait, box_extents, link_of
-from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.plan import Plan, PlanError, once_for_structure
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.runtime.executable import Transport
 
-__all__ = ["copies_shard", "max_slices", "slice_copies", "slice_width", "sliced_transport"]
+__all__ = ["copies_shard", "ids_of", "max_slices", "slice_copies", "slice_width", "sliced_transport"]
 
 MAX_SLICES: dict[Transport, int] = {"copy_engine_slices": 4, "sm": 16}
 """Most slices of a chunk, by who copies them: a copy engine needs microseconds to start each one."""
@@ -22,6 +22,7 @@ SLICE_UNIT_BYTES = 256
 """Bytes of a row that the width of every slice but the last is a multiple of, as the depth of tiles is."""
 
 
+@once_for_structure
 def slice_width(plan: Plan, transport: Transport) -> int:
     """Elements along k of a slice.
 
@@ -60,6 +61,7 @@ def _copies_between_ranks(plan: Plan) -> list[Copy]:
     return [op for op in chain.from_iterable(plan.rank_ops) if isinstance(op, Copy) and link_of(op) is not None]
 
 
+@once_for_structure
 def sliced_transport(plan: Plan, transport: Transport) -> bool:
     """Whether copies to peers have slices along k.
 
@@ -85,23 +87,9 @@ def slice_copies(plan: Plan, ops: Sequence[Op], slice_k: int, only_last: bool) -
     Returns:
         The ops, and the number of slices of a chunk.
     """
-    split = set(_multiplied_last(plan)) if only_last else None
-    counts: dict[tuple[int, int], int] = {}  # slices, by the flag's rank and number
-    whole: set[tuple[int, int]] = set()  # flags of copies that are not split
-    for rank_ops in plan.rank_ops:
-        sent = {op.id: _split(op.src, slice_k) for op in rank_ops if copies_shard(op)}
-        kept = {op.id for op in rank_ops if copies_shard(op) and not _goes_into(split, op)}
-        for op in rank_ops:
-            if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
-                counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
-                if not kept.isdisjoint(op.deps):
-                    whole.add((op.flag.rank, op.flag.number))
-    if len(set(counts.values())) > 1 or 0 in counts.values():
-        raise PlanError(
-            f"{plan.schedule}: each copy in slices has a signal of its own, and here one signal stands behind several"
-        )
-    count = next(iter(counts.values()), 1)
-    first = 1 + max(op.id for ops in plan.rank_ops for op in ops)
+    split = _multiplied_last(plan) if only_last else None
+    count, counts, whole = _slices_of_flags(plan, slice_k, only_last)
+    first = ids_of(plan)
     ids: dict[int, list[int]] = {}
     found: list[Op] = []
     signals: dict[int, Op] = {}  # by the slice that they follow
@@ -127,16 +115,49 @@ def slice_copies(plan: Plan, ops: Sequence[Op], slice_k: int, only_last: bool) -
     return [each for op in found for each in (op, signals.get(op.id)) if each is not None], count
 
 
+@once_for_structure
+def _slices_of_flags(
+    plan: Plan, slice_k: int, only_last: bool
+) -> tuple[int, dict[tuple[int, int], int], set[tuple[int, int]]]:
+    """The number of slices of a chunk; the number for each flag of a chunk, by rank and number of the flag; and the
+    flags of chunks that stay whole."""
+    split = _multiplied_last(plan) if only_last else None
+    counts: dict[tuple[int, int], int] = {}  # slices, by the flag's rank and number
+    whole: set[tuple[int, int]] = set()  # flags of copies that are not split
+    for rank_ops in plan.rank_ops:
+        sent = {op.id: _split(op.src, slice_k) for op in rank_ops if copies_shard(op)}
+        kept = {op.id for op in rank_ops if copies_shard(op) and not _goes_into(split, op)}
+        for op in rank_ops:
+            if isinstance(op, Signal) and not sent.keys().isdisjoint(op.deps):
+                counts[op.flag.rank, op.flag.number] = len(sent[op.deps[0]]) if len(op.deps) == 1 else 0
+                if not kept.isdisjoint(op.deps):
+                    whole.add((op.flag.rank, op.flag.number))
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise PlanError(
+            f"{plan.schedule}: each copy in slices has a signal of its own, and here one signal stands behind several"
+        )
+    return next(iter(counts.values()), 1), counts, whole
+
+
+@once_for_structure
+def ids_of(plan: Plan) -> int:
+    """A number from which on no op of the plan has an id."""
+    return 1 + max(op.id for ops in plan.rank_ops for op in ops)
+
+
 def _goes_into(slots: Container[tuple[int, int]] | None, op: Copy) -> bool:
     """Whether a copy goes into one of these slots, by rank and number; None: into any."""
     return slots is None or (op.dst.rank, op.dst.slot) in slots
 
 
-def _multiplied_last(plan: Plan) -> Iterator[tuple[int, int]]:
+@once_for_structure
+def _multiplied_last(plan: Plan) -> set[tuple[int, int]]:
     """Rank and slot of the chunk that each rank multiplies last."""
+    found = set()
     for rank in range(plan.world_size):
         views = [view for op in plan.ops(rank) if isinstance(op, Gemm) for view in (op.a, op.b)]
-        yield from [(rank, view.slot) for view in views if view.buffer == "slot"][-1:]
+        found |= {(rank, view.slot) for view in [view for view in views if view.buffer == "slot"][-1:]}
+    return found
 
 
 def _has_flag(op: Op) -> TypeGuard[Signal | Wait]:

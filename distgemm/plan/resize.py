@@ -1,0 +1,115 @@
+"""The ops of a plan with other rows of A and D, made rank by rank when they are asked for.
+
+Ops compare rows, and nothing else depends on them: which boxes overlap, which are empty, which one holds another. So a
+map of rows that keeps their order, and keeps different rows apart, turns the ops of one plan into those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import overload
+
+from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, maker
+
+__all__ = ["ResizedOps", "views_of_b"]
+
+make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
+
+
+def views_of_b(rank_ops: Sequence[Sequence[Op]]) -> frozenset[int]:
+    """The ``id`` of each view of B. Its rows are those of B, which have nothing to do with the rows of A and D."""
+    found: set[int] = set()
+    for ops in rank_ops:
+        for op in ops:
+            if isinstance(op, Gemm):
+                found.add(id(op.b))
+            elif isinstance(op, Copy) and op.operand == "B":
+                found |= {id(op.src), id(op.dst)}
+    return frozenset(found)
+
+
+class ResizedOps(Sequence[tuple[Op, ...]]):
+    """The ops of each rank with other rows. It is equal to a tuple of the same ops.
+
+    Args:
+        original: the ops of a plan, by rank.
+        rows: the new row for each row of A and D that the plan's views have. It is strictly increasing.
+        fixed: :func:`views_of_b` of the original ops.
+
+    Attributes:
+        rows: as given.
+        made: number of ops that have been made.
+    """
+
+    def __init__(self, original: Sequence[tuple[Op, ...]], rows: Mapping[int, int], fixed: Collection[int]) -> None:
+        self.rows, self.made = rows, 0
+        self._original, self._fixed = original, fixed
+        self._boxes: dict[int, Box] = {}  # by the id of the original box, as are views
+        self._views: dict[int, View] = {}
+        self._ops: list[tuple[Op, ...] | None] = [None] * len(original)
+
+    def view(self, view: View) -> View:
+        """A view of the original plan with its new rows."""
+        found = self._views.get(id(view))
+        if found is None:
+            if id(view) in self._fixed:
+                found = view
+            else:
+                rank, buffer, slot, frame, box, pitch = view
+                found = View(rank, buffer, slot, self._box(frame), self._box(box), pitch)
+            self._views[id(view)] = found
+        return found
+
+    def _box(self, box: Box) -> Box:
+        found = self._boxes.get(id(box))
+        if found is None:
+            batch, (top, bottom), columns = box
+            found = self._boxes[id(box)] = batch, (self.rows[top], self.rows[bottom]), columns
+        return found
+
+    def _op(self, op: Op) -> Op:
+        view = self.view
+        if isinstance(op, Gemm):
+            sources, c = tuple(map(view, op.sources)), None if op.c is None else view(op.c)
+            return make_gemm(*_common(op), view(op.a), op.b, sources, c, view(op.out))
+        if isinstance(op, Copy) and op.operand != "B":
+            return make_copy(*_common(op), view(op.src), view(op.dst))
+        if isinstance(op, Reduce):
+            c = None if op.c is None else view(op.c)
+            return make_reduce(*_common(op), tuple(map(view, op.sources)), c, view(op.out))
+        return op
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Op, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Op, ...] | tuple[tuple[Op, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(map(self._of, range(*rank.indices(len(self)))))
+        return self._of(range(len(self))[rank])
+
+    def _of(self, rank: int) -> tuple[Op, ...]:
+        found = self._ops[rank]
+        if found is None:
+            found = self._ops[rank] = tuple(map(self._op, self._original[rank]))
+            self.made += len(found)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[Op, ...]]:
+        return map(self._of, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple | ResizedOps) and tuple(self) == tuple(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Op, ...], ...]]]:
+        return tuple, (tuple(self),)
+
+
+def _common(op: Op) -> tuple[object, ...]:
+    """The fields of all ops, in order."""
+    return op.id, op.rank, op.round, op.iteration, op.operand, op.tile, op.slot, op.deps
