@@ -322,6 +322,11 @@ class KeptCalls(dict[Any, PreparedCall]):
             oldest = min(self, key=lambda each: self[each].used)
             self.size -= size_of(self.pop(oldest).executable.plan)
 
+    def clear(self) -> None:
+        """Drop all calls."""
+        super().clear()
+        self.size = 0
+
 
 PREPARED: PerGroup[KeptCalls] = PerGroup(KeptCalls)
 """The prepared calls of each group."""
