@@ -360,6 +360,11 @@ class KeptCalls(dict[Any, PreparedCall]):
             oldest.dropped = True
             self.size -= size_of(oldest.executable.plan)
 
+    def clear(self) -> None:
+        """Drop all calls."""
+        super().clear()
+        self.size = 0
+
 
 PREPARED: PerGroup[KeptCalls] = PerGroup(KeptCalls)
 """The prepared calls of each group."""

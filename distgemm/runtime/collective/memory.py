@@ -155,6 +155,9 @@ class Memory:
         own = self.own(view)
         if own.buffer != "slot":
             return shards[own.buffer][own.slices()]
+        if torch.is_inference_mode_enabled():  # the tensor is kept, and is written outside of inference mode too
+            with torch.inference_mode(False):
+                return self.tensor(view, shards)
         slot = self.plan.slots[self.rank][own.slot]
         (l0, l1), (r0, r1), (c0, c1) = own.box
         (fl, _), (top, bottom), (left, _) = own.frame
