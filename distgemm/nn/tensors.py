@@ -336,7 +336,7 @@ def _plain_parameter_behind(x: Tensor) -> nn.Parameter | None:
     seen, todo = set(), [x.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen or "_distgemm_" in node.name():
+        if node is None or node in seen or "distgemm_" in node.name():
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # only nodes that accumulate a leaf's gradient have it
