@@ -682,7 +682,7 @@ def one_shot_cases(ranks: int) -> list[Case]:
         {"m": 16, "mechanism": "pull", "chunks": 3, "beta": 1.0},
         {"m": 16, "mechanism": "store", "dtype": "float16"},
         {"m": 7, "dtype": "float32", "l": 2, "n": 136},
-        {"m": 32, "provider": "cublas", "partial_dtype": "float32"},
+        {"m": 32, "provider": "cublas"},
     ]
     return [Case(name, (ranks,), config=None, **(usual | way)) for way in ways]
 

@@ -248,8 +248,10 @@ def transformers_linears() -> list[str]:
     ranks, wrong = dist.get_world_size(), []
     sizes = {"hidden_size": 32, "intermediate_size": 24 * ranks, "num_hidden_layers": 2, "vocab_size": 16 * ranks}
     settings = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, attention_bias=True)
+    # On GPUs, partial sums have at most 32 bits.
+    dtype, within = (torch.float64, 1e-12) if device().type == "cpu" else (torch.float32, 1e-4)
     torch.manual_seed(7)
-    model = LlamaForCausalLM(settings).double().to(device())
+    model = LlamaForCausalLM(settings).to(device(), dtype)
     whole = copy.deepcopy(model)
     ids = torch.randint(0, settings.vocab_size, (2, 6), generator=torch.Generator().manual_seed(1)).to(device())
     wanted = whole(input_ids=ids, labels=ids)
@@ -267,13 +269,14 @@ def transformers_linears() -> list[str]:
     functions = {call.function for call in calls}
     if forward != 4 or functions != {"matmul_all_reduce"} or len(calls) != 2 * 4 + 2 * 5:
         wrong.append(f"{forward} calls forward, {len(calls)} in all, {functions}")
-    if not near(found.logits, wanted.logits) or not near(generated, wanted.logits):
-        wrong.append("logits")
+    for logits in (found.logits, generated):
+        if not float((logits - wanted.logits).abs().max()) < within:
+            wrong.append("logits")
     for name, parameter in model.named_parameters():
         expected = whole.get_parameter(name).grad
         assert parameter.grad is not None and expected is not None
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        if not float((gradient - expected).abs().max()) < 1e-12:
+        if not float((gradient - expected).abs().max()) < within:
             wrong.append(f"gradient of {name}")
     if "uninstall() comes first" not in again or "was not called" not in raised(RuntimeError, transformers.uninstall):
         wrong.append(again)
