@@ -1,7 +1,8 @@
 """How long planning and verifying take, by world size: ``python benchmarks/planning.py [--cubes] [--json FILE]``.
 
-Times are the best of three on a cold plan cache (one try from 100,000 ops on). A look-up is a second
-``make_plan`` with equal arguments.
+Times are the best of three on a cold plan cache (one try from 100,000 ops on). "new m" is the plan of another number of
+rows behind it, with the ops of one rank and the digest that ranks compare. A look-up is a second ``make_plan`` with
+equal arguments.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import platform
 import timeit
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Annotated
 
@@ -29,15 +32,19 @@ CUBES = (1, 2, 4, 6, 8)
 def measure(name: str, mesh: tuple[int, ...], chunks: int) -> dict[str, object]:
     """Milliseconds to plan and verify, microseconds of a look-up."""
     problem = distgemm.GemmProblem(m=8192, n=57344, k=8192)
-    planning, verifying, ops = [], [], 0
+    others = [replace(problem, m=rows) for rows in range(4097, 8192, 455)]
+    planning, resizing, verifying, ops = [], [], [], 0
     while len(planning) < (3 if ops < 100_000 else 1):
         derive.forget_plans()
         start = perf_counter()
         plan = distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks)
         planned = perf_counter()
         plan.verify()
+        verified = perf_counter()
+        for other in others[:1] + others:  # the first one finds what all plans of the structure have in common
+            resizing.append(new_rows(other, name, mesh, chunks))
         planning.append(planned - start)
-        verifying.append(perf_counter() - planned)
+        verifying.append(verified - planned)
         ops = sum(map(len, plan.rank_ops))
     look_up = timeit.timeit(lambda: distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks), number=2000) / 2000
     return {
@@ -48,27 +55,41 @@ def measure(name: str, mesh: tuple[int, ...], chunks: int) -> dict[str, object]:
         "ops": ops,
         "plan_ms": min(planning) * 1e3,
         "verify_ms": min(verifying) * 1e3,
+        "new_m_ms": median(resizing) * 1e3,
         "us_per_op": (min(planning) + min(verifying)) / ops * 1e6,
         "look_up_us": look_up * 1e6,
     }
 
 
+def new_rows(problem: distgemm.GemmProblem, name: str, mesh: tuple[int, ...], chunks: int) -> float:
+    """Seconds for what rank 0 needs of the plan of another number of rows."""
+    start = perf_counter()
+    plan = distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks)
+    assert plan.ops(0) and plan.digest
+    return perf_counter() - start
+
+
 def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     chunks: int = 1,
+    ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks; may be repeated.")] = None,
+    schedule: Annotated[list[str] | None, typer.Option(help="Only these schedules; may be repeated.")] = None,
     cubes: Annotated[bool, typer.Option(help="The 3D schedule on cubes of up to 512 ranks, instead of 1D.")] = False,
 ) -> None:
     """Print a table of all 1D schedules, or of the 3D one, by world size."""
-    names = [name for name in distgemm.list_schedules() if "_1d_" in name]
+    names = schedule or [name for name in distgemm.list_schedules() if "_1d_" in name]
     cases: list[tuple[str, tuple[int, ...]]] = [
-        (name, (size,)) for name in names for size in WORLD_SIZES if "xor" not in name or size & (size - 1) == 0
+        (name, (size,))
+        for name in names
+        for size in ranks or WORLD_SIZES
+        if "xor" not in name or size & (size - 1) == 0
     ]
     if cubes:
         cases = [("tensor_parallel_3d", (side,) * 3) for side in CUBES]
     rows = [measure(name, mesh, chunks) for name, mesh in track(cases, "planning", console=Console(stderr=True))]
-    table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "us/op", "look-up us")
+    table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "new m ms", "us/op", "look-up us")
     for row in rows:
-        figures = (f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "us_per_op", "look_up_us"))
+        figures = (f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "new_m_ms", "us_per_op", "look_up_us"))
         table.add_row(str(row["schedule"]), str(row["world_size"]), str(row["ops"]), *figures)
     Console(width=120).print(table)
     if output is not None:

@@ -132,7 +132,7 @@ def _autograd_function(
 ) -> Any:
     """A ``torch.autograd.Function`` of an op. Its arguments are the lengths of lists, then all arguments flat."""
 
-    class Node(torch.autograd.Function):
+    class Node:
         @staticmethod
         def forward(lengths: tuple[int, ...], *flat: Any) -> Any:
             found = run(*_nested(flat, lengths))
@@ -157,5 +157,5 @@ def _autograd_function(
                 flat += [grad] if length < 0 else grad or [None] * length
             return tuple(flat)
 
-    Node.__name__ = Node.__qualname__ = name.replace("::", "_")
-    return Node
+    # Its class names the nodes of the graph, as the class of a registered op does.
+    return type(name.replace("::", "_"), (Node, torch.autograd.Function), {})

@@ -146,14 +146,14 @@ def whole_layer() -> str:
 
 @table
 def planning(file: str) -> str:
-    """Times of planning and proving."""
+    """Times of planning and proving, and of the plan of another number of rows."""
     found = sorted(read(file)["rows"], key=lambda row: row["world_size"])
     rows = [
         [f"`{row['schedule']}`", "x".join(map(str, row["mesh"])), str(row["ops"])]
-        + [f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms")]
+        + [f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "new_m_ms")]
         for row in found
     ]
-    return rows_of("schedule | ranks | ops | make_plan, ms | verify, ms", rows)
+    return rows_of("schedule | ranks | ops | make_plan, ms | verify, ms | new m, ms", rows)
 
 
 @table

@@ -42,20 +42,21 @@ CHECKS: dict[int, list[Any]] = {
     4: [worker.layers_train_sharded, tokens_worker.unequal_tokens_sharded, tokens_worker.shards],
 }
 
+TWO_OR_MORE = [2, pytest.param(3, marks=pytest.mark.sample(0))]
+
 
 @once
 def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in CHECKS[ranks]], timeout=300)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_layers_beside_other_modules_train_as_the_unsharded_model(ranks: int) -> None:
     """Norms of gradients, gradients and parameters over several steps, with clipping and activation checkpoints."""
     assert [found["layers_train"] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_modules_on_tokens_have_the_sum_of_the_gradients(ranks: int) -> None:
     assert [found["modules_on_tokens"] for found in results(ranks)] == [[]] * ranks
 
@@ -92,7 +93,7 @@ def test_parameters_are_on_a_device_that_the_group_serves() -> None:
         assert found["devices"] == {"group": "cpu", "meta": "meta cpu", "name": "True", "cuda": error}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_tied_weights_stay_tied(ranks: int) -> None:
     assert [found["tied"] for found in results(ranks)] == [[]] * ranks
 
@@ -112,12 +113,12 @@ def test_a_gradient_that_nothing_sums_is_found() -> None:
         assert "Nothing has summed its gradient" in each["after"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_batch_first_models(ranks: int) -> None:
     assert [found["batch_first"] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_embeddings_with_a_split_vocabulary(ranks: int) -> None:
     assert [found["embeddings"] for found in results(ranks)] == [[]] * ranks
 
@@ -127,8 +128,7 @@ def test_compiled_blocks_have_the_gradients_of_the_unsharded_model() -> None:
     assert [found["compiled_blocks"] for found in results(2)] == [[], []]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_ranks_with_unequal_tokens_train_as_the_unsharded_model(ranks: int) -> None:
     assert [found["unequal_tokens"] for found in results(ranks)] == [[]] * ranks
 
@@ -143,8 +143,7 @@ def test_ranks_with_unequal_tokens_train_with_fsdp() -> None:
     assert [found["unequal_tokens_sharded"] for found in results(4)] == [[]] * 4
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_where_layers_have_the_tokens_of_each_rank_from(ranks: int) -> None:
     assert [found["tokens_of_layers"] for found in results(ranks)] == [[]] * ranks
 
@@ -153,14 +152,12 @@ def test_a_function_for_the_tokens_needs_no_graph_break() -> None:
     assert [found["compiled_tokens"] for found in results(2)] == [[], []]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_layouts_of_styles(ranks: int) -> None:
     assert [found["layouts"] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_adapters_beside_frozen_layers(ranks: int) -> None:
     assert [found["lora"] for found in results(ranks)] == [[]] * ranks
 

@@ -31,6 +31,9 @@ CHECKS: dict[int, list[Any]] = {
     4: [worker.replicated_training],
 }
 
+ANY_RANKS = [2, *(pytest.param(ranks, marks=pytest.mark.sample(0)) for ranks in (1, 3, 4))]
+TWO_OR_MORE = [2, pytest.param(3, marks=pytest.mark.sample(0))]
+
 
 @once
 def results(ranks: int) -> list[dict[str, Any]]:
@@ -38,20 +41,17 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in checks], timeout=90)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", CHECKS)
+@pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_layers_compute_what_linears_compute_on_one_rank(ranks: int) -> None:
     assert [found["layers"] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", CHECKS)
+@pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_state_dicts_are_whole_or_of_one_rank(ranks: int) -> None:
     assert [found["states"] for found in results(ranks)] == [[]] * ranks
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", CHECKS)
+@pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_a_llama_of_plain_linears_follows_the_unsharded_one(ranks: int) -> None:
     assert [found["training"] for found in results(ranks)] == [[]] * ranks
 
@@ -63,18 +63,17 @@ def test_two_hundred_steps_follow_the_unsharded_run() -> None:
         assert 0 <= difference < 1e-9, difference
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_styles_of_tokens_that_every_rank_has(ranks: int) -> None:
     assert [found["replicated"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(0)
 def test_training_with_data_parallel_replicas() -> None:
     assert [found["replicated_training"] for found in results(4)] == [[]] * 4
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_MORE)
 def test_several_projections_share_a_gather(ranks: int) -> None:
     """Each layer has a gather for q, k and v, and one for gate and up. The head has one."""
     for found in results(ranks):

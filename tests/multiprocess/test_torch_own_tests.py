@@ -100,7 +100,8 @@ NEEDED = pytest.mark.skipif(
 
 
 @NEEDED
-@pytest.mark.parametrize("gather", [GATHER, pytest.param("unfused", marks=pytest.mark.sample(0))])
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("gather", [GATHER, "unfused"])
 def test_processes_of_a_test_install(tmp_path: Path, gather: str) -> None:
     status, text, found = run(tmp_path, "--install", "-k", "test_a_gather", "--gather", gather)
     ((outcome, events),) = [(test["outcome"], test["events"]) for test in found["tests"]]

@@ -59,6 +59,7 @@ def test_plans_are_dropped_by_their_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert make_plan(first.problem, "ag+gemm", 8) is not first
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "options"), [("ag+gemm", {"mechanism": "pull"}), ("gemm+rs", {"chunks": 2}), ("gemm+ar", {})]
 )

@@ -58,6 +58,7 @@ def group_of(config: TunedConfig, problem: GemmProblem, ranks: int) -> str:
     return "fused_alone" if len({action.stream for action in actions}) == 1 else "fused_with_copies"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) -> None:
     reduced: list[tuple[Pattern, GemmProblem]] = [("gemm+ar", each) for pattern, each in LAYERS if pattern == "gemm+rs"]
@@ -99,6 +100,7 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_one_shot_all_reduce_is_measured_for_few_tokens_and_never_as_one_kernel(ranks: int) -> None:
     name = "all_reduce_1d_one_shot_a"
@@ -128,7 +130,7 @@ def test_short_gemms_in_the_fused_kernel_are_considered() -> None:
         } in found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
 @pytest.mark.parametrize(("pattern", "split"), [("ag+gemm", "n"), ("gemm+rs", "k"), ("gemm+ar", "k")])
 def test_the_measured_problem_has_equal_shards_that_tma_can_read(pattern: Pattern, split: str, ranks: int) -> None:
