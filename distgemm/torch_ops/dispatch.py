@@ -362,6 +362,8 @@ class KeptCalls(dict[Any, PreparedCall]):
 
     def clear(self) -> None:
         """Drop all calls."""
+        for call in self.values():
+            call.dropped = True
         super().clear()
         self.size = 0
 
