@@ -129,6 +129,7 @@ def test_a_tile_has_a_history(page: Page, tmp_path: Path) -> None:
     page.check_console()
 
 
+@pytest.mark.sample(0)
 def test_keys(page: Page, tmp_path: Path) -> None:
     timeline = predicted(GATHER, (4,))
     save_page([page_model(timeline.plan, [predicted_track(timeline)])], tmp_path / "page.html")
@@ -168,6 +169,7 @@ def test_a_failed_proof_opens_at_its_op(page: Page, tmp_path: Path) -> None:
     page.check_console()
 
 
+@pytest.mark.sample(0)
 def test_a_deadlock_opens_at_the_op_that_never_starts(page: Page, tmp_path: Path) -> None:
     plan = distgemm.make_plan(PROBLEM, GATHER, 4)
     ops = list(plan.ops(0))
@@ -202,6 +204,7 @@ def test_a_trace_shows_both_times(page: Page, tmp_path: Path) -> None:
     page.check_console()
 
 
+@pytest.mark.sample(0)
 def test_plans_beside_each_other_have_one_clock(page: Page, tmp_path: Path) -> None:
     timelines = [predicted(name, (4,)) for name in (GATHER, "reduce_scatter_1d_pairwise_a")]
     tracks = [predicted_track(timeline) for timeline in timelines]
@@ -227,6 +230,7 @@ def test_plans_beside_each_other_have_one_clock(page: Page, tmp_path: Path) -> N
     assert page.run("return new Set(explorer.views.map(({ scale }) => scale.domain().join())).size") == 1
 
 
+@pytest.mark.sample(0)
 def test_a_selector_of_plans(page: Page, tmp_path: Path) -> None:
     names = [GATHER, "all_gather_1d_tiling_cd_rotating_a"]
     explore(names, [2, 4], [1, 2], problem=PROBLEM).save(tmp_path / "page.html")
@@ -244,6 +248,7 @@ def test_a_selector_of_plans(page: Page, tmp_path: Path) -> None:
     page.check_console()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("width", "dark"), [(360, False), (820, True), (1400, False)])
 def test_pages_fit_their_window(page: Page, width: int, dark: bool, tmp_path: Path) -> None:
     timeline = predicted("reduce_scatter_1d_tiling_a_rotating_c", (8,))
@@ -267,6 +272,7 @@ def test_pages_fit_their_window(page: Page, width: int, dark: bool, tmp_path: Pa
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+@pytest.mark.sample(0)
 def test_a_notebook_shows_a_page_in_a_frame(page: Page, tmp_path: Path) -> None:
     frame = distgemm.make_plan(PROBLEM, GATHER, 3)._repr_html_()
     (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html><html data-ready><body>{frame}</body></html>")

@@ -35,10 +35,8 @@ CHECKS: dict[int, list[Any]] = {
         worker.batch_first,
         worker.embeddings,
         worker.compiled_blocks,
-        *ON_TOKENS,
-        tokens_worker.compiled_tokens,
     ],
-    3: [worker.layers_train, worker.modules_on_tokens, worker.tied, worker.batch_first, worker.embeddings, *ON_TOKENS],
+    3: [worker.layers_train, worker.modules_on_tokens, worker.tied, worker.batch_first, worker.embeddings],
     4: [worker.layers_train_sharded, tokens_worker.unequal_tokens_sharded, tokens_worker.shards],
 }
 
@@ -48,6 +46,12 @@ TWO_OR_MORE = [2, pytest.param(3, marks=pytest.mark.sample(0))]
 @once
 def results(ranks: int) -> list[dict[str, Any]]:
     return launch(run_all, ranks, [(check, ()) for check in CHECKS[ranks]], timeout=300)
+
+
+@once
+def results_on_tokens(ranks: int) -> list[dict[str, Any]]:
+    checks = [*ON_TOKENS, *([tokens_worker.compiled_tokens] if ranks == 2 else [])]
+    return launch(run_all, ranks, [(check, ()) for check in checks], timeout=300)
 
 
 @pytest.mark.parametrize("ranks", TWO_OR_MORE)
@@ -128,9 +132,10 @@ def test_compiled_blocks_have_the_gradients_of_the_unsharded_model() -> None:
     assert [found["compiled_blocks"] for found in results(2)] == [[], []]
 
 
-@pytest.mark.parametrize("ranks", TWO_OR_MORE)
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_unequal_tokens_train_as_the_unsharded_model(ranks: int) -> None:
-    assert [found["unequal_tokens"] for found in results(ranks)] == [[]] * ranks
+    assert [found["unequal_tokens"] for found in results_on_tokens(ranks)] == [[]] * ranks
 
 
 @pytest.mark.sample(0)
@@ -143,23 +148,27 @@ def test_ranks_with_unequal_tokens_train_with_fsdp() -> None:
     assert [found["unequal_tokens_sharded"] for found in results(4)] == [[]] * 4
 
 
-@pytest.mark.parametrize("ranks", TWO_OR_MORE)
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_where_layers_have_the_tokens_of_each_rank_from(ranks: int) -> None:
-    assert [found["tokens_of_layers"] for found in results(ranks)] == [[]] * ranks
+    assert [found["tokens_of_layers"] for found in results_on_tokens(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(0)
 def test_a_function_for_the_tokens_needs_no_graph_break() -> None:
-    assert [found["compiled_tokens"] for found in results(2)] == [[], []]
+    assert [found["compiled_tokens"] for found in results_on_tokens(2)] == [[], []]
 
 
-@pytest.mark.parametrize("ranks", TWO_OR_MORE)
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_layouts_of_styles(ranks: int) -> None:
-    assert [found["layouts"] for found in results(ranks)] == [[]] * ranks
+    assert [found["layouts"] for found in results_on_tokens(ranks)] == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", TWO_OR_MORE)
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_adapters_beside_frozen_layers(ranks: int) -> None:
-    assert [found["lora"] for found in results(ranks)] == [[]] * ranks
+    assert [found["lora"] for found in results_on_tokens(ranks)] == [[]] * ranks
 
 
 def test_shards_of_other_numbers_of_ranks_are_loaded() -> None:

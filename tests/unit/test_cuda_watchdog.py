@@ -319,7 +319,7 @@ class Freeing:
         return bool(self.written)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("mode", [{}, {"execution": "single_kernel"}], ids=["multi_kernel", "single_kernel"])
 @pytest.mark.parametrize(

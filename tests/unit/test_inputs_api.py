@@ -676,7 +676,7 @@ GROUPS = (planning, registry, schedules, plans, layout_cases, machines, pictures
 CASES = unique([case for group in GROUPS for case in group()])
 
 
-@pytest.mark.sample(250)
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case: Case, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)

@@ -297,7 +297,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-@pytest.mark.sample(200)
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("command", [pytest.param(each, id=identifier(each)) for each in commands()])
 def test_refused(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)

@@ -518,7 +518,7 @@ GROUPS_OF_CASES = (functions, layers, executables, tuning, processes)
 CASES = unique([case for cases in GROUPS_OF_CASES for case in cases()])
 
 
-@pytest.mark.sample(400)
+@pytest.mark.sample(200)
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case: Case) -> None:
     check_refused(case)

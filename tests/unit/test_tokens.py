@@ -91,6 +91,7 @@ def test_memory_stays_bounded_and_the_least_recently_used_size_is_dropped(
     assert list(calls.values()) == [last] and calls.size == dispatch.size_of(last.executable.plan)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("pattern", "chunks"), [("ag+gemm", 1), ("gemm+ar", 1), ("gemm+rs", 16)])
 def test_the_memory_of_an_executable_is_estimated(group: dist.ProcessGroup, pattern: Pattern, chunks: int) -> None:
     """Within a factor of five, after a call."""

@@ -51,7 +51,7 @@ def verdict(plan: Plan) -> str | None:
     return None
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("name", "ranks", "chunks", "workspace", "sync"), CASES)
 def test_small_plans_are_right_in_every_interleaving(
     name: str, ranks: int, chunks: int, workspace: str, sync: str
@@ -62,7 +62,7 @@ def test_small_plans_are_right_in_every_interleaving(
     plan.verify()
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("mechanism", ["pull", "store"])
 @pytest.mark.parametrize(("name", "ranks", "chunks", "workspace", "sync"), CASES[::3])
 def test_small_plans_of_other_mechanisms_are_right_in_every_interleaving(
@@ -80,7 +80,7 @@ def test_three_ranks_are_right_in_every_interleaving_of_all_ops(workspace: str, 
     assert machine.explore() > 3000
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks", "workspace", "sync"),
     [case for case in CASES if case[1] == 2 and case[2] == 1 and "split" not in case[0]],
@@ -101,7 +101,7 @@ def test_verify_finds_what_any_interleaving_of_a_mutation_shows(
             assert any(part in said for part in CONTRADICTIONS), said
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks", "workspace", "sync"),
     [
