@@ -142,8 +142,8 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
-        if self.function == "gather" and self.note != CALLER_MULTIPLIES:
-            return "a gather alone: there is no GEMM"
+        if self.function == "gather":
+            return None if self.note == CALLER_MULTIPLIES else "a gather alone: there is no GEMM"
         if max(_gemms_of_ranks(self.plan)) == 1:
             return "one GEMM on each rank: transfers come before or after it"
         if _in_lockstep(self.plan):

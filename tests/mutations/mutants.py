@@ -248,7 +248,7 @@ def _number_of_another_rank(plan: Plan, rng: Random) -> Plan:
     pull = _pick(rng, [op for op in _ops(plan, Copy) if op.src.rank != op.rank])  # type: ignore[attr-defined]
     ids = {op.id: op for op in plan.rank_ops[pull.rank]}
     writers = [op.id for op in _ops(plan) if _written(op) == pull.src and op.id in ids]
-    kept = tuple(dep for dep in pull.deps if not isinstance(ids[dep], Wait) or rng.random() < 0.3)
+    kept = tuple(dep for dep in pull.deps if not isinstance(ids.get(dep), Wait) or rng.random() < 0.3)
     return _with(plan, (pull, _set(pull, deps=(*kept, *writers))))
 
 

@@ -64,7 +64,10 @@ def test_a_mutation_is_caught_exactly_if_it_changes_order_or_data_flow(
             assert said is not None or (name in SLACK and after.fault is None), what
         elif said is not None:
             assert any(part in said for part in CONTRADICTIONS), what
-    assert set(KINDS) >= kinds >= {"drop an op, spliced", "drop a dependency", "swap two tiles", "double a tile"}
+    wanted = {"drop an op, spliced", "drop a dependency", "swap two tiles", "double a tile"}
+    if max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops) == 1:
+        wanted -= {"swap two tiles"}  # a rank has one tile
+    assert set(KINDS) >= kinds >= wanted
 
 
 @pytest.mark.parametrize(("workspace", "sync"), SYNCHRONISED)
