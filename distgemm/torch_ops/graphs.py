@@ -1,8 +1,10 @@
-"""Finds collectives beside GEMMs that inductor has not fused."""
+"""Fuses collectives with GEMMs in graphs that inductor compiles, and finds those that are left."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +12,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701  (torch has no public name)
 from torch._inductor import config  # noqa: PLC2701  (as above)
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC2701  (as above)
+from torch._inductor.fx_passes import micro_pipeline_tp  # noqa: PLC2701  (as above)
 
 from distgemm.runtime.checks import process_group
 from distgemm.torch_ops.report import REPORT, CallSite, NotFusedError
 
-__all__ = ["GraphInspection"]
+__all__ = ["FusionPass"]
 
 GATHERS, SCATTERS = ("all_gather_into_tensor", "all_gather_into_tensor_out"), ("reduce_scatter_tensor",)
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm")
@@ -44,39 +47,116 @@ MOVES = (
     "getitem",
 )
 """Ops that only move what a collective has brought, or will take."""
+TRANSPOSES = ("t", "transpose", "permute", "movedim")
+UNMATCHED = "inductor's pass did not match the ops between the collective and the GEMM"
 
 
-class GraphInspection(CustomGraphPass):
-    """A pass behind inductor's own. It notes collectives beside GEMMs in the report, and changes nothing.
+class FusionPass(CustomGraphPass):
+    """A pass behind inductor's own. It notes collectives beside GEMMs that are not fused in the report.
 
     Args:
         before: what was inductor's option ``post_grad_custom_post_pass``: a pass, several, or None. It runs first.
-        strict: whether it raises NotFusedError where it finds one.
+        fuse: whether it runs inductor's pass ``micro_pipeline_tp``, which is off by default. It enables torch's
+            symmetric memory for the groups of a graph, without which the pass fuses nothing.
+        strict: whether it raises NotFusedError where it finds a collective that is not fused.
     """
 
-    def __init__(self, before: Any, strict: bool) -> None:
-        self.before, self.strict = before, strict
+    def __init__(self, before: Any, fuse: bool, strict: bool) -> None:
+        self.before, self.fuse, self.strict = before, fuse, strict
         self._passes = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
 
     def uuid(self) -> Any:
         """For the keys of cached graphs: which passes have run; None: a pass has no id."""
         earlier = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._passes]
-        return None if None in earlier else get_hash_for_files((__file__,), f"{self.strict} {earlier}")
+        return None if None in earlier else get_hash_for_files((__file__,), f"{self.fuse} {self.strict} {earlier}")
 
     def __call__(self, graph: torch.fx.graph.Graph) -> None:
-        """Look at a graph.
+        """Fuse what can be fused, and look for what is left.
 
         Raises:
             NotFusedError: with ``strict``, if a collective beside a GEMM is left.
         """
         for each in self._passes:
             each(graph)
+        collectives = [node for node in graph.nodes if _name(node) in (*GATHERS, *SCATTERS)]
+        if self.fuse and collectives:
+            for group in {_group(node) for node in collectives}:
+                _enable(group)
+            for node in collectives:
+                if _name(node) in GATHERS:
+                    _add_bias_apart(node)
+            with _as_if_with_nccl():
+                micro_pipeline_tp.micro_pipeline_tp_pass(graph)
         for node in graph.nodes:
             name = _name(node)
-            if name in GATHERS and any(_through_moves([node], lambda each: each.users)):
-                _note(node, f"{name}, then a GEMM", self.strict)
-            elif name in SCATTERS and any(_through_moves([node], lambda each: each.all_input_nodes)):
-                _note(node, f"a GEMM, then {name}", self.strict)
+            if name in GATHERS:
+                op, gemms = f"{name}, then a GEMM", _through_moves([node], lambda each: each.users)
+            elif name in SCATTERS:
+                op, gemms = f"a GEMM, then {name}", _through_moves([node], lambda each: each.all_input_nodes)
+            else:
+                continue
+            if (gemm := next(gemms, None)) is not None:
+                _note(node, op, gemm, self.fuse, self.strict)
+
+
+def _add_bias_apart(gather: torch.fx.Node) -> None:
+    """Replace each addmm of a gathered A by a GEMM and a sum: inductor's pass fuses no addmm."""
+    aten = torch.ops.aten
+    for node in list(_through_moves([gather], lambda each: each.users)):
+        if node.target is not aten.addmm.default or node.kwargs or _origin(node.args[1]) is not gather:
+            continue
+        bias, a, b = node.args
+        # The pass also fuses a GEMM between two reshapes: the sum follows the second.
+        reshaped = next((user for user in node.users if user.target is aten.reshape.default), None)
+        with node.graph.inserting_before(node):
+            found = _like(node, aten.mm.default, a, b)
+            if reshaped is not None:
+                found = _like(reshaped, aten.reshape.default, found, reshaped.args[1])
+            found = _like(reshaped or node, aten.add.Tensor, found, bias)
+            if reshaped is not None:
+                reshaped.replace_all_uses_with(found)
+                reshaped.graph.erase_node(reshaped)
+                found = _like(node, aten.reshape.default, found, list(node.meta["val"].shape))
+        node.replace_all_uses_with(found)
+        node.graph.erase_node(node)
+
+
+def _like(node: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:
+    """A new node whose result has the shape and the type of that of ``node``."""
+    found = node.graph.call_function(target, args)
+    found.meta = dict(node.meta)
+    return found
+
+
+def _origin(a: Any) -> torch.fx.Node:
+    """The node whose result, not transposed, a tensor has after moves."""
+    while _name(a) in MOVES and _name(a) not in TRANSPOSES:
+        a = a.all_input_nodes[0]
+    found: torch.fx.Node = a
+    return found
+
+
+def _enable(group: str) -> None:
+    """Enable torch's symmetric memory for a group. Torch deprecates the call, but its pass still asks for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _as_if_with_nccl() -> Iterator[None]:
+    """Inductor's pass does nothing in a torch without NCCL, which torch's own ops need and distgemm's do not."""
+    found = dist.is_nccl_available
+    dist.is_nccl_available = lambda: True
+    try:
+        yield
+    finally:
+        dist.is_nccl_available = found
+
+
+def _group(node: torch.fx.Node) -> str:
+    """The name of a collective's group."""
+    return next((each for each in reversed(node.args) if isinstance(each, str)), "")
 
 
 def _name(node: torch.fx.Node) -> str:
@@ -100,22 +180,26 @@ def _through_moves(start: Iterable[torch.fx.Node], neighbours: Any) -> Iterator[
                 todo.append(each)
 
 
-def _note(node: torch.fx.Node, op: str, strict: bool) -> None:
-    group = next((each for each in reversed(node.args) if isinstance(each, str)), "")
+def _note(node: torch.fx.Node, op: str, gemm: torch.fx.Node, fused: bool, strict: bool) -> None:
+    group = _group(node)
     value = node.all_input_nodes[0].meta["val"]
     site = CallSite(op, (tuple(value.shape),), value.dtype, (), process_group(group).size())
-    reason = _reason(group)
+    reason = _reason(group, fused)
+    if reason == UNMATCHED and _name(node) in SCATTERS and _name(gemm) == "addmm":
+        reason = "a bias is added to the partial sums"
     REPORT.not_fused[site, reason] += 1
     if strict:
         raise NotFusedError(f"{site}: not fused, because {reason}")
 
 
-def _reason(group: str) -> str:
+def _reason(group: str, fused: bool) -> str:
     """Why inductor's pass has not fused a collective with a GEMM, as far as its settings tell."""
+    if fused:
+        return UNMATCHED
     if not config._micro_pipeline_tp:
         return "torch._inductor.config._micro_pipeline_tp is off"
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL, without which inductor's pass does nothing"
     if not symmetric_memory.is_symm_mem_enabled_for_group(group):  # type: ignore[arg-type]
         return "symmetric memory is not enabled for this group"
-    return "inductor's pass did not match the ops between the collective and the GEMM"
+    return UNMATCHED

@@ -21,7 +21,7 @@ from distgemm.runtime.checks import process_group
 from distgemm.torch_ops import library
 from distgemm.torch_ops.dispatch import CALLS, noting
 from distgemm.torch_ops.functional import check_schedule
-from distgemm.torch_ops.graphs import GraphInspection
+from distgemm.torch_ops.graphs import FusionPass
 from distgemm.torch_ops.report import REPORT, CallSite, NotFusedError
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -39,17 +39,18 @@ class Installation:
     Args:
         gather: as in :func:`install`.
         scatter: as in :func:`install`.
+        fuse: as in :func:`install`.
         strict: as in :func:`install`.
     """
 
-    def __init__(self, gather: str, scatter: str, strict: bool) -> None:
+    def __init__(self, gather: str, scatter: str, fuse: bool, strict: bool) -> None:
         self.gather, self.scatter, self.strict = gather, scatter, strict
         self._library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
             self._register()
-        self._inspection = GraphInspection(config.post_grad_custom_post_pass, strict)
-        config.post_grad_custom_post_pass = self._inspection
+        self._pass = FusionPass(config.post_grad_custom_post_pass, fuse, strict)
+        config.post_grad_custom_post_pass = self._pass
 
     def _register(self) -> None:
         for key in KEYS:
@@ -66,8 +67,8 @@ class Installation:
     def remove(self) -> None:
         """Give the ops their kernels back."""
         self._library._destroy()
-        if config.post_grad_custom_post_pass is self._inspection:  # otherwise the user has set another one since
-            config.post_grad_custom_post_pass = self._inspection.before
+        if config.post_grad_custom_post_pass is self._pass:  # otherwise the user has set another one since
+            config.post_grad_custom_post_pass = self._pass.before
 
     def _all_gather_matmul(
         self,
@@ -154,7 +155,7 @@ class Installation:
 _INSTALLED: list[Installation] = []
 
 
-def install(*, gather: str = "auto", scatter: str = "auto", strict: bool = False) -> Installation:
+def install(*, gather: str = "auto", scatter: str = "auto", fuse: bool = True, strict: bool = False) -> Installation:
     """Let distgemm compute torch's fused ops of tensor parallelism, in this process.
 
     These are ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, on CUDA and CPU
@@ -162,9 +163,14 @@ def install(*, gather: str = "auto", scatter: str = "auto", strict: bool = False
     :func:`distgemm.all_gather_matmul` does not take, go to torch's own implementation; on CPU tensors, where torch has
     none, to a collective and GEMMs. :func:`distgemm.report` says what ran.
 
+    In graphs that inductor compiles from then on, its pass ``micro_pipeline_tp`` replaces a gather before a GEMM, and a
+    scatter behind one, by these ops.
+
     Args:
         gather: the schedule of gathers, as in :func:`distgemm.all_gather_matmul`.
         scatter: the schedule of scatters, as in :func:`distgemm.matmul_reduce_scatter`.
+        fuse: run inductor's pass on all graphs; False: only where ``torch._inductor.config._micro_pipeline_tp`` is set,
+            on groups with torch's symmetric memory.
         strict: raise NotFusedError where distgemm does not compute a call, and where inductor compiles a graph with a
             collective beside a GEMM that it has not fused.
 
@@ -177,11 +183,12 @@ def install(*, gather: str = "auto", scatter: str = "auto", strict: bool = False
     """
     for schedule in (gather, scatter):
         check_schedule(schedule, None)
+    boolean("install: fuse", fuse)
     boolean("install: strict", strict)
     if _INSTALLED:
         raise RuntimeError("distgemm.install() was called before: distgemm.uninstall() comes first")
     REPORT.clear()
-    _INSTALLED.append(Installation(gather, scatter, strict))
+    _INSTALLED.append(Installation(gather, scatter, fuse, strict))
     return _INSTALLED[0]
 
 

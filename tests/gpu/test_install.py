@@ -13,7 +13,7 @@ from tests.gpu import torch_worker
 from tests.multiprocess import frameworks_worker, install_worker
 from tests.once import once
 
-OPS = ["gathers", "scatters"]
+OPS = ["gathers", "scatters", "styles_of_torch"]
 FRAMEWORKS = {
     "torchtitan_linears": "torchtitan",
     "megatron_linears": "megatron",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -171,14 +171,21 @@ def refusals() -> list[str]:
 
 
 @contextmanager
-def inductor_pass(fuses: bool) -> Iterator[None]:
-    """Inductor's pass on CPUs, where it does nothing by itself."""
-    torch._dynamo.reset()
+def inductor_settings(fuses: bool) -> Iterator[None]:
+    """The user's own settings of inductor's pass, on CPUs, where it does nothing by itself."""
     with (
-        config.patch(_micro_pipeline_tp=fuses, fx_graph_cache=False),
+        config.patch(_micro_pipeline_tp=fuses),
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", return_value=True),
     ):
+        yield
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """No graph from a cache: the pass sees each graph."""
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False):
         yield
 
 
@@ -194,56 +201,70 @@ def compiled_by_inductor() -> list[str]:
     given = x.chunk(ranks)[rank], up.chunk(ranks, 1)[rank].contiguous(), down.chunk(ranks)[rank].contiguous()
     wanted = ((x @ up).relu() @ down).chunk(ranks)[rank]
     seen: list[Any] = []  # by a pass of the user
-    for fuses in (True, False):
+    off = "torch._inductor.config._micro_pipeline_tp is off"
+    for fuse, settings, counted, reason in [
+        (True, nullcontext(), [2, 0, 0], ""),
+        (False, inductor_settings(True), [2, 0, 0], ""),
+        (False, inductor_settings(False), [0, 0, 2], off),
+    ]:
         with (
             config.patch(post_grad_custom_post_pass=seen.append),
-            distgemm.install(),
-            inductor_pass(fuses),
+            distgemm.install(fuse=fuse),
+            settings,
+            compiled_anew(),
             torch.no_grad(),
         ):
             if not near(torch.compile(block)(*given), wanted):
-                wrong.append(f"fuses={fuses}: wrong numbers")
+                wrong.append(f"fuse={fuse}, {counted}: wrong numbers")
         report = distgemm.report()
         counts = [sum(rows.values()) for rows in (report.served, report.not_served, report.not_fused)]
-        if counts != ([2, 0, 0] if fuses else [0, 0, 2]) or (
-            not fuses and "_micro_pipeline_tp is off" not in str(report)
-        ):
-            wrong.append(f"fuses={fuses}: {report}")
-    with distgemm.install(strict=True), inductor_pass(False), torch.no_grad():
+        if counts != counted or reason not in str(report):
+            wrong.append(f"fuse={fuse}, {counted}: {report}")
+    with distgemm.install(fuse=False, strict=True), inductor_settings(False), compiled_anew(), torch.no_grad():
         message = raised(Exception, lambda: torch.compile(block)(*given))
-    if "not fused, because torch._inductor.config._micro_pipeline_tp is off" not in message:
+    if f"not fused, because {off}" not in message:
         wrong.append(f"strict: {message}")
-    if config.post_grad_custom_post_pass is not None or len(seen) != 2:
+    if config.post_grad_custom_post_pass is not None or len(seen) != 3:
         wrong.append("inductor's passes")
     return wrong
 
 
 def styles_of_torch() -> list[str]:
-    """A model with torch's own styles, compiled. Each of four collectives is fused or reported; all is right.
+    """A model with torch's own styles, compiled: its four collectives are fused, and all is right.
 
-    Inductor's pass of torch 2.13 does not fuse the gather of the output's gradient.
+    Tokens are split along dimension 0 or 1. A bias behind a scatter is a sum of its own, which is reported.
     """
+    return [
+        f"tokens along dimension {dim}, bias={bias}: {each}"
+        for dim, bias in [(0, False), (1, False), (0, True)]
+        for each in compiled_styles(dim, bias)
+    ]
+
+
+def compiled_styles(dim: int, bias: bool) -> list[str]:
+    """What is wrong with a compiled model, whose second layer may have a bias."""
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 8 * ranks), nn.GELU(), nn.Linear(8 * ranks, 6, bias=False)).double()
-    x = draw(1, 4 * ranks, 6)
+    model = nn.Sequential(nn.Linear(6, 8 * ranks), nn.GELU(), nn.Linear(8 * ranks, 6, bias=bias))
+    model = model.to(device(), torch.float64)
+    x = draw(1, 4 * ranks, 6) if dim == 0 else draw(1, 3, 4 * ranks, 6)
     whole, wanted = copy.deepcopy(model), x.clone().requires_grad_()
     y = whole(wanted)
     y.square().sum().backward()
     styles: dict[str, ParallelStyle] = {
-        "0": ColwiseParallel(input_layouts=Shard(0)),
-        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "0": ColwiseParallel(input_layouts=Shard(dim)),
+        "2": RowwiseParallel(output_layouts=Shard(dim)),
     }
-    parallelize_module(model, init_device_mesh("cpu", (ranks,)), styles)
-    given = x.chunk(ranks)[rank].clone().requires_grad_()
-    with distgemm.install(), inductor_pass(True):
+    parallelize_module(model, init_device_mesh(device().type, (ranks,)), styles)
+    given = x.chunk(ranks, dim)[rank].clone().requires_grad_()
+    with distgemm.install(), compiled_anew():
         found = torch.compile(model)(given)
         found.square().sum().backward()
     report = distgemm.report()
-    served, others, left = (sum(rows.values()) for rows in (report.served, report.not_served, report.not_fused))
-    if served < 3 or others or served + left != 4:
+    counts = tuple(sum(rows.values()) for rows in (report.served, report.not_served, report.not_fused))
+    if counts != (4 - bias, 0, bias) or ("a bias is added to the partial sums" in str(report)) != bias:
         wrong.append(str(report))
-    if not near(found, y.chunk(ranks)[rank]):
+    if not near(found, y.chunk(ranks, dim)[rank]):
         wrong.append("forward")
     grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -251,4 +272,4 @@ def styles_of_torch() -> list[str]:
         if not near(parameter.grad.full_tensor(), grads[name]):
             wrong.append(f"gradient of {name}")
     assert given.grad is not None and wanted.grad is not None
-    return wrong + ["gradient of x"] * (not near(given.grad, wanted.grad.chunk(ranks)[rank]))
+    return wrong + ["gradient of x"] * (not near(given.grad, wanted.grad.chunk(ranks, dim)[rank]))

@@ -35,7 +35,7 @@ def test_ranks_started_by_torchrun_compute_the_product_on_gpus() -> None:
 
 
 def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
-    """It prints the call of the last layer on each rank."""
+    """The report of each rank has the three products, and nothing that was not fused."""
     (program,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / "mlp.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "mlp.py"]
@@ -44,4 +44,5 @@ def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("matmul_reduce_scatter") == 2, done.stdout
+    assert done.stdout.count("computed by distgemm: 3\n") == 2, done.stdout
+    assert done.stdout.count("not fused, in compiled graphs: 0\n") == 2, done.stdout

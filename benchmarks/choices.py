@@ -1,0 +1,167 @@
+"""Measures what CUTLASS's default choices cost, on shapes that nothing was recorded for.
+
+    python benchmarks/choices.py --json benchmarks/results/choices_h200.json          chosen against cuBLAS
+    python benchmarks/choices.py --every --json FILE                                  each configuration
+    python benchmarks/choices.py --build                                              compile, and end
+
+Recorded choices are not read. The held-out shapes are layers of models that no shipped file has: one rank's share of 2
+to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the best of these
+with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run;
+the held-out shapes say how well they serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, MatrixSpec, get_provider
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.nvcc import build
+from distgemm.measure.timing import time_launches
+from distgemm.tune.gemm import TILE_ORDERS, candidates
+
+FINALISTS = 3
+"""Configurations that are measured in all orders of tiles."""
+MAX_FLOP = 2.5e12
+"""Of a random shape: more would take most of the time."""
+
+
+class Shape(NamedTuple):
+    """Extents of one rank's GEMM, and whose they are."""
+
+    m: int
+    n: int
+    k: int
+    name: str
+
+    @property
+    def spec(self) -> GemmSpec:
+        matrices = [(self.m, self.k), (self.n, self.k), (self.m, self.n)]
+        return GemmSpec(*(MatrixSpec("bfloat16", *extents) for extents in matrices))
+
+
+HIDDEN = {
+    "qwen2.5-7b": (3584, 18944, 4608),
+    "qwen2.5-32b": (5120, 27648, 7168),
+    "qwen2.5-72b": (8192, 29568, 10240),
+    "gemma2-27b": (4608, 36864, 8192),
+    "phi4": (5120, 17920, 7680),
+    "mixtral-8x22b": (6144, 16384, 8192),
+    "falcon-180b": (14848, 59392, 15872),
+    "gpt3-175b": (12288, 49152, 36864),
+    "yi-34b": (7168, 20480, 9216),
+    "command-r+": (12288, 33792, 14336),
+    "deepseek-v3-dense": (7168, 18432, 24576),
+    "nemotron-340b": (18432, 73728, 20480),
+}
+"""Width, width of the MLP, and outputs of q, k and v together."""
+
+
+def held_out() -> list[Shape]:
+    """48 shapes: of each model all four layers, with another number of tokens and of ranks each."""
+    found = []
+    tokens, ranks = (512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8)
+    for number, (name, (hidden, mlp, qkv)) in enumerate(HIDDEN.items()):
+        for layer, (of, n, k) in enumerate(
+            [("qkv", qkv, hidden), ("out", hidden, hidden), ("fc1", mlp, hidden), ("fc2", hidden, mlp)]
+        ):
+            m, tp = tokens[(number + layer) % len(tokens)], ranks[(number + 2 * layer) % len(ranks)]
+            n, k = (n // tp, k) if of in ("qkv", "fc1") else (n, k // tp)
+            found.append(Shape(m, n, k, f"{name} {of} tp{tp}"))
+    return found
+
+
+def drawn(count: int, seed: int = 0) -> list[Shape]:
+    """Random shapes."""
+    chance = random.Random(seed)
+    found: list[Shape] = []
+    while len(found) < count:
+        m = chance.choice([256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384])
+        n, k = (64 * round(2 ** chance.uniform(3, 8.6)) for _ in range(2))
+        if 2 * m * n * k <= MAX_FLOP:
+            found.append(Shape(m, n, k, "random"))
+    return found
+
+
+def default(provider: CutlassProvider, spec: GemmSpec) -> GemmConfig:
+    """What is taken where nothing was recorded."""
+    return provider.configs(spec)[0]
+
+
+def measured(shape: Shape, every: bool, rounds: int, burst_ms: float) -> dict[str, Any]:
+    """The times of a shape, ms: cuBLAS, the default, and with ``every`` all that could be taken."""
+    provider, spec = CutlassProvider(), shape.spec
+    a, b = (torch.randn(rows, shape.k, device="cuda").bfloat16() for rows in (shape.m, shape.n))
+    tensors = GemmTensors(a, b, torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16))
+    cublas = get_provider("cublas").compile(spec).bind(tensors)
+
+    def times(configs: list[GemmConfig]) -> dict[str, float]:
+        launches = [cublas, *(provider.compile(spec, config).bind(tensors) for config in configs)]
+        found = time_launches(launches, tensors.d.device, rounds=rounds, burst_ms=burst_ms)
+        return dict(zip(["cublas", *map(str, configs)], (round(ms, 6) for ms in found), strict=True))
+
+    chosen = default(provider, spec)
+    tiles = candidates(provider, spec) if every else [replace(chosen, raster="heuristic", swizzle=1)]
+    tiles += [chosen] * (chosen not in tiles)
+    found = times(tiles)
+    if every:
+        best = sorted(tiles, key=lambda config: found[str(config)])[:FINALISTS]
+        orders = [replace(config, raster=raster, swizzle=swizzle) for config in best for raster, swizzle in TILE_ORDERS]
+        again = times(best + orders)
+        found = again | {
+            name: ms * again["cublas"] / found["cublas"] for name, ms in found.items() if name not in again
+        }
+    return {**shape._asdict(), "chosen": str(chosen), "ms": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", action="store_true", help="random shapes, each configuration")
+    parser.add_argument("--count", type=int, default=150, help="of random shapes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--burst-ms", type=float, default=3.0)
+    parser.add_argument("--build", action="store_true", help="compile the kernels, and end; it needs no GPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
+    args = parser.parse_args()
+    shapes = drawn(args.count) if args.every else held_out()
+    provider = CutlassProvider("90a") if args.build else CutlassProvider()
+    chosen = candidates if args.every else lambda provider, spec: [default(provider, spec)]
+    build([kernel_source(shape.spec, one, provider.arch) for shape in shapes for one in chosen(provider, shape.spec)])
+    if args.build:
+        return 0
+    rows = []
+    for shape in track(shapes, description="measuring", console=Console(stderr=True)):
+        row = measured(shape, args.every, args.rounds, args.burst_ms)
+        rows.append(row)
+        ms = row["ms"]
+        best = min(ms, key=lambda name: math.inf if name == "cublas" else ms[name])
+        print(
+            f"{shape.m:6} {shape.n:6} {shape.k:6}  cuBLAS {ms['cublas']:.4f} ms, chosen / cuBLAS "
+            f"{ms['cublas'] / ms[row['chosen']]:.3f} {row['chosen']}, best {ms['cublas'] / ms[best]:.3f} {best}  "
+            f"{shape.name}",
+            flush=True,
+        )
+        if args.json:
+            text = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "rows": rows}
+            args.json.write_text(json.dumps(text, indent=1) + "\n")
+    ratios = [row["ms"]["cublas"] / row["ms"][row["chosen"]] for row in rows]
+    print(
+        f"{len(ratios)} shapes, cuBLAS / chosen: mean {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
