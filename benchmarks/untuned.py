@@ -1,10 +1,10 @@
-"""Measures what CUTLASS's default choices cost, on shapes that nothing was recorded for.
+"""Measures how fast the default configurations of CUTLASS are, on shapes that nothing was recorded for.
 
-    python benchmarks/choices.py --json benchmarks/results/choices_h200.json          chosen against cuBLAS
-    python benchmarks/choices.py --every --json FILE                                  each configuration
-    python benchmarks/choices.py --build                                              compile, and end
+    python benchmarks/untuned.py --json benchmarks/results/untuned_h200.json          chosen against cuBLAS
+    python benchmarks/untuned.py --every --json FILE                                  each configuration
+    python benchmarks/untuned.py --build                                              compile, and end
 
-Recorded choices are not read. The held-out shapes are layers of models that no shipped file has: one rank's share of 2
+Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's share of 2
 to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the best of these
 with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run;
 the held-out shapes say how well they serve.
@@ -88,7 +88,7 @@ def drawn(count: int, seed: int = 0) -> list[Shape]:
     chance = random.Random(seed)
     found: list[Shape] = []
     while len(found) < count:
-        m = chance.choice([256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384])
+        (m,) = chance.choices([256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384])
         n, k = (64 * round(2 ** chance.uniform(3, 8.6)) for _ in range(2))
         if 2 * m * n * k <= MAX_FLOP:
             found.append(Shape(m, n, k, "random"))
