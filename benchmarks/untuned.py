@@ -1,12 +1,12 @@
 """Measures how fast the default configurations of CUTLASS are, on shapes that nothing was recorded for.
 
-    python benchmarks/untuned.py --json benchmarks/results/untuned_h200.json          chosen against cuBLAS
+    python benchmarks/untuned.py --json benchmarks/results/untuned_h200.json           chosen against cuBLAS
     python benchmarks/untuned.py --every --json FILE                                  each configuration
     python benchmarks/untuned.py --build                                              compile, and end
 
-Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's share of 2
-to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the best of these
-with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run;
+Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's
+share of 2 to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the
+best of these with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run;
 the held-out shapes say how well they serve.
 """
 

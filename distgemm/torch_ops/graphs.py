@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,8 +55,7 @@ class FusionPass(CustomGraphPass):
 
     Args:
         before: what was inductor's option ``post_grad_custom_post_pass``: a pass, several, or None. It runs first.
-        fuse: whether it runs inductor's pass ``micro_pipeline_tp``, which is off by default. It enables torch's
-            symmetric memory for the groups of a graph, without which the pass fuses nothing.
+        fuse: whether it runs inductor's pass ``micro_pipeline_tp``, which is off by default.
         strict: whether it raises NotFusedError where it finds a collective that is not fused.
     """
 
@@ -80,12 +78,10 @@ class FusionPass(CustomGraphPass):
             each(graph)
         collectives = [node for node in graph.nodes if _name(node) in (*GATHERS, *SCATTERS)]
         if self.fuse and collectives:
-            for group in {_group(node) for node in collectives}:
-                _enable(group)
             for node in collectives:
                 if _name(node) in GATHERS:
                     _add_bias_apart(node)
-            with _as_if_with_nccl():
+            with _as_if_ready():
                 micro_pipeline_tp.micro_pipeline_tp_pass(graph)
         for node in graph.nodes:
             name = _name(node)
@@ -136,22 +132,16 @@ def _origin(a: Any) -> torch.fx.Node:
     return found
 
 
-def _enable(group: str) -> None:
-    """Enable torch's symmetric memory for a group. Torch deprecates the call, but its pass still asks for it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group(group)  # type: ignore[arg-type]
-
-
 @contextmanager
-def _as_if_with_nccl() -> Iterator[None]:
-    """Inductor's pass does nothing in a torch without NCCL, which torch's own ops need and distgemm's do not."""
-    found = dist.is_nccl_available
+def _as_if_ready() -> Iterator[None]:
+    """Inductor's pass wants NCCL and symmetric memory, which torch's own ops need. distgemm's need neither here."""
+    found = dist.is_nccl_available, symmetric_memory.is_symm_mem_enabled_for_group
     dist.is_nccl_available = lambda: True
+    symmetric_memory.is_symm_mem_enabled_for_group = lambda group_name: True
     try:
         yield
     finally:
-        dist.is_nccl_available = found
+        dist.is_nccl_available, symmetric_memory.is_symm_mem_enabled_for_group = found
 
 
 def _group(node: torch.fx.Node) -> str:
