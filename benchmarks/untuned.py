@@ -6,8 +6,8 @@
 
 Recorded configurations are not read. The held-out shapes are layers of models that no shipped file has: one rank's
 share of 2 to 8. With ``--every``, other shapes, drawn at random, are measured with each tile configuration, and the
-best of these with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from such a run;
-the held-out shapes say how well they serve.
+best of these with each order of tiles. The constants of ``distgemm.gemm.select`` and ``distgemm.gemm.tiles`` come from
+such a run; the held-out shapes say how well they serve.
 """
 
 from __future__ import annotations
