@@ -11,7 +11,7 @@ import torch
 
 from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
 from distgemm.runtime.checks import Group, process_group
-from distgemm.runtime.collective.executable import GatheredChunk
+from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.torch_arguments import read_tensor
 from distgemm.schedulers import schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
@@ -411,12 +411,16 @@ def gather(
     - **Rows.** ``rows`` are consecutive rows of the gathered tensor. Each row is in one chunk.
     - **Lifetime.** A chunk stays as it is until the end of the block, also after the next chunk has come; ``.clone()``
       keeps it longer. It is ``a_shard`` itself or memory of the group: do not write chunks or ``a_shard`` in the block.
-    - **Other calls.** Inside the block there is no other call on the group: it raises RuntimeError.
+    - **Other calls.** Inside the block there is no other call on the group, or on its GPU: it raises RuntimeError.
     - **End.** The end of the block receives the chunks that nobody asked for, also after an exception inside it. So no
       rank waits for another one for ever, and the next call may follow.
+    - **GPUs.** The host waits for nothing: the current stream waits for each chunk before the block gets it. Ask for
+      all chunks on one stream, and let it wait for other streams that read chunks before the block ends. In
+      torch.cuda.graph, the gather and what the block does become part of the graph. A block that takes longer than the
+      group's timeout counts as stuck.
 
     Args:
-        a_shard: (tokens of this rank, in_features). Only for CPU tensors so far.
+        a_shard: (tokens of this rank, in_features).
         group: the ranks that take part.
         schedule: as in :func:`all_gather_matmul`. It needs chunks of whole rows.
         chunks: as in :func:`all_gather_matmul`: the number of chunks of each rank's rows.
@@ -427,8 +431,8 @@ def gather(
 
     Raises:
         ValueError: if the tensor does not fit the group or the schedule, or requires grad outside of torch.no_grad().
-        NotImplementedError: for CUDA tensors.
-        RuntimeError: in torch.compile; where a rank is gone, or does not come within the group's timeout.
+        RuntimeError: in torch.compile; where a rank is gone, or does not come within the group's timeout; for a first
+            call with some sizes while a CUDA graph is captured.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("gather hands chunks to eager code: call it outside of torch.compile")
@@ -441,11 +445,6 @@ def gather(
         raise ValueError(
             "gather: a_shard requires grad, and no gradient goes through chunks; all_gather_matmul has gradients, or "
             "call it under torch.no_grad()"
-        )
-    if a_shard.device.type == "cuda":
-        raise NotImplementedError(
-            "gather is for CPU tensors so far; on GPUs, all_gather_matmul(..., return_gathered=True) gathers while it "
-            "multiplies, and schedule='unfused' gathers first"
         )
     arriving = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank).gather(a_shard)
     first = next(arriving, None)  # the ranks compare their calls before the block begins

@@ -332,7 +332,7 @@ def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, row
     size, _ = size_and_rank(group)
     rows = _gathered_rows("gather", a.shape[0], rows, group)
     problem = _problem("gather", a, sum(rows), size, a.shape[1], rows, size)
-    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False)
+    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False, caller_multiplies=True)
 
 
 all_gather_matmul = EagerOp(

@@ -29,6 +29,7 @@ TORCH_CHECKS = [
     "recorded_steps",
     "graphed_callables",
     "refused_captures",
+    "gather_chunks",
     "many_shapes",
     "many_graphs",
     "depth",

@@ -29,6 +29,7 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
             (worker.recorded_steps, ()),
             (worker.graphed_callables, ()),
             (worker.refused_captures, ()),
+            (worker.gather_chunks, ()),
             (worker.many_shapes, ()),
             (worker.depth, ()),
             (worker.modules, ()),
@@ -64,6 +65,11 @@ def test_graphed_callables_have_the_bits_of_the_module(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_capture_that_needs_a_new_executable_is_refused(ranks: int) -> None:
     assert failures(ranks, "refused_captures") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_chunks_that_the_caller_multiplies_are_right(ranks: int) -> None:
+    assert failures(ranks, "gather_chunks") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
