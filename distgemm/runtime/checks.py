@@ -328,8 +328,9 @@ def check_gradients(rank: int, *tensors: Any) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    for name, tensor in zip(TENSORS_OF_A_CALL, tensors, strict=True):
+    for number, tensor in enumerate(tensors):
         if tensor is not None and getattr(tensor, "requires_grad", False):
+            name = TENSORS_OF_A_CALL[number]
             raise ValueError(
                 f"{name} on rank {rank} requires grad, and executables know no gradients: call them under "
                 "torch.no_grad(), or take distgemm.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce"

@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from distgemm.arguments import wrong
 
-__all__ = ["read_device", "read_dtype", "read_tensor"]
+__all__ = ["PLAIN", "is_plain", "read_device", "read_dtype", "read_tensor"]
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that dispatch nothing by themselves."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of such a class that :func:`read_tensor` returns."""
+    return type(value) in PLAIN and value.layout is torch.strided and not value.is_nested and not value.is_meta
 
 
 def read_tensor(name: str, value: Any) -> torch.Tensor:

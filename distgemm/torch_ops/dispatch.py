@@ -210,8 +210,9 @@ class CallLog:
     def add(self, call: CallRecord) -> None:
         """Note a call that ran."""
         self.last = call
-        for calls in list(self.lists.values()):
-            calls.append(call)
+        if self.lists:
+            for calls in list(self.lists.values()):
+                calls.append(call)
 
 
 CALLS = CallLog()
@@ -279,6 +280,7 @@ class PreparedCall:
     compared: set[bool] = field(default_factory=set)
     used: int = field(default_factory=USES.__next__)
     dropped: bool = False
+    _records: dict[tuple[Function, str], CallRecord] = field(default_factory=dict)
 
     def is_current(self) -> bool:
         """Whether :func:`prepare` would return it."""
@@ -288,10 +290,10 @@ class PreparedCall:
         self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
     ) -> Tensor:
         """This rank's shard of A @ B.T + bias; writes all of A to ``gathered`` if that is given."""
-        executable = self.executable
-        bias = None if bias is None else bias.resolve_neg()
-        d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
-        self._record(function, executable.provider)
+        if bias is not None and bias.is_neg():
+            bias = bias.resolve_neg()
+        d = self.executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
+        self._record(function)
         return d
 
     def gather(self, a: Tensor) -> Iterator[GatheredChunk]:
@@ -306,23 +308,32 @@ class PreparedCall:
         yield from gather(with_rows(a))
         self._record("gather", CALLER)
 
-    def _record(self, function: Function, provider: str) -> None:
+    def _record(self, function: Function, provider: str | None = None) -> None:
         self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
-        plan, transfers = self.executable.plan, self.executable.transfers
-        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, NOTE.get()))
+        note = NOTE.get()
+        record = self._records.get((function, note))
+        if record is None:
+            plan, transfers = self.executable.plan, self.executable.transfers
+            provider = provider or self.executable.provider
+            record = CallRecord(function, plan, self.options, transfers, provider, self.tuned, note)
+            self._records[function, note] = record
+        CALLS.add(record)
 
 
 def with_rows(matrix: Tensor) -> Tensor:
     """A matrix whose rows are contiguous and do not overlap: copies between ranks move rows."""
-    matrix = matrix.resolve_neg()
-    return matrix if _has_rows(*matrix.shape, *matrix.stride()) else matrix.contiguous()
+    if matrix.is_neg():
+        matrix = matrix.resolve_neg()
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    return matrix if _has_rows(rows, columns, row_stride, column_stride) else matrix.contiguous()
 
 
 def with_rows_or_columns(matrix: Tensor) -> Tensor:
     """A matrix whose rows or columns are contiguous and do not overlap, as GEMMs take it."""
-    matrix = matrix.resolve_neg()
-    turned = matrix.t()
-    fits = _has_rows(*matrix.shape, *matrix.stride()) or _has_rows(*turned.shape, *turned.stride())
+    if matrix.is_neg():
+        matrix = matrix.resolve_neg()
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    fits = _has_rows(rows, columns, row_stride, column_stride) or _has_rows(columns, rows, column_stride, row_stride)
     return matrix if fits else matrix.contiguous()
 
 

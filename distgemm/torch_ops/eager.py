@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from distgemm.runtime.torch_arguments import PLAIN
+
 __all__ = ["EagerOp", "Prepared"]
 
 Tensor = torch.Tensor
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes of tensors that dispatch nothing by themselves."""
 
 
 class Prepared(Protocol):
@@ -63,45 +63,55 @@ class EagerOp:
         self.op.register_autograd(backward, setup_context=setup)
         self._prepare, self._run = prepare, run
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
-        self._node = _autograd_function(name, self._compute, setup, backward)
+        self._node = _autograd_function(name, run, setup, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
         if torch.compiler.is_compiling() or _is_observed():
             return self.op(*args)
-        flat: list[Any] = []
-        lengths = []
-        for arg in args:
-            if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
-                flat += arg
-                lengths.append(len(arg))
-            else:
-                flat.append(arg)
-                lengths.append(-1)
-        needs_grad = False
-        for arg in flat:
-            if isinstance(arg, Tensor):
-                if type(arg) not in PLAIN:
-                    return self.op(*args)
-                needs_grad = needs_grad or arg.requires_grad
+        key, is_plain, needs_grad = _read(args)
+        if not is_plain:
+            return self.op(*args)
+        prepared = self._prepared_for(key, args)
         if not needs_grad or not torch.is_grad_enabled():
-            return self._compute(*args)
-        found = self._node.apply(tuple(lengths), *flat)
+            return self._run(prepared, *args)
+        lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else -1 for arg in args])
+        flat = [each for arg, length in zip(args, lengths, strict=True) for each in (arg if length >= 0 else (arg,))]
+        found = self._node.apply(prepared, lengths, *flat)
         return list(found) if isinstance(found, tuple) else found
 
     def _compute(self, *args: Any) -> Any:
-        key = tuple([_metadata(arg) for arg in args])
+        return self._run(self._prepared_for(_read(args)[0], args), *args)
+
+    def _prepared_for(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Prepared:
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
-            prepared = self._prepared[key] = self._prepare(*args)
-        return self._run(prepared, *args)
+            with torch.no_grad():
+                prepared = self._prepared[key] = self._prepare(*args)
+        return prepared
 
 
-def _metadata(arg: Any) -> Any:
-    """What :attr:`EagerOp.prepare` may see of an argument, as a part of a key."""
-    if isinstance(arg, Tensor):
-        return arg.shape, arg.dtype, arg.device
-    return tuple([_metadata(each) for each in arg]) if isinstance(arg, (list, tuple)) else arg
+def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
+    """What :attr:`EagerOp.prepare` may see, whether all tensors are of plain classes, and whether one requires grad."""
+    key: list[Any] = []
+    is_plain, needs_grad = True, False
+    for arg in args:
+        if isinstance(arg, Tensor):
+            elements: Sequence[Any] = (arg,)
+        elif isinstance(arg, (list, tuple)):
+            key.append(len(arg))
+            elements = arg
+        else:
+            key.append(arg)
+            continue
+        for each in elements:
+            if isinstance(each, Tensor):
+                is_plain = is_plain and type(each) in PLAIN
+                needs_grad = needs_grad or each.requires_grad
+                key += (each.shape, each.dtype, each.device)
+            else:
+                key.append(each)
+    return tuple(key), is_plain, needs_grad
 
 
 def _is_observed() -> bool:
@@ -115,7 +125,7 @@ def _is_observed() -> bool:
 
 
 def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-    """Arguments of an op from a flat list; a length of -1 stands for an argument that is no list of tensors."""
+    """Arguments of an op from a flat list; a length of -1 stands for an argument that is no list."""
     found: list[Any] = []
     at = 0
     for length in lengths:
@@ -130,29 +140,27 @@ def _autograd_function(
     setup: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> Any:
-    """A ``torch.autograd.Function`` of an op. Its arguments are the lengths of lists, then all arguments flat."""
+    """A ``torch.autograd.Function`` of an op. It takes what is prepared, the lengths of lists, and flat arguments."""
 
     class Node:
         @staticmethod
-        def forward(lengths: tuple[int, ...], *flat: Any) -> Any:
-            found = run(*_nested(flat, lengths))
-            return tuple(found) if isinstance(found, list) else found
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            lengths, *flat = inputs
-            ctx.lengths, ctx.has_list = lengths, isinstance(output, tuple)
-            setup(ctx, tuple(_nested(flat, lengths)), list(output) if ctx.has_list else output)
+        def forward(ctx: Any, prepared: Prepared, lengths: tuple[int, ...], *flat: Any) -> Any:
+            # Without setup_context, for which torch inspects the signature in each call.
+            args = tuple(_nested(flat, lengths))
+            found = run(prepared, *args)
+            ctx.lengths, ctx.has_list = lengths, isinstance(found, list)
+            setup(ctx, args, found)
+            return tuple(found) if ctx.has_list else found
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             flat_needs = ctx.needs_input_grad
-            ctx.needs_input_grad = tuple(_nested(flat_needs[1:], ctx.lengths))
+            ctx.needs_input_grad = tuple(_nested(flat_needs[2:], ctx.lengths))
             try:
                 found = backward(ctx, list(grads) if ctx.has_list else grads[0])
             finally:
                 ctx.needs_input_grad = flat_needs
-            flat: list[Any] = [None]
+            flat: list[Any] = [None, None]
             for grad, length in zip(found, ctx.lengths, strict=True):
                 flat += [grad] if length < 0 else grad or [None] * length
             return tuple(flat)

@@ -12,7 +12,7 @@ import torch
 from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
 from distgemm.runtime.checks import Group, process_group
 from distgemm.runtime.gathering import GatheredChunk
-from distgemm.runtime.torch_arguments import read_tensor
+from distgemm.runtime.torch_arguments import is_plain, read_tensor
 from distgemm.schedulers import schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
 from distgemm.torch_ops import library
@@ -50,6 +50,8 @@ def group_name(group: Group) -> str:
 
 
 def _matrix(name: str, x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
     if x.dim() < 2:
         raise ValueError(
             f"{name} is (tokens, ..., in_features), got shape {tuple(x.shape)}; x.unsqueeze(0) is one token"
@@ -72,22 +74,30 @@ def _check(
     """
     if torch.compiler.is_compiling():
         return
+    needs_grad = False
     for name, x in tensors.items():
-        if x is not None or not name.startswith("bias"):
+        if x is None and name.startswith("bias"):
+            continue
+        if not is_plain(x):
             read_tensor(f"{function}: {name}", x)
-    string(f"{function}: schedule", schedule, SCHEDULE)
-    _check_chunks(f"{function}: chunks", chunks)
+        needs_grad = needs_grad or x.requires_grad
+    if type(schedule) is not str:
+        string(f"{function}: schedule", schedule, SCHEDULE)
+    if chunks is not None:
+        _check_chunks(f"{function}: chunks", chunks)
     if m_per_rank is not None:
         integers(f"{function}: m_per_rank", m_per_rank, 0, MAX_EXTENT)
     if features is not None:
         name = "out_features" if function == "all_gather_matmul" else "in_features"
         integer(f"{function}: {name}", features, 1, MAX_EXTENT)
     for name, value in switches.items():
-        boolean(f"{function}: {name}", value)
-    given = {name: x for name, x in tensors.items() if x is not None}
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        for name, x in given.items():
-            if x.is_inference():  # otherwise torch refuses to save it once the ranks have computed the result
+        if type(value) is not bool:
+            boolean(f"{function}: {name}", value)
+    if needs_grad and torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if (
+                x is not None and x.is_inference()
+            ):  # otherwise torch refuses to save it once the ranks have computed the result
                 raise ValueError(
                     f"{function}: {name} is kept for gradients, got an inference tensor; {name}.clone() outside of "
                     "torch.inference_mode() makes another"
@@ -124,6 +134,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def autocast(x: Tensor) -> Tensor:
     """A tensor cast as torch.autocast casts the arguments of F.linear, which keeps float64."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return x  # the name of the device takes longer to find
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
 
@@ -265,10 +277,12 @@ def all_gather_matmul(
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias]
     if several and bias is None:
         biases = [None] * len(bs)
-    given = {"b": bs, "bias": biases}
-    named = {f"{name}[{i}]" if several else name: x for name, each in given.items() for i, x in enumerate(each)}
+    named = {"a_shard": a_shard}
+    for name, each in (("b", bs), ("bias", biases)):
+        for index, x in enumerate(each):
+            named[f"{name}[{index}]" if several else name] = x
     switches = {"keep_gathered": keep_gathered, "return_gathered": return_gathered}
-    _check("all_gather_matmul", {"a_shard": a_shard, **named}, schedule, chunks, m_per_rank, **switches)
+    _check("all_gather_matmul", named, schedule, chunks, m_per_rank, **switches)
     if len(biases) != len(bs) or (several and isinstance(bias, Tensor)):
         wanted = f"a sequence of {len(bs)}, as there are {len(bs)} b, with None for one without a bias"
         raise wrong("all_gather_matmul: bias", wanted, bias)

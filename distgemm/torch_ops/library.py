@@ -229,19 +229,18 @@ def _gather_run(
         gathered: whether the gathered A is returned, too.
         purpose: "forward"; "gradient" if only ranks with rows of b need the gathered A; or "gather".
     """
-    first, whole, bias_of = 0, None, _by_index(biases, biased)
-    if len(bs) > 1 or gathered:
-        size, _ = size_and_rank(group)
-        first = _largest([b.shape[0] * size for b in bs] if ns is None else ns, size)
-        whole = a.new_empty(a.shape[0] * size if rows is None else sum(rows), a.shape[1])
+    if len(bs) == 1 and not gathered:
+        return [call("all_gather_matmul", a, bs[0], biases[0] if biases else None)]
+    size, _ = size_and_rank(group)
+    first, bias_of = _largest([b.shape[0] * size for b in bs] if ns is None else ns, size), _by_index(biases, biased)
+    whole = a.new_empty(a.shape[0] * size if rows is None else sum(rows), a.shape[1])
     function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
     found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
     for index, b in enumerate(bs):
         if index != first:
-            assert whole is not None
             found[index] = torch.nn.functional.linear(whole, b, bias_of.get(index))
     results = [found[index] for index in range(len(bs))]
-    return [*results, whole] if gathered and whole is not None else results
+    return [*results, whole] if gathered else results
 
 
 def _gather_fake(
