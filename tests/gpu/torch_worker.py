@@ -361,6 +361,30 @@ def automatic() -> list[str]:
         return [wrong for seed, case in enumerate(todo) for wrong in run_case(case, 500 + seed)]
 
 
+def float64() -> list[str]:
+    """Reductions of float64 tensors by named schedules, also with a bias, which a sum adds where cuBLAS cannot."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, []
+    generator = torch.Generator(device()).manual_seed(13)
+    for schedule, chunks in (
+        (CHAIN, 2),
+        (PAIRWISE, 1),
+        (ALL_REDUCE, 2),
+        (ALL_REDUCE_PAIRWISE, 1),
+        ("all_reduce_1d_one_shot_a", 1),
+    ):
+        shapes = (24 * ranks, 32 * ranks), (40, 32 * ranks), (40,)
+        a, b, bias = (torch.randn(s, generator=generator, device=device(), dtype=torch.float64) for s in shapes)
+        scatters = schedule.startswith("reduce_scatter")
+        function: Any = distgemm.matmul_reduce_scatter if scatters else distgemm.matmul_all_reduce
+        y = function(
+            a.chunk(ranks, 1)[rank], b.chunk(ranks, 1)[rank], bias=bias, group=group, schedule=schedule, chunks=chunks
+        )
+        wanted = functional.linear(a, b, bias)
+        error = relative(y, wanted.chunk(ranks)[rank] if scatters else wanted)
+        wrong += [f"rank {rank}, {schedule}: {error:.1e}"] * (not error < 1e-14 * ranks)
+    return wrong
+
+
 def subgroups() -> list[str]:
     """A mesh of data parallelism and tensor parallelism: both tensor-parallel groups run at the same time."""
     ranks = dist.get_world_size() // 2

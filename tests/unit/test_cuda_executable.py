@@ -337,7 +337,7 @@ class Pretended:
             monkeypatch.setattr(executable, name, value)
         monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
         monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
-        monkeypatch.setattr("distgemm.gemm.default_provider", lambda device: ANY_TERMS)
+        monkeypatch.setattr("distgemm.gemm.default_provider", lambda device, dtype: ANY_TERMS)
         for name in ("device", "stream"):
             monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())

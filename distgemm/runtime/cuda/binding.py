@@ -126,7 +126,7 @@ class Binder:
         self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
     ) -> None:
         self.plan, self.rank, self.device, self.fallback = plan, rank, device, fallback
-        self.execution = execution.on(device)
+        self.execution = execution.on(device, plan.problem.dtype)
         self.provider = str(self.execution.provider)
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
         self.first_users_of_a = first_users_of_a(plan, rank)

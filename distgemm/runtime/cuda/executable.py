@@ -81,7 +81,7 @@ class CudaExecutable:
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
     ) -> None:
-        execution = execution.on(device)
+        execution = execution.on(device, plan.problem.dtype)
         self.timeout = group_timeout(group, device) if timeout is None else timeout
         self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
