@@ -15,7 +15,7 @@ import torch
 
 from distgemm.runtime.torch_arguments import PLAIN
 
-__all__ = ["EagerOp", "Prepared"]
+__all__ = ["EagerOp", "OpCall", "Prepared"]
 
 Tensor = torch.Tensor
 
@@ -28,6 +28,25 @@ class Prepared(Protocol):
         ...
 
 
+class OpCall(Protocol):
+    """The arguments of a call of an op."""
+
+    def prepare(self) -> Any:
+        """Check the arguments; what :meth:`run` needs besides, a :class:`Prepared`.
+
+        Of tensors it sees shapes, dtypes and devices only.
+        """
+        ...
+
+    def run(self, prepared: Any) -> Any:
+        """What the op computes: a tensor or a list of tensors."""
+        ...
+
+    def fake(self) -> Any:
+        """Tensors with the shapes of what :meth:`run` returns, as ``register_fake`` takes them."""
+        ...
+
+
 class EagerOp:
     """An op as a function: eager calls execute it directly, all others go through the registered op.
 
@@ -37,10 +56,7 @@ class EagerOp:
     Args:
         name: the op's name, with its namespace.
         schema: the op's schema.
-        prepare: checks the arguments of a call, and returns what :attr:`run` needs besides. Of tensors it sees shapes,
-            dtypes and devices only.
-        run: what the op computes from that and the arguments. It returns a tensor or a list of tensors.
-        fake: the shapes of what it returns, as ``register_fake`` takes it.
+        call: the class of the op's calls, made from the arguments.
         setup: as the ``setup_context`` of ``register_autograd``.
         backward: as the ``backward`` of ``register_autograd``.
 
@@ -52,18 +68,16 @@ class EagerOp:
         self,
         name: str,
         schema: str,
-        prepare: Callable[..., Prepared],
-        run: Callable[..., Any],
-        fake: Callable[..., Any],
+        call: Callable[..., OpCall],
         setup: Callable[[Any, tuple[Any, ...], Any], None],
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
-        self.op.register_fake(fake)
+        self.op.register_fake(lambda *args: call(*args).fake())
         self.op.register_autograd(backward, setup_context=setup)
-        self._prepare, self._run = prepare, run
+        self._call = call
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
-        self._node = _autograd_function(name, run, setup, backward)
+        self._node = _autograd_function(name, call, setup, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
@@ -72,27 +86,29 @@ class EagerOp:
         key, is_plain, needs_grad = _read(args)
         if not is_plain:
             return self.op(*args)
-        prepared = self._prepared_for(key, args)
+        call = self._call(*args)
+        prepared = self._prepared_for(key, call)
         if not needs_grad or not torch.is_grad_enabled():
-            return self._run(prepared, *args)
+            return call.run(prepared)
         lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else -1 for arg in args])
         flat = [each for arg, length in zip(args, lengths, strict=True) for each in (arg if length >= 0 else (arg,))]
         found = self._node.apply(prepared, lengths, *flat)
         return list(found) if isinstance(found, tuple) else found
 
     def _compute(self, *args: Any) -> Any:
-        return self._run(self._prepared_for(_read(args)[0], args), *args)
+        call = self._call(*args)
+        return call.run(self._prepared_for(_read(args)[0], call))
 
-    def _prepared_for(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Prepared:
+    def _prepared_for(self, key: tuple[Any, ...], call: OpCall) -> Prepared:
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
             with torch.no_grad():
-                prepared = self._prepared[key] = self._prepare(*args)
+                prepared = self._prepared[key] = call.prepare()
         return prepared
 
 
 def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
-    """What :attr:`EagerOp.prepare` may see, whether all tensors are of plain classes, and whether one requires grad."""
+    """What :meth:`OpCall.prepare` may see, whether all tensors are of plain classes, and whether one requires grad."""
     key: list[Any] = []
     is_plain, needs_grad = True, False
     for arg in args:
@@ -136,7 +152,7 @@ def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
 
 def _autograd_function(
     name: str,
-    run: Callable[..., Any],
+    call: Callable[..., OpCall],
     setup: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> Any:
@@ -147,7 +163,7 @@ def _autograd_function(
         def forward(ctx: Any, prepared: Prepared, lengths: tuple[int, ...], *flat: Any) -> Any:
             # Without setup_context, for which torch inspects the signature in each call.
             args = tuple(_nested(flat, lengths))
-            found = run(prepared, *args)
+            found = call(*args).run(prepared)
             ctx.lengths, ctx.has_list = lengths, isinstance(found, list)
             setup(ctx, args, found)
             return tuple(found) if ctx.has_list else found
