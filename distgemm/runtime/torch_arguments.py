@@ -35,7 +35,9 @@ def read_tensor(name: str, value: Any) -> torch.Tensor:
         raise wrong(name, "a torch.Tensor, as torch.as_tensor makes it", value)
     if isinstance(value, DTensor):
         raise wrong(name, "a tensor of this rank, and no DTensor; to_local() returns it", value)
-    if value.is_nested or value.layout is not torch.strided:
+    if value.is_nested:
+        raise wrong(name, "a dense tensor, and no nested one", value)
+    if value.layout is not torch.strided:
         raise wrong(name, f"a dense tensor, and not one with the layout {value.layout}", value)
     if value.is_meta:
         raise wrong(name, "a tensor with values, and not one on the device meta", value)

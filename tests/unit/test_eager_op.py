@@ -141,6 +141,13 @@ def test_what_depends_on_metadata_is_prepared_once(op: EagerOp) -> None:
     assert len(MADE) == 7
 
 
+def test_where_a_list_ends_is_metadata(op: EagerOp) -> None:
+    MADE.clear()
+    a, b, c = torch.randn(3, 4), torch.randn(1, 4), torch.randn(1, 4)
+    found = op(a, [b, c], [], 3, [1, 2]), op(a, [b], [c], 3, [1, 2])
+    assert [len(results) for results in found] == [3, 2] and len(MADE) == 2
+
+
 def test_a_call_without_gradients_makes_no_node(op: EagerOp) -> None:
     a, bs, biases = tensors((True,) * 4)
     with torch.no_grad():
