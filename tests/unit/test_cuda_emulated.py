@@ -158,12 +158,16 @@ def test_chunks_that_the_caller_multiplies_are_right_in_every_order(
     unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}[ranks]
     every = [
         distgemm.make_plan(
-            distgemm.GemmProblem(sum(rows), ranks, 5, dtype="float32", m_per_rank=rows), schedule, ranks, **options
+            distgemm.GemmProblem(sum(rows), ranks, k, dtype="float32", m_per_rank=rows), schedule, ranks, **options
         )
         for schedule in GATHERS
         for rows in ((4,) * ranks, unequal)
-        for options in ({"sync": "barrier"}, {"chunks": 3, "mechanism": "pull"}, {"chunks": 2, "workspace": "bounded"})
-        if ranks < 3 or "workspace" not in options
+        for k, options in (
+            (5, {"sync": "barrier"}),
+            (64, {"chunks": 3, "sync": "barrier"}),
+            (5, {"chunks": 3, "mechanism": "pull"}),
+            *([(5, {"chunks": 2, "workspace": "bounded"})] if ranks < 3 else []),
+        )
     ]
     machine = machine_of(every)
     todo: list[list[Any]] = [[] for _ in range(ranks)]
@@ -173,7 +177,8 @@ def test_chunks_that_the_caller_multiplies_are_right_in_every_order(
         blocks = [Block(drawn.whole["A"]) for _ in range(ranks if replay % 3 != 1 else 0)]
         data.append((drawn, blocks))
         for rank, call in enumerate(drawn.calls):
-            one = Emulated(plan, rank, machine.workspaces[rank], 1, wait_by=("memory_op", "kernel")[replay % 2])
+            wait_by, merges = ("memory_op", "kernel")[replay % 2], plan.problem.k == 64
+            one = Emulated(plan, rank, machine.workspaces[rank], 1, wait_by=wait_by, merge_copies=merges)
             if blocks:
                 tasks = one.gather_tasks(call.given["A"], recorded, buffer, blocks[rank])
             else:

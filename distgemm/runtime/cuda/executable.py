@@ -290,8 +290,8 @@ class CudaExecutable:
             finally:  # other ranks need the rest of this one's steps
                 while put_next() is not None:
                     pass
-                (self._order.end_captured if captured else self._order.end)(stream)
                 self._order.occupied = False
+                (self._order.end_captured if captured else self._order.end)(stream)
         note()
 
     def _current_stream(self) -> int:
