@@ -60,7 +60,7 @@ def bind(
     spec = spec_of(tensors)
     check_device(tensors)
     if provider is None:
-        provider = default_provider(tensors.d.device) if config is None else "cutlass"
+        provider = default_provider(tensors.d.device, spec.a.dtype) if config is None else "cutlass"
     return _kernel(spec, provider, config, streams).bind(tensors)
 
 

@@ -21,17 +21,21 @@ def list_providers() -> list[str]:
     return ["cublas", "cutlass"]
 
 
-def default_provider(device: torch.device | None = None) -> str:
+def default_provider(device: torch.device | None = None, dtype: str = "bfloat16") -> str:
     """The provider that is taken if the caller names none.
 
     It is "cutlass" on GPUs of compute capability 9.0, for which it has kernels with TMA and wgmma. On other GPUs it has
-    slower kernels only, so it is "cublas". Without a GPU it is "cutlass", to plan and to compile for Hopper.
+    slower kernels only, so it is "cublas". Without a GPU it is "cutlass", to plan and to compile for Hopper. It is
+    "cublas" for float64, which "cutlass" does not multiply.
 
     Args:
         device: the GPU; None: the current one.
+        dtype: element type of A and B.
     """
     import torch
 
+    if dtype == "float64":
+        return "cublas"
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return "cutlass"
     return "cutlass" if torch.cuda.get_device_capability(device) == HOPPER else "cublas"

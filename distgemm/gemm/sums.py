@@ -19,6 +19,8 @@ __all__ = ["SumLaunch", "bind_sum", "sum_source", "sum_source_of"]
 
 SOURCES = 64
 """Matrices that one launch adds, at most."""
+SUMMED = ("float64", *RESULTS)
+"""Types of the matrices."""
 
 
 class _Arguments(ctypes.Structure):
@@ -30,7 +32,7 @@ class _Arguments(ctypes.Structure):
         ("c", Matrix),
         ("d", Matrix),
         ("bias", ctypes.c_void_p),
-        ("beta", ctypes.c_float),
+        ("beta", ctypes.c_double),
     )
 
 
@@ -43,7 +45,10 @@ def sum_source(source: str, result: str, vector: int, arch: str) -> KernelSource
         vector: elements that a thread loads at once.
         arch: the architecture, as nvcc names it.
     """
-    macros = (("DG_SOURCE", ELEMENTS[source]), ("DG_D", ELEMENTS[result]), ("DG_VECTOR", str(vector)))
+    elements = ELEMENTS | {"float64": "double"}
+    added = "double" if "float64" in (source, result) else "float"
+    values = {"SOURCE": elements[source], "D": elements[result], "SUM": added, "VECTOR": str(vector)}
+    macros = tuple((f"DG_{name}", value) for name, value in values.items())
     return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu")
 
 
@@ -59,8 +64,8 @@ def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource
     """
     specs = [*matrices, d]
     for spec in specs:
-        if spec.dtype not in RESULTS:
-            raise ValueError(f"sums are of {', '.join(RESULTS)}, not {spec.dtype}")
+        if spec.dtype not in SUMMED:
+            raise ValueError(f"sums are of {', '.join(SUMMED)}, not {spec.dtype}")
     vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in specs), *(spec.vector for spec in specs))
     return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
 
@@ -110,7 +115,7 @@ def bind_sum(
 ) -> SumLaunch:
     """``d = sources[0] + sources[1] + ... + beta * c + bias``
 
-    The kernel adds in float32, in this order, and rounds once.
+    The kernel adds in this order, in float64 where one of the types is float64 and else in float32, and rounds once.
 
     Args:
         sources: (m, n) or (l, m, n), of one type, rows contiguous; at most 64. Each may be the same memory as ``d``.

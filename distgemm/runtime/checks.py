@@ -30,6 +30,7 @@ __all__ = [
     "check_gathered",
     "check_gradients",
     "check_scales",
+    "check_shard",
     "check_shards",
     "compare",
     "differences",
@@ -327,8 +328,9 @@ def check_gradients(rank: int, *tensors: Any) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    for name, tensor in zip(TENSORS_OF_A_CALL, tensors, strict=True):
+    for number, tensor in enumerate(tensors):
         if tensor is not None and getattr(tensor, "requires_grad", False):
+            name = TENSORS_OF_A_CALL[number]
             raise ValueError(
                 f"{name} on rank {rank} requires grad, and executables know no gradients: call them under "
                 "torch.no_grad(), or take distgemm.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce"
@@ -366,27 +368,38 @@ def check_shards(
     given = {"A": a_shard, "B": b_shard, "C": c_shard, "D": out}
     found: dict[str, Tensor] = {}
     for name, tensor in given.items():
-        dtype = shard_dtype(plan, name)
-        shape = plan.shard_shape(name, rank)
         if tensor is None and name in "CD":
             if name == "D":
-                found["D"] = torch.empty(shape, dtype=dtype, device=device)
+                found["D"] = torch.empty(plan.shard_shape("D", rank), dtype=shard_dtype(plan, "D"), device=device)
             continue
-        what = "out" if name == "D" else f"{name}'s shard"
-        tensor = read_tensor(f"{what} on rank {rank}", tensor)
-        for aspect, actual, wanted in (
-            ("shape", tuple(tensor.shape), shape),
-            ("dtype", tensor.dtype, dtype),
-            ("device", tensor.device, device),
-        ):
-            if actual != wanted:
-                raise ValueError(f"{what} on rank {rank} has {aspect} {wanted}, got {actual}")
-        _check_memory(what, rank, tensor, written=name == "D")
-        found[name] = tensor
+        found[name] = check_shard(plan, rank, device, name, tensor)
     if out is not None:
         for name in "ABC":
             if name in found and share_memory(found[name], out):
                 raise ValueError(f"out shares memory with {name}'s shard, which is still read when out is written")
+    return found
+
+
+def check_shard(plan: Plan, rank: int, device: torch.device, name: str, tensor: Any) -> Tensor:
+    """A tensor of a call, once it is known to fit; see :func:`check_shards`.
+
+    Args:
+        plan: what is executed.
+        rank: this rank.
+        device: where the tensor lies.
+        name: "A", "B", "C", or "D" for the tensor that D goes into.
+        tensor: the tensor.
+    """
+    what = "out" if name == "D" else f"{name}'s shard"
+    found: Tensor = read_tensor(f"{what} on rank {rank}", tensor)
+    for aspect, actual, wanted in (
+        ("shape", tuple(found.shape), plan.shard_shape(name, rank)),
+        ("dtype", found.dtype, shard_dtype(plan, name)),
+        ("device", found.device, device),
+    ):
+        if actual != wanted:
+            raise ValueError(f"{what} on rank {rank} has {aspect} {wanted}, got {actual}")
+    _check_memory(what, rank, found, written=name == "D")
     return found
 
 

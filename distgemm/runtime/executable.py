@@ -88,11 +88,11 @@ class ExecutionConfig:
         """Whether all GEMMs of a rank are one kernel."""
         return self.execution == "single_kernel"
 
-    def on(self, device: torch.device) -> ExecutionConfig:
-        """The same, with the provider named."""
+    def on(self, device: torch.device, dtype: str = "bfloat16") -> ExecutionConfig:
+        """The same, with the provider named that multiplies elements of this type on a GPU."""
         from distgemm.gemm import default_provider  # the GPU code is imported where it is needed
 
-        return self if self.provider else replace(self, provider=default_provider(device))
+        return self if self.provider else replace(self, provider=default_provider(device, dtype))
 
 
 EXECUTION_FIELDS = tuple(ExecutionConfig.__dataclass_fields__)

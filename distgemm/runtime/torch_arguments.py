@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from distgemm.arguments import wrong
 
-__all__ = ["read_device", "read_dtype", "read_tensor"]
+__all__ = ["PLAIN", "is_plain", "read_device", "read_dtype", "read_tensor"]
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that dispatch nothing by themselves."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of such a class that :func:`read_tensor` returns."""
+    return type(value) in PLAIN and value.layout is torch.strided and not value.is_nested and not value.is_meta
 
 
 def read_tensor(name: str, value: Any) -> torch.Tensor:
@@ -27,7 +35,9 @@ def read_tensor(name: str, value: Any) -> torch.Tensor:
         raise wrong(name, "a torch.Tensor, as torch.as_tensor makes it", value)
     if isinstance(value, DTensor):
         raise wrong(name, "a tensor of this rank, and no DTensor; to_local() returns it", value)
-    if value.is_nested or value.layout is not torch.strided:
+    if value.is_nested:
+        raise wrong(name, "a dense tensor, and no nested one", value)
+    if value.layout is not torch.strided:
         raise wrong(name, f"a dense tensor, and not one with the layout {value.layout}", value)
     if value.is_meta:
         raise wrong(name, "a tensor with values, and not one on the device meta", value)

@@ -19,8 +19,9 @@ from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
-from distgemm.runtime.collective.executable import CollectiveExecutable, GatheredChunk
+from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
+from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
 from distgemm.simulator import arrivals
@@ -48,8 +49,10 @@ __all__ = [
 Tensor = torch.Tensor
 Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "gather"]
 
-CALLER_MULTIPLIES = "the caller multiplies the chunks"
-"""The note of a :func:`distgemm.gather`."""
+CALLER = "the caller"
+"""Who computes the GEMMs of a :func:`distgemm.gather`."""
+GATHERS = ExecutionConfig(provider="cublas", gemm_streams=1)
+"""How GPUs execute a plan whose chunks the caller multiplies: on its stream, without kernels to compile."""
 KEPT_BYTES = 512 << 20
 """The most memory of the executables that are kept for each group, in bytes of host memory as :func:`size_of` estimates
 it. Those that were used least recently are dropped first. Their workspaces do not count: executables share one."""
@@ -116,7 +119,7 @@ class CallRecord:
             the unfused program, the plan only says which shards went in and out.
         options: options of the schedule, as (name, value) pairs.
         transfers: who moved data between ranks.
-        provider: who computed the GEMMs.
+        provider: who computed the GEMMs; "the caller": the block of a :func:`distgemm.gather`.
         tuned: the configuration that "auto" selected on a GPU, or the unfused program of the caller; otherwise None.
             ``schedule=tuned.text`` pins it.
         note: what the caller did besides, such as a copy; "": nothing.
@@ -143,7 +146,7 @@ class CallRecord:
         if self.unfused:
             return "unfused: a collective and one GEMM"
         if self.function == "gather":
-            return None if self.note == CALLER_MULTIPLIES else "a gather alone: there is no GEMM"
+            return None if self.provider == CALLER else "a gather alone: there is no GEMM"
         if max(_gemms_of_ranks(self.plan)) == 1:
             return "one GEMM on each rank: transfers come before or after it"
         if _in_lockstep(self.plan):
@@ -207,8 +210,9 @@ class CallLog:
     def add(self, call: CallRecord) -> None:
         """Note a call that ran."""
         self.last = call
-        for calls in list(self.lists.values()):
-            calls.append(call)
+        if self.lists:
+            for calls in list(self.lists.values()):
+                calls.append(call)
 
 
 CALLS = CallLog()
@@ -276,6 +280,7 @@ class PreparedCall:
     compared: set[bool] = field(default_factory=set)
     used: int = field(default_factory=USES.__next__)
     dropped: bool = False
+    _records: dict[tuple[Function, str], CallRecord] = field(default_factory=dict)
 
     def is_current(self) -> bool:
         """Whether :func:`prepare` would return it."""
@@ -285,10 +290,10 @@ class PreparedCall:
         self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
     ) -> Tensor:
         """This rank's shard of A @ B.T + bias; writes all of A to ``gathered`` if that is given."""
-        executable = self.executable
-        bias = None if bias is None else bias.resolve_neg()
-        d = executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
-        self._record(function, NOTE.get())
+        if bias is not None and bias.is_neg():
+            bias = bias.resolve_neg()
+        d = self.executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
+        self._record(function)
         return d
 
     def gather(self, a: Tensor) -> Iterator[GatheredChunk]:
@@ -297,29 +302,38 @@ class PreparedCall:
         Raises:
             ValueError: for the unfused program.
         """
-        executable = self.executable
-        if not isinstance(executable, CollectiveExecutable):
+        gather = getattr(self.executable, "gather", None)
+        if gather is None:
             raise ValueError("gather: the unfused program has no chunks; schedule='auto', or the name of a schedule")
-        yield from executable.gather(with_rows(a))
-        self._record("gather", CALLER_MULTIPLIES)
+        yield from gather(with_rows(a))
+        self._record("gather", CALLER)
 
-    def _record(self, function: Function, note: str) -> None:
+    def _record(self, function: Function, provider: str | None = None) -> None:
         self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
-        plan, transfers, provider = self.executable.plan, self.executable.transfers, self.executable.provider
-        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, note))
+        note = NOTE.get()
+        record = self._records.get((function, note))
+        if record is None:
+            plan, transfers = self.executable.plan, self.executable.transfers
+            provider = provider or self.executable.provider
+            record = CallRecord(function, plan, self.options, transfers, provider, self.tuned, note)
+            self._records[function, note] = record
+        CALLS.add(record)
 
 
 def with_rows(matrix: Tensor) -> Tensor:
     """A matrix whose rows are contiguous and do not overlap: copies between ranks move rows."""
-    matrix = matrix.resolve_neg()
-    return matrix if _has_rows(*matrix.shape, *matrix.stride()) else matrix.contiguous()
+    if matrix.is_neg():
+        matrix = matrix.resolve_neg()
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    return matrix if _has_rows(rows, columns, row_stride, column_stride) else matrix.contiguous()
 
 
 def with_rows_or_columns(matrix: Tensor) -> Tensor:
     """A matrix whose rows or columns are contiguous and do not overlap, as GEMMs take it."""
-    matrix = matrix.resolve_neg()
-    turned = matrix.t()
-    fits = _has_rows(*matrix.shape, *matrix.stride()) or _has_rows(*turned.shape, *turned.stride())
+    if matrix.is_neg():
+        matrix = matrix.resolve_neg()
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
+    fits = _has_rows(rows, columns, row_stride, column_stride) or _has_rows(columns, rows, column_stride, row_stride)
     return matrix if fits else matrix.contiguous()
 
 
@@ -380,6 +394,7 @@ def prepare(
     schedule: str,
     chunks: int | None,
     biased: bool,
+    caller_multiplies: bool = False,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
 
@@ -395,6 +410,7 @@ def prepare(
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
+        caller_multiplies: whether the call is a :func:`distgemm.gather`.
 
     Raises:
         RuntimeError: for the first call of its kind while the current stream is captured, and where a rank is gone.
@@ -403,18 +419,19 @@ def prepare(
     group = process_group(group_name)
     raise_if_failed(group)
     calls = PREPARED.of(group)
-    key = (pattern, problem, schedule, chunks, device)
+    key = (pattern, problem, schedule, chunks, device, caller_multiplies)
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found
+    called = "gather" if caller_multiplies else pattern
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"the stream is being captured, and {pattern} was not called yet for m {problem.m}, n {problem.n}, "
+            f"the stream is being captured, and {called} was not called yet for m {problem.m}, n {problem.n}, "
             f"k {problem.k}, {problem.dtype}, schedule {schedule!r}{', with a bias' * biased}: the first call waits "
             "for the other ranks. Run the same forward and backward pass once before torch.cuda.graph"
         )
     fields = {
-        "call": f"the first call of {pattern}",
+        "call": f"the first call of {called}",
         "schedule": schedule,
         "chunks": chunks,
         "number of ranks": group.size(),
@@ -424,7 +441,7 @@ def prepare(
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks)
+        found = make(pattern, problem, group, device, schedule, chunks, caller_multiplies)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -437,12 +454,13 @@ def make(
     device: torch.device,
     schedule: str,
     chunks: int | None,
+    caller_multiplies: bool = False,
 ) -> PreparedCall:
     """:func:`prepare` without the cache."""
     from distgemm import tune  # imported here so that layers can be made without the GPU code
 
     of_group = GroupRef(group)
-    if schedule == "auto" and chunks is None and device.type == "cuda":
+    if schedule == "auto" and chunks is None and device.type == "cuda" and not caller_multiplies:
         measured = tune.executable(problem, pattern, group, device=device)
         selected = tune.config_of(measured)
         assert selected is not None
@@ -471,7 +489,12 @@ def make(
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
         )
-    executable = executable_of(plan, group, device, config.execution)
+    execution = config.execution
+    if caller_multiplies and device.type == "cuda":
+        if execution != ExecutionConfig():
+            raise ValueError(f"gather: {', '.join(EXECUTION_FIELDS)} are options of GEMMs, got {execution}")
+        execution = GATHERS
+    executable = executable_of(plan, group, device, execution)
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 

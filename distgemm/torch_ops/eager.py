@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["EagerOp", "Prepared"]
+from distgemm.runtime.torch_arguments import PLAIN
+
+__all__ = ["EagerOp", "OpCall", "Prepared"]
 
 Tensor = torch.Tensor
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Classes of tensors that dispatch nothing by themselves."""
 
 
 class Prepared(Protocol):
@@ -25,6 +25,25 @@ class Prepared(Protocol):
 
     def is_current(self) -> bool:
         """Whether it may serve a further call."""
+        ...
+
+
+class OpCall(Protocol):
+    """The arguments of a call of an op."""
+
+    def prepare(self) -> Any:
+        """Check the arguments; what :meth:`run` needs besides, a :class:`Prepared`.
+
+        Of tensors it sees shapes, dtypes and devices only.
+        """
+        ...
+
+    def run(self, prepared: Any) -> Any:
+        """What the op computes: a tensor or a list of tensors."""
+        ...
+
+    def fake(self) -> Any:
+        """Tensors with the shapes of what :meth:`run` returns, as ``register_fake`` takes them."""
         ...
 
 
@@ -37,10 +56,7 @@ class EagerOp:
     Args:
         name: the op's name, with its namespace.
         schema: the op's schema.
-        prepare: checks the arguments of a call, and returns what :attr:`run` needs besides. Of tensors it sees shapes,
-            dtypes and devices only.
-        run: what the op computes from that and the arguments. It returns a tensor or a list of tensors.
-        fake: the shapes of what it returns, as ``register_fake`` takes it.
+        call: the class of the op's calls, made from the arguments.
         setup: as the ``setup_context`` of ``register_autograd``.
         backward: as the ``backward`` of ``register_autograd``.
 
@@ -52,56 +68,66 @@ class EagerOp:
         self,
         name: str,
         schema: str,
-        prepare: Callable[..., Prepared],
-        run: Callable[..., Any],
-        fake: Callable[..., Any],
+        call: Callable[..., OpCall],
         setup: Callable[[Any, tuple[Any, ...], Any], None],
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
-        self.op.register_fake(fake)
+        self.op.register_fake(lambda *args: call(*args).fake())
         self.op.register_autograd(backward, setup_context=setup)
-        self._prepare, self._run = prepare, run
+        self._call = call
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
-        self._node = _autograd_function(name, self._compute, setup, backward)
+        self._node = _autograd_function(name, call, setup, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
         if torch.compiler.is_compiling() or _is_observed():
             return self.op(*args)
-        flat: list[Any] = []
-        lengths = []
-        for arg in args:
-            if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
-                flat += arg
-                lengths.append(len(arg))
-            else:
-                flat.append(arg)
-                lengths.append(-1)
-        needs_grad = False
-        for arg in flat:
-            if isinstance(arg, Tensor):
-                if type(arg) not in PLAIN:
-                    return self.op(*args)
-                needs_grad = needs_grad or arg.requires_grad
+        key, is_plain, needs_grad = _read(args)
+        if not is_plain:
+            return self.op(*args)
+        call = self._call(*args)
+        prepared = self._prepared_for(key, call)
         if not needs_grad or not torch.is_grad_enabled():
-            return self._compute(*args)
-        found = self._node.apply(tuple(lengths), *flat)
+            return call.run(prepared)
+        lengths = tuple([len(arg) if isinstance(arg, (list, tuple)) else -1 for arg in args])
+        flat = [each for arg, length in zip(args, lengths, strict=True) for each in (arg if length >= 0 else (arg,))]
+        found = self._node.apply(prepared, lengths, *flat)
         return list(found) if isinstance(found, tuple) else found
 
     def _compute(self, *args: Any) -> Any:
-        key = tuple([_metadata(arg) for arg in args])
+        call = self._call(*args)
+        return call.run(self._prepared_for(_read(args)[0], call))
+
+    def _prepared_for(self, key: tuple[Any, ...], call: OpCall) -> Prepared:
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
-            prepared = self._prepared[key] = self._prepare(*args)
-        return self._run(prepared, *args)
+            with torch.no_grad():
+                prepared = self._prepared[key] = call.prepare()
+        return prepared
 
 
-def _metadata(arg: Any) -> Any:
-    """What :attr:`EagerOp.prepare` may see of an argument, as a part of a key."""
-    if isinstance(arg, Tensor):
-        return arg.shape, arg.dtype, arg.device
-    return tuple([_metadata(each) for each in arg]) if isinstance(arg, (list, tuple)) else arg
+def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
+    """What :meth:`OpCall.prepare` may see, whether all tensors are of plain classes, and whether one requires grad."""
+    key: list[Any] = []
+    is_plain, needs_grad = True, False
+    for arg in args:
+        if isinstance(arg, Tensor):
+            elements: Sequence[Any] = (arg,)
+        elif isinstance(arg, (list, tuple)):
+            key.append(len(arg))
+            elements = arg
+        else:
+            key.append(arg)
+            continue
+        for each in elements:
+            if isinstance(each, Tensor):
+                is_plain = is_plain and type(each) in PLAIN
+                needs_grad = needs_grad or each.requires_grad
+                key += (each.shape, each.dtype, each.device)
+            else:
+                key.append(each)
+    return tuple(key), is_plain, needs_grad
 
 
 def _is_observed() -> bool:
@@ -115,7 +141,7 @@ def _is_observed() -> bool:
 
 
 def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-    """Arguments of an op from a flat list; a length of -1 stands for an argument that is no list of tensors."""
+    """Arguments of an op from a flat list; a length of -1 stands for an argument that is no list."""
     found: list[Any] = []
     at = 0
     for length in lengths:
@@ -126,33 +152,31 @@ def _nested(flat: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
 
 def _autograd_function(
     name: str,
-    run: Callable[..., Any],
+    call: Callable[..., OpCall],
     setup: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
 ) -> Any:
-    """A ``torch.autograd.Function`` of an op. Its arguments are the lengths of lists, then all arguments flat."""
+    """A ``torch.autograd.Function`` of an op. It takes what is prepared, the lengths of lists, and flat arguments."""
 
     class Node:
         @staticmethod
-        def forward(lengths: tuple[int, ...], *flat: Any) -> Any:
-            found = run(*_nested(flat, lengths))
-            return tuple(found) if isinstance(found, list) else found
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            lengths, *flat = inputs
-            ctx.lengths, ctx.has_list = lengths, isinstance(output, tuple)
-            setup(ctx, tuple(_nested(flat, lengths)), list(output) if ctx.has_list else output)
+        def forward(ctx: Any, prepared: Prepared, lengths: tuple[int, ...], *flat: Any) -> Any:
+            # Without setup_context, for which torch inspects the signature in each call.
+            args = tuple(_nested(flat, lengths))
+            found = call(*args).run(prepared)
+            ctx.lengths, ctx.has_list = lengths, isinstance(found, list)
+            setup(ctx, args, found)
+            return tuple(found) if ctx.has_list else found
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             flat_needs = ctx.needs_input_grad
-            ctx.needs_input_grad = tuple(_nested(flat_needs[1:], ctx.lengths))
+            ctx.needs_input_grad = tuple(_nested(flat_needs[2:], ctx.lengths))
             try:
                 found = backward(ctx, list(grads) if ctx.has_list else grads[0])
             finally:
                 ctx.needs_input_grad = flat_needs
-            flat: list[Any] = [None]
+            flat: list[Any] = [None, None]
             for grad, length in zip(found, ctx.lengths, strict=True):
                 flat += [grad] if length < 0 else grad or [None] * length
             return tuple(flat)

@@ -11,8 +11,8 @@ import torch
 
 from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
 from distgemm.runtime.checks import Group, process_group
-from distgemm.runtime.collective.executable import GatheredChunk
-from distgemm.runtime.torch_arguments import read_tensor
+from distgemm.runtime.gathering import GatheredChunk
+from distgemm.runtime.torch_arguments import is_plain, read_tensor
 from distgemm.schedulers import schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
 from distgemm.torch_ops import library
@@ -50,6 +50,8 @@ def group_name(group: Group) -> str:
 
 
 def _matrix(name: str, x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
     if x.dim() < 2:
         raise ValueError(
             f"{name} is (tokens, ..., in_features), got shape {tuple(x.shape)}; x.unsqueeze(0) is one token"
@@ -72,22 +74,30 @@ def _check(
     """
     if torch.compiler.is_compiling():
         return
+    needs_grad = False
     for name, x in tensors.items():
-        if x is not None or not name.startswith("bias"):
+        if x is None and name.startswith("bias"):
+            continue
+        if not is_plain(x):
             read_tensor(f"{function}: {name}", x)
-    string(f"{function}: schedule", schedule, SCHEDULE)
-    _check_chunks(f"{function}: chunks", chunks)
+        needs_grad = needs_grad or x.requires_grad
+    if type(schedule) is not str:
+        string(f"{function}: schedule", schedule, SCHEDULE)
+    if chunks is not None:
+        _check_chunks(f"{function}: chunks", chunks)
     if m_per_rank is not None:
         integers(f"{function}: m_per_rank", m_per_rank, 0, MAX_EXTENT)
     if features is not None:
         name = "out_features" if function == "all_gather_matmul" else "in_features"
         integer(f"{function}: {name}", features, 1, MAX_EXTENT)
     for name, value in switches.items():
-        boolean(f"{function}: {name}", value)
-    given = {name: x for name, x in tensors.items() if x is not None}
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        for name, x in given.items():
-            if x.is_inference():  # otherwise torch refuses to save it once the ranks have computed the result
+        if type(value) is not bool:
+            boolean(f"{function}: {name}", value)
+    if needs_grad and torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if (
+                x is not None and x.is_inference()
+            ):  # otherwise torch refuses to save it once the ranks have computed the result
                 raise ValueError(
                     f"{function}: {name} is kept for gradients, got an inference tensor; {name}.clone() outside of "
                     "torch.inference_mode() makes another"
@@ -124,6 +134,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def autocast(x: Tensor) -> Tensor:
     """A tensor cast as torch.autocast casts the arguments of F.linear, which keeps float64."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return x  # the name of the device takes longer to find
     dtype = autocast_dtype(x.device.type)
     return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
 
@@ -265,10 +277,12 @@ def all_gather_matmul(
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias]
     if several and bias is None:
         biases = [None] * len(bs)
-    given = {"b": bs, "bias": biases}
-    named = {f"{name}[{i}]" if several else name: x for name, each in given.items() for i, x in enumerate(each)}
+    named = {"a_shard": a_shard}
+    for name, each in (("b", bs), ("bias", biases)):
+        for index, x in enumerate(each):
+            named[f"{name}[{index}]" if several else name] = x
     switches = {"keep_gathered": keep_gathered, "return_gathered": return_gathered}
-    _check("all_gather_matmul", {"a_shard": a_shard, **named}, schedule, chunks, m_per_rank, **switches)
+    _check("all_gather_matmul", named, schedule, chunks, m_per_rank, **switches)
     if len(biases) != len(bs) or (several and isinstance(bias, Tensor)):
         wanted = f"a sequence of {len(bs)}, as there are {len(bs)} b, with None for one without a bias"
         raise wrong("all_gather_matmul: bias", wanted, bias)
@@ -411,12 +425,16 @@ def gather(
     - **Rows.** ``rows`` are consecutive rows of the gathered tensor. Each row is in one chunk.
     - **Lifetime.** A chunk stays as it is until the end of the block, also after the next chunk has come; ``.clone()``
       keeps it longer. It is ``a_shard`` itself or memory of the group: do not write chunks or ``a_shard`` in the block.
-    - **Other calls.** Inside the block there is no other call on the group: it raises RuntimeError.
+    - **Other calls.** Inside the block there is no other call on the group, or on its GPU: it raises RuntimeError.
     - **End.** The end of the block receives the chunks that nobody asked for, also after an exception inside it. So no
       rank waits for another one for ever, and the next call may follow.
+    - **GPUs.** The host waits for nothing: the current stream waits for each chunk before the block gets it. Ask for
+      all chunks on one stream, and let it wait for other streams that read chunks before the block ends. In
+      torch.cuda.graph, the gather and what the block does become part of the graph. A block that takes longer than the
+      group's timeout counts as stuck.
 
     Args:
-        a_shard: (tokens of this rank, in_features). Only for CPU tensors so far.
+        a_shard: (tokens of this rank, in_features).
         group: the ranks that take part.
         schedule: as in :func:`all_gather_matmul`. It needs chunks of whole rows.
         chunks: as in :func:`all_gather_matmul`: the number of chunks of each rank's rows.
@@ -427,8 +445,8 @@ def gather(
 
     Raises:
         ValueError: if the tensor does not fit the group or the schedule, or requires grad outside of torch.no_grad().
-        NotImplementedError: for CUDA tensors.
-        RuntimeError: in torch.compile; where a rank is gone, or does not come within the group's timeout.
+        RuntimeError: in torch.compile; where a rank is gone, or does not come within the group's timeout; for a first
+            call with some sizes while a CUDA graph is captured.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("gather hands chunks to eager code: call it outside of torch.compile")
@@ -441,11 +459,6 @@ def gather(
         raise ValueError(
             "gather: a_shard requires grad, and no gradient goes through chunks; all_gather_matmul has gradients, or "
             "call it under torch.no_grad()"
-        )
-    if a_shard.device.type == "cuda":
-        raise NotImplementedError(
-            "gather is for CPU tensors so far; on GPUs, all_gather_matmul(..., return_gathered=True) gathers while it "
-            "multiplies, and schedule='unfused' gathers first"
         )
     arriving = library.prepare_gather(a_shard, group_name(group), schedule, chunks, m_per_rank).gather(a_shard)
     first = next(arriving, None)  # the ranks compare their calls before the block begins

@@ -6,7 +6,7 @@ They take matrices and the name of a group. Users call the functions of :mod:`di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,80 +143,18 @@ def _named(bs: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool
     return found
 
 
-def _gather_sizes(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    group: str,
-    rows: Sizes,
-    ns: Sizes,
-) -> tuple[list[int], list[int]]:
-    """The rows of each rank, and the out_features of each b over all ranks."""
-    function: Function = "all_gather_matmul"
-    _check(function, {"a": a, **_named(bs, biases, biased)})
-    if ns is not None and len(ns) != len(bs):
-        raise ValueError(f"{function}: out_features has a number for each of {len(bs)} b, got {list(ns)}")
-    wholes = [
-        _whole(function, "out_features", b.shape[0], None if ns is None else ns[index], group)
-        for index, b in enumerate(bs)
-    ]
-    return _gathered_rows(function, a.shape[0], rows, group), wholes
-
-
 def _largest(ns: Sequence[int], size: int) -> int:
     """The index of the b whose GEMM overlaps with the gather: the largest one that has rows on every rank."""
     # A rank without rows of b has no GEMM, so the plan sends it nothing.
     return max(range(len(ns)), key=lambda index: (all(split_extent(ns[index], size)), ns[index]))
 
 
-def _gather_prepare(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    group: str,
-    schedule: str,
-    chunks: int | None,
-    rows: Sizes,
-    ns: Sizes,
-    gathered: bool,
-    purpose: Purpose,
-) -> PreparedCall:
-    rows, ns = _gather_sizes(a, bs, biases, biased, group, rows, ns)
-    size, _ = size_and_rank(group)
-    first = _largest(ns, size)
-    shares = split_extent(ns[first], size)
-    if (len(bs) > 1 or gathered) and not all(shares) and purpose == "forward":
-        idle = shares.index(0)
-        raise ValueError(
-            f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, so "
-            "a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
-        )
-    problem = _problem("all_gather_matmul", a, sum(rows), ns[first], a.shape[1], rows, size)
-    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, biased[first])
-
-
-def _gather_run(
-    call: PreparedCall,
-    a: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    group: str,
-    schedule: str,
-    chunks: int | None,
-    rows: Sizes,
-    ns: Sizes,
-    gathered: bool,
-    purpose: Purpose,
-) -> list[Tensor]:
+class _GatherCall(NamedTuple):
     """The gathered A @ b.T + bias for each b, then, with ``gathered``, the gathered A.
 
     The GEMM of the largest b overlaps with the gather. The others follow, with the gathered A.
 
-    Args:
-        call: gathers A, and multiplies it by the largest b.
+    Attributes:
         a: (rows of this rank, K).
         bs: each (N of this rank, K).
         biases: (N of this rank,), of those b that have one.
@@ -229,47 +167,76 @@ def _gather_run(
         gathered: whether the gathered A is returned, too.
         purpose: "forward"; "gradient" if only ranks with rows of b need the gathered A; or "gather".
     """
-    first, whole, bias_of = 0, None, _by_index(biases, biased)
-    if len(bs) > 1 or gathered:
+
+    a: Tensor
+    bs: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    biased: Sequence[bool]
+    group: str
+    schedule: str
+    chunks: int | None
+    rows: Sizes
+    ns: Sizes
+    gathered: bool
+    purpose: Purpose
+
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """The rows of each rank, and the out_features of each b over all ranks."""
+        function: Function = "all_gather_matmul"
+        _check(function, {"a": self.a, **_named(self.bs, self.biases, self.biased)})
+        ns = self.ns
+        if ns is not None and len(ns) != len(self.bs):
+            raise ValueError(f"{function}: out_features has a number for each of {len(self.bs)} b, got {list(ns)}")
+        wholes = [
+            _whole(function, "out_features", b.shape[0], None if ns is None else ns[index], self.group)
+            for index, b in enumerate(self.bs)
+        ]
+        return _gathered_rows(function, self.a.shape[0], self.rows, self.group), wholes
+
+    def prepare(self) -> PreparedCall:
+        rows, ns = self._sizes()
+        size, _ = size_and_rank(self.group)
+        first = _largest(ns, size)
+        shares = split_extent(ns[first], size)
+        if (len(ns) > 1 or self.gathered) and not all(shares) and self.purpose == "forward":
+            idle = shares.index(0)
+            raise ValueError(
+                f"all_gather_matmul: out_features={ns[first]} over {size} ranks leaves rank {idle} without a row of b, "
+                "so a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
+            )
+        problem = _problem("all_gather_matmul", self.a, sum(rows), ns[first], self.a.shape[1], rows, size)
+        return prepare("ag+gemm", problem, self.group, self.a.device, self.schedule, self.chunks, self.biased[first])
+
+    def run(self, call: PreparedCall) -> list[Tensor]:
+        a, bs, biases, biased, group, _, _, rows, ns, gathered, purpose = self
+        if len(bs) == 1 and not gathered:
+            return [call("all_gather_matmul", a, bs[0], biases[0] if biases else None)]
         size, _ = size_and_rank(group)
         first = _largest([b.shape[0] * size for b in bs] if ns is None else ns, size)
+        bias_of = _by_index(biases, biased)
         whole = a.new_empty(a.shape[0] * size if rows is None else sum(rows), a.shape[1])
-    function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
-    found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
-    for index, b in enumerate(bs):
-        if index != first:
-            assert whole is not None
-            found[index] = torch.nn.functional.linear(whole, b, bias_of.get(index))
-    results = [found[index] for index in range(len(bs))]
-    return [*results, whole] if gathered and whole is not None else results
+        function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
+        found = {first: call(function, a, bs[first], bias_of.get(first), whole)}
+        for index, b in enumerate(bs):
+            if index != first:
+                found[index] = torch.nn.functional.linear(whole, b, bias_of.get(index))
+        results = [found[index] for index in range(len(bs))]
+        return [*results, whole] if gathered else results
 
-
-def _gather_fake(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    group: str,
-    schedule: str,
-    chunks: int | None,
-    rows: Sizes,
-    ns: Sizes,
-    gathered: bool,
-    purpose: Purpose,
-) -> list[Tensor]:
-    rows, _ = _gather_sizes(a, bs, biases, biased, group, rows, ns)
-    m = sum(rows)
-    results = [a.new_empty(m, b.shape[0]) for b in bs]
-    return [*results, a.new_empty(m, a.shape[1])] if gathered else results
+    def fake(self) -> list[Tensor]:
+        rows, _ = self._sizes()
+        a, m = self.a, sum(rows)
+        results = [a.new_empty(m, b.shape[0]) for b in self.bs]
+        return [*results, a.new_empty(m, a.shape[1])] if self.gathered else results
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, bs, _, biased, group, _, _, rows, ns, gathered, _ = inputs
+    given = _GatherCall(*inputs)
     ctx.set_materialize_grads(False)
-    ctx.kept = gathered
-    ctx.save_for_backward(output[-1] if gathered else a, *bs)
-    ctx.biased, ctx.group, ctx.ns = list(biased), group, ns
-    ctx.rows, ctx.mine = rows, a.shape[0]
+    ctx.kept = given.gathered
+    ctx.save_for_backward(output[-1] if given.gathered else given.a, *given.bs)
+    ctx.biased, ctx.group, ctx.ns = list(given.biased), given.group, given.ns
+    ctx.rows, ctx.mine = given.rows, given.a.shape[0]
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -332,16 +299,14 @@ def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, row
     size, _ = size_and_rank(group)
     rows = _gathered_rows("gather", a.shape[0], rows, group)
     problem = _problem("gather", a, sum(rows), size, a.shape[1], rows, size)
-    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False)
+    return prepare("ag+gemm", problem, group, a.device, schedule, chunks, False, caller_multiplies=True)
 
 
 all_gather_matmul = EagerOp(
     "distgemm::all_gather_matmul",
     "(Tensor a, Tensor[] bs, Tensor[] biases, bool[] biased, str group, str schedule, int? chunks, "
     "SymInt[]? rows, SymInt[]? ns, bool gathered, str purpose) -> Tensor[]",
-    _gather_prepare,
-    _gather_run,
-    _gather_fake,
+    _GatherCall,
     _gather_setup,
     _gather_backward,
 )
@@ -350,60 +315,60 @@ all_gather_matmul = EagerOp(
 # --- matmul, then reduce-scatter ------------------------------------------------------------------------
 
 
-def _scatter_sizes(
-    a: Tensor, b: Tensor, bias: Tensor | None, group: str, rows: Sizes, k: int | None
-) -> tuple[list[int], int]:
-    function: Function = "matmul_reduce_scatter"
-    _check(function, {"a": a, "b": b, "bias": bias})
-    k = _whole(function, "in_features", a.shape[1], k, group)
-    size, _ = size_and_rank(group)
-    if bias is not None and not all(split_extent(k, size)):
-        raise ValueError(
-            f"{function}: in_features={k} leaves some of {size} ranks without a column, and so their bias without a "
-            "gradient; add the bias to the result instead"
-        )
-    return _scattered_rows(function, a.shape[0], rows, group), k
+class _ScatterCall(NamedTuple):
+    """This rank's rows of the sum over ranks of A @ b.T, plus bias.
 
+    Attributes:
+        a: (rows of all ranks, K of this rank).
+        b: (N, K of this rank).
+        bias: (N,).
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        rows: rows of D on each rank; None: as many on each.
+        k: K over all ranks; None: as much on each rank.
+    """
 
-def _scatter_prepare(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    group: str,
-    schedule: str,
-    chunks: int | None,
-    rows: Sizes,
-    k: int | None,
-) -> PreparedCall:
-    rows, k = _scatter_sizes(a, b, bias, group, rows, k)
-    problem = _problem("matmul_reduce_scatter", a, a.shape[0], b.shape[0], k, rows, len(rows))
-    return prepare("gemm+rs", problem, group, a.device, schedule, chunks, bias is not None)
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    group: str
+    schedule: str
+    chunks: int | None
+    rows: Sizes
+    k: int | None
 
+    def _sizes(self) -> tuple[list[int], int]:
+        """The rows of each rank, and K over all ranks."""
+        function: Function = "matmul_reduce_scatter"
+        _check(function, {"a": self.a, "b": self.b, "bias": self.bias})
+        k = _whole(function, "in_features", self.a.shape[1], self.k, self.group)
+        size, _ = size_and_rank(self.group)
+        if self.bias is not None and not all(split_extent(k, size)):
+            raise ValueError(
+                f"{function}: in_features={k} leaves some of {size} ranks without a column, and so their bias without "
+                "a gradient; add the bias to the result instead"
+            )
+        return _scattered_rows(function, self.a.shape[0], self.rows, self.group), k
 
-def _scatter_run(call: PreparedCall, a: Tensor, b: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    """This rank's rows of the sum over ranks of A @ B.T, plus bias."""
-    return call("matmul_reduce_scatter", a, b, bias)
+    def prepare(self) -> PreparedCall:
+        (rows, k), a = self._sizes(), self.a
+        problem = _problem("matmul_reduce_scatter", a, a.shape[0], self.b.shape[0], k, rows, len(rows))
+        return prepare("gemm+rs", problem, self.group, a.device, self.schedule, self.chunks, self.bias is not None)
 
+    def run(self, call: PreparedCall) -> Tensor:
+        return call("matmul_reduce_scatter", self.a, self.b, self.bias)
 
-def _scatter_fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    group: str,
-    schedule: str,
-    chunks: int | None,
-    rows: Sizes,
-    k: int | None,
-) -> Tensor:
-    rows, _ = _scatter_sizes(a, b, bias, group, rows, k)
-    _, rank = size_and_rank(group)
-    return a.new_empty(rows[rank], b.shape[0])
+    def fake(self) -> Tensor:
+        rows, _ = self._sizes()
+        _, rank = size_and_rank(self.group)
+        return self.a.new_empty(rows[rank], self.b.shape[0])
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, group, _, _, rows, k = inputs
-    ctx.save_for_backward(a, b)
-    ctx.group, ctx.rows, ctx.k, ctx.biased = group, rows, k, bias is not None
+    given = _ScatterCall(*inputs)
+    ctx.save_for_backward(given.a, given.b)
+    ctx.group, ctx.rows, ctx.k, ctx.biased = given.group, given.rows, given.k, given.bias is not None
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -432,9 +397,7 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_reduce_scatter = EagerOp(
     "distgemm::matmul_reduce_scatter",
     "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt? k) -> Tensor",
-    _scatter_prepare,
-    _scatter_run,
-    _scatter_fake,
+    _ScatterCall,
     _scatter_setup,
     _scatter_backward,
 )
@@ -443,30 +406,43 @@ matmul_reduce_scatter = EagerOp(
 # --- matmul, then all-reduce ----------------------------------------------------------------------------
 
 
-def _reduce_sizes(a: Tensor, b: Tensor, bias: Tensor | None, group: str, k: int | None) -> int:
-    _check("matmul_all_reduce", {"a": a, "b": b, "bias": bias})
-    return _whole("matmul_all_reduce", "in_features", a.shape[1], k, group)
+class _ReduceCall(NamedTuple):
+    """The sum over ranks of A @ b.T, plus bias, on every rank.
 
+    Attributes:
+        a: (rows, K of this rank).
+        b: (N, K of this rank).
+        bias: (N,).
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        k: K over all ranks; None: as much on each rank.
+    """
 
-def _reduce_prepare(
-    a: Tensor, b: Tensor, bias: Tensor | None, group: str, schedule: str, chunks: int | None, k: int | None
-) -> PreparedCall:
-    k = _reduce_sizes(a, b, bias, group, k)
-    size, _ = size_and_rank(group)
-    problem = _problem("matmul_all_reduce", a, a.shape[0], b.shape[0], k, None, size)
-    return prepare("gemm+ar", problem, group, a.device, schedule, chunks, bias is not None)
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    group: str
+    schedule: str
+    chunks: int | None
+    k: int | None
 
+    def _whole_k(self) -> int:
+        _check("matmul_all_reduce", {"a": self.a, "b": self.b, "bias": self.bias})
+        return _whole("matmul_all_reduce", "in_features", self.a.shape[1], self.k, self.group)
 
-def _reduce_run(call: PreparedCall, a: Tensor, b: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    """The sum over ranks of A @ B.T, plus bias, on every rank."""
-    return call("matmul_all_reduce", a, b, bias)
+    def prepare(self) -> PreparedCall:
+        k, a = self._whole_k(), self.a
+        size, _ = size_and_rank(self.group)
+        problem = _problem("matmul_all_reduce", a, a.shape[0], self.b.shape[0], k, None, size)
+        return prepare("gemm+ar", problem, self.group, a.device, self.schedule, self.chunks, self.bias is not None)
 
+    def run(self, call: PreparedCall) -> Tensor:
+        return call("matmul_all_reduce", self.a, self.b, self.bias)
 
-def _reduce_fake(
-    a: Tensor, b: Tensor, bias: Tensor | None, group: str, schedule: str, chunks: int | None, k: int | None
-) -> Tensor:
-    _reduce_sizes(a, b, bias, group, k)
-    return a.new_empty(a.shape[0], b.shape[0])
+    def fake(self) -> Tensor:
+        self._whole_k()
+        return self.a.new_empty(self.a.shape[0], self.b.shape[0])
 
 
 def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -485,9 +461,7 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_all_reduce = EagerOp(
     "distgemm::matmul_all_reduce",
     "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt? k) -> Tensor",
-    _reduce_prepare,
-    _reduce_run,
-    _reduce_fake,
+    _ReduceCall,
     _reduce_setup,
     _reduce_backward,
 )

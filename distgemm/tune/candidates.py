@@ -18,7 +18,7 @@ from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.spec import Status
-from distgemm.plan.ops import Gemm, Reduce, View, box_extents
+from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
@@ -452,11 +452,6 @@ def _single_kernel_status(plan: Plan, transport: Transport) -> Status:
 def _computes(provider: str, plan: Plan) -> bool:
     """Whether a provider computes all GEMMs of a plan."""
     found = providers().get(provider)
-    sums_in_float64 = "float64" in (plan.problem.out_dtype, plan.problem.partial_dtype)
-    # The kernel for sums does not add in float64. Reduce ops use it, and so do GEMMs that add a partial sum, for C and
-    # the bias.
-    if sums_in_float64 and any(isinstance(op, (Gemm, Reduce)) and op.sources for ops in plan.rank_ops for op in ops):
-        return False
     return found is not None and all(found.supports(spec) for spec in specs_of(plan))
 
 

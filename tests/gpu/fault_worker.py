@@ -152,6 +152,26 @@ def come_back(case: Case, seconds: float, timeout: float | None) -> dict[str, An
     return found
 
 
+def gather_alone() -> dict[str, Any]:
+    """Rank 1 makes no second gather: rank 0 raises in its block, or as it asks for the next chunk."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = distgemm.make_plan(distgemm.GemmProblem(64 * ranks, ranks, 256), GATHER, ranks, sync="barrier", chunks=2)
+    exe = compile_plan(plan, provider="cublas", gemm_streams=1, timeout=4.0)
+    a = torch.full((64, 256), rank + 1.0, device="cuda", dtype=torch.bfloat16)
+    found: dict[str, Any] = {"before": [chunk.float().mean().item() for _, chunk in exe.gather(a)], "chunks": []}
+    torch.cuda.synchronize()
+    with noting(found):
+        if rank == 1:
+            time.sleep(9.0)
+        for _, chunk in exe.gather(a):
+            found["chunks"].append(chunk.float().mean().item())
+    try:
+        next(exe.gather(a))
+    except ReplayTimeoutError as error:
+        found["called_again"] = str(error)
+    return found
+
+
 def late_backward() -> dict[str, Any]:
     """Rank 1 makes no backward pass: rank 0 raises in the thread that called backward, which makes no call itself."""
     a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

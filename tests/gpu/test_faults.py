@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def test_a_rank_that_comes_back_too_late_raises(case: Case, tmp_path: Path) -> N
     assert "has not ended within 3 s" in found[0]["error"]
     assert "another rank has given up" in found[1]["error"]
     assert [one["wrong"] for one in found.values()] == [0, 0]
+
+
+def test_a_gather_whose_peer_does_not_come_raises(tmp_path: Path) -> None:
+    """The chunks that do not come are NaN."""
+    found = fault_worker.spawn(tmp_path, 2, fault_worker.gather_alone)
+    assert [one["before"] for one in found.values()] == [[1.0, 1.0, 2.0, 2.0], [2.0, 2.0, 1.0, 1.0]]
+    assert "has not ended within 4 s: " in found[0]["error"] and found[0]["seconds"] < 20, found
+    assert "another rank has given up" in found[1]["error"], found
+    assert found[0]["chunks"][:2] == [1.0, 1.0] and all(map(math.isnan, found[0]["chunks"][2:])), found
+    assert all("no executable on this workspace" in one["called_again"] for one in found.values())
 
 
 @pytest.mark.parametrize("connections", [None, 2, 4, 8, 32])

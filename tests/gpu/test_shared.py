@@ -26,9 +26,11 @@ RANKS = [5, 8]
 TORCH_CHECKS = [
     "after_inference",
     "equal_to_the_whole",
+    "float64",
     "recorded_steps",
     "graphed_callables",
     "refused_captures",
+    "gather_chunks",
     "many_shapes",
     "many_graphs",
     "depth",

@@ -26,9 +26,11 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
         checks: list[Any] = [
             (worker.after_inference, ()),
             (worker.equal_to_the_whole, ()),
+            (worker.float64, ()),
             (worker.recorded_steps, ()),
             (worker.graphed_callables, ()),
             (worker.refused_captures, ()),
+            (worker.gather_chunks, ()),
             (worker.many_shapes, ()),
             (worker.depth, ()),
             (worker.modules, ()),
@@ -52,6 +54,11 @@ def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_reductions_of_float64_add_in_float64(ranks: int) -> None:
+    assert failures(ranks, "float64") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_captured_step_has_the_bits_of_an_eager_step(ranks: int) -> None:
     assert failures(ranks, "recorded_steps") == []
 
@@ -64,6 +71,11 @@ def test_graphed_callables_have_the_bits_of_the_module(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_capture_that_needs_a_new_executable_is_refused(ranks: int) -> None:
     assert failures(ranks, "refused_captures") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_chunks_that_the_caller_multiplies_are_right(ranks: int) -> None:
+    assert failures(ranks, "gather_chunks") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -113,11 +113,11 @@ def quick(named: bool = True) -> Iterator[None]:
         return make(plan, execution, **(options | {"timeout": TIMEOUT_S}))
 
     def by_name(
-        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, biased: bool
+        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *rest: Any, **more: Any
     ) -> Any:
         if schedule == "auto":
             schedule, chunks = NAMED[pattern]
-        return prepare(pattern, problem, group, at, schedule, chunks, biased)
+        return prepare(pattern, problem, group, at, schedule, chunks, *rest, **more)
 
     with contextlib.ExitStack() as stack:
         for module in (cuda, tune_ranks):
@@ -359,6 +359,30 @@ def automatic() -> list[str]:
     todo = [Case("gather", (n,), 256), Case("scatter", (256,), n), Case("reduce", (256,), n)]
     with quick(named=False), mock.patch.dict(os.environ, {"DISTGEMM_TUNE": "0"}):
         return [wrong for seed, case in enumerate(todo) for wrong in run_case(case, 500 + seed)]
+
+
+def float64() -> list[str]:
+    """Reductions of float64 tensors by named schedules, also with a bias, which a sum adds where cuBLAS cannot."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, []
+    generator = torch.Generator(device()).manual_seed(13)
+    for schedule, chunks in (
+        (CHAIN, 2),
+        (PAIRWISE, 1),
+        (ALL_REDUCE, 2),
+        (ALL_REDUCE_PAIRWISE, 1),
+        ("all_reduce_1d_one_shot_a", 1),
+    ):
+        shapes = (24 * ranks, 32 * ranks), (40, 32 * ranks), (40,)
+        a, b, bias = (torch.randn(s, generator=generator, device=device(), dtype=torch.float64) for s in shapes)
+        scatters = schedule.startswith("reduce_scatter")
+        function: Any = distgemm.matmul_reduce_scatter if scatters else distgemm.matmul_all_reduce
+        y = function(
+            a.chunk(ranks, 1)[rank], b.chunk(ranks, 1)[rank], bias=bias, group=group, schedule=schedule, chunks=chunks
+        )
+        wanted = functional.linear(a, b, bias)
+        error = relative(y, wanted.chunk(ranks)[rank] if scatters else wanted)
+        wrong += [f"rank {rank}, {schedule}: {error:.1e}"] * (not error < 1e-14 * ranks)
+    return wrong
 
 
 def subgroups() -> list[str]:
@@ -622,6 +646,97 @@ def refused_captures() -> list[str]:
         if not torch.equal(y, wanted) or not torch.equal(found, gradient):
             wrong.append(f"rank {rank}: the captured results differ")
     return wrong
+
+
+# --- chunks for the caller's own GEMM -------------------------------------------------------------------------
+
+
+def gather_chunks() -> list[str]:
+    """distgemm.gather against float64: eager and captured, with inputs that change, beside calls, and with errors."""
+    ranks, rank, group, wrong = dist.get_world_size(), dist.get_rank(), dist.group.WORLD, []
+    generator = torch.Generator(device()).manual_seed(11)  # the same inputs on all ranks
+    b = torch.randn(40, 256, generator=generator, device=device()).bfloat16()
+    beside = torch.randn(128, 256, device=device()).bfloat16()
+
+    def multiply(a: Tensor, d: Tensor, **options: Any) -> Tensor:
+        rows_seen = 0
+        with distgemm.gather(a, group=group, **options) as chunks:
+            for rows, chunk in chunks:
+                torch.matmul(chunk, b.t(), out=d[rows])
+                rows_seen += len(chunk)
+        if rows_seen != len(d):
+            wrong.append(f"rank {rank}, {options}: {rows_seen} of {len(d)} rows")
+        return d
+
+    def check(what: str, whole: Tensor, d: Tensor) -> None:
+        wanted, allowed = whole.double() @ b.double().t(), whole.double().abs() @ b.double().abs().t()
+        excess = ((d.double() - wanted).abs() / (EPS * wanted.abs() + 256 * 2.0**-23 * allowed + 1e-30)).max()
+        if not float(excess) <= 1:
+            wrong.append(f"rank {rank}, {what}: the error is {float(excess):.2f} times the bound")
+
+    for schedule, chunks, unequal in ((GATHER, 2, False), (RING, 1, False), ("auto", None, True)):
+        sizes = (200, 0, 33, 64)[:ranks] if unequal else (96,) * ranks
+        options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "m_per_rank": sizes}
+        whole = torch.empty(sum(sizes), 256, device=device(), dtype=torch.bfloat16)
+        mine, d = part(whole, sizes, rank, 0).clone(), b.new_empty(sum(sizes), 40)
+
+        def change(whole: Tensor = whole, mine: Tensor = mine, d: Tensor = d, sizes: Any = sizes) -> None:
+            whole.copy_(torch.randn(whole.shape, generator=generator, device=device()))
+            mine.copy_(part(whole, sizes, rank, 0))
+            d.fill_(float("nan"))
+
+        with quick(named=False):
+            graph = torch.cuda.CUDAGraph()
+            for call in range(4):
+                change()
+                if rank == call % ranks:
+                    torch.cuda._sleep(3_000_000)  # one rank is late
+                multiply(mine, d, **options)
+                distgemm.all_gather_matmul(mine, beside, group=group, schedule=GATHER, m_per_rank=sizes)
+                multiply(mine, d, **options)  # the host runs ahead of the GPU
+                check(f"call {call} of {options}", whole, d)
+            with torch.cuda.graph(graph):
+                multiply(mine, d, **options)
+                multiply(mine, d, **options)
+            for replay in range(5):
+                change()
+                if rank == replay % ranks:
+                    torch.cuda._sleep(3_000_000)
+                graph.replay()
+                check(f"replay {replay} of {options}", whole, d)
+                if replay % 2:
+                    multiply(mine, d, **options)
+                    check(f"the call behind replay {replay} of {options}", whole, d)
+            for after in range(3):  # a rank's block fails, and the others go on
+                change()
+                try:
+                    with distgemm.gather(mine, group=group, **options) as arriving:
+                        for number, (rows, chunk) in enumerate(arriving):
+                            if rank == after % ranks and number == after // ranks:
+                                raise ArithmeticError("of the caller")
+                            torch.matmul(chunk, b.t(), out=d[rows])
+                    check(f"beside an error, {options}", whole, d)
+                except ArithmeticError:
+                    pass
+                try:
+                    with distgemm.gather(mine, group=group, **options):
+                        distgemm.all_gather_matmul(mine, beside, group=group, schedule=GATHER, m_per_rank=sizes)
+                    wrong.append(f"rank {rank}: a call inside the block was not refused")
+                except RuntimeError as error:
+                    if "has not ended: make this call behind its with block" not in str(error):
+                        wrong.append(f"rank {rank}: {error}")
+                multiply(mine, d, **options)
+                check(f"after an error, {options}", whole, d)
+            side = torch.cuda.Stream()
+            change()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                multiply(mine, d, **options)
+            torch.cuda.current_stream().wait_stream(side)
+            check(f"on another stream, {options}", whole, d)
+        graph.reset()
+    said = str(distgemm.last_call())
+    return wrong + [f"rank {rank}: {said}"] * ("GEMMs by the caller; overlapped" not in said)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------

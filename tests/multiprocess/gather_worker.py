@@ -41,7 +41,7 @@ def chunks() -> list[str]:
                 if sorted(rows) != list(range(sum(sizes))) or rows[: len(first)] != first:
                     wrong.append(f"{case}: rows {rows}")
             call = distgemm.last_call()
-            said = "one rank: nothing moves" if ranks == 1 else "; overlapped; the caller multiplies the chunks"
+            said = "one rank: nothing moves" if ranks == 1 else ", GEMMs by the caller; overlapped"
             if call.function != "gather" or said not in str(call):
                 wrong.append(f"{case}: {call}")
     return wrong

@@ -21,9 +21,10 @@ from distgemm.gemm import GemmSpec, GemmTensors
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.gemm.launches import MovableLaunch
+from distgemm.plan.ops import Gemm
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.cuda import binding, memops
-from distgemm.runtime.cuda.binding import Binder, CallTensors, first_users_of_a
+from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors, first_users_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering import lower
 from distgemm.runtime.cuda.lowering.actions import Action, SingleKernel
@@ -166,14 +167,45 @@ class Emulated:
 
     def tasks(self, call: CallTensors, recorded: list[Task], buffer: int) -> list[list[Task]]:
         """The tasks of each action, and of the exit. From now on the actions are those of this call."""
-        bound, found = self.binder.bind(call, buffer), []
+        bound = self.binder.bind(call, buffer)
         self.actions = bound.actions
-        for launches in (*bound.launches, bound.leave):
-            recorded.clear()
-            for launch in launches:
-                launch(0)
-            found.append(list(recorded))
+        return noted_tasks(bound, recorded)
+
+    def gather_tasks(
+        self,
+        a_shard: torch.Tensor,
+        recorded: list[Task],
+        buffer: int,
+        block: Callable[[slice, torch.Tensor], list[Task]],
+    ) -> list[list[Task]]:
+        """As :meth:`tasks`, of a gather.
+
+        Args:
+            a_shard: this rank's shard of A.
+            recorded: the fixture.
+            buffer: of the workspace.
+            block: the tasks of the caller for rows of A and the tensor that will hold them.
+        """
+        bound, tiles = self.binder.hand_out(CallTensors({"A": a_shard}), buffer)
+        self.actions = bound.actions
+        found = noted_tasks(bound, recorded)
+        for number, (tasks, action) in enumerate(zip(found, bound.actions, strict=False)):
+            for op in action.ops:
+                if isinstance(op, Gemm):
+                    assert not tasks  # nothing is multiplied
+                    found[number] = block(slice(*op.a.box[1]), tiles[op.id])
         return found
+
+
+def noted_tasks(bound: Bound, recorded: list[Task]) -> list[list[Task]]:
+    """The tasks of each action, and of the exit."""
+    found = []
+    for launches in (*bound.launches, bound.leave):
+        recorded.clear()
+        for launch in launches:
+            launch(0)
+        found.append(list(recorded))
+    return found
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:

@@ -14,7 +14,7 @@ import distgemm
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.plan.ops import Copy, Gemm, Wait
-from distgemm.runtime.cuda import binding
+from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.lowering import single_kernel
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM
 from distgemm.runtime.cuda.workspace import FLAG_BYTES, first_plan_flag
@@ -146,6 +146,94 @@ def test_merged_copies_are_right_in_every_order(schedule: str, recorded: list[Ta
     for drawn in data:
         drawn.check()
         assert all("gathered" in call.shards for call in drawn.calls)
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_chunks_that_the_caller_multiplies_are_right_in_every_order(
+    ranks: int, queues: bool, recorded: list[Task]
+) -> None:
+    """Beside calls on the same workspace. Ranks have other numbers of rows, or none."""
+    order = random.Random(ranks)
+    unequal = {1: (5,), 2: (0, 5), 3: (4, 0, 3), 4: (1, 0, 5, 2)}[ranks]
+    every = [
+        distgemm.make_plan(
+            distgemm.GemmProblem(sum(rows), ranks, k, dtype="float32", m_per_rank=rows), schedule, ranks, **options
+        )
+        for schedule in GATHERS
+        for rows in ((4,) * ranks, unequal)
+        for k, options in (
+            (5, {"sync": "barrier"}),
+            (64, {"chunks": 3, "sync": "barrier"}),
+            (5, {"chunks": 3, "mechanism": "pull"}),
+            *([(5, {"chunks": 2, "workspace": "bounded"})] if ranks < 3 else []),
+        )
+    ]
+    machine = machine_of(every)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data: list[tuple[Data, list[Block]]] = []
+    for replay, plan in enumerate(every * 2):
+        drawn, buffer = Data(plan, replay), order.randrange(2)
+        blocks = [Block(drawn.whole["A"]) for _ in range(ranks if replay % 3 != 1 else 0)]
+        data.append((drawn, blocks))
+        for rank, call in enumerate(drawn.calls):
+            wait_by, merges = ("memory_op", "kernel")[replay % 2], plan.problem.k == 64
+            one = Emulated(plan, rank, machine.workspaces[rank], 1, wait_by=wait_by, merge_copies=merges)
+            if blocks:
+                tasks = one.gather_tasks(call.given["A"], recorded, buffer, blocks[rank])
+            else:
+                tasks = one.tasks(call, recorded, buffer)
+            todo[rank].append((one, tasks))
+    run(machine, todo, order, queues)
+    for (drawn, blocks), plan in zip(data, every * 2, strict=True):
+        if not blocks:
+            drawn.check()
+        for rank, block in enumerate(blocks):
+            (own, _) = plan.shard("A", rank)
+            first = list(range(own.start, own.stop))
+            rows = [row for rows, _ in block.chunks for row in range(rows.start, rows.stop)]
+            assert sorted(rows) == list(range(plan.problem.m)) and rows[: len(first)] == first
+
+
+class Block:
+    """The block of a gather: it compares all chunks that it has, also the earlier ones, with the whole A."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.chunks = whole, list[tuple[slice, torch.Tensor]]()
+
+    def __call__(self, rows: slice, chunk: torch.Tensor) -> list[Task]:
+        def compare() -> None:
+            self.chunks.append((rows, chunk))
+            assert all(torch.equal(each.double(), self.whole[at]) for at, each in self.chunks)
+
+        return [compare]
+
+
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_no_rank_waits_for_what_a_caller_multiplies(schedule: str, recorded: list[Task]) -> None:
+    """Rank 1 ends its first block when all others have ended their last one, also where it has one queue."""
+    for ranks, chunks in product((2, 3, 4), (1, 2)):
+        problem = distgemm.GemmProblem(4 * ranks, ranks, 5, dtype="float32")
+        plan = distgemm.make_plan(problem, schedule, ranks, sync="barrier", chunks=chunks)
+        machine, drawn = machine_of([plan]), Data(plan, 0)
+        todo: list[list[Any]] = [[] for _ in range(ranks)]
+        ends = [memops.write(-FLAG_BYTES * (rank + 1)) for rank in range(ranks)]
+        waits = [memops.wait_for(end.address) for rank, end in enumerate(ends) if rank != 1]
+        for rank, call in enumerate(drawn.calls):
+            one, blocks = Emulated(plan, rank, machine.workspaces[rank], 1), list[list[Task]]()
+
+            def block(rows: slice, chunk: torch.Tensor, blocks: list[list[Task]] = blocks) -> list[Task]:
+                blocks.append([])
+                return blocks[-1]
+
+            tasks = one.gather_tasks(call.given["A"], recorded, 0, block)
+            assert len(blocks) == ranks * chunks
+            if rank == 1:
+                blocks[0] += waits
+            else:
+                blocks[-1].append(ends[rank])
+            todo[rank].append((one, tasks))
+        run(machine, todo, random.Random(0), queues=True)
 
 
 @pytest.mark.parametrize("gemm_streams", [1, 2])

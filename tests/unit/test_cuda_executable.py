@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering.actions import COMM
+from distgemm.runtime.cuda.order import CallOrder
 from distgemm.runtime.cuda.recording import CallLayout, layout_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
 from distgemm.runtime.executable import Executable, ExecutionConfig
@@ -253,7 +255,9 @@ class PretendedOrder:
     """The order of calls on a device, as a list of what begins and ends."""
 
     def __init__(self) -> None:
-        self.lock, self.noted = RLock(), list[str]()
+        self.lock, self.noted, self.occupied = RLock(), list[str](), False
+
+    raise_if_occupied = CallOrder.raise_if_occupied
 
     def __getattr__(self, name: str) -> Any:
         return lambda stream: self.noted.append(f"{name} {stream}")
@@ -291,6 +295,78 @@ class PretendedRecording:
         self.graph.replay()
 
 
+class Pretended:
+    """An executable of rank 0 on pretended streams, which puts its tasks into a list.
+
+    Attributes:
+        exe: the executable.
+        workspace, order: what it uses.
+        watched: the executables and results that the watchdog got to know.
+        given_up: why the workspace was given up.
+        occupied: the gathers that the group's other functions know to be under way.
+    """
+
+    def __init__(
+        self,
+        plan: distgemm.Plan,
+        execution: ExecutionConfig,
+        recorded: list[Task],
+        monkeypatch: pytest.MonkeyPatch,
+        movable: bool = True,
+    ) -> None:
+        self.machine, self.recorded = machine_of([plan]), recorded
+        self.workspace: Any = self.machine.workspaces[0]
+        self.workspace.memory, self.workspace.streams = torch.empty(0), [PretendedStream()] * 3
+        self.workspace.capture_stream = PretendedStream()
+        self.watched, self.given_up, self.occupied = list[Any](), list[str](), list[str]()
+        self.order = PretendedOrder()
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+        watched = SimpleNamespace(
+            issued=self._issued, raises_itself=lambda: None, give_up=lambda reason: self.given_up.append(reason)
+        )
+        for name, value in {
+            "check_agreement": lambda *_: None,
+            "build_together": lambda sources, rank, size: None,
+            "workspace_for": lambda *_: self.workspace,
+            "call_order": lambda device: self.order,
+            "Recording": functools.partial(PretendedRecording, movable),
+            "captured_node": lambda stream: 0,
+            "watchdog": lambda: SimpleNamespace(add=lambda _: watched),
+            "occupied": self._occupied,
+        }.items():
+            monkeypatch.setattr(executable, name, value)
+        monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
+        monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
+        monkeypatch.setattr("distgemm.gemm.default_provider", lambda device, dtype: ANY_TERMS)
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
+        group: Any = "a group"
+        self.exe = CudaExecutable(plan, group, torch.device("cpu"), execution, timeout=5.0)
+
+    def _issued(self, exe: CudaExecutable, out: Any, stream: int) -> None:
+        assert stream == 7
+        self.watched.append((exe, out()))
+        exe.raise_if_dead()
+
+    @contextmanager
+    def _occupied(self, group: str, by: str) -> Iterator[None]:
+        self.occupied.append(by)
+        try:
+            yield
+        finally:
+            self.occupied.remove(by)
+
+    def run_all(self) -> None:
+        """Do all tasks in order."""
+        assert self.recorded
+        for task in self.recorded:
+            assert any(self.machine.done(task) for _ in range(20)), task
+        self.recorded.clear()
+
+
 @pytest.mark.parametrize(
     "execution",
     [
@@ -309,44 +385,14 @@ def test_calls_are_eager_then_recorded_then_replayed(
 ) -> None:
     """On one rank, with pretended streams and graphs; there is a graph for each buffer."""
     plan = distgemm.make_plan(distgemm.GemmProblem(24, 16, 8, dtype="float32"), schedule, 1, chunks=3, sync="barrier")
-    machine = machine_of([plan])
-    workspace = machine.workspaces[0]
-    workspace.memory, workspace.streams = torch.empty(0), [PretendedStream()] * 3
-    workspace.capture_stream = PretendedStream()
-    watched: list[Any] = []
-    order = PretendedOrder()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    for name, value in {
-        "check_agreement": lambda *_: None,
-        "build_together": lambda sources, rank, size: None,
-        "workspace_for": lambda *_: workspace,
-        "call_order": lambda device: order,
-        "Recording": functools.partial(PretendedRecording, movable),
-        "captured_node": lambda stream: 0,
-        "watchdog": lambda: SimpleNamespace(
-            add=lambda _: SimpleNamespace(
-                issued=lambda exe, out: watched.append((exe, out())), raises_itself=lambda: None
-            )
-        ),
-    }.items():
-        monkeypatch.setattr(executable, name, value)
-    monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
-    monkeypatch.setattr("distgemm.gemm.default_provider", lambda device: ANY_TERMS)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedStream())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: PretendedGraph(recorded, keep_graph))
-
-    def run_all() -> None:
-        assert recorded
-        for task in recorded:
-            assert any(machine.done(task) for _ in range(20)), task
-        recorded.clear()
-
-    group: Any = "a group"
-    exe = CudaExecutable(plan, group, torch.device("cpu"), execution, timeout=5.0)
+    pretended = Pretended(plan, execution, recorded, monkeypatch, movable)
+    exe, workspace, order, watched, run_all = (
+        pretended.exe,
+        pretended.workspace,
+        pretended.order,
+        pretended.watched,
+        pretended.run_all,
+    )
     assert (exe.provider, exe.transfers, exe.timeout) == (execution.provider or ANY_TERMS, "CUDA runtime", 5.0)
     assert exe.graphs == 0
     generator = torch.Generator().manual_seed(0)
@@ -408,6 +454,111 @@ def test_calls_are_eager_then_recorded_then_replayed(
     workspace.dead = "a rank did not come"
     with pytest.raises(ReplayTimeoutError, match="a rank did not come"):
         exe(a, b)
+
+
+HANDS_OUT = ExecutionConfig(ONE_TERM, gemm_streams=1)
+
+
+def of_chunks(ranks: int = 1, **options: Any) -> distgemm.Plan:
+    problem = distgemm.GemmProblem(12, ranks, 8, dtype="float32")
+    return distgemm.make_plan(problem, GATHERS[0], ranks, sync="barrier", **({"chunks": 3} | options))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_gather_is_one_call(captured: bool, recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended = Pretended(of_chunks(), HANDS_OUT, recorded, monkeypatch)
+    exe, noted = pretended.exe, pretended.order.noted
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    counted = torch.zeros(1, dtype=torch.int32)
+    pretended.workspace.watched_memory = lambda: counted
+    a, b, buffer = torch.randn(12, 8), torch.randn(4, 8), pretended.workspace.current_buffer
+    other = exe.capture(a, torch.randn(1, 8))
+    found = []
+    for rows, chunk in exe.gather(a):
+        assert pretended.occupied == ["a gather"] and len(noted) == 1
+        for call in (lambda: exe(a, b), lambda: next(exe.gather(a)), other):
+            with pytest.raises(RuntimeError, match=r"capture|a gather on this GPU has not ended"):
+                call()
+        found.append((rows, chunk @ b.T))
+    pretended.run_all()
+    assert [rows for rows, _ in found] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    torch.testing.assert_close(torch.cat([part for _, part in found]), a @ b.T)
+    assert pretended.workspace.current_buffer != buffer and not pretended.occupied
+    assert noted == (["begin_captured 7", "end_captured 7"] if captured else ["begin 7", "end 7"])
+    assert pretended.watched == [(exe, None)] * (0 if captured else 4)  # behind each chunk, and the end
+    assert (int(counted), pretended.workspace.kept) == ((1, [exe]) if captured else (0, []))
+    assert not pretended.given_up
+
+
+@pytest.mark.parametrize("how", ["error", "close", "stream", "dead"])
+def test_a_gather_that_ends_early_puts_all_of_its_actions(
+    how: str, recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = Pretended(of_chunks(2), HANDS_OUT, recorded, monkeypatch)
+    exe, a = pretended.exe, torch.randn(6, 8)
+    for _ in exe.gather(a):
+        pass
+    wanted = len(recorded)
+    recorded.clear()
+    pretended.order.noted.clear()
+    chunks = exe.gather(a)
+    next(chunks)
+    assert len(recorded) < wanted
+    if how == "error":
+        with pytest.raises(ArithmeticError):
+            chunks.throw(ArithmeticError())
+    elif how == "close":
+        chunks.close()
+    elif how == "stream":
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 8)
+        with pytest.raises(RuntimeError, match="on the stream on which it began"):
+            next(chunks)
+    else:
+        pretended.workspace.dead = "a rank did not come"
+        with pytest.raises(ReplayTimeoutError, match="a rank did not come"):
+            next(chunks)
+    assert len(recorded) == wanted and pretended.order.noted == ["begin 7", "end 7"]
+    assert next(chunks, None) is None
+    assert not pretended.occupied and not pretended.order.occupied and not pretended.given_up
+    if how == "close":
+        assert len(list(exe.gather(a))) == 6
+
+
+def test_a_gather_that_cannot_be_issued_gives_the_workspace_up(
+    recorded: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = Pretended(of_chunks(), HANDS_OUT, recorded, monkeypatch)
+    puts = iter([1])
+
+    def put(stream: int | None = None) -> None:
+        if next(puts, None) is None:
+            raise OSError("of CUDA")
+
+    monkeypatch.setattr(EmulatedLaunch, "__call__", lambda self, stream: put())
+    with pytest.raises(OSError, match="of CUDA"):
+        list(pretended.exe.gather(torch.randn(12, 8)))
+    (reason,) = pretended.given_up
+    assert "failed as it was issued: of CUDA" in reason and not pretended.order.occupied
+
+
+def test_gathers_are_refused_before_anything_is_sent(recorded: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    a = torch.randn(12, 8)
+    for plan, execution, given, message in (
+        (of_chunks(), ExecutionConfig(ONE_TERM), a, "gemm_streams=1, got 'multi_kernel' and 2"),
+        (of_chunks(), ExecutionConfig(gemm_streams=1, **FUSED), a, "got 'single_kernel' and 1"),
+        (of_chunks(), HANDS_OUT, a[1:], "A's shard on rank 0 has shape"),
+        (of_chunks(), HANDS_OUT, a.t().contiguous().t(), "copied by rows"),
+        (of_chunks(), HANDS_OUT, a.clone().requires_grad_(), "requires grad"),
+        (of_chunks(3, workspace="bounded", chunks=2), HANDS_OUT, a[:4], "they share slots; workspace='full' would do"),
+        (distgemm.make_plan(distgemm.GemmProblem(12, 8, 8, l=2), GATHERS[0], 1), HANDS_OUT, a, "of one batch"),
+        (distgemm.make_plan(distgemm.GemmProblem(12, 8, 8), CHAINS[0], 2), HANDS_OUT, a, "in chunks of whole rows"),
+    ):
+        pretended = Pretended(plan, execution, recorded, monkeypatch)
+        pretended.exe._copied = {"A"}
+        before = pretended.workspace.current_buffer
+        with pytest.raises(ValueError, match=message):
+            next(pretended.exe.gather(given))
+        assert not recorded and pretended.workspace.current_buffer == before and not pretended.order.noted
 
 
 def test_calls_that_differ_in_more_than_addresses_have_graphs_of_their_own() -> None:

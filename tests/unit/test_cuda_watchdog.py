@@ -217,14 +217,13 @@ def test_an_error_goes_to_the_thread_whose_step_it_is(monkeypatch: pytest.Monkey
     watched = watched_without_gpu(workspace, torch.zeros(0))
     watched.owner, watched.streams = 0, {7: object()}
     watched.reclaim = lambda: None
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
     exe: Any = SimpleNamespace(device=torch.device("cpu"), raise_if_dead=lambda: None)
     callers: list[int] = []
 
     def forward_or_backward() -> None:
         callers.append(threading.get_ident())
-        watched.issued(exe, lambda: None)
+        watched.issued(exe, lambda: None, 7)
 
     def step() -> None:
         forward_or_backward()

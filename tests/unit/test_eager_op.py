@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -30,16 +30,25 @@ class Facts:
 MADE: list[Facts] = []
 
 
-def prepare(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> Facts:
-    MADE.append(Facts((a.shape, len(bs), len(biases), scale)))
-    return MADE[-1]
+class Call(NamedTuple):
+    """A call of the op of these tests."""
 
+    a: Tensor
+    bs: list[Tensor]
+    biases: list[Tensor]
+    scale: int
+    rows: list[int] | None
 
-def run(
-    prepared: Facts, a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None
-) -> list[Tensor]:
-    assert prepared.key == (a.shape, len(bs), len(biases), scale)
-    return compute(a, bs, biases, scale, rows)
+    def prepare(self) -> Facts:
+        MADE.append(Facts((self.a.shape, len(self.bs), len(self.biases), self.scale)))
+        return MADE[-1]
+
+    def run(self, prepared: Facts) -> list[Tensor]:
+        assert prepared.key == (self.a.shape, len(self.bs), len(self.biases), self.scale)
+        return compute(*self)
+
+    def fake(self) -> list[Tensor]:
+        return [*(self.a.new_empty(self.a.shape[0], b.shape[0]) for b in self.bs), torch.empty_like(self.a)]
 
 
 def compute(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> list[Tensor]:
@@ -48,10 +57,6 @@ def compute(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows:
     for index, bias in enumerate(biases):
         results[index] = results[index] + bias
     return [*results, 2 * a]
-
-
-def fake(a: Tensor, bs: list[Tensor], biases: list[Tensor], scale: int, rows: list[int] | None) -> list[Tensor]:
-    return [*(a.new_empty(a.shape[0], b.shape[0]) for b in bs), torch.empty_like(a)]
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -81,7 +86,7 @@ def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 @pytest.fixture
 def op() -> EagerOp:
     schema = "(Tensor a, Tensor[] bs, Tensor[] biases, int scale, SymInt[]? rows) -> Tensor[]"
-    return EagerOp(f"distgemm_test::toy{next(NUMBER)}", schema, prepare, run, fake, setup, backward)
+    return EagerOp(f"distgemm_test::toy{next(NUMBER)}", schema, Call, setup, backward)
 
 
 def tensors(wanted: tuple[bool, ...]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -134,6 +139,13 @@ def test_what_depends_on_metadata_is_prepared_once(op: EagerOp) -> None:
     gc.collect()
     op(a, bs, biases, 3, [1, 2])
     assert len(MADE) == 7
+
+
+def test_where_a_list_ends_is_metadata(op: EagerOp) -> None:
+    MADE.clear()
+    a, b, c = torch.randn(3, 4), torch.randn(1, 4), torch.randn(1, 4)
+    found = op(a, [b, c], [], 3, [1, 2]), op(a, [b], [c], 3, [1, 2])
+    assert [len(results) for results in found] == [3, 2] and len(MADE) == 2
 
 
 def test_a_call_without_gradients_makes_no_node(op: EagerOp) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm.cutlass import ELEMENTS, Arguments, CutlassProvider, kernel_source
+from distgemm.gemm.sums import sum_source_of
 from distgemm.gemm.tiles import TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
@@ -352,6 +353,27 @@ def test_plain_kernels_use_the_widest_loads(change: dict[str, Any], majors: str,
 def test_a_kernel_has_a_readable_name() -> None:
     name = kernel_source(spec("float8_e4m3fn"), config("128x256x128_1x2_cooperative"), "90a").name
     assert name == "128x256x128_1x2_cooperative (float8_e4m3fn, row, row -> bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "added", "vector"),
+    [
+        ("bfloat16", "bfloat16", "float", "8"),
+        ("float32", "bfloat16", "float", "4"),
+        ("float64", "float64", "double", "2"),
+        ("float32", "float64", "double", "2"),
+        ("float64", "float32", "double", "2"),
+    ],
+)
+def test_sums_with_float64_are_in_float64(
+    source: str, result: str, added: str, vector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    matrix, d = MatrixSpec(source, 8, 16), MatrixSpec(result, 8, 16)
+    found = dict(sum_source_of([matrix, matrix], d).macros)
+    assert (found["DG_SUM"], found["DG_VECTOR"]) == (added, vector)
+    with pytest.raises(ValueError, match="sums are of float64, bfloat16, float16, float32, not float8_e4m3fn"):
+        sum_source_of([replace(matrix, dtype="float8_e4m3fn")], d)
 
 
 def test_arguments_lie_as_in_c() -> None:

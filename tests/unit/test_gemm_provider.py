@@ -36,6 +36,7 @@ def test_the_default_provider(gpu: Callable[[tuple[int, int]], None], capability
     assert default_provider() == default_provider(on_gpu) == DEFAULTS[capability]
     assert default_provider(torch.device("cpu")) == "cutlass"
     assert ExecutionConfig().on(on_gpu).provider == DEFAULTS[capability]
+    assert ExecutionConfig().on(on_gpu, "float64").provider == default_provider(on_gpu, "float64") == "cublas"
     assert ExecutionConfig(execution="single_kernel").on(on_gpu).provider == "cutlass"
     assert ExecutionConfig(config="128x256x64_1x2_cooperative").on(on_gpu).provider == "cutlass"
     for name in ("cublas", "cutlass"):
@@ -58,7 +59,7 @@ def test_a_gemm_takes_the_default_provider(monkeypatch: pytest.MonkeyPatch) -> N
             return type("Kernel", (), {"bind": lambda self, tensors: lambda: None})()
 
     monkeypatch.setattr(gemm, "get_provider", Provider)
-    monkeypatch.setattr(gemm, "default_provider", lambda device: "cublas")
+    monkeypatch.setattr(gemm, "default_provider", lambda device, dtype: "cublas")
     monkeypatch.setattr("distgemm.gemm.tensors.check_device", lambda tensors: None)
     matrix = torch.zeros(8, 8)
     given: tuple[dict[str, Any], ...] = ({}, {"config": "128x256x64_1x2_cooperative"}, {"provider": "cutlass"})

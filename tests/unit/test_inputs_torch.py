@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -75,6 +76,12 @@ def dtensor(*shape: int) -> torch.Tensor:
     return distribute_tensor(torch.ones(shape), init_device_mesh("cpu", (1,)), [Replicate()])
 
 
+def nested(x: torch.Tensor) -> torch.Tensor:
+    """A nested tensor that says its layout is torch.strided."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([x, x[:1]])
+
+
 def call(function: Any, /, *order: str, **right: Any) -> Any:
     """Makes calls of a function with these arguments, unless others are given; the first ones by their order."""
 
@@ -93,6 +100,7 @@ def tensors(rows: int, columns: int, optional: bool = False) -> Wrong:
         *(ones.to(dtype) for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64)),
         *(ones.to("meta"), ones.to_sparse(), torch.ones(()), torch.ones(rows + 1, columns + 1)),
         torch.nested.nested_tensor([ones, ones[:1]], layout=torch.jagged),
+        Later("a Tensor", lambda: nested(ones)),
         Later("DTensor", lambda: dtensor(rows, columns)),
         *([] if optional else [None]),
     ]

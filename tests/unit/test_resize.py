@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from distgemm import GemmProblem, make_plan
 from distgemm.plan import derive
 from distgemm.plan.ops import Gemm, accesses
 from distgemm.plan.resize import ResizedOps
-from distgemm.schedulers import get_schedule, list_schedules, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import Hop, get_schedule, list_schedules, schedule_mesh_rank, schedule_options
 
 MESHES = {1: [(1,), (2,), (3,), (4,), (5,), (8,)], 2: [(2, 2), (2, 3), (1, 4)], 3: [(2, 2, 2), (1, 2, 3)]}
 RING, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
@@ -112,6 +112,38 @@ def test_rows_that_coincide_need_another_structure() -> None:
     plans = [of_rows(m, chunks=2) for m in (256, 9, 5, 300)]
     assert [plan.structure is plan for plan in plans] == [True, True, True, False]
     assert plans[3].structure is plans[0]
+
+
+@dataclass(frozen=True)
+class InThree:
+    """A route that sends each tile in three parts."""
+
+    def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
+        return [Hop(holder, rank, part, 3) for rank in needers for part in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("first", "m", "resized"),
+    [
+        (2, 3, False),  # the structure has no third part
+        (3, 2, False),  # the plan has no third part
+        (4, 5, False),  # 4 rows are parts of 2, 2 and 0
+        (5, 4, False),
+        (3, 5, True),
+        (5, 90, True),
+        (2, 4, True),
+    ],
+)
+def test_parts_that_are_empty_need_another_structure(first: int, m: int, resized: bool) -> None:
+    """The rows of tiles alone do not tell."""
+    gather = get_schedule("all_gather_1d_tiling_cd_rotating_a", 2)
+    scheduler = replace(gather, name="in_three", route=replace(gather.route, a=InThree()))
+    derive.forget_plans()
+    _, plan = (make_plan(GemmProblem(2 * rows, 8, 8), scheduler) for rows in (first, m))
+    assert (plan.structure is not plan) == resized
+    derived = derive._derive(plan.problem, scheduler, plan.workspace, plan.sync, plan.mechanism, 2).plan
+    assert plan == derived
+    plan.verify()
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])

@@ -218,6 +218,31 @@ def test_a_named_schedule_is_compiled_for_gpus(
     assert plan == wanted and (made.executable, made.tuned) == ("made", None)
 
 
+def test_a_gather_measures_and_compiles_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, "auto" takes the rule for CPUs. Its executable serves no call that multiplies."""
+    compiled: list[Any] = []
+    monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", lambda plan, how, **_: compiled.append((plan, how)))
+    monkeypatch.setattr("distgemm.tune.executable", lambda *_, **__: pytest.fail("it measures"))
+    group: Any = FakeGroup(4)
+    problem, gpu = distgemm.GemmProblem(m=64, n=4, k=64), torch.device("cuda", 1)
+    for schedule in ("auto", "all_gather_1d_tiling_cd_rotating_a"):
+        dispatch.make("ag+gemm", problem, group, gpu, schedule, None, caller_multiplies=True)
+        plan, execution = compiled.pop()
+        assert plan.schedule == "all_gather_1d_tiling_cd_rotating_a" and plan.sync == "barrier"
+        assert execution == ExecutionConfig("cublas", gemm_streams=1)
+    with pytest.raises(ValueError, match=r"gather: provider, .* are options of GEMMs, got .*merge_copies=True"):
+        dispatch.make("ag+gemm", problem, group, gpu, "ag+gemm merge_copies=True", None, caller_multiplies=True)
+    for name in ("raise_if_failed", "compare"):
+        monkeypatch.setattr(dispatch, name, lambda *_: None)
+    calls = dispatch.KeptCalls()
+    monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
+    monkeypatch.setattr(dispatch, "process_group", lambda name: group)
+    monkeypatch.setattr(dispatch, "make", lambda *args: prepared(SimpleNamespace(plan=plan, gathers=args[-1]), ()))
+    arguments = ("ag+gemm", problem, "tp", torch.device("cpu"), "auto", None, False)
+    for _ in range(2):
+        assert [dispatch.prepare(*arguments, each).executable.gathers for each in (False, True)] == [False, True]
+
+
 def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``fallback=True``: a call whose tensors the fused kernel cannot read launches a kernel for each GEMM."""
 

@@ -211,7 +211,7 @@ def test_two_gemm_streams_are_tried_if_a_rank_has_several_gemms() -> None:
         (("float8_e4m3fn", None, None), "ag+gemm", {"cutlass"}, False),
         (("tfloat32", None, None), "ag+gemm", {"cutlass", "cublas"}, False),
         (("float64", None, None), "ag+gemm", {"cublas"}, True),
-        (("float64", None, None), "gemm+rs", set(), True),
+        (("float64", None, None), "gemm+rs", {"cublas"}, True),
     ],
 )
 def test_providers_are_considered_for_what_they_compute(

@@ -2,8 +2,8 @@
 //
 //   D = sources[0] + sources[1] + ... + beta * C + bias
 //
-// It adds in float32, in this order, and rounds once. nvcc gets the macros DG_SOURCE and DG_D (element types) and
-// DG_VECTOR (elements that a thread loads at once).
+// It adds in this order, and rounds once. nvcc gets the macros DG_SOURCE and DG_D (element types), DG_SUM (float, or
+// double where one of them is) and DG_VECTOR (elements that a thread loads at once).
 
 #include <cstdint>
 
@@ -19,6 +19,7 @@ constexpr int kThreads = 256;
 
 using Source = DG_SOURCE;
 using Result = DG_D;
+using Sum = DG_SUM;
 template <class T>
 using Vector = cutlass::AlignedArray<T, kVector>;
 
@@ -33,7 +34,7 @@ struct Arguments {
   Matrix sources[kSources];
   Matrix c, d;
   void const* bias;  // n elements of Result
-  float beta;
+  double beta;
 };
 
 template <class T>
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments cons
   int64_t const total = columns * args.m * args.l;
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < total; i += gridDim.x * int64_t(kThreads)) {
     int64_t const column = i % columns * kVector, row = i / columns % args.m, batch = i / columns / args.m;
-    float value[kVector] = {};
+    Sum value[kVector] = {};
     // Eight loads are in flight before the first value is added.
 #pragma unroll 1
     for (int first = 0; first < args.count; first += 8) {
@@ -60,22 +61,22 @@ __global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments cons
       for (int j = 0; j < 8; ++j) {
         if (first + j < args.count) {
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) value[v] += float(loaded[j][v]);
+          for (int v = 0; v < kVector; ++v) value[v] += Sum(Source(loaded[j][v]));
         }
       }
     }
     if (args.c.data) {
       Vector<Result> c = load<Result>(args.c, batch, row, column);
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) value[v] += args.beta * float(c[v]);
+      for (int v = 0; v < kVector; ++v) value[v] += Sum(args.beta) * Sum(Result(c[v]));
     }
     if (args.bias) {
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) value[v] += float(static_cast<Result const*>(args.bias)[column + v]);
+      for (int v = 0; v < kVector; ++v) value[v] += Sum(static_cast<Result const*>(args.bias)[column + v]);
     }
     Vector<Result> out;
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) out[v] = cutlass::NumericConverter<Result, float>::convert(value[v]);
+    for (int v = 0; v < kVector; ++v) out[v] = cutlass::NumericConverter<Result, Sum>::convert(value[v]);
     Result* data = static_cast<Result*>(const_cast<void*>(args.d.data));
     *reinterpret_cast<Vector<Result>*>(data + batch * args.d.batch_stride + row * args.d.stride + column) = out;
   }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from distgemm.arguments import finite, instance, wrong
-from distgemm.plan.ops import Gemm, Op, Reduce
+from distgemm.plan.ops import Op
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     backends,
@@ -17,34 +17,23 @@ from distgemm.runtime.checks import (
     check_bias,
     check_gathered,
     check_gradients,
+    check_shard,
     check_shards,
     differences,
     plan_fields,
     resolve_group,
-    shard_dtype,
 )
 from distgemm.runtime.collective.memory import CallState, Memory, memory_of
 from distgemm.runtime.collective.program import Program, multiplies_all_of_a
 from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
 from distgemm.runtime.executable import Executable
+from distgemm.runtime.gathering import GatheredChunk, check_gathers
 from distgemm.runtime.groups import GroupRef, failing, occupied, raise_if_failed
 from distgemm.runtime.torch_arguments import read_device
 
-__all__ = ["CollectiveExecutable", "GatheredChunk", "run_collective"]
+__all__ = ["CollectiveExecutable", "run_collective"]
 
 Tensor = torch.Tensor
-
-
-class GatheredChunk(NamedTuple):
-    """Some rows of the gathered A.
-
-    Attributes:
-        rows: which rows of A.
-        tensor: these rows, (rows, k).
-    """
-
-    rows: slice
-    tensor: Tensor
 
 
 class CollectiveExecutable:
@@ -225,26 +214,15 @@ class CollectiveExecutable:
                 chunks were asked for.
 
         Raises:
-            ValueError: for another shard; for a plan with several batches, that cuts A along k, or whose chunks share
-                slots; and where the ranks call different executables.
+            ValueError: for another shard, for plans as :func:`distgemm.runtime.gathering.check_gathers` refuses them,
+                and where the ranks call different executables.
             RuntimeError: as for a call.
         """
         group = self.group
         raise_if_failed(group)
-        p = self.plan.problem
-        ops = self.plan.ops(self.rank)
-        tiles = [op.a for op in ops if isinstance(op, Gemm)]
-        cut = any(tile.box[2] != (0, p.k) for tile in tiles) or any(isinstance(op, Reduce) for op in ops)
-        if p.l > 1 or not self._multiplies_all_of_a or cut:
-            raise ValueError(
-                f"{self.plan.schedule} does not bring rank {self.rank} all of A, of one batch, in chunks of whole rows"
-            )
-        if len({tile.slot for tile in tiles}) < len({(tile.slot, tile.frame) for tile in tiles}):
-            raise ValueError("a gather keeps all chunks, and in this plan they share slots; workspace='full' would do")
+        check_gathers(self.plan)
         check_gradients(self.rank, a_shard, *[None] * 7)
-        unused = torch.empty(self.plan.shard_shape("B", self.rank), dtype=shard_dtype(self.plan, "B"))
-        given = check_shards(self.plan, self.rank, self.device, a_shard, unused.to(self.device), None, 0.0, None)
-        shards = {"A": given["A"].detach().unsqueeze(0)}
+        shards = {"A": check_shard(self.plan, self.rank, self.device, "A", a_shard).detach().unsqueeze(0)}
         messages = self.program.messages
         works: list[Any] = [None] * messages
         call = CallState(self.memory, shards, 1.0, 0.0, None, None, works, [None] * messages, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.runtime.checks import TORCH_DTYPES, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
-from distgemm.runtime.cuda.lowering import lower
+from distgemm.runtime.cuda.lowering import copies_first, lower
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, waits_of
 from distgemm.runtime.cuda.lowering.single_kernel import moving
 from distgemm.runtime.cuda.memops import FlagOpsLaunch, copies_of, wait_for, write
@@ -48,7 +49,8 @@ class CallTensors:
     """The tensors and numbers of one call.
 
     Args:
-        given: tensors by name, as :func:`distgemm.runtime.checks.check_shards` finds them; and "gathered".
+        given: tensors by name, as :func:`distgemm.runtime.checks.check_shards` finds them; and "gathered". A alone
+            where the caller multiplies.
         alpha: factor of A @ B.T.
         beta: factor of C.
         bias: one row of D's shard; None: none.
@@ -56,8 +58,8 @@ class CallTensors:
         scale_b: as a call takes it.
 
     Attributes:
+        given: as given.
         shards: the tensors by name, as (l, rows, columns).
-        out: D as it was given.
     """
 
     def __init__(
@@ -69,10 +71,15 @@ class CallTensors:
         scale_a: Tensor | None = None,
         scale_b: Tensor | None = None,
     ) -> None:
-        self.out = given["D"]
+        self.given = given
         self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
         self.alpha, self.beta = float(alpha), float(beta)
         self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
+
+    @property
+    def out(self) -> Tensor:
+        """D as it was given."""
+        return self.given["D"]
 
     def bias_of(self, view: View) -> Tensor | None:
         """The part of the bias for a view of D."""
@@ -119,7 +126,7 @@ class Binder:
         self, plan: Plan, rank: int, device: torch.device, execution: ExecutionConfig, fallback: bool = False
     ) -> None:
         self.plan, self.rank, self.device, self.fallback = plan, rank, device, fallback
-        self.execution = execution.on(device)
+        self.execution = execution.on(device, plan.problem.dtype)
         self.provider = str(self.execution.provider)
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
         self.first_users_of_a = first_users_of_a(plan, rank)
@@ -141,6 +148,21 @@ class Binder:
     def bind(self, call: CallTensors, buffer: int) -> Bound:
         """A call on one buffer of the workspace."""
         return Binding(self, call, buffer).bound()
+
+    def hand_out(self, call: CallTensors, buffer: int) -> tuple[Bound, dict[int, Tensor]]:
+        """A call that launches no GEMM, because the caller multiplies.
+
+        Returns:
+            The call, whose copies come first, and A of each GEMM that is the first to use it, by the GEMM's id.
+        """
+        binding = Binding(self, call, buffer)
+        binding.actions = self._copies_first
+        gemms = [op for action in self.actions for op in action.ops if isinstance(op, Gemm)]
+        return binding.bound(), {op.id: binding.tensor(op.a)[0] for op in gemms if op.id in self.first_users_of_a}
+
+    @cached_property
+    def _copies_first(self) -> Sequence[Action]:
+        return copies_first(self.actions)
 
     def sources(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need. It asks no GPU.
@@ -258,7 +280,7 @@ class Binding:
         if action.kernel is not None:
             return self._gemms(action)
         if isinstance(first, Gemm):
-            return self._gemm(first)
+            return self._gemm(first) if "B" in self.call.shards else []  # the caller multiplies
         if isinstance(first, Reduce):
             return [self._reduce(first)]
         if isinstance(first, Copy):
@@ -291,7 +313,7 @@ class Binding:
             return self.call.shards[view.buffer][view.slices()]
         slot = self.plan.slots[view.rank][view.slot]
         size = view.elements * DTYPE_BYTES[slot.dtype]  # neighbours that are merged take up several slots
-        if self.call.out.is_meta:  # for sources(): alignment counts, and memory does not
+        if self.call.shards["A"].is_meta:  # for sources(): alignment counts, and memory does not
             memory = torch.empty(size, dtype=torch.uint8, device="meta").view(TORCH_DTYPES[slot.dtype])
         else:
             memory = self.binder.workspace.slot(self.buffer, view.rank, slot.offset, size).view(

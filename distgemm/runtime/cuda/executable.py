@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -17,7 +17,7 @@ from distgemm.arguments import finite, member
 from distgemm.gemm import get_provider
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.nvcc import build_together
-from distgemm.plan.ops import Copy
+from distgemm.plan.ops import Copy, Gemm
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     check_agreement,
@@ -25,6 +25,7 @@ from distgemm.runtime.checks import (
     check_gathered,
     check_gradients,
     check_scales,
+    check_shard,
     check_shards,
     group_timeout,
     resolve_group,
@@ -38,6 +39,8 @@ from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.workspace import BUFFERS, Workspace, workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
+from distgemm.runtime.gathering import GatheredChunk, check_gathers
+from distgemm.runtime.groups import occupied
 
 __all__ = ["CudaExecutable", "Replay", "compile_plan", "copied_buffers"]
 
@@ -78,7 +81,7 @@ class CudaExecutable:
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
     ) -> None:
-        execution = execution.on(device)
+        execution = execution.on(device, plan.problem.dtype)
         self.timeout = group_timeout(group, device) if timeout is None else timeout
         self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
@@ -186,6 +189,7 @@ class CudaExecutable:
         tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
         with self._order.lock:
+            self._order.raise_if_occupied()
             buffer = self.workspace.next_buffer
             if torch.cuda.is_current_stream_capturing():
                 self._put_captured(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
@@ -215,8 +219,83 @@ class CudaExecutable:
                     recording.move(layout.addresses)  # the key has all else that was checked
                 self._recorded.move_to_end(key)
                 self._replay(recording, stream)
-            self._watched.issued(self, weakref.ref(out))
+            self._watched.issued(self, weakref.ref(out), stream)
         return out
+
+    def gather(self, a_shard: Tensor) -> Iterator[GatheredChunk]:
+        """The chunks of the gathered A, in the order in which the plan multiplies them. The caller multiplies.
+
+        The first chunk comes behind all copies of this rank: they wait neither for the caller nor for its GEMMs. Nobody
+        waits for the GPU: the current stream waits for each chunk before the caller gets it. A chunk is memory of the
+        workspace, or of ``a_shard``. It stays as it is for what the caller puts on the current stream until it has
+        asked for all chunks. Until then, there is no other call on this GPU, and all chunks are asked for on this
+        stream. While the stream is captured, all of this becomes part of that graph.
+
+        Args:
+            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``. It must not change until all
+                chunks were asked for.
+
+        Raises:
+            ValueError: as a call raises it, for plans as :func:`distgemm.runtime.gathering.check_gathers` refuses
+                them, and for an executable with a fused kernel or two streams of GEMMs.
+            ReplayTimeoutError: as a call raises it. The chunks are NaN then.
+            RuntimeError: inside another gather on this GPU, and where another stream is current for a later chunk.
+                The gather has ended then, and the next call may follow.
+        """
+        self.raise_if_dead()
+        check_gathers(self.plan)
+        if self.execution.single_kernel or self.execution.gemm_streams != 1:
+            raise ValueError(
+                "a gather hands out chunks on one stream: it takes execution='multi_kernel' and gemm_streams=1, got "
+                f"{self.execution.execution!r} and {self.execution.gemm_streams}"
+            )
+        check_gradients(self.rank, a_shard, *[None] * 7)
+        given = {"A": check_shard(self.plan, self.rank, self.device, "A", a_shard).detach()}
+        self._check_rows(given, self._copied)
+        stream = self._current_stream()
+        captured = torch.cuda.is_current_stream_capturing()
+        with self._order.lock:
+            self._order.raise_if_occupied()
+            bound, tiles = self.binder.hand_out(CallTensors(given), self.workspace.next_buffer)
+            if captured:
+                self.workspace.keep(self)
+            self.workspace.flip()
+            (self._order.begin_captured if captured else self._order.begin)(stream)
+            self._order.occupied = True
+        actions = self._actions_put(bound, captured)
+
+        def put_next() -> Action | None:
+            # The caller's code runs in between, and another device may be current there.
+            try:
+                with torch.cuda.device(self.device):
+                    return next(actions, None)
+            except BaseException as error:
+                if not captured:
+                    self._give_up(error)
+                raise
+
+        def note() -> None:
+            if not captured:
+                self._watched.issued(self, lambda: None, stream)
+
+        with occupied(self.group, "a gather"):
+            try:
+                while (action := put_next()) is not None:
+                    op = next(iter(action.ops), None)
+                    if isinstance(op, Gemm) and op.id in tiles:
+                        note()
+                        yield GatheredChunk(slice(*op.a.box[1]), tiles[op.id])
+                        if self._current_stream() != stream:
+                            raise RuntimeError("ask for the chunks of a gather on the stream on which it began")
+            finally:  # other ranks need the rest of this one's steps
+                while put_next() is not None:
+                    pass
+                self._order.occupied = False
+                (self._order.end_captured if captured else self._order.end)(stream)
+        note()
+
+    def _current_stream(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index or 0))
 
     def raise_if_dead(self) -> None:
         """Raise where this executable cannot be called any more.
@@ -277,6 +356,10 @@ class CudaExecutable:
             check_gathered(self.plan, self.rank, gathered, given)
             given["gathered"] = gathered
             copied |= {"A", "gathered"}
+        self._check_rows(given, copied)
+        return given
+
+    def _check_rows(self, given: dict[str, Tensor], copied: set[str]) -> None:
         for name in copied & set(given):
             rows, columns = given[name].shape[-2:]
             row_stride, column_stride = given[name].stride()[-2:]
@@ -286,7 +369,6 @@ class CudaExecutable:
                     f"{what} on rank {self.rank} is copied by rows, which must be contiguous and must not overlap, got "
                     f"strides {given[name].stride()}; pass it as .contiguous()"
                 )
-        return given
 
     def _check_terms(
         self, given: dict[str, Tensor], bias: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None
@@ -342,7 +424,7 @@ class CudaExecutable:
         self._put(bound, counted=True)
         self._order.end_captured(stream)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """End the workspace on all ranks: a part of a call may have been sent when it failed."""
         self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
 
@@ -356,9 +438,13 @@ class CudaExecutable:
         """
         # torch's default stream is that of the current device, whichever device was named.
         with torch.cuda.device(self.device):
-            self._put_here(bound, counted, nodes)
+            for _ in self._actions_put(bound, counted, nodes):
+                pass
 
-    def _put_here(self, bound: Bound, counted: bool, nodes: list[tuple[MovableLaunch, int]] | None) -> None:
+    def _actions_put(
+        self, bound: Bound, counted: bool, nodes: list[tuple[MovableLaunch, int]] | None = None
+    ) -> Iterator[Action]:
+        """The actions, each once it is put on its stream; see :meth:`_put`. This device is current for each."""
         main = torch.cuda.current_stream(self.device)
         side = self.workspace.streams
         used = sorted({GEMM_STREAM, *(action.stream for action in bound.actions)})
@@ -380,6 +466,7 @@ class CudaExecutable:
                     nodes.append((launch, captured_node(stream.cuda_stream) if launch.movable else 0))
             if action.awaited:
                 events[number] = stream.record_event()
+            yield action
         for number, stream in streams.items():
             if number != GEMM_STREAM:
                 main.wait_stream(stream)
@@ -424,10 +511,11 @@ class Replay:
             raise RuntimeError(
                 "a replay cannot become part of a graph: call the executable while the stream is captured"
             )
-        stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
+        stream = executable._current_stream()
         with executable._order.lock:
+            executable._order.raise_if_occupied()
             executable._replay(self.recordings[executable.workspace.next_buffer], stream)
-            executable._watched.issued(executable, self._watched_out)
+            executable._watched.issued(executable, self._watched_out, stream)
         return self.out
 
 

@@ -28,16 +28,23 @@ class CallOrder:
 
     Attributes:
         lock: is held while a call is issued, so that calls of several threads have an order.
+        occupied: whether a gather is under way, between whose chunks the caller's code runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
+        self.occupied = False
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the context current
             (self._ended,) = raise_on(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
         self._stream: int | None = None  # of the last call that was no part of a capture
         self._in_graphs = False  # whether replays of captured graphs record the event, on streams nobody knows
         self._captured: tuple[int, Any] | None = None  # the last capture's id, and the end of the last call in it
+
+    def raise_if_occupied(self) -> None:
+        """Raises RuntimeError while a gather is under way: its end would come behind the end of the next call."""
+        if self.occupied:
+            raise RuntimeError("a gather on this GPU has not ended: make this call behind its with block")
 
     def begin(self, stream: int) -> None:
         """Let a stream wait for the end of the last call."""

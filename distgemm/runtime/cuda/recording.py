@@ -26,40 +26,64 @@ class CallLayout(NamedTuple):
     Attributes:
         key: all that a call is checked for, except gradients: kinds of its tensors, alignment, and its numbers.
         addresses: of the tensors; 0 for those that are not given.
-        sizes: bytes that each tensor spans.
         disjoint: whether no two tensors share bytes. Otherwise an address does not say whose it is.
     """
 
-    key: tuple[Any, ...]
+    key: LayoutKey
     addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
     disjoint: bool
+
+
+class LayoutKey:
+    """A key that is hashed once: calls look it up several times.
+
+    Attributes:
+        kinds: the numbers of the call; and for each tensor its kind, or None if it is not given.
+        sizes: bytes that each tensor spans.
+        given: numbers of the tensors that span bytes.
+    """
+
+    __slots__ = ("_hash", "given", "kinds", "sizes")
+
+    def __init__(self, kinds: tuple[Any, ...]) -> None:
+        self.kinds, self._hash = kinds, hash(kinds)
+        self.sizes = tuple(_bytes_spanned(*kind[1:4]) if isinstance(kind, tuple) else 0 for kind in kinds[2:])
+        self.given = tuple(number for number, size in enumerate(self.sizes) if size)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LayoutKey) and self.kinds == other.kinds)
+
+
+_layout_key = functools.lru_cache(maxsize=4096)(LayoutKey)
 
 
 def layout_of(tensors: Sequence[torch.Tensor | None], alpha: float, beta: float) -> CallLayout:
     """The layout of a call with these tensors and numbers."""
     kinds: list[Any] = [float(alpha), float(beta)]
-    addresses, sizes = [], []
+    addresses = []
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):  # not given, or wrong: then the call is refused
-            kinds.append(None if tensor is None else id(tensor))
+        if tensor is None:
+            kinds.append(None)
             addresses.append(0)
-            sizes.append(0)
-            continue
-        address, shape, strides, dtype = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        kind = type(tensor), shape, strides, dtype, tensor.device, tensor.is_neg(), tensor.is_conj()
-        kinds.append((*kind, address % ALIGNMENT))
-        addresses.append(address)
-        sizes.append(_bytes_spanned(shape, strides, dtype))
-    ends = 0
-    disjoint = True
-    for address, size in sorted(zip(addresses, sizes, strict=True)):
-        disjoint &= not size or address >= ends
-        ends = max(ends, address + size)
-    return CallLayout(tuple(kinds), tuple(addresses), tuple(sizes), disjoint)
+        elif isinstance(tensor, torch.Tensor):
+            address, shape, strides, dtype = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            kinds.append((type(tensor), shape, strides, dtype, tensor.device, tensor.is_neg(), address % ALIGNMENT))
+            addresses.append(address)
+        else:  # the call is refused
+            kinds.append(id(tensor))
+            addresses.append(0)
+    key = _layout_key(tuple(kinds))
+    end, disjoint = 0, True
+    sizes = key.sizes
+    for address, number in sorted([(addresses[number], number) for number in key.given]):
+        disjoint = disjoint and address >= end
+        end = max(end, address + sizes[number])
+    return CallLayout(key, tuple(addresses), disjoint)
 
 
-@functools.lru_cache(maxsize=4096)
 def _bytes_spanned(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> int:
     if not all(shape):
         return 0
@@ -95,7 +119,8 @@ class Recording:
         (executable,) = raise_on(runtime.cudaGraphInstantiate(graph.raw_cuda_graph(), 0))
         self._executable = int(executable)
         weakref.finalize(self, runtime.cudaGraphExecDestroy, executable)
-        spans = [(number, at, at + size) for number, (at, size) in enumerate(zip(*layout[1:3], strict=True)) if size]
+        sizes = layout.key.sizes
+        spans = [(number, at := layout.addresses[number], at + sizes[number]) for number in layout.key.given]
         self._moves = []
         for launch, node in nodes:
             launch.forget()

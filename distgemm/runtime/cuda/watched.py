@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,13 +49,13 @@ class PendingCall(NamedTuple):
     Attributes:
         executable: what was called.
         end: an event behind the call.
-        out: the tensor that the call writes.
+        out: returns the tensor that the call writes; None: it is gone, or there is none.
         thread: the thread to which an error is raised.
     """
 
     executable: WatchedExecutable
     end: torch.cuda.Event
-    out: weakref.ref[torch.Tensor]
+    out: Callable[[], torch.Tensor | None]
     thread: int
 
 
@@ -97,8 +96,13 @@ class WatchedWorkspace:
         self.copies = torch.empty(2, workspace.watched_memory().numel(), dtype=torch.int32, pin_memory=True)
         self.poison_source = torch.full((POISON_BYTES,), 0xFF, dtype=torch.uint8).pin_memory()
 
-    def issued(self, executable: WatchedExecutable, out: weakref.ref[torch.Tensor]) -> None:
-        """Note that a call was issued on the current stream.
+    def issued(self, executable: WatchedExecutable, out: Callable[[], torch.Tensor | None], stream: int) -> None:
+        """Note that a call, or a part of a gather, was issued on the current stream.
+
+        Args:
+            executable: what was called.
+            out: as in :class:`PendingCall`.
+            stream: the handle of the current stream.
 
         Raises:
             ReplayTimeoutError: where the workspace has died meanwhile: nobody else would raise it for this call.
@@ -106,11 +110,10 @@ class WatchedWorkspace:
         if not self.free_events:
             self.reclaim()
         end = self.free_events.popleft() if self.free_events else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        handle = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
-        stream = self.streams.get(handle)
-        if stream is None:
-            stream = self.streams[handle] = torch.cuda.current_stream(executable.device)
-        end.record(stream)
+        known = self.streams.get(stream)
+        if known is None:
+            known = self.streams[stream] = torch.cuda.current_stream(executable.device)
+        end.record(known)
         if not isinstance(threading.current_thread(), threading._DummyThread):
             # Otherwise autograd's thread makes the call, for the step of the thread that called last.
             self.owner = threading.get_ident()

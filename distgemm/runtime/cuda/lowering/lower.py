@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
@@ -13,7 +14,7 @@ from distgemm.runtime.cuda.lowering.slices import max_slices, slice_copies, slic
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["lower", "most_flags"]
+__all__ = ["copies_first", "lower", "most_flags"]
 
 
 def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: bool = False) -> list[Action]:
@@ -56,6 +57,22 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
     actions = _issue(rank, ops, entry, streams, kernel)
     _prune_after(actions)
     return actions
+
+
+def copies_first(actions: Sequence[Action]) -> list[Action]:
+    """The actions in another order: first those that come after no action on the streams of GEMMs.
+
+    A caller that multiplies itself may take its time between two GEMMs. No peer waits for that.
+    """
+    late: set[int] = set()
+    streams: set[int] = set()
+    for number, action in enumerate(actions):
+        if action.stream >= GEMM_STREAM or action.stream in streams or not late.isdisjoint(action.after):
+            late.add(number)
+            streams.add(action.stream)
+    order = sorted(range(len(actions)), key=late.__contains__)
+    place = {number: at for at, number in enumerate(order)}
+    return [replace(actions[number], after=tuple(place[each] for each in actions[number].after)) for number in order]
 
 
 def most_flags(plan: Plan, config: ExecutionConfig) -> int:
