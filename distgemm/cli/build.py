@@ -267,7 +267,4 @@ def _list() -> None:
 
 def _terms(macros: dict[str, str]) -> str:
     """The terms that a kernel can add to A @ B.T."""
-    names = {"DG_SOURCE": "C or partial", "DG_AUX": "C and partial", "DG_BIAS": "bias"}
-    direct = macros.get("DG_EPILOGUE") == "DG_DIRECT"
-    found = ["any term"] if direct else [name for key, name in names.items() if macros.get(key, "void") != "void"]
-    return ", ".join(found + ["row scales"] * (macros.get("DG_ROW_SCALE_A") == "1"))
+    return "bias, row scales" if macros.get("DG_SOURCE", "void") == "void" else "any term"

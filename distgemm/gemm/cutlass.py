@@ -73,10 +73,10 @@ KIND_MACROS: dict[KernelKind, str] = {
     "reduce_send": "DG_REDUCE_SEND",
 }
 KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
-    "one_gemm": ("tma.cuh",),
-    "gather": ("tma.cuh", "fused.cuh", "flags.cuh"),
-    "reduce": ("tma.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
-    "reduce_send": ("tma.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "one_gemm": ("tma.cuh", "epilogue.cuh"),
+    "gather": ("tma.cuh", "epilogue.cuh", "fused.cuh", "flags.cuh"),
+    "reduce": ("tma.cuh", "epilogue.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "reduce_send": ("tma.cuh", "epilogue.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
 }
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
@@ -124,8 +124,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
     result = ELEMENTS[spec.d.dtype]
 
     def element(matrix: MatrixSpec | None) -> str:
-        # A direct epilogue sees at run time which terms there are: one library serves all of them.
-        return ELEMENTS[matrix.dtype] if matrix else result if direct else "void"
+        return ELEMENTS[matrix.dtype] if matrix else result
 
     def vector(matrix: MatrixSpec) -> int:
         return matrix.vector if plain and matrix.row_major else 1
@@ -133,13 +132,12 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
     values: dict[str, Any] = {
         "ELEMENT": ELEMENTS[spec.a.dtype],
         "D": result,
-        "SOURCE": element(source),
+        # A kernel sees at run time which terms there are. But with TMA, the source takes shared memory.
+        "SOURCE": element(source) if source or direct else "void",
         "AUX": element(aux),
-        "BIAS": ELEMENTS[spec.bias] if spec.bias else result if direct else "void",
+        "BIAS": ELEMENTS[spec.bias] if spec.bias else result,
         "A_ROW": int(spec.a.row_major),
         "B_ROW": int(spec.b.row_major),
-        "ROW_SCALE_A": int(spec.scale_a == "row"),
-        "ROW_SCALE_B": int(spec.scale_b == "row"),
         "TILE_M": config.tile[0],
         "TILE_N": config.tile[1],
         "TILE_K": config.tile[2],
@@ -173,7 +171,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "scale_a", "scale_b")),
         *((name, ctypes.c_int64) for name in ("bias_stride", "scale_a_stride", "scale_b_stride")),
         *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
-        *((name, ctypes.c_int32) for name in ("sm_count", "raster", "swizzle")),
+        *((name, ctypes.c_int32) for name in ("scale_a_step", "scale_b_step", "sm_count", "raster", "swizzle")),
     )
 
 
@@ -309,6 +307,7 @@ class CutlassKernel:
             tensors.alpha,
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
+            *(int(scale == "row") for scale in (spec.scale_a, spec.scale_b)),
             sm_count(device) // self.config.share,
             RASTERS.index(self.config.raster),
             self.config.swizzle,

@@ -25,6 +25,7 @@ from distgemm.gemm.nvcc import SERIALISED, command, find_nvcc
 MATRIX = MatrixSpec("bfloat16", 256, 256)
 PRODUCT = GemmSpec(MATRIX, MATRIX, MATRIX)
 WITH_PARTIAL = GemmSpec(MATRIX, MATRIX, MATRIX, partial=MATRIX)
+LAYOUT = Path(__file__).parent / "data" / "epilogue_layout.cu"
 KERNELS: dict[str, tuple[GemmSpec, KernelKind]] = {
     "128x256x64_1x2_cooperative": (PRODUCT, "gather"),
     "128x128x64_2x1_pingpong": (WITH_PARTIAL, "reduce"),
@@ -61,13 +62,14 @@ def test_a_kernel_has_the_instructions_of_its_kind(name: str, tmp_path: Path) ->
     spec, kind = KERNELS[name]
     source = kernel_source(spec, GemmConfig.parse(name), "90a", kind)
     keeping = ["--keep", "--keep-dir", str(tmp_path)]
-    done = subprocess.run(
-        [*command(source, nvcc, tmp_path / "kernel.so"), *keeping], capture_output=True, text=True, check=False
-    )
+    *words, path = command(source, nvcc, tmp_path / "kernel.so")
+    words += ["-Xptxas", "-v", f"-I{Path(path).parent}", str(LAYOUT)]
+    done = subprocess.run([*words, *keeping], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ptx = (tmp_path / source.path.with_suffix(".ptx").name).read_text()
+    ptx = (tmp_path / LAYOUT.with_suffix(".ptx").name).read_text()
     output = done.stdout + done.stderr
     assert SERIALISED not in output
+    assert "0 bytes spill stores, 0 bytes spill loads" in output
     assert not [line for line in output.splitlines() if re.search(r"distgemm/gemm/kernels/.*warning", line)]
     assert INSTRUCTIONS[name] in ptx
     with_tma = "plain" not in name
@@ -77,12 +79,14 @@ def test_a_kernel_has_the_instructions_of_its_kind(name: str, tmp_path: Path) ->
     assert ("cp.async.bulk.tensor.3d.global.shared::cta" in ptx) is with_tma
     for instruction, kinds in KIND_INSTRUCTIONS.items():
         assert (instruction in ptx) is (kind in kinds), instruction
-    check_descriptors(tmp_path / "kernel.so", kind, with_tma)
+    library = ctypes.CDLL(str(tmp_path / "kernel.so"))
+    # The epilogue takes and puts each value where CUTLASS's own layouts of accumulators and shared memory have it.
+    assert library.distgemm_misplaced() == (0 if with_tma else -1)
+    check_descriptors(library, kind, with_tma)
 
 
-def check_descriptors(library: Path, kind: KernelKind, with_tma: bool) -> None:
+def check_descriptors(functions: ctypes.CDLL, kind: KernelKind, with_tma: bool) -> None:
     """A descriptor that cannot be encoded is an error: on no machine does TMA take rows of 2**40 bytes."""
-    functions = ctypes.CDLL(str(library))
     near, far = Matrix(1 << 20, 256, 0), Matrix(1 << 21, 1 << 39, 0)
     base = Arguments(256, 256, 256, 1, near, far, near, near, near)
     given = base if kind == "one_gemm" else FusedArguments(base, near, near, 0, 1, 1, 1, 1, 1, 1, 256)

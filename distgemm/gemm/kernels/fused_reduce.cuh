@@ -8,61 +8,13 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
-#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
+#include "epilogue.cuh"
 #include "fused.cuh"
 
 namespace distgemm {
 
 using namespace cute;
-
-// An epilogue's visitor tree whose stores are paced. Its results are of type `Element`.
-template <class Tree, class Element>
-struct PacedTree : Tree {
-  using Arguments = typename Tree::Arguments;
-  struct Params : Tree::Params {
-    LinkPacing pacing;
-  };
-
-  template <class Problem>
-  static constexpr Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
-    return {Tree::to_underlying_arguments(problem, args, workspace), {}};
-  }
-
-  CUTLASS_HOST_DEVICE PacedTree() {}
-  CUTLASS_HOST_DEVICE PacedTree(Params const& params, typename Tree::SharedStorage const& storage)
-      : Tree(params, storage), pacing_(params.pacing) {}
-
-  // One thread reserves the link and waits. The others wait for it before they store.
-  template <class Base, int Bytes>
-  struct Callbacks : Base {
-    LinkPacing pacing;
-    uint64_t start = 0;
-
-    CUTLASS_DEVICE Callbacks(Base base, LinkPacing pacing) : Base(base), pacing(pacing) {}
-
-    CUTLASS_DEVICE void previsit(int m, int n, int iteration, bool loaded) {
-      start = pacing.reserve(Bytes);
-      Base::previsit(m, n, iteration, loaded);
-    }
-    CUTLASS_DEVICE void postreduce(int m, int n, int iteration, bool stores) {
-      Base::postreduce(m, n, iteration, stores);
-      LinkPacing::wait_until(start);
-    }
-  };
-
-  template <bool ReferenceSource, class... Args>
-  CUTLASS_DEVICE auto get_consumer_store_callbacks(
-      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    auto callbacks = Tree::template get_consumer_store_callbacks<ReferenceSource>(args);
-    constexpr int bytes = size(decltype(args.epi_tile){}) * sizeof(Element);
-    return Callbacks<decltype(callbacks), bytes>(
-        callbacks, {pacing_.link_free, args.thread_idx == 0 ? pacing_.picoseconds_per_kib : 0});
-  }
-
- private:
-  LinkPacing pacing_;
-};
 
 // Adds all partial sums of a product but the last, which `Base`, CUTLASS's epilogue, adds. They arrive through the
 // epilogue's load pipeline and shared memory, one partial sum after the other, subtile by subtile. The accumulators are
@@ -110,45 +62,31 @@ struct AddendPipeline {
 
   // The consumer warps call it before the epilogue. `state` is the epilogue's pipeline state, which is the same
   // afterwards.
-  template <class Accumulators, class Mma, class Storage>
+  template <class Accumulators, class Storage>
   CUTLASS_DEVICE static void add(
       Params const& params, int number, typename Base::LoadPipeline& pipeline, typename Base::LoadPipelineState state,
-      Accumulators& sums, Mma mma, int thread, Storage& storage) {
+      Accumulators& sums, int thread, Storage& storage) {
     float factor = params.alpha;
     if (params.scale_a) factor *= *params.scale_a;
     if (params.scale_b) factor *= *params.scale_b;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
 
-    // Copies a subtile to registers as CUTLASS's epilogue does.
-    using Buffers = decltype(tile_to_shape(
-        typename Base::SmemLayoutAtomC{}, append<3>(shape(Subtile{}), Int<kStages>{}), Step<_1, _2, _3>{}));
-    Tensor buffers = cute::as_position_independent_swizzle_tensor(
-        make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), Buffers{}));
-    auto const atom = make_tiled_copy_C_atom(typename Base::CopyAtomC{}, mma);
-    auto const results = make_tiled_copy_S(Copy_Atom<typename Base::CopyOpR2S, typename Base::ElementD>{}, atom);
-    auto const sources = make_tiled_copy_S(Copy_Atom<typename Base::CopyOpS2R, Element>{}, atom);
-    auto const mine = results.get_slice(thread);
-    auto const from = sources.get_slice(thread);
-    Tensor shared = from.partition_S(buffers);  // (copy, m, n, stage)
-    Tensor loaded = make_tensor<Element>(shape(mine.partition_S(make_identity_tensor(shape(Subtile{})))));
-    Tensor registers = from.retile_D(loaded);
-    Tensor held = mine.retile_S(sums);  // (copy, m, n) of MMA atoms
-    constexpr int mma_n = size<1>(Tile{}) / size<2>(held), per_mma = mma_n / kWidth;
-    static_assert(size<0>(Tile{}) / size<1>(held) == kHeight && mma_n % kWidth == 0, "a subtile lies within an MMA tile");
-
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = params.count[number]; i > 0; --i) {
       CUTLASS_PRAGMA_UNROLL
-      for (int n = 0; n < size<1>(Tile{}) / kWidth; ++n) {
+      for (int n = 0; n < Base::kAcross; ++n) {
         CUTLASS_PRAGMA_UNROLL
-        for (int m = 0; m < size<0>(Tile{}) / kHeight; ++m) {
+        for (int m = 0; m < Base::kDown; ++m) {
           pipeline.consumer_wait(state);
-          copy(sources, shared(_, _, _, state.index()), registers);
-          release_(pipeline, state);
-          Tensor summed = held(_, m, n / per_mma);
           CUTLASS_PRAGMA_UNROLL
-          for (int e = 0; e < size(loaded); ++e) summed(n % per_mma * size(loaded) + e) += float(loaded(e));
+          for (int i = 0; i < Base::kValues; i += Base::kPiece) {
+            typename Base::Piece values;
+            Base::read_source(storage, state.index(), thread, i, values);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < Base::kPiece; ++j) Base::accumulator(sums, m, n, i + j) += values[j];
+          }
+          release_(pipeline, state);
         }
       }
     }
@@ -160,11 +98,8 @@ struct AddendPipeline {
   }
 
  private:
-  using Element = typename Base::ElementC;
-  using Subtile = typename Base::EpilogueTile;
-  static constexpr int kHeight = size<0>(Subtile{}), kWidth = size<1>(Subtile{});
-  static constexpr int kStages = Base::DispatchPolicy::StagesC;
-  static constexpr int kSteps = Base::get_load_pipe_increment(Tile{});  // of one addend
+  static constexpr int kStages = Base::kSourceStages;
+  static constexpr int kSteps = Base::kDown * Base::kAcross;  // of one addend
 
   // Pipeline steps without data, after those of so many addends.
   CUTLASS_DEVICE static int padding_(int count) {
@@ -237,7 +172,7 @@ class ReducingEpilogue : public Base {
     if (params_.addends.any && result.batch >= 0) {
       // The accumulators are variables of CUTLASS's kernel, which zeroes them before the next tile.
       auto& sums = const_cast<Accumulators&>(accumulators);
-      Addends::add(params_.addends, number, load, load_state, sums, mma, thread, storage_);
+      Addends::add(params_.addends, number, load, load_state, sums, thread, storage_);
     }
     if (result.batch < 0 && !started_) {
       if (params_.start_flag && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.start_flag);

@@ -23,12 +23,18 @@
 #include "cutlass/cutlass.h"
 
 #include "cute/tensor.hpp"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/epilogue/collective/default_epilogue.hpp"
-#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/device_kernel.h"
+#include "cutlass/epilogue/collective/detail.hpp"
+// Narrower headers than CUTLASS's own, which take longer to compile: they bring all kernels of all architectures.
+#include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
+#include "cutlass/gemm/collective/sm70_mma_twostage.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized_fp8.hpp"
+#include "cutlass/gemm/kernel/gemm_universal_decl.h"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
+#include "cutlass/gemm/kernel/sm70_gemm.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp"
 
 #define DG_COOPERATIVE 0  // TMA and wgmma, two warp groups share a tile
 #define DG_PINGPONG 1     // TMA and wgmma, two warp groups alternate: one multiplies while the other stores
@@ -41,8 +47,8 @@
 #define DG_REDUCE_SEND 3  // the same, and sends finished results
 
 #ifndef DG_ELEMENT
-#error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_ROW_SCALE_A, DG_ROW_SCALE_B, \
-DG_TILE_M, DG_TILE_N, DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
+#error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_TILE_M, DG_TILE_N, \
+DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
 and DG_KIND are needed"
 #endif
 
@@ -56,17 +62,13 @@ using namespace cute;
 using Element = DG_ELEMENT;
 using ElementD = DG_D;
 using ElementSource = DG_SOURCE;  // void: there is none
-using ElementAux = DG_AUX;
+using ElementAux = DG_AUX;        // of C beside a partial sum, if there is one
 using ElementBias = DG_BIAS;
 using Accumulator = float;
 using Tile = Shape<Int<DG_TILE_M>, Int<DG_TILE_N>, Int<DG_TILE_K>>;
 using Cluster = Shape<Int<DG_CLUSTER_M>, Int<DG_CLUSTER_N>, _1>;
 
 constexpr bool has_source = !std::is_void_v<ElementSource>;
-constexpr bool has_aux = !std::is_void_v<ElementAux>;
-constexpr bool has_bias = !std::is_void_v<ElementBias>;
-constexpr bool row_scale_a = DG_ROW_SCALE_A;
-constexpr bool row_scale_b = DG_ROW_SCALE_B;
 constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
 constexpr bool fused = DG_KIND != DG_ONE_GEMM;
@@ -98,16 +100,22 @@ struct Arguments {
   float const* scale_b;
   int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, in fused kernels
   float alpha, source_scale, aux_scale;
+  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A or B; 0: one for all
   int32_t sm_count;
   int32_t raster;   // 0: chosen by CUTLASS, 1: along M, 2: along N
   int32_t swizzle;
 };
+
+// A term that no GEMM of this kernel has still needs a type in declarations.
+template <class T>
+using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 
 }  // namespace distgemm
 
 #if DG_KIND != DG_ONE_GEMM
 #include "fused.cuh"
 #endif
+#include "epilogue.cuh"
 #if DG_REDUCES
 #include "fused_reduce.cuh"
 #endif
@@ -126,130 +134,15 @@ Stride stride_of(Matrix const& matrix) {
   return stride;
 }
 
-template <class T>
-T const* pointer(Matrix const& matrix) {
-  return static_cast<T const*>(matrix.data);
-}
-
-// An absent term still needs a type in declarations.
-template <class T>
-using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
-
-// ---------------------------------------------------------------- epilogue through TMA: a visitor tree
-
-namespace through_tma {
-
-using namespace cutlass::epilogue::fusion;
-constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
-
-template <template <class> class Op>
-using Compute = Sm90Compute<Op, Accumulator, Accumulator, kRound>;
-using Scalar = Sm90ScalarBroadcast<float>;
-using Alpha = Sm90ScalarBroadcast<float, Stride<_0, _0, _0>, 3>;  // alpha and the scales of whole tensors
-using Product = Sm90EVT<Compute<cutlass::multiplies>, Alpha, Sm90AccFetch>;
-
-// One more operation on top of a tree, if the kernel has it.
-template <bool Present, class Inner, template <class> class Op, class... Operands>
-struct Wrapped {
-  using Tree = Inner;
-  static typename Tree::Arguments arguments(typename Inner::Arguments inner, typename Operands::Arguments...) {
-    return inner;
-  }
-};
-template <class Inner, template <class> class Op, class... Operands>
-struct Wrapped<true, Inner, Op, Operands...> {
-  using Tree = Sm90EVT<Compute<Op>, Operands..., Inner>;
-  static typename Tree::Arguments arguments(
-      typename Inner::Arguments inner, typename Operands::Arguments... operands) {
-    return {operands..., inner, {}};
-  }
-};
-
-using BatchStride = std::conditional_t<fused, int64_t, _0>;
-using RowsOfA = Sm90ColBroadcast<0, Tile, float, float, Stride<_1, _0, BatchStride>>;
-using RowsOfB = Sm90RowBroadcast<0, Tile, float, float, Stride<_0, _1, BatchStride>>;
-using BiasRow = Sm90RowBroadcast<0, Tile, OrD<ElementBias>, Accumulator, Stride<_0, _1, BatchStride>>;
-using AuxLoad = Sm90AuxLoad<0, void, OrD<ElementAux>, LayoutD, void, void, 1, reduces>;
-using ScaledA = Wrapped<row_scale_a, Product, cutlass::multiplies, RowsOfA>;
-using ScaledB = Wrapped<row_scale_b, ScaledA::Tree, cutlass::multiplies, RowsOfB>;
-using Biased = Wrapped<has_bias, ScaledB::Tree, cutlass::plus, BiasRow>;
-using WithAux = Wrapped<has_aux, Biased::Tree, cutlass::homogeneous_multiply_add, Scalar, AuxLoad>;
-
-template <class ElementD>
-struct Builder {
-  using Schedule = std::conditional_t<
-      DG_SCHEDULE == DG_PINGPONG, cutlass::epilogue::TmaWarpSpecialized,
-      cutlass::epilogue::TmaWarpSpecializedCooperative>;
-  // CUTLASS would choose rows of 64 bytes. Rows of 128 bytes cross links faster.
-  using WideTile = Shape<Int<DG_SCHEDULE == DG_PINGPONG ? 64 : 128>, Int<128 / sizeof(ElementD)>>;
-  static constexpr bool wide = reduces && DG_TILE_N % (128 / sizeof(ElementD)) == 0;
-  using EpilogueTile = std::conditional_t<wide, WideTile, cutlass::epilogue::collective::EpilogueTileAuto>;
-  using Sum = Sm90EVT<
-      Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, Accumulator, kRound>, Scalar,
-      Sm90SrcFetch<ElementSource>, WithAux::Tree>;
-#if DG_REDUCES
-  using Tree = PacedTree<Sum, ElementD>;
-#else
-  using Tree = Sum;
-#endif
-  using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      EpilogueTile, Accumulator, Accumulator, ElementSource, LayoutD,
-      16 / sizeof(OrD<ElementSource>), ElementD, LayoutD, 16 / sizeof(ElementD), Schedule, Tree>::CollectiveOp;
-
-  static typename Collective::Arguments arguments(distgemm::Arguments const& args) {
-    typename Product::Arguments product{
-        {{args.alpha, 1.0f, 1.0f},
-         {nullptr, row_scale_a ? nullptr : args.scale_a, row_scale_b ? nullptr : args.scale_b},
-         {}},
-        {},
-        {}};
-    typename RowsOfA::Arguments rows_of_a{args.scale_a, 1.0f, {}};
-    typename RowsOfB::Arguments rows_of_b{args.scale_b, 1.0f, {}};
-    typename BiasRow::Arguments bias{static_cast<OrD<ElementBias> const*>(args.bias), OrD<ElementBias>(0), {}};
-#if DG_KIND != DG_ONE_GEMM
-    get<2>(rows_of_a.dCol) = args.scale_a_stride;
-    get<2>(rows_of_b.dRow) = args.scale_b_stride;
-    get<2>(bias.dRow) = args.bias_stride;
-#endif
-    auto scaled_a = ScaledA::arguments(product, rows_of_a);
-    auto scaled_b = ScaledB::arguments(scaled_a, rows_of_b);
-    auto biased = Biased::arguments(scaled_b, bias);
-    auto with_aux = WithAux::arguments(
-        biased, {{args.aux_scale}, {}, {}},
-        {pointer<OrD<ElementAux>>(args.aux), OrD<ElementAux>(0), stride_of<StrideD>(args.aux)});
-    return {
-        {{{args.source_scale}, {}, {}}, {}, with_aux, {}},
-        pointer<OrD<ElementSource>>(args.source),
-        stride_of<StrideD>(args.source),
-        const_cast<ElementD*>(pointer<ElementD>(args.d)),
-        stride_of<StrideD>(args.d)};
-  }
-};
-
-}  // namespace through_tma
 
 // ---------------------------------------------------------------- epilogue from registers
 
-// Each thread stores its own elements, under a predicate. Null pointers say at run time which terms are absent.
+// Each thread stores its own elements, under a predicate.
 class DirectEpilogue {
  public:
-  struct Factor {
-    float const* data;
-    bool per_row;
-    int64_t stride;  // between batches
-  };
   struct Params {
-    float alpha, source_scale, aux_scale;
-    Factor scale_a, scale_b;
-    OrD<ElementBias> const* bias;
-    int64_t bias_stride;
-    OrD<ElementSource> const* source;
-    StrideD source_stride;
-    OrD<ElementAux> const* aux;
-    StrideD aux_stride;
-    distgemm::ElementD* d;
-    StrideD d_stride;
+    Terms terms;
+    Matrix source, d;
   };
   // The names that CUTLASS's kernels expect of an epilogue.
   using EpilogueSchedule = cutlass::gemm::EpilogueDefault;
@@ -302,72 +195,45 @@ class DirectEpilogue {
   CUTLASS_DEVICE void operator()(
       ProblemShape problem, BlockShape block, BlockCoord coord, Tensor<Engine, Layout> const& accumulators, Mma mma,
       Residue, int thread, char*) {
-    auto [M, N, K, L] = problem;
-    auto [m, n, k, l] = coord;
-    Tensor coords = local_tile(make_identity_tensor(make_shape(M, N)), take<0, 2>(block), make_coord(m, n));
+    int const M = get<0>(problem), N = get<1>(problem), l = get<3>(coord);
+    Tensor coords = local_tile(
+        make_identity_tensor(make_shape(M, N)), take<0, 2>(block), make_coord(get<0>(coord), get<1>(coord)));
     Tensor mine = mma.get_thread_slice(thread).partition_C(coords);
-    float factor = params_.alpha;
-    if (params_.scale_a.data && !params_.scale_a.per_row) factor *= *params_.scale_a.data;
-    if (params_.scale_b.data && !params_.scale_b.per_row) factor *= *params_.scale_b.data;
+    Terms const& terms = params_.terms;
+    float const factor = terms.factor();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < size(accumulators); ++i) {
       auto coord_mn = mine(i);
       if (!elem_less(coord_mn, make_coord(M, N))) continue;
-      auto [row, column] = coord_mn;
-      auto at = make_coord(row, column, l);
+      int64_t const row = get<0>(coord_mn), column = get<1>(coord_mn);
+      auto const at = [&](Matrix const& matrix) { return l * matrix.batch_stride + row * matrix.stride + column; };
       float value = factor * accumulators(i);
-      if (params_.scale_a.per_row) value *= params_.scale_a.data[l * params_.scale_a.stride + row];
-      if (params_.scale_b.per_row) value *= params_.scale_b.data[l * params_.scale_b.stride + column];
-      if constexpr (has_bias) {
-        if (params_.bias) value += float(params_.bias[l * params_.bias_stride + column]);
+      if (terms.scale_a_step) value *= terms.scale_a[l * terms.scale_a_stride + row];
+      if (terms.scale_b_step) value *= terms.scale_b[l * terms.scale_b_stride + column];
+      if (terms.bias) value += float(terms.bias[l * terms.bias_stride + column]);
+      if (terms.aux) {
+        value += terms.aux_scale * float(terms.aux[l * terms.aux_batch_stride + row * terms.aux_stride + column]);
       }
-      if constexpr (has_aux) {
-        if (params_.aux) value += params_.aux_scale * float(params_.aux[crd2idx_(at, params_.aux_stride)]);
+      if (auto const* source = static_cast<OrD<ElementSource> const*>(params_.source.data)) {
+        value += terms.source_scale * float(source[at(params_.source)]);
       }
-      if constexpr (has_source) {
-        if (params_.source) value += params_.source_scale * float(params_.source[crd2idx_(at, params_.source_stride)]);
-      }
-      params_.d[crd2idx_(at, params_.d_stride)] = cutlass::NumericConverter<ElementD, float>::convert(value);
+      auto* const d = static_cast<ElementD*>(const_cast<void*>(params_.d.data));
+      d[at(params_.d)] = cutlass::NumericConverter<ElementD, float>::convert(value);
     }
   }
 
  private:
-  template <class Coord>
-  CUTLASS_DEVICE static int64_t crd2idx_(Coord const& at, StrideD const& stride) {
-    return int64_t(get<0>(at)) * get<0>(stride) + int64_t(get<1>(at)) + int64_t(get<2>(at)) * get<2>(stride);
-  }
-
   Params params_;
 };
 
-namespace from_registers {
+using Epilogue = std::conditional_t<
+    !direct, TmaEpilogue,
+    std::conditional_t<
+        plain, DirectEpilogue, cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<DirectEpilogue>>>;
 
-template <class ElementD>
-struct Builder {
-  using Collective = std::conditional_t<
-      plain, DirectEpilogue, cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<DirectEpilogue>>;
-
-  static typename Collective::Arguments arguments(distgemm::Arguments const& args) {
-    return {
-        args.alpha,
-        args.source_scale,
-        args.aux_scale,
-        {args.scale_a, row_scale_a, args.scale_a_stride},
-        {args.scale_b, row_scale_b, args.scale_b_stride},
-        static_cast<OrD<ElementBias> const*>(args.bias),
-        args.bias_stride,
-        pointer<OrD<ElementSource>>(args.source),
-        stride_of<StrideD>(args.source),
-        pointer<OrD<ElementAux>>(args.aux),
-        stride_of<StrideD>(args.aux),
-        const_cast<ElementD*>(pointer<ElementD>(args.d)),
-        stride_of<StrideD>(args.d)};
-  }
-};
-
-}  // namespace from_registers
-
-using Epilogue = std::conditional_t<direct, from_registers::Builder<ElementD>, through_tma::Builder<ElementD>>;
+Epilogue::Arguments epilogue_arguments(Arguments const& args) {
+  return {Terms::of(args), args.source, args.d};
+}
 
 // ---------------------------------------------------------------- main loops
 
@@ -461,7 +327,7 @@ struct PlainMainloop {
 };
 
 using Mainloop =
-    typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue::Collective>>::Collective;
+    typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue>>::Collective;
 
 template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<
@@ -469,17 +335,18 @@ using KernelOf = cutlass::gemm::kernel::GemmUniversal<
 
 #if DG_KIND == DG_GATHER
 using Kernel =
-    FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue::Collective>, InterleavedTiles>>;
+    FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue>, InterleavedTiles>>;
 #elif DG_REDUCES
-using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue::Collective>, TicketTiles>>;
+using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue>, TicketTiles>>;
 #else
-using Kernel = KernelOf<Mainloop, Epilogue::Collective>;
+using Kernel = KernelOf<Mainloop, Epilogue>;
 #endif
-using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 using Params = typename Kernel::Params;
 
 typename Mainloop::Arguments operands(Arguments const& args) {
-  return {pointer<Element>(args.a), stride_of<StrideA>(args.a), pointer<Element>(args.b), stride_of<StrideB>(args.b)};
+  return {
+      static_cast<Element const*>(args.a.data), stride_of<StrideA>(args.a), static_cast<Element const*>(args.b.data),
+      stride_of<StrideB>(args.b)};
 }
 
 void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
@@ -505,21 +372,20 @@ typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int 
 #if DG_KIND == DG_GATHER
 
 void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
-  static_cast<typename Epilogue::Collective::Arguments&>(arguments.epilogue) = Epilogue::arguments(args.base);
+  static_cast<Epilogue::Arguments&>(arguments.epilogue) = epilogue_arguments(args.base);
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result.batch;
 }
 
 #else
 
 void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
-  using Collective = typename Epilogue::Collective;
   auto const of = [&](Arguments const& from, int results) {
     auto const params = [&](int batches) {
-      return Collective::to_underlying_arguments(
-          make_shape(from.m, from.n, from.k, batches), Epilogue::arguments(from), nullptr);
+      return Epilogue::to_underlying_arguments(
+          make_shape(from.m, from.n, from.k, batches), epilogue_arguments(from), nullptr);
     };
-    typename Collective::Params found = params(results);
-    found.tma_load_c = params(args.sources).tma_load_c;
+    Epilogue::Params found = params(results);
+    found.source = params(args.sources).source;
     return found;
   };
   Arguments local = args.base, remote = args.base;
@@ -530,12 +396,12 @@ void set_results(typename Kernel::Arguments& arguments, FusedArguments const& ar
     local.alpha = 1.0f;
     local.scale_a = local.scale_b = nullptr;
   }
-  static_cast<typename Collective::Params&>(arguments.epilogue) = of(local, args.local_results);
+  static_cast<Epilogue::Params&>(arguments.epilogue) = of(local, args.local_results);
   arguments.epilogue.remote = of(remote, args.remote_results);
   arguments.epilogue.counters = args.counters;
   arguments.epilogue.start_flag = arguments.handshake.start_flag();
-  arguments.epilogue.addends = ReducingEpilogue<Collective>::Addends::params(args);
-  arguments.epilogue.remote.thread.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
+  arguments.epilogue.addends = ReducingEpilogue<Epilogue>::Addends::params(args);
+  arguments.epilogue.remote.terms.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
   arguments.scheduler.tickets = args.counters + kProducts;
   for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
 }
@@ -580,7 +446,7 @@ typename Kernel::Arguments encode(void const* given) {
       plain ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
       {args.m, args.n, args.k, args.l},
       operands(args),
-      Epilogue::arguments(args),
+      epilogue_arguments(args),
       {},
       {}};
   set_order(arguments, args);
@@ -632,9 +498,20 @@ int distgemm_encode(void const* args, void* out, Descriptor* failed) {
 
 // Launches with parameters that distgemm_encode wrote without an error. Returns a cudaError_t.
 int distgemm_launch(void* params, cudaStream_t stream) {
-  cutlass::Status status = Gemm::run(*static_cast<Params*>(params), stream);
-  cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
+  auto& given = *static_cast<Params*>(params);
+  void const* const kernel = reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {DG_CLUSTER_M, DG_CLUSTER_N, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = Kernel::get_grid_shape(given);
+  config.blockDim = Kernel::get_block_shape();
+  config.dynamicSmemBytes = Kernel::SharedStorageSize;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = DG_CLUSTER_M * DG_CLUSTER_N > 1;
+  void* arguments[] = {params};
+  return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -1,0 +1,488 @@
+// The epilogue of kernels that store D through TMA, for gemm.cu: a collective as CUTLASS's kernels expect it. CUTLASS's
+// own one, with its visitor tree, takes longer to compile than all else in a kernel, and is another kernel for each set
+// of terms.
+//
+// A warp loads subtiles of the source, the other warps add the terms to the accumulators and write subtiles of D to
+// shared memory, and the first of these warps stores them:
+//
+//   accumulators -> value in float32 -> (stmatrix) shared memory -> (TMA) D
+//   source -> (TMA) shared memory -> (ldmatrix) ----^
+//
+// A subtile has kHeight rows and kWidth columns. A thread has two rows of it, 8 rows apart, and in every 8 columns two
+// neighbours, as wgmma leaves them.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/numeric_conversion.h"
+#include "cutlass/pipeline/pipeline.hpp"
+
+namespace distgemm {
+
+using namespace cute;
+
+// What is added to a product besides the source. A null pointer: it is absent, or 1.
+struct Terms {
+  float alpha, source_scale, aux_scale;
+  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A or B; 0: one for all
+  float const* scale_a;
+  float const* scale_b;
+  OrD<ElementBias> const* bias;
+  OrD<ElementAux> const* aux;
+  int64_t aux_stride, aux_batch_stride;
+  int64_t bias_stride, scale_a_stride, scale_b_stride;  // between batches
+#if DG_REDUCES
+  LinkPacing pacing;
+#endif
+
+  static Terms of(Arguments const& args) {
+    Terms found{};
+    found.alpha = args.alpha;
+    found.source_scale = args.source_scale;
+    found.aux_scale = args.aux_scale;
+    found.scale_a_step = args.scale_a_step;
+    found.scale_b_step = args.scale_b_step;
+    found.scale_a = args.scale_a;
+    found.scale_b = args.scale_b;
+    found.bias = static_cast<OrD<ElementBias> const*>(args.bias);
+    found.aux = static_cast<OrD<ElementAux> const*>(args.aux.data);
+    found.aux_stride = args.aux.stride;
+    found.aux_batch_stride = args.aux.batch_stride;
+    found.bias_stride = args.bias_stride;
+    found.scale_a_stride = args.scale_a_stride;
+    found.scale_b_stride = args.scale_b_stride;
+    return found;
+  }
+
+  // Whether there is more than alpha, the source and the scales of whole tensors.
+  CUTLASS_DEVICE bool any() const { return scale_a_step || scale_b_step || bias || aux; }
+
+  // alpha and the scales of whole tensors.
+  CUTLASS_DEVICE float factor() const {
+    float found = alpha;
+    if (scale_a && !scale_a_step) found *= *scale_a;
+    if (scale_b && !scale_b_step) found *= *scale_b;
+    return found;
+  }
+};
+
+// A subtile in shared memory: the 16-byte pieces of its rows are swizzled as TMA does.
+template <class T, int kHeight, int kWidth>
+struct Subtile {
+  using Element = T;
+  static constexpr int kRow = kWidth * sizeof(T);                      // bytes of a row
+  static constexpr int kBytes = kHeight * kRow;
+  static constexpr int kAlignment = cute::max(kRow * 8, 128);
+  static_assert(kRow == 16 || kRow == 32 || kRow == 64 || kRow == 128, "TMA has no swizzle for such rows");
+
+  // The TMA descriptor of a matrix of these columns, rows and batches, from which subtiles are copied.
+  static CUtensorMap descriptor(Matrix const& matrix, std::array<uint64_t, 3> const& extents) {
+    uint64_t const strides[] = {matrix.stride * sizeof(T), matrix.batch_stride * sizeof(T)};
+    uint32_t const box[] = {kWidth, kHeight, 1}, ones[] = {1, 1, 1};
+    CUtensorMap map{};
+    remembering_cuTensorMapEncodeTiled(
+        &map, TMA::to_CUtensorMapDataType<T>(), 3, const_cast<void*>(matrix.data), extents.data(), strides, box, ones,
+        CU_TENSOR_MAP_INTERLEAVE_NONE,
+        kRow == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+        : kRow == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+        : kRow == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                     : CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return map;
+  }
+
+  // The address of a byte of a row.
+  CUTLASS_HOST_DEVICE static uint32_t at(uint32_t base, uint32_t row, uint32_t byte) {
+    return base + row * kRow + (byte ^ (row * kRow / 128 % (kRow / 16) * 16));
+  }
+};
+
+// A collective epilogue, as CUTLASS's kernels expect it.
+class TmaEpilogue {
+  static constexpr bool kPingpong = DG_SCHEDULE == DG_PINGPONG;
+  static constexpr int kLine = 128 / sizeof(ElementD);  // elements of a row that cross links fast
+  static constexpr bool kWide = reduces && DG_TILE_N % kLine == 0;
+
+ public:
+  static constexpr int kHeight = kPingpong ? 64 : 128, kWidth = kWide ? kLine : cute::gcd(32, DG_TILE_N);
+  static constexpr int kDown = DG_TILE_M / kHeight, kAcross = DG_TILE_N / kWidth;  // subtiles of a tile
+  static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
+  static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
+  using Piece = float[kPiece];
+
+ private:
+  static constexpr int kSubtiles = kDown * kAcross;
+  // A buffer of the source becomes one of D.
+  static constexpr bool kReuses = has_source && sizeof(OrD<ElementSource>) == sizeof(ElementD);
+  // A store of a subtile is delayed, and overlaps with the values of the next one.
+  static constexpr bool kDelays = !has_source;
+  static constexpr int kStoring = cute::min(kSubtiles, 2);  // subtiles of D that are stored at a time
+
+ public:
+  static constexpr int kSourceStages = cute::max(cute::min(kSubtiles, 4), kReuses ? kStoring + 1 : 1);
+
+  // The names that CUTLASS's kernels expect of an epilogue.
+  using ElementC = ElementSource;
+  using StrideC = distgemm::StrideD;
+  using ElementD = distgemm::ElementD;
+  using StrideD = distgemm::StrideD;
+  using LoadPipeline = cutlass::PipelineTransactionAsync<kSourceStages>;
+  using LoadPipelineState = cutlass::PipelineState<kSourceStages>;
+  using StorePipeline = std::conditional_t<
+      kReuses, cutlass::PipelineTmaStore<kSourceStages, kStoring - 1>, cutlass::PipelineTmaStore<kStoring>>;
+  using StorePipelineState = cutlass::PipelineState<kReuses ? kSourceStages : kStoring>;
+  static constexpr bool RequiresTransactionBytes = true;
+
+  using Source = Subtile<OrD<ElementSource>, kHeight, kWidth>;
+  using Result = Subtile<ElementD, kHeight, kWidth>;
+
+  struct TensorStorage {
+    static constexpr int kResults = (kReuses ? kSourceStages : kStoring) * Result::kBytes;
+    static constexpr int kSources = has_source && !kReuses ? kSourceStages * Source::kBytes : 0;
+    alignas(cute::max(Source::kAlignment, Result::kAlignment)) uint8_t buffers[kResults + kSources];
+
+    CUTLASS_DEVICE uint8_t* result(int stage) { return buffers + stage * Result::kBytes; }
+    CUTLASS_DEVICE uint8_t* source(int stage) { return buffers + (kReuses ? 0 : kResults) + stage * Source::kBytes; }
+  };
+  using PipelineStorage = typename LoadPipeline::SharedStorage;
+  struct SharedStorage {
+    TensorStorage tensors;
+    PipelineStorage pipeline;
+  };
+
+  struct Arguments {
+    Terms terms;
+    Matrix source, d;
+  };
+  struct Params {
+    Terms terms;
+    TmaDescriptor source, d;
+    uint32_t tma_transaction_bytes;
+  };
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void*) {
+    std::array<uint64_t, 3> const extents{
+        uint64_t(get<1>(problem)), uint64_t(get<0>(problem)), uint64_t(get<3>(problem))};
+    Params params{args.terms, {}, Result::descriptor(args.d, extents), Source::kBytes};
+    if constexpr (has_source) params.source = Source::descriptor(args.source, extents);
+    return params;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(Problem const&, Arguments const&) {
+    return 0;
+  }
+  template <class Block>
+  CUTLASS_HOST_DEVICE static constexpr int get_load_pipe_increment(Block const&) {
+    return kSubtiles;
+  }
+  template <class Block>
+  CUTLASS_HOST_DEVICE static constexpr int get_store_pipe_increment(Block const&) {
+    return kSubtiles;
+  }
+  CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
+    if constexpr (has_source) cute::prefetch_tma_descriptor(&params.source);
+    cute::prefetch_tma_descriptor(&params.d);
+  }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return has_source; }
+
+  CUTLASS_HOST_DEVICE TmaEpilogue(Params const& params, TensorStorage&) : params_(params) {}
+
+  // One warp calls it.
+  template <class Problem, class Block, class Coord, class Mma>
+  CUTLASS_DEVICE auto load(
+      LoadPipeline pipeline, LoadPipelineState state, Problem const&, Block, Coord const& coord, Mma, int,
+      TensorStorage& storage, int = -1) {
+    bool const loads = elect_one_sync();
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < kAcross; ++n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int m = 0; m < kDown; ++m, ++state) {
+        pipeline.producer_acquire(state);
+        if (loads) {
+          SM90_TMA_LOAD::copy(
+              &params_.source, pipeline.producer_get_barrier(state),
+              static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), storage.source(state.index()),
+              column_(coord, n), row_(coord, m), get<3>(coord));
+          pipeline.producer_expect_transaction(state);
+        }
+        pipeline.producer_commit(state);
+      }
+    }
+    return state;
+  }
+
+  CUTLASS_DEVICE auto load_tail(LoadPipeline pipeline, LoadPipelineState state) {
+    if (elect_one_sync()) pipeline.producer_tail(state);
+    return state;
+  }
+
+  // All consumer warps call it.
+  template <class Problem, class Block, class Coord, class Accumulators, class Mma>
+  CUTLASS_DEVICE auto store(
+      LoadPipeline load_pipeline, LoadPipelineState load_state, StorePipeline store_pipeline,
+      StorePipelineState store_state, Problem const& problem, Block, Coord const& coord,
+      Accumulators const& accumulators, Mma, int thread, TensorStorage& storage, int = -1) {
+    auto const run = [&](auto extra) CUTLASS_LAMBDA_FUNC_INLINE {
+      return store_<decltype(extra)::value>(
+          load_pipeline, load_state, store_pipeline, store_state, problem, coord, accumulators, thread, storage);
+    };
+#if DG_REDUCES
+    return run(true_type{});  // two copies would spill registers
+#else
+    // Two copies of the code, so that the instructions of a GEMM without these terms lie together.
+    return params_.terms.any() ? run(true_type{}) : run(false_type{});
+#endif
+  }
+
+  CUTLASS_DEVICE auto store_tail(
+      LoadPipeline load_pipeline, LoadPipelineState load_state, StorePipeline store_pipeline,
+      StorePipelineState store_state) {
+    store_pipeline.producer_tail(store_state);
+    sent_ = 0;
+    if constexpr (kReuses) {
+      constexpr int held = cute::min(int(StorePipeline::UnacquiredStages), kSubtiles);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < held; ++i, ++load_state) load_pipeline.consumer_release(load_state);
+    }
+    return make_tuple(load_state, store_state);
+  }
+
+  // This thread's values i and following of the source, from a buffer.
+  CUTLASS_DEVICE static void read_source(TensorStorage& storage, int stage, int thread, int i, Piece& values) {
+    uint32_t const base = cast_smem_ptr_to_uint(storage.source(stage));
+    if constexpr (sizeof(typename Source::Element) == 2) {
+      uint32_t pairs[kPiece / 2];
+      uint32_t const from = matrix_<Source>(base, thread, i);
+      if constexpr (kPiece == 8) {
+        asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                     : "r"(from)
+                     : "memory");
+      } else {
+        asm volatile("ldmatrix.sync.aligned.x2.m8n8.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(pairs[0]), "=r"(pairs[1])
+                     : "r"(from)
+                     : "memory");
+      }
+      auto const& found = reinterpret_cast<cutlass::Array<typename Source::Element, kPiece> const&>(pairs);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kPiece; ++j) values[j] = float(found[j]);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kPiece; j += 2) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(values[j]), "=f"(values[j + 1])
+                     : "r"(pair_<Source>(base, thread, i + j))
+                     : "memory");
+      }
+    }
+  }
+
+  // The first row of this thread's values in a subtile; the second is 8 rows below. And the column of its value i.
+  CUTLASS_HOST_DEVICE static int row_of(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+  CUTLASS_HOST_DEVICE static int column_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+
+  // The accumulator of one of this thread's values of a subtile.
+  template <class Accumulators>
+  CUTLASS_HOST_DEVICE static decltype(auto) accumulator(Accumulators& accumulators, int m, int n, int i) {
+    using Layout = typename Accumulators::layout_type;
+    constexpr int width = DG_TILE_N / size<2>(Layout{});  // columns of one wgmma
+    static_assert(DG_TILE_M / size<1>(Layout{}) == kHeight, "a subtile is as high as the wgmmas of all warps");
+    int const column = n * kWidth + i / 4 * 8;
+    return accumulators(column % width / 2 + i % 4, m, column / width);
+  }
+
+ private:
+  template <class Coord>
+  CUTLASS_DEVICE static int row_(Coord const& coord, int m) {
+    return int(get<0>(coord)) * DG_TILE_M + m * kHeight;
+  }
+  template <class Coord>
+  CUTLASS_DEVICE static int column_(Coord const& coord, int n) {
+    return int(get<1>(coord)) * DG_TILE_N + n * kWidth;
+  }
+
+  CUTLASS_DEVICE static void synchronize_() {
+    cutlass::arch::NamedBarrier::sync(
+        kHeight * 2, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);  // 16 rows for each warp
+  }
+
+  // Where this thread's row of the matrices for values i and following begins, for stmatrix and ldmatrix.
+  template <class Kind>
+  CUTLASS_DEVICE static uint32_t matrix_(uint32_t base, int thread, int i) {
+    int const beside = kPiece == 8 ? thread % 32 / 16 : 0;
+    return Kind::at(base, thread / 32 * 16 + thread % 16, (i / 4 + beside) * 16);
+  }
+  // Where values i and i + 1 lie.
+  template <class Kind>
+  CUTLASS_DEVICE static uint32_t pair_(uint32_t base, int thread, int i) {
+    return Kind::at(
+        base, row_of(thread) + i / 2 % 2 * 8, column_of(thread, i) * sizeof(typename Kind::Element));
+  }
+
+  template <bool kExtra, class Problem, class Coord, class Accumulators>
+  CUTLASS_DEVICE auto store_(
+      LoadPipeline& load_pipeline, LoadPipelineState load_state, StorePipeline& store_pipeline,
+      StorePipelineState store_state, Problem const& problem, Coord const& coord, Accumulators const& accumulators,
+      int thread, TensorStorage& storage) {
+    Terms const& terms = params_.terms;
+    bool const extra = terms.any();
+    bool const stores = thread < cutlass::NumThreadsPerWarp;
+    float const factor = terms.factor();
+    LoadPipelineState wait_state = load_state;
+    if constexpr (kReuses) {
+      // Buffers of the source become those of D, and are released when they are stored.
+      wait_state = {store_state.index(), store_state.phase() ^ 1, store_state.count()};
+    }
+
+    auto const send = [&](int m, int n) CUTLASS_LAMBDA_FUNC_INLINE {
+      cutlass::arch::fence_view_async_shared();
+      synchronize_();
+      if (stores) {
+        if (elect_one_sync()) {
+          SM90_TMA_STORE::copy(
+              &params_.d, storage.result(store_state.index()), column_(coord, n), row_(coord, m), get<3>(coord));
+        }
+        __syncwarp();
+        store_pipeline.producer_commit(store_state);
+      }
+      ++store_state;
+      ++sent_;
+      if (stores) store_pipeline.producer_acquire(store_state);
+      synchronize_();
+      if constexpr (kReuses) {
+        if (sent_ > StorePipeline::UnacquiredStages) {
+          load_pipeline.consumer_release(load_state);
+          ++load_state;
+        }
+      }
+    };
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < kAcross; ++n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int m = 0; m < kDown; ++m) {
+        if constexpr (has_source) load_pipeline.consumer_wait(wait_state);
+#if DG_REDUCES
+        // One thread reserves the link, now that the source is there. The others wait for it before D is stored.
+        uint64_t const start = thread == 0 ? terms.pacing.reserve(Result::kBytes) : 0;
+#endif
+        uint32_t words[kValues / kPiece][kPiece * sizeof(ElementD) / 4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kValues; i += kPiece) {
+          Piece values;
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < kPiece; ++j) values[j] = factor * accumulator(accumulators, m, n, i + j);
+          if (kExtra && extra) add_terms_(problem, coord, m, n, thread, i, values);
+          if constexpr (has_source) {
+            Piece source;
+            read_source(storage, wait_state.index(), thread, i, source);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < kPiece; ++j) values[j] += terms.source_scale * source[j];
+          }
+          auto& results = reinterpret_cast<cutlass::Array<ElementD, kPiece>&>(words[i / kPiece]);
+          results = cutlass::NumericArrayConverter<ElementD, float, kPiece>::convert(
+              reinterpret_cast<cutlass::Array<float, kPiece> const&>(values));
+        }
+        if constexpr (has_source) {
+          if constexpr (!kReuses) {
+            cutlass::arch::fence_view_async_shared();
+            load_pipeline.consumer_release(load_state);
+            ++load_state;
+          }
+          ++wait_state;
+        }
+        // A delayed store overlaps with the values of the next subtile.
+        if constexpr (kDelays) {
+          if (m + n > 0) send(m ? m - 1 : kDown - 1, m ? n : n - 1);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kValues / kPiece; ++i) write_(storage, store_state.index(), thread, i * kPiece, words[i]);
+#if DG_REDUCES
+        LinkPacing::wait_until(start);
+#endif
+        if constexpr (!kDelays) send(m, n);
+      }
+    }
+    if constexpr (kDelays) send(kDown - 1, kAcross - 1);
+    return make_tuple(load_state, store_state);
+  }
+
+  // Adds all terms but the source to values i and following.
+  template <class Problem, class Coord>
+  CUTLASS_DEVICE void add_terms_(
+      Problem const& problem, Coord const& coord, int m, int n, int thread, int i, Piece& values) const {
+    Terms const& terms = params_.terms;
+    int const rows = get<0>(problem), columns = get<1>(problem);
+    int64_t const batch = get<3>(coord);
+    int const row = row_(coord, m) + row_of(thread), column = column_(coord, n) + column_of(thread, i);
+    auto const of_rows = [&](auto const* data, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float const loaded = row + half * 8 < rows ? float(data[row + half * 8]) : 0.0f;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = half * 2; j < kPiece; j += j % 2 ? 3 : 1) change(values[j], loaded);
+      }
+    };
+    auto const of_columns = [&](auto const* data, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kPiece; j += j % 2 ? 3 : 1) {
+        int const c = column + j / 4 * 8 + j % 2;
+        float const loaded = c < columns ? float(data[c]) : 0.0f;
+        change(values[j], loaded);
+        change(values[j + 2], loaded);
+      }
+    };
+    auto const multiply = [](float& value, float by) CUTLASS_LAMBDA_FUNC_INLINE { value *= by; };
+    auto const add = [](float& value, float what) CUTLASS_LAMBDA_FUNC_INLINE { value += what; };
+    if (terms.scale_a_step) of_rows(terms.scale_a + batch * terms.scale_a_stride, multiply);
+    if (terms.scale_b_step) of_columns(terms.scale_b + batch * terms.scale_b_stride, multiply);
+    if (terms.bias) of_columns(terms.bias + batch * terms.bias_stride, add);
+    if (terms.aux) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kPiece; ++j) {
+        int const r = row + j / 2 % 2 * 8, c = column + j / 4 * 8 + j % 2;
+        if (r < rows && c < columns) {
+          int64_t const at = batch * terms.aux_batch_stride + r * terms.aux_stride + c;
+          values[j] += terms.aux_scale * float(terms.aux[at]);
+        }
+      }
+    }
+  }
+
+  // Writes values i and following to a buffer of D.
+  CUTLASS_DEVICE static void write_(
+      TensorStorage& storage, int stage, int thread, int i, uint32_t const (&words)[kPiece * sizeof(ElementD) / 4]) {
+    uint32_t const base = cast_smem_ptr_to_uint(storage.result(stage));
+    if constexpr (sizeof(ElementD) == 2) {
+      uint32_t const to = matrix_<Result>(base, thread, i);
+      if constexpr (kPiece == 8) {
+        asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+      } else {
+        asm volatile("stmatrix.sync.aligned.x2.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1])
+                     : "memory");
+      }
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kPiece; j += 2) {
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(pair_<Result>(base, thread, i + j)), "r"(words[j]),
+                     "r"(words[j + 1])
+                     : "memory");
+      }
+    }
+  }
+
+  Params const& params_;
+  int sent_ = 0;  // subtiles, since the last tail
+};
+
+}  // namespace distgemm
