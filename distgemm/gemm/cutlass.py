@@ -30,6 +30,7 @@ from distgemm.gemm.spec import (
     MatrixSpec,
     Status,
 )
+from distgemm.gemm.target import TARGET
 from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
@@ -402,15 +403,18 @@ class CutlassProvider:
     def __init__(self, arch: str | None = None) -> None:
         if arch is not None and not _ARCH.fullmatch(arch):
             raise ValueError(f"arch is written as nvcc does, such as 90a or 80, got {arch!r}")
-        self._arch = arch
+        self._arch, self._given = arch, arch is not None
 
     @property
     def arch(self) -> str:
         """The architecture that kernels are compiled for.
 
         Raises:
-            RuntimeError: if it was not given and there is no CUDA device.
+            RuntimeError: if it was not given, :func:`distgemm.gemm.target.compiling_for` names none, and there is no
+                CUDA device.
         """
+        if not self._given and (target := TARGET.get()) is not None:
+            return target.arch
         if self._arch is None:
             if not torch.cuda.is_available():
                 raise RuntimeError("there is no CUDA device; where nothing is to run, name one: CutlassProvider('90a')")

@@ -18,6 +18,7 @@ from typing import Any
 from distgemm.gemm.cache import TunedCache
 from distgemm.gemm.provider import GemmProvider
 from distgemm.gemm.spec import GemmConfig, GemmSpec, KernelSchedule
+from distgemm.gemm.target import TARGET
 from distgemm.gemm.tiles import PLAIN_TILE, TILES, UNLISTED_RATE
 
 __all__ = ["CACHE", "estimate", "gpu_name", "key_of", "order", "select_config", "tiles_at_once", "tiles_of"]
@@ -101,7 +102,9 @@ def select_config(provider: GemmProvider, spec: GemmSpec, streams: int = 1) -> G
 
 
 def gpu_name() -> str:
-    """The name of the current GPU; "none" without one."""
+    """The name of the current GPU; "none" without one. Inside ``compiling_for``: the name that it was given."""
     import torch
 
+    if (target := TARGET.get()) is not None:
+        return target.gpu
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionC
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
 from distgemm.simulator import arrivals
+from distgemm.torch_ops.needs import Need, note_need, recording
 
 if TYPE_CHECKING:
     from distgemm.tune import TunedConfig
@@ -380,6 +381,7 @@ def prepare(
     schedule: str,
     chunks: int | None,
     biased: bool,
+    turned_b: bool = False,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
 
@@ -395,12 +397,16 @@ def prepare(
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
+        turned_b: whether columns of b are contiguous. It only counts in :func:`distgemm.torch_ops.needs.record_needs`.
 
     Raises:
         RuntimeError: for the first call of its kind while the current stream is captured, and where a rank is gone.
         ValueError: if the schedule does not fit. On all ranks if their arguments differ.
     """
     group = process_group(group_name)
+    if recording():
+        note_need(Need(pattern, problem, group.size(), schedule, chunks, biased, turned_b))
+        return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
     key = (pattern, problem, schedule, chunks, device)

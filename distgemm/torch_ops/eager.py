@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from distgemm.torch_ops.needs import recording
+
 __all__ = ["EagerOp", "Prepared"]
 
 Tensor = torch.Tensor
@@ -59,9 +61,9 @@ class EagerOp:
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
-        self.op.register_fake(fake)
+        self.op.register_fake(self._shapes)
         self.op.register_autograd(backward, setup_context=setup)
-        self._prepare, self._run = prepare, run
+        self._prepare, self._run, self._fake = prepare, run, fake
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
         self._node = _autograd_function(name, self._compute, setup, backward)
 
@@ -90,11 +92,19 @@ class EagerOp:
         return list(found) if isinstance(found, tuple) else found
 
     def _compute(self, *args: Any) -> Any:
+        if recording():
+            return self._shapes(*args)
         key = tuple([_metadata(arg) for arg in args])
         prepared = self._prepared.get(key)
         if prepared is None or not prepared.is_current():
             prepared = self._prepared[key] = self._prepare(*args)
         return self._run(prepared, *args)
+
+    def _shapes(self, *args: Any) -> Any:
+        """What the op returns, without values. While calls are recorded, ``prepare`` notes what this one needs."""
+        if recording():
+            self._prepare(*args)
+        return self._fake(*args)
 
 
 def _metadata(arg: Any) -> Any:

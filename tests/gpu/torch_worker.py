@@ -113,11 +113,11 @@ def quick(named: bool = True) -> Iterator[None]:
         return make(plan, execution, **(options | {"timeout": TIMEOUT_S}))
 
     def by_name(
-        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, biased: bool
+        pattern: Pattern, problem: Any, group: str, at: Any, schedule: str, chunks: int | None, *terms: bool
     ) -> Any:
         if schedule == "auto":
             schedule, chunks = NAMED[pattern]
-        return prepare(pattern, problem, group, at, schedule, chunks, biased)
+        return prepare(pattern, problem, group, at, schedule, chunks, *terms)
 
     with contextlib.ExitStack() as stack:
         for module in (cuda, tune_ranks):

@@ -1,0 +1,96 @@
+"""The kernels that an operation can ask for: those that "auto" selects, and those that it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Literal
+
+import torch
+
+from distgemm.gemm.cutlass import kernel_source
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.select import gpu_name
+from distgemm.gemm.spec import GemmConfig
+from distgemm.plan.problem import GemmProblem
+from distgemm.runtime.cuda.binding import Binder
+from distgemm.schedulers import Pattern
+from distgemm.tune import gemm as gemm_tuning
+from distgemm.tune.cache import look_up
+from distgemm.tune.candidates import list_plans, predicted, providers, shortlist
+from distgemm.tune.config import TunedConfig
+from distgemm.tune.search import with_other_tiles
+
+__all__ = ["Scope", "configs_of", "sources_of"]
+
+Scope = Literal["selected", "measured", "tiles"]
+"""``"selected"``: what calls need if nothing is measured. ``"measured"``: also what ``schedule="auto"`` measures, with
+the tiles that each shape selects. ``"tiles"``: every candidate with every tile."""
+
+
+def configs_of(problem: GemmProblem, pattern: Pattern, world_size: int, scope: Scope) -> list[TunedConfig]:
+    """The configurations that "auto" considers.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
+        scope: which ones.
+
+    Raises:
+        ValueError: as :func:`distgemm.tune.shortlist`, and if a file of recorded configurations is broken.
+    """
+    if scope == "tiles":
+        return list_plans(problem, pattern, world_size)
+    recorded = look_up(problem, pattern, world_size, gpu_name(), inf)
+    selected = predicted(problem, pattern, world_size) if recorded is None else recorded
+    found = [selected, *([selected.fallback] if selected.fallback else [])]
+    return found + (shortlist(problem, pattern, world_size) if scope == "measured" else [])
+
+
+def sources_of(
+    problem: GemmProblem,
+    pattern: Pattern,
+    world_size: int,
+    configs: Sequence[TunedConfig],
+    *,
+    rank: int = 0,
+    bias: bool = False,
+    turned_b: bool = False,
+    tiles: bool = False,
+) -> list[KernelSource]:
+    """The sources of all kernels that a rank needs to execute a problem in these ways, each once.
+
+    Args:
+        problem: the GEMM over all ranks.
+        pattern: what the ranks do.
+        world_size: number of ranks.
+        configs: the configurations. The unfused program needs no kernels.
+        rank: the rank.
+        bias: whether calls have a bias.
+        turned_b: whether columns of B are contiguous, and not its rows.
+        tiles: whether the kernels are listed with all tiles that :func:`distgemm.tune.tune` tries, too.
+    """
+    found: dict[KernelSource, None] = {}
+    for config in configs:
+        if config.method == "plan":
+            plan = config.plan(problem, world_size)
+            binder = Binder(plan, rank, torch.device("cuda", 0), config.execution, fallback=True)
+            found |= dict.fromkeys(binder.sources(bias=bias, turned_b=turned_b))
+            if tiles and binder.provider == "cutlass":
+                found |= dict.fromkeys(_with_all_tiles(binder, config, pattern, bias, turned_b))
+    return list(found)
+
+
+def _with_all_tiles(
+    binder: Binder, config: TunedConfig, pattern: Pattern, bias: bool, turned_b: bool
+) -> Iterator[KernelSource]:
+    provider = providers()["cutlass"]
+    fused = with_other_tiles(binder.plan, config, pattern) if config.execution.single_kernel else []
+    for spec, kind in binder.kernels(bias=bias, turned_b=turned_b):
+        if config.execution.single_kernel:
+            tiles = [GemmConfig.parse(str(each.execution.config)) for each in fused]
+        else:
+            tiles = gemm_tuning.candidates(provider, spec, config.execution.gemm_streams)
+        for tile in tiles:
+            yield kernel_source(spec, tile, provider.arch, kind)
