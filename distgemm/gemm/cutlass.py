@@ -19,7 +19,7 @@ from distgemm.gemm.launches import KernelLaunch, address_cells
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.select import order, select_config
+from distgemm.gemm.select import near_best, order, preferred, recorded_config
 from distgemm.gemm.spec import (
     RASTERS,
     TMA_ALIGNMENT,
@@ -426,6 +426,16 @@ class CutlassProvider:
         """Configurations worth trying for this spec, the default first: each tile with each of its clusters."""
         return order(spec, [config for config in _configs(spec) if self.supports(spec, config)], streams)
 
+    def near_best(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
+        """The measured configuration; without one, those that are predicted to be about the fastest, the best first.
+
+        Raises:
+            ValueError: if the spec is not supported.
+        """
+        self.raise_unsupported(spec, None)
+        measured = recorded_config(self, spec, streams)
+        return [measured] if measured else near_best(spec, self.configs(spec, streams), streams)
+
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
         dtype = spec.a.dtype
@@ -506,6 +516,8 @@ class CutlassProvider:
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
         """The kernel for a spec; with config None, of the configuration that :mod:`distgemm.gemm.select` selects.
 
+        Of configurations that are predicted to be about equally fast, one is selected whose kernel is there.
+
         Raises:
             ValueError: if it is not supported.
             CompilerNotFoundError: if it is not compiled yet and there is no compiler.
@@ -516,8 +528,9 @@ class CutlassProvider:
 
     def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
-            self.raise_unsupported(spec, None)
-            config = select_config(self, spec, streams)
+            near = self.near_best(spec, streams)
+            sources = [kernel_source(spec, each, self.arch) for each in near]
+            config = near[sources.index(preferred(sources))]
         self.raise_unsupported(spec, config)
         return config
 

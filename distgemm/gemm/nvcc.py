@@ -52,6 +52,7 @@ __all__ = [
     "driver_cuda",
     "find_nvcc",
     "host",
+    "is_there",
     "library",
     "missing",
     "not_loadable",
@@ -597,11 +598,19 @@ def _say_not_packed(why: str) -> None:
         LOG.warning("kernels are compiled here, because the pack cannot be used: %s", why)
 
 
+def is_there(source: KernelSource) -> bool:
+    """Whether a library is compiled already, or in the pack. Nothing is compiled or unpacked."""
+    try:
+        return not missing([source])
+    except (CompilerNotFoundError, CacheError):
+        return False
+
+
 def origin(source: KernelSource) -> str:
     """Where the library of a source comes from: "packed" or "compiled"; "missing" if it is not there."""
     if _packed(source):
         return "packed"
-    return "missing" if missing([source]) else "compiled"
+    return "compiled" if is_there(source) else "missing"
 
 
 def pack_libraries(sources: Sequence[KernelSource], folder: Path, version: str) -> Path:

@@ -121,6 +121,8 @@ class CallRecord:
         tuned: the configuration that "auto" selected on a GPU, or the unfused program of the caller; otherwise None.
             ``schedule=tuned.text`` pins it.
         note: what the caller did besides, such as a copy; "": nothing.
+        kernels: on a GPU, where the kernels of the executable come from, the pack or the compiler, and whether faster
+            ones could be compiled.
     """
 
     function: Function
@@ -130,6 +132,7 @@ class CallRecord:
     provider: str
     tuned: TunedConfig | None = None
     note: str = ""
+    kernels: str = ""
 
     @property
     def unfused(self) -> bool:
@@ -175,7 +178,7 @@ class CallRecord:
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
-        return "; ".join([runtime, overlap, *([self.note] if self.note else [])])
+        return "; ".join(filter(None, [runtime, overlap, self.note, self.kernels]))
 
 
 @once_for_structure
@@ -307,7 +310,8 @@ class PreparedCall:
     def _record(self, function: Function, note: str) -> None:
         self.used = next(USES)  # not for a call that fails: it may fail on this rank alone
         plan, transfers, provider = self.executable.plan, self.executable.transfers, self.executable.provider
-        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, note))
+        kernels = getattr(self.executable, "kernels", "")  # only GPUs have them
+        CALLS.add(CallRecord(function, plan, self.options, transfers, provider, self.tuned, note, kernels))
 
 
 def with_rows(matrix: Tensor) -> Tensor:
@@ -397,7 +401,7 @@ def prepare(
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
-        turned_b: whether columns of b are contiguous. It only counts in :func:`distgemm.torch_ops.needs.record_needs`.
+        turned_b: whether columns of b are contiguous. It says which kernels are compiled ahead.
 
     Raises:
         RuntimeError: for the first call of its kind while the current stream is captured, and where a rank is gone.
@@ -430,7 +434,7 @@ def prepare(
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks)
+        found = make(pattern, problem, group, device, schedule, chunks, biased, turned_b)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -443,13 +447,15 @@ def make(
     device: torch.device,
     schedule: str,
     chunks: int | None,
+    biased: bool = False,
+    turned_b: bool = False,
 ) -> PreparedCall:
     """:func:`prepare` without the cache."""
     from distgemm import tune  # imported here so that layers can be made without the GPU code
 
     of_group = GroupRef(group)
     if schedule == "auto" and chunks is None and device.type == "cuda":
-        measured = tune.executable(problem, pattern, group, device=device)
+        measured = tune.executable(problem, pattern, group, device=device, bias=biased, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
@@ -477,11 +483,18 @@ def make(
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
         )
-    executable = executable_of(plan, group, device, config.execution)
+    executable = executable_of(plan, group, device, config.execution, biased, turned_b)
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
-def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, execution: ExecutionConfig) -> Executable:
+def executable_of(
+    plan: Plan,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    execution: ExecutionConfig,
+    biased: bool = False,
+    turned_b: bool = False,
+) -> Executable:
     """This rank's executable of a plan for tensors on a device. A collective call.
 
     Raises:
@@ -490,7 +503,7 @@ def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, ex
     if device.type == "cuda":
         from distgemm.runtime.cuda import compile_plan  # needs the GPU code, as in make
 
-        return compile_plan(plan, execution, group=group, device=device)
+        return compile_plan(plan, execution, group=group, device=device, bias=biased, turned_b=turned_b)
     if execution != ExecutionConfig():
         raise ValueError(f"{', '.join(EXECUTION_FIELDS)} are options for GPUs, got {execution} for tensors on {device}")
     return CollectiveExecutable(plan, group, device)

@@ -318,6 +318,7 @@ def test_calls_are_eager_then_recorded_then_replayed(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     for name, value in {
         "check_agreement": lambda *_: None,
+        "agree_on_kernels": lambda *_: None,
         "build_together": lambda sources, rank, size: None,
         "workspace_for": lambda *_: workspace,
         "call_order": lambda device: order,
@@ -331,7 +332,8 @@ def test_calls_are_eager_then_recorded_then_replayed(
     }.items():
         monkeypatch.setattr(executable, name, value)
     monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
+    for name in ("sources", "choices"):
+        monkeypatch.setattr(binding.Binder, name, lambda self, **terms: [])
     monkeypatch.setattr("distgemm.gemm.default_provider", lambda device: ANY_TERMS)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())

@@ -12,10 +12,10 @@ import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, get_provider
 from distgemm.gemm import bind as bind_gemm
-from distgemm.gemm.cutlass import KernelKind
+from distgemm.gemm.cutlass import CutlassProvider, KernelKind, kernel_source
 from distgemm.gemm.flags import MemOp, fits
 from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
-from distgemm.gemm.fused.kernel import bind_fused, fused_source
+from distgemm.gemm.fused.kernel import bind_fused, fused_source, near_best_sources
 from distgemm.gemm.launches import FixedLaunch, MovableLaunch
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
@@ -180,6 +180,24 @@ class Binder:
             return list(dict.fromkeys((gemms.spec, gemms.kind) for gemms in fused))
         ops = [op for action in self.actions for op in action.ops if isinstance(op, Gemm)]
         return list(dict.fromkeys((spec_of(found.gemm_tensors(op)[0]), "one_gemm") for op in ops))
+
+    def choices(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[list[KernelSource]]:
+        """For each kernel that multiplies: the sources that are about equally fast, the best first.
+
+        :func:`distgemm.gemm.select.preferred` selects among them.
+        """
+        if self.execution.single_kernel:
+            found = self._dense_call(c, bias, turned_b)
+            return [
+                near_best_sources(found.fused_gemms(action), self.config) for action in self.actions if action.kernel
+            ]
+        provider = get_provider(self.provider)
+        if self.config is not None or not isinstance(provider, CutlassProvider):
+            return []
+        return [
+            [kernel_source(spec, each, provider.arch) for each in provider.near_best(spec, self.execution.gemm_streams)]
+            for spec, _ in self.kernels(c, bias, turned_b)
+        ]
 
     def _dense_call(self, c: bool, bias: bool, turned_b: bool) -> Binding:
         """A call with dense tensors that have no memory."""
