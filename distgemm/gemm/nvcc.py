@@ -424,14 +424,20 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
     return [_cached(source)[0] for source in sources]
 
 
-def build_together(sources: Sequence[KernelSource], rank: int, ranks: int) -> None:
+def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, background: bool = False) -> None:
     """Build the sources on all ranks of a machine at once.
 
     Each rank begins with another source, and waits for those that another rank compiles. Rank 0 draws the progress bar.
+
+    Args:
+        sources: the sources; they may repeat.
+        rank: this rank.
+        ranks: number of ranks.
+        background: whether the ranks do something else meanwhile. Then no bar is drawn, and each rank keeps a core.
     """
     first = rank * len(sources) // ranks
     rotated = [*sources[first:], *sources[:first]]
-    build(rotated, jobs=max(1, cores() // ranks), progress=rank == 0)
+    build(rotated, jobs=max(1, cores() // ranks - background), progress=rank == 0 and not background)
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:

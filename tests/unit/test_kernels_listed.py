@@ -20,7 +20,7 @@ from distgemm.torch_ops import kernels, library
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.candidates import shortlist, specs_of
-from distgemm.tune.search import with_other_tiles
+from distgemm.tune.kernels import with_other_tiles
 
 HIDDEN = 64
 
