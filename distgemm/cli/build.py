@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from distgemm.gemm.nvcc import KernelSource
     from distgemm.gemm.spec import ScaleMode
 
-__all__ = ["DenseGemm", "Dtypes", "Majors", "Terms", "build_command", "compiler_errors", "gemms_of"]
+__all__ = [
+    "SCOPES",
+    "DenseGemm",
+    "Dtypes",
+    "Majors",
+    "Terms",
+    "arch_of_gpu",
+    "build_command",
+    "compiler_errors",
+    "gemms_of",
+]
 
 DEFAULT_ARCH = "90a"
 """The architecture to compile for without a GPU."""
@@ -240,7 +250,7 @@ def build_command(
 
     if pack is not None:
         os.environ["DISTGEMM_PACK"] = "0"  # an installed pack is no source of another one
-    provider = CutlassProvider(_arch() if arch is None and pack is None else arch or DEFAULT_ARCH)
+    provider = CutlassProvider(arch_of_gpu() if arch is None and pack is None else arch or DEFAULT_ARCH)
     if pack is not None and not (config or majors or terms):
         sources = _layers_sources(provider.arch, each_once(dtype, ["bfloat16", "float16"]), scope)
     else:
@@ -284,7 +294,8 @@ def _layers_sources(arch: str, dtypes: list[str], scope: Any) -> list[KernelSour
     return list(found)
 
 
-def _arch() -> str:
+def arch_of_gpu() -> str:
+    """The architecture of the GPU; without one, DEFAULT_ARCH, and a line that says so."""
     import torch
 
     from distgemm.gemm.cutlass import CutlassProvider

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -39,6 +39,7 @@ __all__ = [
     "KeptCalls",
     "PreparedCall",
     "last_call",
+    "named_config",
     "noting",
     "prepare",
     "record_calls",
@@ -409,7 +410,8 @@ def prepare(
     """
     group = process_group(group_name)
     if recording():
-        note_need(Need(pattern, problem, group.size(), schedule, chunks, biased, turned_b))
+        terms = (schedule, chunks, biased, turned_b)
+        note_need(Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group)))
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
@@ -459,22 +461,10 @@ def make(
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
-    if schedule == "auto":
-        name, rule = select_schedule(pattern, problem)
-        config = tune.TunedConfig("plan", name, tuple(rule.items()))
-    else:
-        config = tune.TunedConfig.parse(schedule)
+    config = named_config(pattern, problem, schedule, chunks)
     if config.method == "unfused":
-        if chunks is not None:
-            raise ValueError(f"the unfused program has no chunks, got {chunks}")
         return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
     options = dict(config.options)
-    if chunks is not None:
-        if schedule not in ("auto", config.schedule) and "chunks" in options:
-            raise ValueError(
-                f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them"
-            )
-        options["chunks"] = chunks
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
@@ -485,6 +475,28 @@ def make(
         )
     executable = executable_of(plan, group, device, config.execution, biased, turned_b)
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
+
+
+def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None) -> TunedConfig:
+    """The configuration that a call names by its schedule and number of chunks; "auto" is the rule of CPUs.
+
+    Raises:
+        ValueError: for an unknown schedule, and where both say how many chunks there are.
+    """
+    from distgemm import tune  # as in make
+
+    if schedule == "auto":
+        name, rule = select_schedule(pattern, problem)
+        config = tune.TunedConfig("plan", name, tuple(rule.items()))
+    else:
+        config = tune.TunedConfig.parse(schedule)
+    if chunks is None:
+        return config
+    if config.method == "unfused":
+        raise ValueError(f"the unfused program has no chunks, got {chunks}")
+    if schedule not in ("auto", config.schedule) and "chunks" in dict(config.options):
+        raise ValueError(f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them")
+    return replace(config, options=tuple((dict(config.options) | {"chunks": chunks}).items()))
 
 
 def executable_of(

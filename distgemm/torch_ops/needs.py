@@ -24,6 +24,8 @@ class Need:
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether it has a bias.
         turned_b: whether columns of B are contiguous, and not its rows, as in a backward pass.
+        device: type of the tensors' device.
+        rank: this rank in the group.
     """
 
     pattern: Pattern
@@ -33,6 +35,8 @@ class Need:
     chunks: int | None = None
     biased: bool = False
     turned_b: bool = False
+    device: str = "cuda"
+    rank: int = 0
 
 
 _RECORDINGS: list[dict[Need, None]] = []
