@@ -248,26 +248,32 @@ def build_command(
     from distgemm.gemm.nvcc import build, missing, pack_libraries
     from distgemm.tune.gemm import candidates
 
-    if pack is not None:
-        os.environ["DISTGEMM_PACK"] = "0"  # an installed pack is no source of another one
-    provider = CutlassProvider(arch_of_gpu() if arch is None and pack is None else arch or DEFAULT_ARCH)
-    if pack is not None and not (config or majors or terms):
-        sources = _layers_sources(provider.arch, each_once(dtype, ["bfloat16", "float16"]), scope)
-    else:
-        problems = [
+    gemms = gemms_of(
+        [
             GemmProblem(EXTENT, EXTENT, EXTENT, dtype=name, out_dtype=out_dtype, partial_dtype=partial_dtype)
             for name in each_once(dtype, ["bfloat16"])
-        ]
-        with named("--config"):
-            configs = [GemmConfig.parse(text) for text in config or []]
-        by_macros = {}
-        for gemm in gemms_of(problems, majors, terms or ["none", "partial"]):
+        ],
+        majors,
+        terms or ["none", "partial"],
+    )
+    with named("--config"):
+        configs = [GemmConfig.parse(text) for text in config or []]
+    if pack is not None:
+        os.environ["DISTGEMM_PACK"] = "0"  # an installed pack is no source of another one
+        arch = arch or DEFAULT_ARCH
+    provider = CutlassProvider(arch_of_gpu() if arch is None else arch)
+    by_macros = {}
+    if pack is not None and not (config or majors or terms):
+        for source in _layers_sources(provider.arch, each_once(dtype, ["bfloat16", "float16"]), scope):
+            by_macros[source.macros] = source
+    else:
+        for gemm in gemms:
             for one in configs or candidates(provider, gemm.spec):
                 if not (status := provider.supports(gemm.spec, one)):
                     raise ValueError(f"{one} for {gemm}: {status.reason}")
                 source = kernel_source(gemm.spec, one, provider.arch)
                 by_macros[source.macros] = source
-        sources = list(by_macros.values())
+    sources = list(by_macros.values())
     with compiler_errors():
         absent = missing(sources)
         paths = build(sources, jobs)
@@ -283,6 +289,8 @@ def build_command(
 
 def _layers_sources(arch: str, dtypes: list[str], scope: Any) -> list[KernelSource]:
     """All kernels that tensor-parallel layers can ask for."""
+    if arch != DEFAULT_ARCH:
+        raise ValueError(f"--pack of all layers' kernels is for sm_{DEFAULT_ARCH}, got --arch {arch}; name a --config")
     from distgemm.gemm.select import CACHE
     from distgemm.gemm.target import compiling_for
     from distgemm.torch_ops.kernels import kernel_sources

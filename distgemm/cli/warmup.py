@@ -46,9 +46,6 @@ def warmup_command(
             show_default=False,
         ),
     ] = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="Architecture, as nvcc names it. [default: the GPU's]")
-    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(metavar="N", parser=number(1), help="Compilers at a time. [default: one for each core]"),
@@ -76,7 +73,7 @@ def warmup_command(
                 Layer(case.layer, case.pattern, case.n, case.k), case.pattern, case.m, case.dtype, group, [bias]
             )
         ]
-    arch = arch or arch_of_gpu()
+    arch = arch_of_gpu()
     with compiling_for(arch, gpu_name()), compiler_errors():
         sources = sources_for(dict.fromkeys(needs), wanted)
         absent = missing(sources)

@@ -247,6 +247,8 @@ def test_the_command(nvcc: Nvcc, tmp_path: Path) -> None:
     (path,) = (tmp_path / "dist").iterdir()
     assert f"{path}: 1 kernels, " in done.stdout and path.name.startswith("distgemm_kernels-0.1.0+cu13.sm90a.")
     assert get_args(Scope) == SCOPES
+    done = CliRunner().invoke(cli.app, ["build", "--pack", str(tmp_path), "--arch", "80"], env={"DISTGEMM_PACK": ""})
+    assert done.exit_code == 2 and "--arch 80" in done.stderr
 
 
 # --- end to end -----------------------------------------------------------------------------------------

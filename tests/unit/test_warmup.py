@@ -158,13 +158,14 @@ def test_a_named_schedule(mesh: Any) -> None:
 
 
 def invoke(*arguments: str, status: int = 0) -> Any:
+    """The command on a machine without a GPU, or with one."""
     done = CliRunner().invoke(cli.app, ["warmup", *arguments], env={"DISTGEMM_TUNE": "", "COLUMNS": "200"})
     assert done.exit_code == status, done.output
     return done
 
 
 def test_the_command(nvcc: Nvcc) -> None:
-    chosen = ["--model", "llama-3-8b", "--layer", "fc1", "--layer", "fc2", "--m", "2048", "--tp", "2", "--arch", "90a"]
+    chosen = ["--model", "llama-3-8b", "--layer", "fc1", "--layer", "fc2", "--m", "2048", "--tp", "2"]
     text = invoke(*chosen, "--scope", "selected").stdout
     count = len(nvcc.calls)
     assert text == f"sm_90a: {count} compiled, 0 there already\n" and count > 2
@@ -181,7 +182,7 @@ def test_the_command(nvcc: Nvcc) -> None:
         ("--dtype tfloat32", "dtype is one of"),
         ("--scope all", "--scope: one of selected, measured, tiles"),
         ("--tp 3", "3 ranks cannot share"),
-        ("--m 8191 --arch 90a", "8 ranks cannot share 8191 tokens"),
+        ("--m 8191", "8 ranks cannot share 8191 tokens"),
     ],
 )
 def test_what_the_command_refuses(arguments: str, message: str, nvcc: Nvcc) -> None:
@@ -190,5 +191,5 @@ def test_what_the_command_refuses(arguments: str, message: str, nvcc: Nvcc) -> N
 
 def test_without_a_compiler(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("distgemm.gemm.nvcc.find_nvcc", lambda: None)
-    text = invoke("--layer", "fc1", "--tp", "2", "--scope", "selected", "--arch", "90a", status=1).stderr
+    text = invoke("--layer", "fc1", "--tp", "2", "--scope", "selected", status=1).stderr
     assert "nvcc was not found" in text and CompilerNotFoundError.__name__ not in text
