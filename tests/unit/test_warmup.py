@@ -96,7 +96,8 @@ def test_the_calls_of_a_step(make: Any, mesh: Any) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, each in model.state_dict().items():
         local, kept = (t.to_local() if hasattr(t, "to_local") else t for t in (each, before[name]))
-        assert torch.equal(local, kept) and not isinstance(local, torch._subclasses.FakeTensor)
+        # As bits: nothing is sent, so parts of styles have not been initialized.
+        assert torch.equal(local.view(torch.int32), kept.view(torch.int32))
 
 
 def test_cpus_need_no_kernels(mesh: Any, nvcc: Nvcc) -> None:
