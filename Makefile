@@ -19,13 +19,14 @@ endif
 # The pinned torch goes first and alone, so that its CPU build is taken where the index has one.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: help demo test test-all check docs tables venv clean
+.PHONY: help demo test test-all check docs tables kernels venv clean
 help:
 	@echo "make demo      a tensor-parallel layer on four processes"
 	@echo "make test      linters, types, tests; of exhaustive tests a sample"
 	@echo "make test-all  the same with all cases of exhaustive tests"
 	@echo "make docs      the documentation, in site/"
 	@echo "make tables    the generated tables in docs/, anew"
+	@echo "make kernels   the wheel distgemm-kernels, in dist/; it compiles for an hour on 8 cores"
 
 demo: $(STAMP)
 	$(RUN) -m distgemm demo
@@ -49,6 +50,9 @@ docs: $(DOCS_STAMP)
 
 tables: $(STAMP)
 	$(RUN) docs/tables.py
+
+kernels: $(STAMP)
+	$(RUN) -m distgemm build --pack dist
 
 venv: $(STAMP)
 

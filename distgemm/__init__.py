@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from distgemm.torch_ops.install import install, uninstall
     from distgemm.torch_ops.report import report
+    from distgemm.torch_ops.warmup import warmup
 
 
 def _repr_html_(shown: Plan | DistributedTileScheduler) -> str:
@@ -72,6 +73,7 @@ __all__ = [
     "record_calls",
     "report",
     "uninstall",
+    "warmup",
     # tuned configurations
     "tune",
 ]
@@ -110,6 +112,10 @@ def __getattr__(name: str) -> Any:
         from distgemm.torch_ops.report import report
 
         return report
+    if name == "warmup":
+        from distgemm.torch_ops.warmup import warmup
+
+        return warmup
     if name in ("nn", "tune"):
         return importlib.import_module(f"distgemm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cores", "read_regular", "switch", "write_atomically"]
+__all__ = ["cores", "read_regular", "switch", "unsafe", "write_atomically"]
 
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -81,6 +81,16 @@ def read_regular(path: Path) -> bytes:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def unsafe(path: Path) -> str:
+    """Why another user could have changed a file or a folder; "" if no other user but root can."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to the user with number {found.st_uid}, and not to this user ({os.geteuid()}) or root"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"users other than its owner can write {path} (mode {stat.S_IMODE(found.st_mode):03o})"
+    return ""
 
 
 def write_atomically(path: Path, text: str) -> None:

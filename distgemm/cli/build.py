@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,15 +19,29 @@ if TYPE_CHECKING:
     import torch
 
     from distgemm.gemm import GemmSpec, GemmTensors
+    from distgemm.gemm.nvcc import KernelSource
     from distgemm.gemm.spec import ScaleMode
 
-__all__ = ["DenseGemm", "Dtypes", "Majors", "Terms", "build_command", "compiler_errors", "gemms_of"]
+__all__ = [
+    "SCOPES",
+    "DenseGemm",
+    "Dtypes",
+    "Majors",
+    "Terms",
+    "arch_of_gpu",
+    "build_command",
+    "compiler_errors",
+    "gemms_of",
+]
 
 DEFAULT_ARCH = "90a"
 """The architecture to compile for without a GPU."""
 
 EXTENT = 256
 """Extents of GEMMs that are compiled ahead. Kernels do not depend on extents that TMA can use."""
+
+SCOPES = ("selected", "measured", "tiles")
+"""The values of :data:`distgemm.tune.kernels.Scope`."""
 
 TERMS = ("c", "partial", "bias", "row_scales")
 MAJORS = ("rr", "rc", "cr", "cc")
@@ -159,12 +176,13 @@ def compiler_errors() -> Iterator[None]:
         ValueError: if the cache cannot be written, which is the caller's mistake.
     """
     from distgemm.gemm.nvcc import CacheError, CompileError, CompilerNotFoundError
+    from distgemm.gemm.packs import PackError
 
     try:
         yield
     except CacheError as error:
         raise ValueError(str(error)) from None
-    except (CompileError, CompilerNotFoundError) as error:
+    except (CompileError, CompilerNotFoundError, PackError) as error:
         say(f"error: {error}")
         raise typer.Exit(1) from None
 
@@ -196,6 +214,26 @@ def build_command(
         int | None,
         typer.Option("--jobs", metavar="N", parser=number(1), help="Compilers at a time. [default: one for each core]"),
     ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            "--pack",
+            metavar="FOLDER",
+            help="Write the kernels as the wheel distgemm-kernels into this folder: without --config, --majors and "
+            "--terms, all those that tensor-parallel layers can ask for, in bfloat16 and float16.",
+            show_default=False,
+        ),
+    ] = None,
+    scope: Annotated[
+        str,
+        typer.Option(
+            "--scope",
+            parser=one_of(SCOPES),
+            metavar="SCOPE",
+            help='With --pack: "selected" takes what layers need if nothing is measured, "measured" also what '
+            'schedule="auto" measures, "tiles" every candidate with every tile.',
+        ),
+    ] = "tiles",
     show: Annotated[bool, typer.Option("--list", help="Show what is in the cache, compile nothing.")] = False,
 ) -> None:
     """Compile kernels ahead of their first use.
@@ -207,35 +245,65 @@ def build_command(
         return
     from distgemm.gemm import GemmConfig
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-    from distgemm.gemm.nvcc import build, missing
+    from distgemm.gemm.nvcc import build, missing, pack_libraries
     from distgemm.tune.gemm import candidates
 
-    problems = [
-        GemmProblem(EXTENT, EXTENT, EXTENT, dtype=name, out_dtype=out_dtype, partial_dtype=partial_dtype)
-        for name in each_once(dtype, ["bfloat16"])
-    ]
-    gemms = gemms_of(problems, majors, terms or ["none", "partial"])
+    gemms = gemms_of(
+        [
+            GemmProblem(EXTENT, EXTENT, EXTENT, dtype=name, out_dtype=out_dtype, partial_dtype=partial_dtype)
+            for name in each_once(dtype, ["bfloat16"])
+        ],
+        majors,
+        terms or ["none", "partial"],
+    )
     with named("--config"):
         configs = [GemmConfig.parse(text) for text in config or []]
-    provider = CutlassProvider(_arch() if arch is None else arch)
-    sources = {}
-    for gemm in gemms:
-        for one in configs or candidates(provider, gemm.spec):
-            if not (status := provider.supports(gemm.spec, one)):
-                raise ValueError(f"{one} for {gemm}: {status.reason}")
-            source = kernel_source(gemm.spec, one, provider.arch)
-            sources[source.macros] = source
+    if pack is not None:
+        os.environ["DISTGEMM_PACK"] = "0"  # an installed pack is no source of another one
+        arch = arch or DEFAULT_ARCH
+    provider = CutlassProvider(arch_of_gpu() if arch is None else arch)
+    by_macros = {}
+    if pack is not None and not (config or majors or terms):
+        for source in _layers_sources(provider.arch, each_once(dtype, ["bfloat16", "float16"]), scope):
+            by_macros[source.macros] = source
+    else:
+        for gemm in gemms:
+            for one in configs or candidates(provider, gemm.spec):
+                if not (status := provider.supports(gemm.spec, one)):
+                    raise ValueError(f"{one} for {gemm}: {status.reason}")
+                source = kernel_source(gemm.spec, one, provider.arch)
+                by_macros[source.macros] = source
+    sources = list(by_macros.values())
     with compiler_errors():
-        absent = missing(list(sources.values()))
-        paths = build(list(sources.values()), jobs)
+        absent = missing(sources)
+        paths = build(sources, jobs)
     size = sum(path.stat().st_size for path in paths)
     typer.echo(
         f"sm_{provider.arch}: {len(absent)} compiled, {len(paths) - len(absent)} there already, "
         f"{size / 2**20:.1f} MiB in {paths[0].parent}"
     )
+    if pack is not None:
+        wheel = pack_libraries(sources, pack, version("distgemm"))
+        typer.echo(f"{wheel}: {len(paths)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")
 
 
-def _arch() -> str:
+def _layers_sources(arch: str, dtypes: list[str], scope: Any) -> list[KernelSource]:
+    """All kernels that tensor-parallel layers can ask for."""
+    if arch != DEFAULT_ARCH:
+        raise ValueError(f"--pack of all layers' kernels is for sm_{DEFAULT_ARCH}, got --arch {arch}; name a --config")
+    from distgemm.gemm.select import CACHE
+    from distgemm.gemm.target import compiling_for
+    from distgemm.torch_ops.kernels import kernel_sources
+
+    found: dict[KernelSource, None] = {}
+    for gpu in ["none", *CACHE.shipped_devices()] if scope != "tiles" else ["none"]:
+        with compiling_for(arch, gpu):
+            found |= dict.fromkeys(kernel_sources(dtypes, scope))
+    return list(found)
+
+
+def arch_of_gpu() -> str:
+    """The architecture of the GPU; without one, DEFAULT_ARCH, and a line that says so."""
     import torch
 
     from distgemm.gemm.cutlass import CutlassProvider
@@ -247,7 +315,7 @@ def _arch() -> str:
 
 
 def _list() -> None:
-    from distgemm.gemm.nvcc import cache_dir, cached
+    from distgemm.gemm.nvcc import cache_dir, cached, usable_pack
 
     rows = []
     sizes = []
@@ -262,6 +330,9 @@ def _list() -> None:
         rows.append(Line(manifest["kernel"], facts, below=[f"can add {terms}"] if terms else []))
     if rows:
         print_figures(["kernel", "arch", "compiler", "CUTLASS", "s", "KiB"], rows)
+    pack, why = usable_pack()
+    if pack or why:
+        print_wrapped(f"pack {pack}: {len(pack.libraries)} kernels" if pack else f"the pack is not used: {why}")
     print_wrapped(f"total {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB in {cache_dir() / 'kernels'}")
 
 

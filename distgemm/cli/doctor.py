@@ -13,6 +13,7 @@ import typer
 from distgemm.cli.options import JsonFile
 from distgemm.cli.output import check_json, new_console, new_table, say, wants_text, write_json
 from distgemm.gemm.nvcc import OLDER_NVCC, not_loadable
+from distgemm.gemm.packs import DISTRIBUTION
 from distgemm.measure.machine_facts import NO_MULTICAST, QUEUES, Facts, look
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ MIN_QUEUES = 4
 
 INSTALL_TORCH = "pip install 'torch>=2.11', a build with CUDA (https://pytorch.org/get-started)"
 INSTALL_NVCC = "pip install 'distgemm[nvcc]', or install the CUDA toolkit, or set DISTGEMM_NVCC to its path"
+
+
+NOT_NEEDED = "not needed for kernels of the pack"
 
 
 class Check(NamedTuple):
@@ -201,6 +205,8 @@ def check_nccl(facts: Facts) -> Check:
 def check_cutlass(facts: Facts) -> Check:
     """CUTLASS's headers, from which kernels are compiled."""
     if facts.include is None or facts.cutlass is None:
+        if facts.pack:
+            return Check("CUTLASS", NOTE, f"{facts.cutlass_error or 'not installed'}; {NOT_NEEDED}")
         return Check("CUTLASS", FIX, facts.cutlass_error or "not installed", "pip install nvidia-cutlass")
     return Check("CUTLASS", OK, f"nvidia-cutlass {facts.cutlass}, headers in {facts.include}")
 
@@ -210,6 +216,8 @@ def check_compiler(facts: Facts) -> Check:
     if facts.nvcc_error:
         return Check("compiler", FIX, facts.nvcc_error, INSTALL_NVCC)
     if facts.nvcc is None:
+        if facts.pack:
+            return Check("compiler", NOTE, f"nvcc was not found; {NOT_NEEDED}")
         return Check("compiler", FIX, "nvcc was not found", INSTALL_NVCC)
     detail = f"{facts.nvcc}, {facts.nvcc_version}"
     if why := not_loadable(facts.nvcc_version or "", facts.driver_cuda):
@@ -217,6 +225,16 @@ def check_compiler(facts: Facts) -> Check:
     if facts.gxx is None:
         return Check("compiler", FIX, f"{detail}, but no g++", "install g++: on Debian and Ubuntu, apt install g++")
     return Check("compiler", OK, f"{detail}; g++ {facts.gxx}")
+
+
+def check_pack(facts: Facts) -> Check:
+    """The pack of compiled kernels."""
+    if facts.pack_error:
+        fix = f"install the {DISTRIBUTION} of this distgemm; until then, kernels are compiled at their first use"
+        return Check("kernel pack", FIX, f"not used: {facts.pack_error}", fix)
+    if not facts.pack:
+        return Check("kernel pack", NOTE, f"not installed; with pip install {DISTRIBUTION}, kernels come compiled")
+    return Check("kernel pack", OK, f"{facts.pack}: {facts.packed} kernels")
 
 
 def check_cache(facts: Facts) -> Check:
@@ -270,6 +288,7 @@ def checks(facts: Facts) -> list[Check]:
         check_nccl,
         check_cutlass,
         check_compiler,
+        check_pack,
         check_cache,
         check_queues,
         check_multicast,
@@ -305,8 +324,10 @@ def _gloo(facts: Facts) -> Check:
 
 
 def _kernels(facts: Facts) -> list[Check]:
-    """The checks without which there are no kernels: they are compiled, or they are in the cache already."""
+    """The checks without which there are no kernels: they are compiled, or in the cache already, or in the pack."""
     needed = [check_cutlass(facts), check_compiler(facts), check_cache(facts)]
+    if facts.pack:
+        return needed[2:]
     if facts.kernels and facts.nvcc is None and not facts.nvcc_error:
         return [needed[0]]  # the kernels in the cache are enough
     return needed

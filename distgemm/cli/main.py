@@ -27,6 +27,7 @@ from distgemm.cli.trace import trace_command
 from distgemm.cli.tune import tune_command
 from distgemm.cli.tune_gemm import tune_gemm_command
 from distgemm.cli.verify import verify_command
+from distgemm.cli.warmup import warmup_command
 from distgemm.plan.plan import PlanError
 from distgemm.schedulers import list_schedules
 
@@ -155,4 +156,5 @@ app.command("bench")(bench_command)
 app.command("trace")(trace_command)
 app.command("tune")(tune_command)
 app.command("tune-gemm")(tune_gemm_command)
+app.command("warmup")(warmup_command)
 app.command("build")(build_command)

@@ -52,6 +52,10 @@ class TunedCache:
         """
         return self._read(self.shipped / self._name(device)) | self._read(self.path(device))
 
+    def shipped_devices(self) -> list[str]:
+        """The names of the GPUs that files of the package are for."""
+        return [json.loads(path.read_text())["device"] for path in sorted(self.shipped.glob(f"{self.kind}_*.json"))]
+
     def _read(self, path: Path) -> Entries:
         """The entries of a file, read again when it has changed."""
         try:

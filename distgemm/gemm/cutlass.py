@@ -19,7 +19,7 @@ from distgemm.gemm.launches import KernelLaunch, address_cells
 from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.select import order, select_config
+from distgemm.gemm.select import near_best, order, preferred, recorded_config
 from distgemm.gemm.spec import (
     RASTERS,
     TMA_ALIGNMENT,
@@ -30,6 +30,7 @@ from distgemm.gemm.spec import (
     MatrixSpec,
     Status,
 )
+from distgemm.gemm.target import TARGET
 from distgemm.gemm.tensors import check_device, spec_of
 from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
@@ -401,15 +402,18 @@ class CutlassProvider:
     def __init__(self, arch: str | None = None) -> None:
         if arch is not None and not _ARCH.fullmatch(arch):
             raise ValueError(f"arch is written as nvcc does, such as 90a or 80, got {arch!r}")
-        self._arch = arch
+        self._arch, self._given = arch, arch is not None
 
     @property
     def arch(self) -> str:
         """The architecture that kernels are compiled for.
 
         Raises:
-            RuntimeError: if it was not given and there is no CUDA device.
+            RuntimeError: if it was not given, :func:`distgemm.gemm.target.compiling_for` names none, and there is no
+                CUDA device.
         """
+        if not self._given and (target := TARGET.get()) is not None:
+            return target.arch
         if self._arch is None:
             if not torch.cuda.is_available():
                 raise RuntimeError("there is no CUDA device; where nothing is to run, name one: CutlassProvider('90a')")
@@ -420,6 +424,16 @@ class CutlassProvider:
     def configs(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
         """Configurations worth trying for this spec, the default first: each tile with each of its clusters."""
         return order(spec, [config for config in _configs(spec) if self.supports(spec, config)], streams)
+
+    def near_best(self, spec: GemmSpec, streams: int = 1) -> list[GemmConfig]:
+        """The measured configuration; without one, those that are predicted to be about the fastest, the best first.
+
+        Raises:
+            ValueError: if the spec is not supported.
+        """
+        self.raise_unsupported(spec, None)
+        measured = recorded_config(self, spec, streams)
+        return [measured] if measured else near_best(spec, self.configs(spec, streams), streams)
 
     def supports(self, spec: GemmSpec, config: GemmConfig | None = None) -> Status:
         """Whether ``compile`` would return a kernel; if not, falsy with the reason."""
@@ -501,6 +515,8 @@ class CutlassProvider:
     def compile(self, spec: GemmSpec, config: GemmConfig | None = None, streams: int = 1) -> CutlassKernel:
         """The kernel for a spec; with config None, of the configuration that :mod:`distgemm.gemm.select` selects.
 
+        Of configurations that are predicted to be about equally fast, one is selected whose kernel is there.
+
         Raises:
             ValueError: if it is not supported.
             CompilerNotFoundError: if it is not compiled yet and there is no compiler.
@@ -511,8 +527,9 @@ class CutlassProvider:
 
     def _configuration(self, spec: GemmSpec, config: GemmConfig | None, streams: int) -> GemmConfig:
         if config is None:
-            self.raise_unsupported(spec, None)
-            config = select_config(self, spec, streams)
+            near = self.near_best(spec, streams)
+            sources = [kernel_source(spec, each, self.arch) for each in near]
+            config = near[sources.index(preferred(sources))]
         self.raise_unsupported(spec, config)
         return config
 

@@ -14,12 +14,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import platform
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -33,7 +33,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distgemm.system import cores, read_regular
+from distgemm.gemm.packs import Pack, PackError, find_pack, not_usable, serves, write_pack
+from distgemm.system import cores, read_regular, unsafe
 
 __all__ = [
     "CacheError",
@@ -51,12 +52,18 @@ __all__ = [
     "driver_cuda",
     "find_nvcc",
     "host",
+    "is_there",
     "library",
     "missing",
     "not_loadable",
-    "unsafe",
+    "origin",
+    "pack_libraries",
+    "sources_hash",
+    "usable_pack",
     "works_here",
 ]
+
+LOG = logging.getLogger("distgemm")
 
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
@@ -261,12 +268,39 @@ def cutlass_include() -> Path:
     raise CompilerNotFoundError("CUTLASS's headers are missing; install them with: pip install nvidia-cutlass")
 
 
-def _stem(source: KernelSource) -> str:
-    """The part of a library's name that does not depend on the compiler."""
+def _stem(source: KernelSource, pack: Pack | None = None) -> str:
+    """The part of a library's name that does not depend on the compiler: as compiled here, or as in a pack."""
     texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
-    cutlass = importlib.metadata.version("nvidia-cutlass")
-    made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS, host()])
+    cutlass, machine = (pack.cutlass, pack.host) if pack else (importlib.metadata.version("nvidia-cutlass"), host())
+    made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS, machine])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def sources_hash() -> str:
+    """The hash of all sources of kernels, and of nvcc's options."""
+    folder = Path(__file__).parent / "kernels"
+    texts = {path.name: read_source(path) for path in sorted(folder.glob("*.cu*"))}
+    return hashlib.sha256(json.dumps([texts, FLAGS]).encode()).hexdigest()[:12]
+
+
+def usable_pack() -> tuple[Pack | None, str]:
+    """The installed pack if this machine can load its libraries; else None and the reason, "" without a pack."""
+    try:
+        pack = find_pack()
+    except PackError as error:
+        return None, str(error)
+    if pack is None:
+        return None, ""
+    why = not_usable(pack, sources_hash(), host()) or not_loadable(pack.compiler, driver_cuda())
+    return (None, f"{pack}: {why}") if why else (pack, "")
+
+
+def _packed(source: KernelSource) -> tuple[Pack, str] | None:
+    """The pack that has the library of a source, and the library's name in it."""
+    pack, _ = usable_pack()
+    stem = _stem(source, pack) if pack else ""
+    return (pack, stem) if pack and stem in pack.libraries else None
 
 
 @functools.cache
@@ -293,15 +327,18 @@ def _is_intact(path: Path) -> bool:
 
 
 def _cached(source: KernelSource) -> tuple[Path, Path | None]:
-    """The library's path, which need not exist, and the compiler. Without a compiler: that of an existing library."""
+    """The library's path, which need not exist, and the compiler; None if it exists already, or is in the pack."""
     kernels = cache_dir() / "kernels"
+    if (packed := _packed(source)) is not None:
+        pack, stem = packed
+        return _path_of(stem, pack.compiler), None
     nvcc = find_nvcc()
     stem = _stem(source)
     if nvcc is not None:
         version = compiler_version(nvcc)
         if why := not_loadable(version, driver_cuda()):
             raise CompilerNotFoundError(f"{nvcc} is too new: {why}; {OLDER_NVCC}")
-        return kernels / f"{stem}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so", nvcc
+        return _path_of(stem, version), nvcc
     refused = ""
     for path in sorted(kernels.glob(f"{stem}-*.so")):
         if (manifest := _manifest(path)) is not None:
@@ -311,25 +348,26 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
     if refused:
         raise CompilerNotFoundError(f"kernel {source.name} is compiled, but {refused}; {OLDER_NVCC}")
     raise CompilerNotFoundError(
-        f"kernel {source.name} is not compiled yet for {host()} and nvcc was not found. Install it with: pip install "
-        "'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile ahead elsewhere, on "
-        "a machine of the same kind, with: distgemm build, or name a provider that needs none: provider='cublas'"
+        f"kernel {source.name} is not compiled yet for {host()}, {_not_packed()}, and nvcc was not found. Install it "
+        "with: pip install 'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile "
+        "ahead elsewhere, on a machine of the same kind, with: distgemm build, or name a provider that needs none: "
+        "provider='cublas'"
     )
+
+
+def _not_packed() -> str:
+    """Why a kernel does not come from a pack."""
+    pack, why = usable_pack()
+    return f"is not among those of {pack}" if pack else f"the pack is not used ({why})" if why else "no pack has it"
+
+
+def _path_of(stem: str, compiler: str) -> Path:
+    return cache_dir() / "kernels" / f"{stem}-{hashlib.sha256(compiler.encode()).hexdigest()[:8]}.so"
 
 
 def works_here(manifest: dict[str, Any]) -> bool:
     """Whether this machine can load the library of a manifest."""
-    return bool(manifest["host"] == host()) and not not_loadable(manifest["compiler"], driver_cuda())
-
-
-def unsafe(path: Path) -> str:
-    """Why another user could have changed a file or a folder; "" if no other user but root can."""
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to the user with number {found.st_uid}, and not to this user ({os.geteuid()}) or root"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"users other than its owner can write {path} (mode {stat.S_IMODE(found.st_mode):03o})"
-    return ""
+    return serves(manifest["host"], host()) and not not_loadable(manifest["compiler"], driver_cuda())
 
 
 def _refuse_unsafe(*paths: Path) -> None:
@@ -355,7 +393,7 @@ def library(source: KernelSource) -> Path:
     path, _ = _cached(source)
     if not _is_intact(path):
         with _spinner(f"compiling {source.name} (once)"):
-            path = _compile_once(source)
+            path = _make_once(source)
     real = path.resolve()
     _refuse_unsafe(real.parent, real)
     return path
@@ -363,6 +401,8 @@ def library(source: KernelSource) -> Path:
 
 def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
     """The paths of the compiled libraries of all sources. Missing ones are compiled, several at a time.
+
+    Those that the pack has are unpacked.
 
     Args:
         sources: the sources; they may repeat.
@@ -374,6 +414,9 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
         CompileError: if the compiler fails.
         CacheError: if the cache folder cannot be written.
     """
+    for source in dict.fromkeys(sources):
+        if _packed(source) and not _is_intact(_cached(source)[0]):
+            _make_once(source)
     lacking = missing(sources)
     if lacking:
         check_writable(cache_dir() / "kernels")  # before the bar is drawn
@@ -381,19 +424,25 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
     return [_cached(source)[0] for source in sources]
 
 
-def build_together(sources: Sequence[KernelSource], rank: int, ranks: int) -> None:
+def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, background: bool = False) -> None:
     """Build the sources on all ranks of a machine at once.
 
     Each rank begins with another source, and waits for those that another rank compiles. Rank 0 draws the progress bar.
+
+    Args:
+        sources: the sources; they may repeat.
+        rank: this rank.
+        ranks: number of ranks.
+        background: whether the ranks do something else meanwhile. Then no bar is drawn, and each rank keeps a core.
     """
     first = rank * len(sources) // ranks
     rotated = [*sources[first:], *sources[:first]]
-    build(rotated, jobs=max(1, cores() // ranks), progress=rank == 0)
+    build(rotated, jobs=max(1, cores() // ranks - background), progress=rank == 0 and not background)
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
-    """The sources that are not compiled yet, each once."""
-    return [source for source in dict.fromkeys(sources) if not _is_intact(_cached(source)[0])]
+    """The sources that are neither compiled yet nor in the pack, each once."""
+    return [source for source in dict.fromkeys(sources) if not _packed(source) and not _is_intact(_cached(source)[0])]
 
 
 def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> None:
@@ -403,7 +452,7 @@ def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> No
         task = progress.add_task("compiling kernels", total=len(sources))
 
         def one(source: KernelSource) -> None:
-            _compile_once(source)
+            _make_once(source)
             progress.advance(task)
 
         list(pool.map(one, sources))
@@ -429,18 +478,23 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-def _compile_once(source: KernelSource) -> Path:
+def _make_once(source: KernelSource) -> Path:
+    """Compile or unpack a library, unless another process has done so meanwhile. Returns its path."""
     path, nvcc = _cached(source)
     check_writable(path.parent)
     try:
         _sweep(path.parent)
         with FileLock(path.with_suffix(".lock"), timeout=COMPILE_TIMEOUT_S):
             if not _is_intact(path):
-                if nvcc is None:
+                if (packed := _packed(source)) is not None:
+                    _unpack(*packed, path)
+                elif nvcc is None:
                     raise CompilerNotFoundError(
                         f"kernel {source.name} vanished from {path.parent}, and nvcc was not found"
                     )
-                _compile(source, nvcc, path)
+                else:
+                    _say_not_packed(usable_pack()[1])
+                    _compile(source, nvcc, path)
     except Timeout:
         raise CompileError(
             f"kernel {source.name}: another process has been compiling it for {COMPILE_TIMEOUT_S:.0f} s; end the "
@@ -514,7 +568,6 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
             raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
         if not out.is_file():
             raise CompileError(f"{' '.join(words)}\nended with exit status 0 and wrote no library:\n{_excerpt(output)}")
-        out.chmod(0o755)
         manifest = {
             "kernel": source.name,
             "arch": source.arch,
@@ -525,10 +578,67 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
             "seconds": round(time.monotonic() - start, 1),
             "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
         }
-        written = out.with_suffix(".json")
-        written.write_text(json.dumps(manifest, indent=1) + "\n")
-        os.replace(out, path)
-        os.replace(written, path.with_suffix(".json"))
+        _install(out, manifest, path)
+
+
+def _unpack(pack: Pack, stem: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
+        out = Path(folder) / path.name
+        out.write_bytes(pack.read(stem))
+        _install(out, pack.libraries[stem].manifest | {"pack": str(pack)}, path)
+
+
+def _install(library: Path, manifest: dict[str, Any], path: Path) -> None:
+    """Put a library and its manifest into the cache. The manifest goes last: a library is complete if it has one."""
+    library.chmod(0o755)
+    written = library.with_suffix(".json")
+    written.write_text(json.dumps(manifest, indent=1) + "\n")
+    os.replace(library, path)
+    os.replace(written, path.with_suffix(".json"))
+
+
+@functools.cache
+def _say_not_packed(why: str) -> None:
+    """Warn, once, that kernels are compiled although a pack is installed."""
+    if why:
+        LOG.warning("kernels are compiled here, because the pack cannot be used: %s", why)
+
+
+def is_there(source: KernelSource) -> bool:
+    """Whether a library is compiled already, or in the pack. Nothing is compiled or unpacked."""
+    try:
+        return not missing([source])
+    except (CompilerNotFoundError, CacheError):
+        return False
+
+
+def origin(source: KernelSource) -> str:
+    """Where the library of a source comes from: "packed" or "compiled"; "missing" if it is not there."""
+    if _packed(source):
+        return "packed"
+    return "compiled" if is_there(source) else "missing"
+
+
+def pack_libraries(sources: Sequence[KernelSource], folder: Path, version: str) -> Path:
+    """Write the wheel with the compiled libraries of these sources. Returns its path.
+
+    Args:
+        sources: the sources.
+        folder: where the wheel goes.
+        version: the version of distgemm.
+
+    Raises:
+        ValueError, OSError: as :func:`distgemm.gemm.packs.write_pack`.
+    """
+    libraries = []
+    for source in dict.fromkeys(sources):
+        path, _ = _cached(source)
+        manifest = _manifest(path)
+        if manifest is None:
+            raise ValueError(f"kernel {source.name} is not compiled: call build first")
+        manifest.pop("pack", None)
+        libraries.append((path.stem.partition("-")[0], read_regular(path), manifest))
+    return write_pack(folder, version, sources_hash(), libraries)
 
 
 def _excerpt(output: str, lines: int = 30) -> str:

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from distgemm.arguments import member
 from distgemm.gemm.provider import GemmProvider
+from distgemm.gemm.target import TARGET
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["default_provider", "get_provider", "list_providers"]
 
-HOPPER = (9, 0)
-"""The compute capability for which the provider cutlass has kernels with TMA and wgmma."""
+HOPPER, HOPPER_ARCH = (9, 0), "90a"
+"""The compute capability, and nvcc's name of the architecture, for which "cutlass" has kernels with TMA and wgmma."""
 
 
 def list_providers() -> list[str]:
@@ -36,6 +37,8 @@ def default_provider(device: torch.device | None = None, dtype: str = "bfloat16"
 
     if dtype == "float64":
         return "cublas"
+    if (target := TARGET.get()) is not None:
+        return "cutlass" if target.arch == HOPPER_ARCH else "cublas"
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return "cutlass"
     return "cutlass" if torch.cuda.get_device_capability(device) == HOPPER else "cublas"

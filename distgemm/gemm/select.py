@@ -1,5 +1,7 @@
 """Selects the configuration for a shape: the measured one if there is one, else the heuristic's.
 
+Of configurations that the heuristic finds about equally fast, one whose kernel is compiled or packed is taken.
+
 Measured configurations are read from ``gemm_<device>.json`` in the cache folder, which ``distgemm tune-gemm`` writes,
 and from the file of that name that ships with the package. The heuristic estimates time as
 
@@ -12,15 +14,32 @@ up: the next GEMM fills the last wave. Rates and overheads were measured on one 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from distgemm.gemm.cache import TunedCache
+from distgemm.gemm.nvcc import KernelSource, is_there
 from distgemm.gemm.provider import GemmProvider
 from distgemm.gemm.spec import GemmConfig, GemmSpec, KernelSchedule
+from distgemm.gemm.target import TARGET
 from distgemm.gemm.tiles import PLAIN_TILE, TILES, UNLISTED_RATE
 
-__all__ = ["CACHE", "estimate", "gpu_name", "key_of", "order", "select_config", "tiles_at_once", "tiles_of"]
+__all__ = [
+    "CACHE",
+    "NEAR_BEST",
+    "agree",
+    "estimate",
+    "gpu_name",
+    "key_of",
+    "near_best",
+    "order",
+    "preferred",
+    "recorded_config",
+    "select_config",
+    "tiles_at_once",
+    "tiles_of",
+]
 
 
 def _check(entry: dict[str, Any]) -> None:
@@ -35,6 +54,10 @@ SMS = 132
 RATES = {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*TILES, PLAIN_TILE)}
 OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 160, "pingpong": 60, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
+
+
+NEAR_BEST = 1.03
+"""A configuration that is there is taken if its predicted time is at most so many times the best one's."""
 
 
 def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SMS, count: int = 1) -> float:
@@ -92,16 +115,58 @@ def select_config(provider: GemmProvider, spec: GemmSpec, streams: int = 1) -> G
     Raises:
         ValueError: if the file of measured configurations is broken.
     """
+    return recorded_config(provider, spec, streams) or provider.configs(spec, streams)[0]
+
+
+def recorded_config(provider: GemmProvider, spec: GemmSpec, streams: int = 1) -> GemmConfig | None:
+    """The measured configuration for a shape; None without one that the provider supports with these strides.
+
+    Raises:
+        ValueError: if the file of measured configurations is broken.
+    """
     entry = CACHE.read(gpu_name()).get(key_of(spec, streams))
-    if entry is not None:
-        config = GemmConfig.parse(entry["config"])
-        if provider.supports(spec, config):
-            return config
-    return provider.configs(spec, streams)[0]
+    config = None if entry is None else GemmConfig.parse(entry["config"])
+    return config if config is not None and provider.supports(spec, config) else None
+
+
+# --- what is there is preferred -------------------------------------------------------------------------
+
+
+def near_best(spec: GemmSpec, configs: Sequence[GemmConfig], streams: int = 1, count: int = 1) -> list[GemmConfig]:
+    """The configurations whose time is at most ``NEAR_BEST`` times the first one's; see :func:`estimate`."""
+    limit = NEAR_BEST * estimate(spec, configs[0], streams, count=count)
+    return [config for config in configs if estimate(spec, config, streams, count=count) <= limit]
+
+
+def preferred(sources: Sequence[KernelSource]) -> KernelSource:
+    """The first source whose kernel is there; if none is, the first.
+
+    A kernel is there if it is compiled or packed. Once :func:`agree` was called, it is there if the first rank has it,
+    so that all ranks select alike. Inside ``compiling_for`` none is: then the best is wanted.
+
+    Args:
+        sources: of kernels that are about equally fast, the best first.
+    """
+    if len(sources) == 1 or TARGET.get() is not None:
+        return sources[0]
+    there = is_there if _AGREED is None else _AGREED.__contains__
+    return next(filter(there, sources), sources[0])
+
+
+def agree(there: Iterable[KernelSource]) -> None:
+    """Add kernels to those that are there for this process: the ones that the first rank of a group has."""
+    global _AGREED
+    _AGREED = (_AGREED or set()).union(there)
+
+
+_AGREED: set[KernelSource] | None = None
+"""None: no group has agreed, and what is there is looked for on disk."""
 
 
 def gpu_name() -> str:
-    """The name of the current GPU; "none" without one."""
+    """The name of the current GPU; "none" without one. Inside ``compiling_for``: the name that it was given."""
     import torch
 
+    if (target := TARGET.get()) is not None:
+        return target.gpu
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

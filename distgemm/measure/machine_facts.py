@@ -82,6 +82,9 @@ class Facts:
         cache_error: why nothing can be written there.
         kernels: number of compiled kernels in the cache that this machine can load.
         broken: number of incomplete kernels in the cache.
+        pack: the pack of kernels that this machine can load; None if there is none.
+        packed: number of kernels in the pack.
+        pack_error: why the pack that is installed is not used.
         environment: variables that matter.
     """
 
@@ -107,6 +110,9 @@ class Facts:
     cache_error: str = ""
     kernels: int = 0
     broken: int = 0
+    pack: str | None = None
+    packed: int = 0
+    pack_error: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -115,7 +121,7 @@ def look() -> Facts:
     found: dict[str, Any] = {
         "environment": {name: os.environ[name] for name in (QUEUES, *NO_MULTICAST) if name in os.environ}
     }
-    for part in (_torch_facts, driver_facts, _compiler_facts, _cache_facts):
+    for part in (_torch_facts, driver_facts, _compiler_facts, _pack_facts, _cache_facts):
         found |= part()
     return Facts(**found)
 
@@ -275,8 +281,16 @@ def _compiler_facts() -> dict[str, Any]:
     return found
 
 
+def _pack_facts() -> dict[str, Any]:
+    from distgemm.gemm.nvcc import usable_pack
+
+    pack, why = usable_pack()
+    return {"pack": str(pack), "packed": len(pack.libraries)} if pack else {"pack_error": why}
+
+
 def _cache_facts() -> dict[str, Any]:
-    from distgemm.gemm.nvcc import CacheError, cache_dir, cached, unsafe, works_here
+    from distgemm.gemm.nvcc import CacheError, cache_dir, cached, works_here
+    from distgemm.system import unsafe
 
     try:
         folder = cache_dir()

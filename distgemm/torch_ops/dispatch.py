@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
 from distgemm.simulator import arrivals
+from distgemm.torch_ops.needs import Need, note_need, recording
 
 if TYPE_CHECKING:
     from distgemm.tune import TunedConfig
@@ -39,6 +40,7 @@ __all__ = [
     "KeptCalls",
     "PreparedCall",
     "last_call",
+    "named_config",
     "noting",
     "prepare",
     "record_calls",
@@ -123,6 +125,8 @@ class CallRecord:
         tuned: the configuration that "auto" selected on a GPU, or the unfused program of the caller; otherwise None.
             ``schedule=tuned.text`` pins it.
         note: what the caller did besides, such as a copy; "": nothing.
+        kernels: on a GPU, where the kernels of the executable come from, the pack or the compiler, and whether faster
+            ones could be compiled.
     """
 
     function: Function
@@ -132,6 +136,7 @@ class CallRecord:
     provider: str
     tuned: TunedConfig | None = None
     note: str = ""
+    kernels: str = ""
 
     @property
     def unfused(self) -> bool:
@@ -177,7 +182,7 @@ class CallRecord:
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"
         overlap = f"not overlapped, because {self.not_overlapped}" if self.not_overlapped else "overlapped"
-        return "; ".join([runtime, overlap, *([self.note] if self.note else [])])
+        return "; ".join(filter(None, [runtime, overlap, self.note, self.kernels]))
 
 
 @once_for_structure
@@ -315,7 +320,8 @@ class PreparedCall:
         if record is None:
             plan, transfers = self.executable.plan, self.executable.transfers
             provider = provider or self.executable.provider
-            record = CallRecord(function, plan, self.options, transfers, provider, self.tuned, note)
+            kernels = getattr(self.executable, "kernels", "")  # only GPUs have them
+            record = CallRecord(function, plan, self.options, transfers, provider, self.tuned, note, kernels)
             self._records[function, note] = record
         CALLS.add(record)
 
@@ -394,6 +400,7 @@ def prepare(
     schedule: str,
     chunks: int | None,
     biased: bool,
+    turned_b: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
@@ -410,6 +417,7 @@ def prepare(
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
+        turned_b: whether columns of b are contiguous. It says which kernels are compiled ahead.
         caller_multiplies: whether the call is a :func:`distgemm.gather`.
 
     Raises:
@@ -417,6 +425,12 @@ def prepare(
         ValueError: if the schedule does not fit. On all ranks if their arguments differ.
     """
     group = process_group(group_name)
+    if recording():
+        if caller_multiplies:
+            raise RuntimeError("a model that calls distgemm.gather cannot be recorded: there are no chunks to hand out")
+        terms = (schedule, chunks, biased, turned_b)
+        note_need(Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group)))
+        return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
     key = (pattern, problem, schedule, chunks, device, caller_multiplies)
@@ -441,7 +455,7 @@ def prepare(
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks, caller_multiplies)
+        found = make(pattern, problem, group, device, schedule, chunks, biased, turned_b, caller_multiplies)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -454,6 +468,8 @@ def make(
     device: torch.device,
     schedule: str,
     chunks: int | None,
+    biased: bool = False,
+    turned_b: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """:func:`prepare` without the cache."""
@@ -461,26 +477,14 @@ def make(
 
     of_group = GroupRef(group)
     if schedule == "auto" and chunks is None and device.type == "cuda" and not caller_multiplies:
-        measured = tune.executable(problem, pattern, group, device=device)
+        measured = tune.executable(problem, pattern, group, device=device, bias=biased, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
-    if schedule == "auto":
-        name, rule = select_schedule(pattern, problem)
-        config = tune.TunedConfig("plan", name, tuple(rule.items()))
-    else:
-        config = tune.TunedConfig.parse(schedule)
+    config = named_config(pattern, problem, schedule, chunks)
     if config.method == "unfused":
-        if chunks is not None:
-            raise ValueError(f"the unfused program has no chunks, got {chunks}")
         return PreparedCall(tune.make(problem, pattern, config, group, device), (), of_group, config)
     options = dict(config.options)
-    if chunks is not None:
-        if schedule not in ("auto", config.schedule) and "chunks" in options:
-            raise ValueError(
-                f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them"
-            )
-        options["chunks"] = chunks
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
@@ -494,11 +498,40 @@ def make(
         if execution != ExecutionConfig():
             raise ValueError(f"gather: {', '.join(EXECUTION_FIELDS)} are options of GEMMs, got {execution}")
         execution = GATHERS
-    executable = executable_of(plan, group, device, execution)
+    executable = executable_of(plan, group, device, execution, biased, turned_b)
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
-def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, execution: ExecutionConfig) -> Executable:
+def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None) -> TunedConfig:
+    """The configuration that a call names by its schedule and number of chunks; "auto" is the rule of CPUs.
+
+    Raises:
+        ValueError: for an unknown schedule, and where both say how many chunks there are.
+    """
+    from distgemm import tune  # as in make
+
+    if schedule == "auto":
+        name, rule = select_schedule(pattern, problem)
+        config = tune.TunedConfig("plan", name, tuple(rule.items()))
+    else:
+        config = tune.TunedConfig.parse(schedule)
+    if chunks is None:
+        return config
+    if config.method == "unfused":
+        raise ValueError(f"the unfused program has no chunks, got {chunks}")
+    if schedule not in ("auto", config.schedule) and "chunks" in dict(config.options):
+        raise ValueError(f"schedule={schedule!r} and chunks={chunks} both set the number of chunks: give one of them")
+    return replace(config, options=tuple((dict(config.options) | {"chunks": chunks}).items()))
+
+
+def executable_of(
+    plan: Plan,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    execution: ExecutionConfig,
+    biased: bool = False,
+    turned_b: bool = False,
+) -> Executable:
     """This rank's executable of a plan for tensors on a device. A collective call.
 
     Raises:
@@ -507,7 +540,7 @@ def executable_of(plan: Plan, group: dist.ProcessGroup, device: torch.device, ex
     if device.type == "cuda":
         from distgemm.runtime.cuda import compile_plan  # needs the GPU code, as in make
 
-        return compile_plan(plan, execution, group=group, device=device)
+        return compile_plan(plan, execution, group=group, device=device, bias=biased, turned_b=turned_b)
     if execution != ExecutionConfig():
         raise ValueError(f"{', '.join(EXECUTION_FIELDS)} are options for GPUs, got {execution} for tensors on {device}")
     return CollectiveExecutable(plan, group, device)

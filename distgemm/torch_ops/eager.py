@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from distgemm.runtime.torch_arguments import PLAIN
+from distgemm.torch_ops.needs import recording
 
 __all__ = ["EagerOp", "OpCall", "Prepared"]
 
@@ -73,7 +74,7 @@ class EagerOp:
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
-        self.op.register_fake(lambda *args: call(*args).fake())
+        self.op.register_fake(self._shapes)
         self.op.register_autograd(backward, setup_context=setup)
         self._call = call
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
@@ -81,7 +82,7 @@ class EagerOp:
 
     def __call__(self, *args: Any) -> Any:
         """The op of these arguments, in the order of its schema. Lists of tensors are arguments of their own."""
-        if torch.compiler.is_compiling() or _is_observed():
+        if torch.compiler.is_compiling() or recording() or _is_observed():
             return self.op(*args)
         key, is_plain, needs_grad = _read(args)
         if not is_plain:
@@ -96,6 +97,8 @@ class EagerOp:
         return list(found) if isinstance(found, tuple) else found
 
     def _compute(self, *args: Any) -> Any:
+        if recording():
+            return self._shapes(*args)
         call = self._call(*args)
         return call.run(self._prepared_for(_read(args)[0], call))
 
@@ -105,6 +108,13 @@ class EagerOp:
             with torch.no_grad():
                 prepared = self._prepared[key] = call.prepare()
         return prepared
+
+    def _shapes(self, *args: Any) -> Any:
+        """What the op returns, without values. While calls are recorded, ``prepare`` notes what this one needs."""
+        call = self._call(*args)
+        if recording():
+            call.prepare()
+        return call.fake()
 
 
 def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
-from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare
+from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
 from distgemm.torch_ops.eager import EagerOp
 
 __all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "prepare_gather", "split_extent"]
@@ -24,6 +24,10 @@ Purpose = Literal["forward", "gradient", "gather"]
 
 # float32 tensors are multiplied in IEEE float32, and fp8 would need scales.
 DTYPE_NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name not in ("tfloat32", "float8_e4m3fn")}
+
+GATHER_ROWS = 8
+"""Rows of the b with which A alone is gathered: so many that results of 16 bits end at multiples of 16 bytes. Other
+results would need kernels of their own."""
 
 
 # --- sizes ----------------------------------------------------------------------------------------------
@@ -118,6 +122,11 @@ def _turned(a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and b.shape[0] == a.shape[1]
 
 
+def _is_turned(b: Tensor) -> bool:
+    """Whether columns of b are contiguous, and not its rows, as executables see it."""
+    return with_rows_or_columns(b).stride(1) != 1
+
+
 def _problem(
     function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int
 ) -> GemmProblem:
@@ -205,7 +214,16 @@ class _GatherCall(NamedTuple):
                 "so a is not gathered there; call it once for each b, without return_gathered and keep_gathered"
             )
         problem = _problem("all_gather_matmul", self.a, sum(rows), ns[first], self.a.shape[1], rows, size)
-        return prepare("ag+gemm", problem, self.group, self.a.device, self.schedule, self.chunks, self.biased[first])
+        return prepare(
+            "ag+gemm",
+            problem,
+            self.group,
+            self.a.device,
+            self.schedule,
+            self.chunks,
+            self.biased[first],
+            _is_turned(self.bs[first]),
+        )
 
     def run(self, call: PreparedCall) -> list[Tensor]:
         a, bs, biases, biased, group, _, _, rows, ns, gathered, purpose = self
@@ -285,9 +303,9 @@ def _scatter(a: Tensor, b: Tensor, group: str, rows: Sizes, k: int | None) -> Te
 
 
 def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
-    """All of A. Plans gather only for a GEMM; here b is one row of zeros on each rank."""
+    """All of A. Plans gather only for a GEMM; here b is a few rows of zeros on each rank."""
     _, whole = all_gather_matmul(
-        a, [a.new_zeros(1, a.shape[1])], [], [False], group, "auto", None, rows, None, True, "gather"
+        a, [a.new_zeros(GATHER_ROWS, a.shape[1])], [], [False], group, "auto", None, rows, None, True, "gather"
     )
     found: Tensor = whole
     return found
@@ -354,7 +372,16 @@ class _ScatterCall(NamedTuple):
     def prepare(self) -> PreparedCall:
         (rows, k), a = self._sizes(), self.a
         problem = _problem("matmul_reduce_scatter", a, a.shape[0], self.b.shape[0], k, rows, len(rows))
-        return prepare("gemm+rs", problem, self.group, a.device, self.schedule, self.chunks, self.bias is not None)
+        return prepare(
+            "gemm+rs",
+            problem,
+            self.group,
+            a.device,
+            self.schedule,
+            self.chunks,
+            self.bias is not None,
+            _is_turned(self.b),
+        )
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_reduce_scatter", self.a, self.b, self.bias)
@@ -435,7 +462,16 @@ class _ReduceCall(NamedTuple):
         k, a = self._whole_k(), self.a
         size, _ = size_and_rank(self.group)
         problem = _problem("matmul_all_reduce", a, a.shape[0], self.b.shape[0], k, None, size)
-        return prepare("gemm+ar", problem, self.group, a.device, self.schedule, self.chunks, self.bias is not None)
+        return prepare(
+            "gemm+ar",
+            problem,
+            self.group,
+            a.device,
+            self.schedule,
+            self.chunks,
+            self.bias is not None,
+            _is_turned(self.b),
+        )
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_all_reduce", self.a, self.b, self.bias)

@@ -82,7 +82,16 @@ class FusionReport:
 
     def add_served(self, site: CallSite, call: CallRecord) -> None:
         """Count a call that distgemm computed. Its text is made once: that takes longer than the call may."""
-        key = (site, call.plan.schedule, call.options, call.transfers, call.provider, call.tuned, call.note)
+        key = (
+            site,
+            call.plan.schedule,
+            call.options,
+            call.transfers,
+            call.provider,
+            call.tuned,
+            call.note,
+            call.kernels,
+        )
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = call.what_ran

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ from distgemm.tune.config import UNFUSED, TunedConfig
 __all__ = [
     "Candidate",
     "list_candidates",
+    "list_plans",
     "predicted",
     "providers",
     "register_candidate",
@@ -319,20 +320,28 @@ def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict
     times = multi_kernel_predictions(problem, pattern, world_size)
     if world_size == 1:
         return times
-    return times | dict(_single_kernel(problem, pattern, world_size, Machine.load(MACHINE)))
+    fused = _single_kernel(problem, pattern, world_size, Machine.load(MACHINE))
+    return times | {config: time() for config, time in fused}
 
 
 @lru_cache(maxsize=256)
 def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
     """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
     machine = Machine.load(MACHINE)
-    times = dict(_multi_kernel(problem, pattern, world_size, machine))
+    times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
     if unfused_status(problem, pattern):
         time = predict_unfused(problem, machine, pattern, world_size)
         for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
                 times[replace(UNFUSED, collective=collective)] = time
     return times
+
+
+def list_plans(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
+    """Every configuration of :func:`predictions` that executes a plan, without its time."""
+    kinds = (_multi_kernel, _single_kernel) if world_size > 1 else (_multi_kernel,)
+    machine = Machine.load(MACHINE)
+    return [config for kind in kinds for config, _ in kind(problem, check_pattern(pattern), world_size, machine)]
 
 
 def _plans(
@@ -361,14 +370,14 @@ def _plans(
 
 def _multi_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
-) -> Iterator[tuple[TunedConfig, float]]:
-    """Configurations with a kernel for each GEMM, and their predicted us. The default provider comes first."""
+) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
+    """Configurations with a kernel for each GEMM, and what predicts their us. The default provider comes first."""
     preferred = default_provider()
     for candidate, plan in _plans(problem, pattern, world_size, "multi_kernel"):
         able = [name for name in sorted(providers(), key=lambda name: name != preferred) if _computes(name, plan)]
         most = max(sum(isinstance(op, Gemm) for op in plan.ops(rank)) for rank in range(world_size))
         for gemm_streams in (1, 2) if most > 1 and able else (1,):
-            time = simulate(plan, machine, gemm_streams=gemm_streams).time
+            time = _prediction(plan, machine, gemm_streams)
             plain = ExecutionConfig(gemm_streams=gemm_streams)
             actions = lower(plan, 0, plain)
             waits: tuple[WaitBy, ...] = ("memory_op",)
@@ -382,8 +391,8 @@ def _multi_kernel(
 
 def _single_kernel(
     problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
-) -> Iterator[tuple[TunedConfig, float]]:
-    """Configurations with the fused kernel, and their predicted us; none on GPUs that are not Hopper."""
+) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
+    """Configurations with the fused kernel, and what predicts their us; none on GPUs that are not Hopper."""
     if providers()["cutlass"].arch != "90a":
         return
     kernel_alone = without_launches(machine)
@@ -403,7 +412,12 @@ def _single_kernel(
             config = TunedConfig("plan", candidate.schedule, candidate.options, execution)
             # Tiles of the next GEMM fill the SMs that one GEMM leaves idle, as on two streams.
             used = kernel_alone if _group(config, pattern) == "fused_alone" else machine
-            yield config, simulate(plan, used, gemm_streams=2).time
+            yield config, _prediction(plan, used, gemm_streams=2)
+
+
+def _prediction(plan: Plan, machine: Machine, gemm_streams: int) -> Callable[[], float]:
+    """The predicted us of a plan, found when it is first asked for."""
+    return cache(lambda: simulate(plan, machine, gemm_streams=gemm_streams).time)
 
 
 def without_launches(machine: Machine) -> Machine:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -16,14 +18,10 @@ from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec, forget_kernels
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-from distgemm.gemm.fused.gemms import combined_spec
-from distgemm.gemm.fused.kernel import pingpong_first
-from distgemm.gemm.nvcc import build_together
+from distgemm.gemm.nvcc import KernelSource, build_together, is_there
 from distgemm.gemm.spec import Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
-from distgemm.plan.ops import Gemm
-from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
 from distgemm.runtime.executable import Executable
@@ -31,8 +29,9 @@ from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
 from distgemm.tune.cache import CACHE, gpu_name, key_of, look_up
-from distgemm.tune.candidates import providers, shortlist, specs_of
+from distgemm.tune.candidates import shortlist, specs_of
 from distgemm.tune.config import UNFUSED, TunedConfig
+from distgemm.tune.kernels import sources_of, whole_gemm, with_other_tiles
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
 __all__ = ["Tuned", "finalists", "measurable", "search", "tune"]
@@ -211,14 +210,38 @@ class _Trial:
     report: Callable[[str], object]
     times: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    made: int = 0
 
     def run(self, wanted: list[TunedConfig], **settings: Any) -> list[TunedConfig]:
-        """Measure configurations with settings of ``sample``. Returns those that ran, the fastest first."""
+        """Measure configurations with settings of ``sample``. Returns those that ran, the fastest first.
+
+        Those whose kernels are there on all ranks come first. The other kernels are compiled meanwhile, all at once.
+        """
+        operation = self.operation
+        lacking = lacking_kernels(operation, wanted)
+        later = [config for config in wanted if config in lacking]
+        first = [config for config in wanted if config not in lacking]
+        sources = list(dict.fromkeys(chain.from_iterable(lacking.values())))
+        ran: list[TunedConfig] = []
+        with compiling(sources, operation.group) as finish:
+            if first:
+                ran += self._measure(first, settings)
+            if later:
+                self.report(f"compiling {len(sources)} kernels")
+                finish()
+                ran += self._measure(later, settings)
+        if not ran:
+            what = "measured" if self.made else "compiled"
+            raise RuntimeError(f"no candidate for {self._key} can be {what}: {self.refused}")
+        return sorted(ran, key=lambda config: self.times[str(config)])
+
+    def _measure(self, wanted: list[TunedConfig], settings: dict[str, Any]) -> list[TunedConfig]:
         operation = self.operation
         executables, failures = _executables(operation, wanted, self.report)
         self.refused |= failures
+        self.made += len(executables)
         if not executables:
-            raise RuntimeError(f"no candidate for {self._key} can be compiled: {self.refused}")
+            return []
         self.report(f"measuring {len(executables)} candidates")
         methods = [executable_method(operation, str(config), exe) for config, exe in executables.items()]
         try:
@@ -234,10 +257,7 @@ class _Trial:
                 logger.warning("not measured: %s: %s", name, each.error)
             else:
                 self.times[name] = each.ms
-        ran = [config for config in executables if str(config) in samples and not samples[str(config)].error]
-        if not ran:
-            raise RuntimeError(f"no candidate for {self._key} can be measured: {self.refused}")
-        return sorted(ran, key=lambda config: self.times[str(config)])
+        return [config for config in executables if str(config) in samples and not samples[str(config)].error]
 
     @property
     def _key(self) -> str:
@@ -272,40 +292,6 @@ def finalists(
     return list(dict.fromkeys(found))
 
 
-def with_other_tiles(plan: Plan, config: TunedConfig, pattern: Pattern) -> list[TunedConfig]:
-    """A configuration of the fused kernel with each tile configuration that it takes, the most promising first.
-
-    Tiles that are fast for the whole product alternate with tiles that are fast for one chunk: when the last chunk
-    arrives, only that chunk is left to compute.
-    """
-    chunk = _chunk(plan)
-    configs = providers()["cutlass"].configs(chunk)
-    orders = [gemm_select.order(chunk, configs, count=count) for count in (_count(plan), 1)]
-    tiles = [tile for tile in chain.from_iterable(zip(*orders, strict=True)) if tile.kernel_schedule != "plain"]
-    if config.option("mechanism") == "store":
-        tiles = pingpong_first(tiles)
-    if pattern == "gemm+ar" and config.execution.transport == "sm":
-        # Buffers of the kernel's copies leave the largest tiles two pipeline stages, which makes them slow.
-        tiles = [tile for tile in tiles if tile.kernel_schedule == "pingpong"]
-    executions = (replace(config.execution, config=str(tile)) for tile in dict.fromkeys(tiles))
-    return [replace(config, execution=execution) for execution in executions]
-
-
-def _whole(plan: Plan) -> GemmSpec:
-    """One GEMM as large as all GEMMs of rank 0, as if they differed in A."""
-    return combined_spec(_chunk(plan), _count(plan), "a")
-
-
-def _count(plan: Plan) -> int:
-    """Number of GEMMs of rank 0."""
-    return sum(isinstance(op, Gemm) for op in plan.ops(0))
-
-
-def _chunk(plan: Plan) -> GemmSpec:
-    """One GEMM of the plan, if possible one that adds a partial sum."""
-    return max(specs_of(plan), key=lambda spec: spec.partial is not None)
-
-
 def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmProblem:
     """The problem with equal shards: the extents that are split are rounded up.
 
@@ -320,6 +306,42 @@ def round_up(problem: GemmProblem, pattern: Pattern, world_size: int) -> GemmPro
     if pattern == "ag+gemm":
         return replace(problem, m=m, n=rounded(problem.n), m_per_rank=None)
     return replace(problem, m=m, k=rounded(problem.k), m_per_rank=None)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the executables on a device have kernels that are compiled."""
+    return device.type == "cuda"
+
+
+def lacking_kernels(operation: Operation, wanted: Sequence[TunedConfig]) -> dict[TunedConfig, list[KernelSource]]:
+    """The configurations with kernels that some rank still lacks, and those that this rank lacks. A collective call."""
+    if not has_kernels(operation.device):
+        return {}
+    rank, size = dist.get_rank(operation.group), operation.group.size()
+
+    def lacks(config: TunedConfig) -> list[KernelSource]:
+        try:
+            sources = sources_of(operation.problem, operation.pattern, size, [config], rank=rank)
+        except ValueError:  # whoever makes its executable says why
+            return []
+        return [source for source in sources if not is_there(source)]
+
+    mine = {config: lacks(config) for config in wanted}
+    every = from_all(operation.group, lambda: [config for config, sources in mine.items() if sources])
+    return {config: mine[config] for config in wanted if any(config in theirs for theirs in every)}
+
+
+@contextlib.contextmanager
+def compiling(sources: Sequence[KernelSource], group: dist.ProcessGroup) -> Iterator[Callable[[], object]]:
+    """Compile on all ranks of a machine at once, in the background, inside the ``with`` block.
+
+    A core stays free for each rank. Yields a function that waits for the end. It raises nothing: whoever needs a
+    kernel that cannot be compiled gets the error.
+    """
+    rank, size = dist.get_rank(group), group.size()
+    with ThreadPoolExecutor(1) as pool:
+        compiled = [pool.submit(build_together, sources, rank, size, background=True)] if sources else []
+        yield lambda: wait(compiled)
 
 
 def _executables(
@@ -362,7 +384,7 @@ def _tune_gemms(
         execution = config.execution
         if config.method == "plan" and execution.provider == "cutlass":
             plan = config.plan(problem, size)
-            for spec in [_whole(plan)] if execution.single_kernel else specs_of(plan):
+            for spec in [whole_gemm(plan)] if execution.single_kernel else specs_of(plan):
                 key = gemm_select.key_of(spec, execution.gemm_streams)
                 if key not in known:
                     wanted.setdefault(key, (spec, execution.gemm_streams))
@@ -370,17 +392,22 @@ def _tune_gemms(
     def measured() -> Entries:
         report(f"compiling kernels for {len(wanted)} GEMMs")
         provider = CutlassProvider()
-        sources = [
-            kernel_source(spec, tile, provider.arch)
-            for spec, streams in wanted.values()
-            for tile in gemm_tuning.candidates(provider, spec, streams)
-        ]
-        build_together(list(dict.fromkeys(sources)), rank, size)
+
+        def tiles_of(spec: GemmSpec, streams: int) -> list[KernelSource]:
+            tiles = gemm_tuning.candidates(provider, spec, streams)
+            return [kernel_source(spec, tile, provider.arch) for tile in tiles]
+
+        sources = chain.from_iterable(tiles_of(*each) for each in wanted.values())
         entries: Entries = {}
-        for key, (spec, streams) in list(wanted.items())[rank::size]:
-            report(f"measuring GEMM {key}")
-            best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
-            entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
+        mine = list(wanted.items())[rank::size]
+        ready = [key for key, each in mine if all(map(is_there, tiles_of(*each)))]
+        with compiling(list(dict.fromkeys(sources)), group) as finish:
+            for key, (spec, streams) in sorted(mine, key=lambda each: each[0] not in ready):
+                if key not in ready:
+                    finish()
+                report(f"measuring GEMM {key}")
+                best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
+                entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
         return entries
 
     if not wanted:

@@ -142,6 +142,7 @@ class Ranks:
             executable,
             dist=self._dist,
             check_agreement=check_agreement,
+            agree_on_kernels=lambda *_: None,
             build_together=lambda *_: None,
             workspace_for=workspace_for,
             watchdog=Unwatched,

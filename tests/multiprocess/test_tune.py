@@ -22,7 +22,7 @@ def found(folder: str) -> list[dict[str, Any]]:
     return _results(folder)
 
 
-CHECKS = (worker.agreement, worker.measuring, worker.kernels, worker.compiled)
+CHECKS = (worker.agreement, worker.measuring, worker.kernels, worker.overlapping, worker.compiled)
 
 
 @once
@@ -167,6 +167,23 @@ def test_the_tiles_of_each_gemm_are_measured_once_on_one_rank(found: list[dict[s
     for each in (rank["kernels"] for rank in found):
         assert each["measures"][3] == each["again"][3] == recorded
         assert each["again"][:3] == ("nothing", [], [])
+
+
+def test_kernels_are_compiled_while_others_are_measured(found: list[dict[str, Any]]) -> None:
+    """Ranks stay in lock step: what one of them lacks, both measure later."""
+    first, second = (rank["overlapping"] for rank in found)
+    assert first["config"] == second["config"] and "pairwise_a chunks=1, GEMMs by cutlass, 1" in first["config"]
+    names = [name for name in first["times"] if "pairwise_a chunks=1, GEMMs by cutlass" in name]
+    assert len(names) > 1
+    # Rank 0 has all kernels, and compiles none.
+    (built,) = (each for each in second["order"] if isinstance(each, list))
+    measured = [each for each in second["order"] if each is not built]
+    assert sorted(built) == sorted(f"kernel of {name}" for name in names)
+    for order in (measured, first["order"]):
+        (early, _, some), (late, _, others), *finals = order
+        assert (early, late) == (False, True) and sorted(others) == sorted(names) and len(finals) == 1
+        assert set(some) | set(others) == set(first["times"]) and not set(some) & set(others)
+    assert [done for _, done, _ in measured] == [False, True, True]
 
 
 def test_gemms_that_one_rank_cannot_measure_raise_on_all(found: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from distgemm import GemmProblem, PlanError, tune
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.nvcc import CompileError, KernelSource
 from distgemm.gemm.tensors import spec_of
 from distgemm.measure.operation import Method, Operation
 from distgemm.measure.timing import Sample
@@ -34,7 +36,7 @@ from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import PATTERNS, Pattern
 from distgemm.torch_ops import dispatch
-from distgemm.tune import UNFUSED, TunedConfig, config_of
+from distgemm.tune import UNFUSED, TunedConfig, config_of, search
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.cache import bucketed
 from distgemm.tune.search import MIN_SPEEDUP
@@ -393,7 +395,7 @@ def by_name(fast: str, ms: float = 1.0, others: float = 2.0) -> Callable[[str], 
 def only_cutlass() -> Iterator[None]:
     """CUTLASS for Hopper is the only provider."""
     with contextlib.ExitStack() as stack:
-        for module in ("candidates", "search"):
+        for module in ("candidates", "kernels"):
             providers = {"cutlass": CutlassProvider("90a")}
             stack.enter_context(mock.patch(f"distgemm.tune.{module}.providers", return_value=providers))
         yield
@@ -529,7 +531,7 @@ def kernels(folder: str) -> dict[str, Any]:
             gemm_tuning, "candidates", lambda provider, spec, streams: provider.configs(spec, streams)[:2]
         ),
         mock.patch.object(gemm_tuning, "tune", measured),
-        mock.patch("distgemm.tune.search.build_together", lambda *arguments: built.append(arguments)),
+        mock.patch("distgemm.tune.search.build_together", lambda *arguments, background: built.append(arguments)),
         Bench(lambda name: 1.0),
     )
     with contextlib.ExitStack() as stack:
@@ -543,6 +545,52 @@ def kernels(folder: str) -> dict[str, Any]:
             text = message(lambda: tune.tune(LARGE, "ag+gemm", device=CPU, write=False, kernels=True))
             counts = [(len(set(sources)), len(sources), *ranks) for sources, *ranks in built]
             found[name] = text, list(keys), counts, gemm_select.CACHE.read(GPU)
+    return found
+
+
+def overlapping(folder: str) -> dict[str, Any]:
+    """Kernels that rank 1 lacks are compiled while both ranks measure what is there."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), {}
+    own_cache(folder, "overlapping")
+    measured, compiled, order = threading.Event(), threading.Event(), []
+    lacked = "pairwise_a chunks=1, GEMMs by cutlass"
+
+    def sources(problem: Any, pattern: Any, world_size: int, configs: Any, rank: int) -> list[KernelSource]:
+        assert (problem.m, world_size, rank) == (PROBLEM.m, size, dist.get_rank())
+        (config,) = configs
+        if "chunks=2" in str(config):
+            raise ValueError("this plan has no such kernel")
+        return [KernelSource(f"kernel of {config}", (), "90a"), KernelSource("flags", (), "90a")]
+
+    def build(wanted: list[KernelSource], *ranks: int, background: bool) -> None:
+        assert background and ranks == (rank, size)
+        order.append([source.name for source in wanted])
+        assert measured.wait(60), "nothing was measured meanwhile"
+        compiled.set()
+        raise CompileError("whoever needs it says so")
+
+    def is_there(source: KernelSource) -> bool:
+        return rank == 0 or compiled.is_set() or lacked not in source.name
+
+    bench = Bench(by_name(f"{lacked}, 1"))
+    sample = bench.sample
+
+    def sampled(operation: Operation, methods: list[Method], **settings: float) -> Any:
+        late = any(lacked in method.name for method in methods)
+        order.append((late, compiled.is_set(), sorted(method.name for method in methods)))
+        measured.set()
+        return sample(operation, methods, **settings)
+
+    bench.sample = sampled
+    with (
+        mock.patch.object(search, "sources_of", sources),
+        mock.patch.object(search, "is_there", is_there),
+        mock.patch.object(search, "build_together", build),
+        mock.patch.object(search, "has_kernels", return_value=True),
+        bench,
+    ):
+        result = tune.tune(PROBLEM, "gemm+rs", dist.group.WORLD, device=CPU)
+    found["config"], found["order"], found["times"] = str(result.config), order, result.times
     return found
 
 

@@ -43,7 +43,7 @@ def by_name(found: list[Check]) -> dict[str, Check]:
 
 def test_a_machine_that_has_everything() -> None:
     found = by_name(checks(WELL))
-    assert {name for name, check in found.items() if check.status != "ok"} == {"multicast (NVLS)"}
+    assert {name for name, check in found.items() if check.status != "ok"} == {"multicast (NVLS)", "kernel pack"}
     assert found["GPUs"].detail == "4 x NVIDIA H200, compute capability 9.0, 140 GiB"
     assert found["driver"].detail == "580.159.04, for CUDA up to 13.0; torch is built for CUDA 13.0"
     assert found["NVLink"].detail == "18 active links on each GPU"
@@ -59,6 +59,17 @@ def test_a_machine_without_a_gpu() -> None:
     assert "no NVIDIA driver found" in works["cuda"].detail
     assert "a build with CUDA" in works["cuda"].fix
     assert all(check.fix for check in checks(BARE) if check.status == "fix")
+
+
+def test_a_machine_with_a_pack_and_without_a_compiler() -> None:
+    lacking = replace(WELL, nvcc=None, gxx=None, include=None, cutlass_error="no headers", kernels=0)
+    assert by_name(runtimes(lacking))["cuda"].status == "fix"
+    packed = replace(lacking, pack="distgemm-kernels 0.1+cu13.sm90a.0", packed=428)
+    assert by_name(runtimes(packed))["cuda"].status == "ok"
+    found = by_name(checks(packed))
+    assert found["kernel pack"] == Check("kernel pack", "ok", "distgemm-kernels 0.1+cu13.sm90a.0: 428 kernels")
+    assert {found[name].status for name in ("compiler", "CUTLASS")} == {"note"}
+    assert by_name(runtimes(replace(packed, cache_error="no place")))["cuda"].status == "fix"
 
 
 @pytest.mark.parametrize(

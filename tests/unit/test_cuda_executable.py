@@ -326,6 +326,7 @@ class Pretended:
         )
         for name, value in {
             "check_agreement": lambda *_: None,
+            "agree_on_kernels": lambda *_: None,
             "build_together": lambda sources, rank, size: None,
             "workspace_for": lambda *_: self.workspace,
             "call_order": lambda device: self.order,
@@ -336,7 +337,8 @@ class Pretended:
         }.items():
             monkeypatch.setattr(executable, name, value)
         monkeypatch.setattr(executable.dist, "get_rank", lambda group: 0)
-        monkeypatch.setattr(binding.Binder, "sources", lambda self: [])
+        for name in ("sources", "choices"):
+            monkeypatch.setattr(binding.Binder, name, lambda self, **terms: [])
         monkeypatch.setattr("distgemm.gemm.default_provider", lambda device, dtype: ANY_TERMS)
         for name in ("device", "stream"):
             monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())

@@ -611,7 +611,7 @@ def test_tiles_lie_within_gemms_of_few_rows(rows: int, monkeypatch: pytest.Monke
     large = GemmConfig.parse("256x128x64_2x1_cooperative")
     for measured in (None, large):
         if measured is not None:
-            monkeypatch.setattr(fused_kernel, "select_config", lambda provider, spec: large)
+            monkeypatch.setattr(fused_kernel, "recorded_config", lambda provider, spec: large)
         macros = dict(fused_source(FusedGemms(products, "a", *given)).macros)
         assert rows % (int(macros["DG_TILE_M"]) * int(macros["DG_CLUSTER_M"])) == 0
 

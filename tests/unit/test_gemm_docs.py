@@ -24,7 +24,8 @@ def page() -> str:
 
 def shell() -> list[list[str]]:
     blocks = re.findall(r"```sh\n(.*?)```", page(), re.S)
-    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [words for words in lines if words[0] == "distgemm"]
 
 
 def test_what_would_run_can_be_asked_without_a_gpu() -> None:
@@ -43,10 +44,15 @@ def test_the_example_for_a_gpu() -> None:
 
 
 def test_commands_are_those_of_the_page() -> None:
-    assert [words[:2] for words in shell()] == [["distgemm", "build"]] * 4 + [["distgemm", "tune-gemm"]] * 3
+    commands = ["build"] + ["warmup"] * 2 + ["build"] * 4 + ["tune-gemm"] * 3
+    assert [words[1] for words in shell()] == commands
 
 
-@pytest.mark.parametrize("words", [words for words in shell() if words[1] == "build"], ids=" ".join)
+# The listing of all layers' kernels takes minutes; test_kernels_listed.py has it.
+BUILDS = [words for words in shell() if words[1] in ("build", "warmup") and "--pack" not in words and "8" not in words]
+
+
+@pytest.mark.parametrize("words", BUILDS, ids=" ".join)
 def test_builds(nvcc: Nvcc, words: list[str]) -> None:
     nvcc.set(does='echo >"$2"')
     done = invoke(*words[1:])

@@ -635,7 +635,7 @@ def test_without_a_compiler_the_error_says_what_to_install(nowhere: Path) -> Non
             call()
         text = str(raised.value)
         assert text.startswith(
-            f"kernel a kernel is not compiled yet for {compiler.host()} and nvcc was not found. Install it with: pip "
+            f"kernel a kernel is not compiled yet for {compiler.host()}, no pack has it, and nvcc was not found. "
         )
         for advice in ("'distgemm[nvcc]'", "CUDA toolkit", "DISTGEMM_NVCC", "distgemm build", "provider='cublas'"):
             assert advice in text

@@ -162,7 +162,8 @@ def test_executables_of_other_sizes_allocate_nothing_on_the_gpu(
     monkeypatch.setattr(executable, "check_agreement", lambda *arguments: _raise(arguments[-1]))
     monkeypatch.setattr(executable, "call_order", lambda device: None)  # one for each device
     monkeypatch.setattr(executable, "watchdog", lambda: type("None", (), {"add": lambda self, workspace: None})())
-    monkeypatch.setattr(executable.Binder, "sources", lambda self: [])
+    for name in ("sources", "choices"):
+        monkeypatch.setattr(executable.Binder, name, lambda self, **terms: [])
 
     def allocates(*_: Any, **__: Any) -> Any:
         raise AssertionError("an executable allocates")

@@ -204,14 +204,15 @@ def test_a_named_schedule_is_compiled_for_gpus(
 ) -> None:
     compiled: list[tuple[Any, ...]] = []
 
-    def compile_plan(plan: distgemm.Plan, execution: ExecutionConfig, *, group: Any, device: torch.device) -> str:
+    def compile_plan(plan: distgemm.Plan, execution: ExecutionConfig, *, group: Any, device: Any, **terms: bool) -> str:
+        assert terms == {"bias": True, "turned_b": False}
         compiled.append((plan, execution, group, device))
         return "made"
 
     monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", compile_plan)
     group: Any = FakeGroup(4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
-    made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None)
+    made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None, biased=True)
     ((plan, *arguments),) = compiled
     assert arguments == [execution, group, gpu] and dict(made.options) == options
     wanted = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4, sync="barrier", **options)

@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -222,6 +223,7 @@ def test_the_fused_kernel_is_checked_once_for_rows_that_are_alike(monkeypatch: p
         return check(plan, transport)
 
     monkeypatch.setattr(candidates, "_single_kernel_status", counted)
+    monkeypatch.setattr(candidates, "_STATUS", WeakKeyDictionary())
     name = "all_gather_1d_tiling_cd_rotating_a"
 
     def status(m: int) -> bool:

@@ -20,7 +20,8 @@ from distgemm.schedulers import PATTERNS, Pattern, registry
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, single_kernel_status, specs_of
-from distgemm.tune.search import OTHER_TILES, round_up, with_other_tiles
+from distgemm.tune.kernels import with_other_tiles
+from distgemm.tune.search import OTHER_TILES, round_up
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -38,7 +39,7 @@ LAYERS: list[tuple[Pattern, GemmProblem]] = [
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Providers for Hopper, on every machine."""
     providers = {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()}
-    for module in ("candidates", "search"):
+    for module in ("candidates", "kernels"):
         monkeypatch.setattr(f"distgemm.tune.{module}.providers", lambda: providers)
 
 

@@ -9,10 +9,10 @@ from distgemm.gemm.cutlass import CutlassKernel, CutlassLaunch, CutlassProvider,
 from distgemm.gemm.fused.arguments import FusedArguments, place, row_pitch, send_groups
 from distgemm.gemm.fused.gemms import FusedGemms, FusedSend
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.select import order, select_config, tiles_of
+from distgemm.gemm.select import near_best, order, preferred, recorded_config, tiles_of
 from distgemm.gemm.spec import GemmConfig, Status
 
-__all__ = ["FusedKernel", "bind_fused", "fused_source", "pingpong_first"]
+__all__ = ["FusedKernel", "bind_fused", "fused_source", "near_best_sources", "pingpong_first"]
 
 
 def fused_source(gemms: FusedGemms, config: GemmConfig | None = None) -> KernelSource:
@@ -21,7 +21,8 @@ def fused_source(gemms: FusedGemms, config: GemmConfig | None = None) -> KernelS
     Args:
         gemms: what the kernel does.
         config: its configuration. None: the one selected for a GEMM as large as all of them, unless its tiles would
-            reach beyond each GEMM; the first pingpong one if stores to other GPUs are paced.
+            reach beyond each GEMM; the first pingpong one if stores to other GPUs are paced. If none was measured, one
+            that is about as fast and compiled already is taken before it.
 
     Raises:
         ValueError: if there is no such kernel.
@@ -55,24 +56,49 @@ def _source(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig) ->
     return kernel_source(gemms.spec, config, provider.arch, gemms.kind)
 
 
+def near_best_sources(gemms: FusedGemms, config: GemmConfig | None = None) -> list[KernelSource]:
+    """The sources of the kernels that are predicted to be about the fastest, the best first.
+
+    Args:
+        gemms: what the kernel does.
+        config: as in :func:`fused_source`; if it is given, there is one.
+
+    Raises:
+        ValueError: if there is no such kernel.
+    """
+    provider = CutlassProvider()
+    return [_source(provider, gemms, each) for each in _near_best(provider, gemms, config)]
+
+
 def _configuration(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig | None) -> GemmConfig:
+    near = _near_best(provider, gemms, config)
+    sources = [_source(provider, gemms, each) for each in near]
+    return near[sources.index(preferred(sources))]
+
+
+def _near_best(provider: CutlassProvider, gemms: FusedGemms, config: GemmConfig | None) -> list[GemmConfig]:
     if not (status := provider.supports(gemms.spec)):
         raise ValueError(f"provider cutlass, fused kernel: {status.reason}")
-    candidates = [config] if config is not None else _by_shape(provider, gemms)
-    if gemms.link_rate and gemms.has_partial_sums:
+    measured = config or recorded_config(provider, gemms.combined_spec)
+    candidates = [config] if config is not None else _by_shape(provider, gemms, measured)
+    paced = bool(gemms.link_rate and gemms.has_partial_sums)
+    if paced:
         candidates = pingpong_first(candidates)
-    for candidate in candidates:
-        if _supports(provider, gemms, candidate):
-            return candidate
-    status = _supports(provider, gemms, candidates[0])
-    raise ValueError(f"provider cutlass, fused kernel, {config or 'any configuration'}: {status.reason}")
+    found = [candidate for candidate in candidates if _supports(provider, gemms, candidate)]
+    if not found:
+        status = _supports(provider, gemms, candidates[0])
+        raise ValueError(f"provider cutlass, fused kernel, {config or 'any configuration'}: {status.reason}")
+    if found[0] == measured:
+        return found[:1]
+    alike = [each for each in found if not paced or each.kernel_schedule == found[0].kernel_schedule]
+    return list(dict.fromkeys(near_best(gemms.spec, alike, count=len(gemms.products))))
 
 
-def _by_shape(provider: CutlassProvider, gemms: FusedGemms) -> list[GemmConfig]:
+def _by_shape(provider: CutlassProvider, gemms: FusedGemms, measured: GemmConfig | None) -> list[GemmConfig]:
     """Configurations, the best first: that of a GEMM as large as all, unless its tiles would reach beyond each GEMM."""
     combined, count = gemms.combined_spec, len(gemms.products)
-    found = order(gemms.spec, provider.configs(combined), count=count)
-    selected = select_config(provider, combined)
+    configs = provider.configs(combined)
+    found, selected = order(gemms.spec, configs, count=count), measured or configs[0]
     fits = count * tiles_of(gemms.spec, selected) <= tiles_of(combined, selected)
     return [selected, *found] if fits else found
 

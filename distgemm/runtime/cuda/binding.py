@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from distgemm.gemm import GemmConfig, GemmTensors, get_provider
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, get_provider
 from distgemm.gemm import bind as bind_gemm
+from distgemm.gemm.cutlass import CutlassProvider, KernelKind, kernel_source
 from distgemm.gemm.flags import MemOp, fits
 from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
-from distgemm.gemm.fused.kernel import bind_fused, fused_source
+from distgemm.gemm.fused.kernel import bind_fused, fused_source, near_best_sources
 from distgemm.gemm.launches import FixedLaunch, MovableLaunch
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.sums import bind_sum, sum_source_of
@@ -172,18 +173,11 @@ class Binder:
             bias: whether the calls have a bias.
             turned_b: whether columns of B are contiguous, and not its rows.
         """
-        shards = {
-            name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
-            for name in "ABCD"
-        }
-        if turned_b:
-            shards["B"] = shards["B"].mT.contiguous().mT
-        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
-        found = Binding(self, CallTensors(shards, beta=float(c), bias=row), 0)
+        found = self._dense_call(c, bias, turned_b)
         ops = [op for action in self.actions for op in action.ops]
         if self.execution.single_kernel:
             kernels = [action for action in self.actions if action.kernel]
-            return [*(found.fused_source(action) for action in kernels), flag_source()]
+            return [*(fused_source(found.fused_gemms(action), self.config) for action in kernels), flag_source()]
         gemms = [found.gemm_tensors(op) for op in ops if isinstance(op, Gemm)]
         specs = dict.fromkeys(spec_of(tensors) for tensors, _ in gemms)
         provider = get_provider(self.provider)
@@ -199,6 +193,44 @@ class Binder:
         if self.execution.wait_by == "kernel":
             sources.append(flag_source())
         return list(dict.fromkeys(sources))
+
+    def kernels(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[tuple[GemmSpec, KernelKind]]:
+        """What the kernels of :meth:`sources` that multiply compute, without their configurations."""
+        found = self._dense_call(c, bias, turned_b)
+        if self.execution.single_kernel:
+            fused = [found.fused_gemms(action) for action in self.actions if action.kernel]
+            return list(dict.fromkeys((gemms.spec, gemms.kind) for gemms in fused))
+        ops = [op for action in self.actions for op in action.ops if isinstance(op, Gemm)]
+        return list(dict.fromkeys((spec_of(found.gemm_tensors(op)[0]), "one_gemm") for op in ops))
+
+    def choices(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[list[KernelSource]]:
+        """For each kernel that multiplies: the sources that are about equally fast, the best first.
+
+        :func:`distgemm.gemm.select.preferred` selects among them.
+        """
+        if self.execution.single_kernel:
+            found = self._dense_call(c, bias, turned_b)
+            return [
+                near_best_sources(found.fused_gemms(action), self.config) for action in self.actions if action.kernel
+            ]
+        provider = get_provider(self.provider)
+        if self.config is not None or not isinstance(provider, CutlassProvider):
+            return []
+        return [
+            [kernel_source(spec, each, provider.arch) for each in provider.near_best(spec, self.execution.gemm_streams)]
+            for spec, _ in self.kernels(c, bias, turned_b)
+        ]
+
+    def _dense_call(self, c: bool, bias: bool, turned_b: bool) -> Binding:
+        """A call with dense tensors that have no memory."""
+        shards = {
+            name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
+            for name in "ABCD"
+        }
+        if turned_b:
+            shards["B"] = shards["B"].mT.contiguous().mT
+        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
+        return Binding(self, CallTensors(shards, beta=float(c), bias=row), 0)
 
 
 class Binding:
@@ -334,9 +366,9 @@ class Binding:
         batch, rows, (start, _) = slices[0].box
         return _matrix(self.tensor(slices[0]._replace(box=(batch, rows, (start, slices[-1].box[2][1])))))
 
-    def fused_source(self, action: Action) -> KernelSource:
-        """What the fused kernel is compiled from."""
-        return fused_source(self._products(action, lambda op: 1), self.config)
+    def fused_gemms(self, action: Action) -> FusedGemms:
+        """What the fused kernel does, with flags that have no addresses: to compile it."""
+        return self._products(action, lambda op: 1)
 
     def _products(self, action: Action, address: Callable[[Wait | Signal], int]) -> FusedGemms:
         """The GEMMs of the fused kernel and what it sends, with the addresses of flags."""

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from distgemm.arguments import finite, member
 from distgemm.gemm import get_provider
 from distgemm.gemm.launches import MovableLaunch
-from distgemm.gemm.nvcc import build_together
+from distgemm.gemm.nvcc import KernelSource, build_together, is_there, origin
+from distgemm.gemm.select import NEAR_BEST, agree, preferred
 from distgemm.plan.ops import Copy, Gemm
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
@@ -65,6 +67,7 @@ class CudaExecutable:
         device: this rank's GPU.
         execution: how GPUs execute the plan.
         workspace: the memory that it shares with the group's other executables.
+        kernels: where the kernels come from that were compiled ahead, and whether faster ones could be compiled.
         graphs: number of graphs that it has recorded for eager calls; replays from :meth:`capture` do not count.
         timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
@@ -80,13 +83,15 @@ class CudaExecutable:
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
+        bias: bool = False,
+        turned_b: bool = False,
     ) -> None:
         execution = execution.on(device, plan.problem.dtype)
         self.timeout = group_timeout(group, device) if timeout is None else timeout
         self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank = dist.get_rank(group)
-        self.graphs = 0
+        self.graphs, self.kernels = 0, ""
         problem: Exception | None = None
         try:
             self.binder = Binder(plan, self.rank, device, execution, fallback)
@@ -96,9 +101,17 @@ class CudaExecutable:
                     f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
                     "keep an SM from what it waits for. wait_by='memory_op' works"
                 )
-            # What calls without C and bias need; calls with them build the rest.
-            build_together(self.binder.sources(), self.rank, plan.world_size)
+            choices = self.binder.choices(bias=bias, turned_b=turned_b)
         except Exception as error:  # raised below, once all ranks know of it
+            problem, choices = error, []
+        agree_on_kernels(choices, group, device)
+        try:
+            if problem is None:
+                # What the calls with these terms need; calls with others build the rest.
+                sources = self.binder.sources(bias=bias, turned_b=turned_b)
+                build_together(sources, self.rank, plan.world_size)
+                self.kernels = describe_kernels(sources, choices)
+        except Exception as error:  # as above
             problem = error
         check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
         flags = most_flags(plan, execution)
@@ -528,6 +541,8 @@ def compile_plan(
     timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
     fallback: bool = False,
+    bias: bool = False,
+    turned_b: bool = False,
 ) -> CudaExecutable:
     """This rank's executable for a plan: :func:`distgemm.compile` where there is a plan already.
 
@@ -540,6 +555,8 @@ def compile_plan(
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
         fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a
             warning. Otherwise they raise ValueError.
+        bias: whether the kernels that are compiled now are those of calls with a bias.
+        turned_b: whether they are those of calls in which columns of B are contiguous, and not its rows.
 
     Raises:
         ValueError, PlanError, CompileError, CompilerNotFoundError, RuntimeError: as :func:`distgemm.compile` raises
@@ -567,7 +584,39 @@ def compile_plan(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs with streams that wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
-    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, fallback=fallback)
+    terms = {"fallback": fallback, "bias": bias, "turned_b": turned_b}
+    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **terms)
+
+
+def agree_on_kernels(choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group select among these kernels by what its first rank has. A collective call.
+
+    What is there may differ from rank to rank: machines have caches of their own, and another process may compile.
+    """
+    if group.size() == 1:
+        return
+    there: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        several = dict.fromkeys(chain.from_iterable(each for each in choices if len(each) > 1))
+        there = [[source for source in several if is_there(source)]]
+    at = device if dist.get_backend(group) == "nccl" else None
+    dist.broadcast_object_list(there, group=group, group_src=0, device=at)
+    agree(there[0])
+
+
+def describe_kernels(sources: Sequence[KernelSource], choices: Sequence[Sequence[KernelSource]]) -> str:
+    """Where compiled kernels come from, and which faster ones could be compiled."""
+    origins = [origin(source) for source in sources]
+    counts = ((origins.count("packed"), "from the pack"), (origins.count("compiled"), "compiled on this machine"))
+    found = [f"{count} kernel{'s' * (count > 1)} {where}" for count, where in counts if count]
+    better = dict.fromkeys(each[0].name for each in choices if preferred(each) != each[0])
+    if better:
+        slower = f"up to {100 * (NEAR_BEST - 1):.0f} % slower"
+        found.append(
+            f"of these, {len(better)} may be {slower} than one that is not compiled: {', '.join(better)}; distgemm "
+            "warmup compiles it, distgemm tune measures"
+        )
+    return ", ".join(found)
 
 
 if TYPE_CHECKING:

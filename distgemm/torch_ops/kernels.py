@@ -1,0 +1,147 @@
+"""The kernels that layers of models can ask for, in forward and backward passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distgemm.arguments import member
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.measure.models import MODELS, Layer
+from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
+from distgemm.schedulers import Pattern
+from distgemm.torch_ops import library
+from distgemm.torch_ops.dispatch import named_config
+from distgemm.torch_ops.needs import Need, record_needs
+from distgemm.tune.cache import bucketed
+from distgemm.tune.kernels import Scope, configs_of, sources_of
+
+__all__ = ["PACKED_RANKS", "PACKED_TOKENS", "group_of", "kernel_sources", "layer_needs", "sources_for"]
+
+PACKED_RANKS = (2, 4, 8)
+PACKED_TOKENS = (64, 512, 2048, 8192, 16384)
+"""Numbers of ranks and of tokens for which kernels are listed."""
+
+
+def layer_needs(
+    layer: Layer, pattern: Pattern, tokens: int, dtype: str, group: dist.ProcessGroup, biases: Sequence[bool]
+) -> list[Need]:
+    """What a linear layer needs in a forward and a backward pass.
+
+    The ops themselves say it: they are called with tensors that have no values.
+
+    Args:
+        layer: the layer.
+        pattern: one of its patterns.
+        tokens: tokens of all ranks.
+        dtype: element type.
+        group: the ranks that share the layer.
+        biases: whether the layer has a bias; several values: both kinds of layer.
+
+    Raises:
+        ValueError: for a type that layers do not have, and if the ranks cannot share tokens or layer evenly.
+    """
+    member("dtype", dtype, library.DTYPE_NAMES.values())
+    ranks, name = group.size(), group.group_name
+    split = tokens if pattern == "ag+gemm" or pattern == "gemm+rs" else ranks
+    if split % ranks or (layer.n if pattern == "ag+gemm" else layer.k) % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {tokens} tokens and the layer {layer} evenly")
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=TORCH_DTYPES[dtype], device="meta", requires_grad=True)
+
+    with record_needs() as found:
+        for biased in biases:
+            bias = matrix(1, layer.n // (ranks if pattern == "ag+gemm" else 1))[0] if biased else None
+            if pattern == "ag+gemm":
+                a, b = matrix(tokens // ranks, layer.k), matrix(layer.n // ranks, layer.k)
+                given = [] if bias is None else [bias]
+                (d,) = library.all_gather_matmul(
+                    a, [b], given, [biased], name, "auto", None, None, None, False, "forward"
+                )
+            elif pattern == "gemm+rs":
+                a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
+                d = library.matmul_reduce_scatter(a, b, bias, name, "auto", None, None, None)
+            else:
+                a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
+                d = library.matmul_all_reduce(a, b, bias, name, "auto", None, None)
+            d.sum().backward()
+    return list(found)
+
+
+def kernel_sources(dtypes: Sequence[str], scope: Scope) -> list[KernelSource]:
+    """The sources of all kernels that tensor-parallel layers can ask for, forward and backward, each once.
+
+    They are for the layers of :data:`distgemm.measure.models.MODELS` and each of ``PACKED_RANKS`` and
+    ``PACKED_TOKENS``, with and without a bias, on the GPU that :func:`distgemm.gemm.target.compiling_for` names.
+    Kernels with all tiles do not depend on extents, so with "tiles" one model and one number of tokens stand for all.
+
+    Args:
+        dtypes: element types.
+        scope: which kernels.
+
+    Raises:
+        RuntimeError: if this process has a process group. The listing makes groups without other processes.
+    """
+    few = 1 if scope == "tiles" else None
+    models, tokens = list(MODELS.values())[:few], PACKED_TOKENS[:few]
+    found: dict[KernelSource, None] = {}
+    for ranks in PACKED_RANKS:
+        needs: dict[Need, None] = {}
+        with group_of(ranks) as group:
+            for model, dtype, m in product(models, dtypes, tokens):
+                for layer in model.layers:
+                    for pattern in layer.patterns:
+                        needs |= dict.fromkeys(layer_needs(layer, pattern, m, dtype, group, biases=(False, True)))
+        found |= dict.fromkeys(sources_for(needs, scope))
+    return list(found)
+
+
+@contextlib.contextmanager
+def group_of(ranks: int) -> Iterator[dist.ProcessGroup]:
+    """A group of so many ranks that has no other processes, to ask what calls need.
+
+    Raises:
+        RuntimeError: if this process has a process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("kernels are listed in a process without a process group, and this one has one")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC2701  (torch has no public name)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield resolve_group(None)
+    finally:
+        dist.destroy_process_group()
+
+
+def sources_for(needs: Iterable[Need], scope: Scope) -> list[KernelSource]:
+    """The sources of all kernels that these calls can ask for, each once.
+
+    Args:
+        needs: the calls.
+        scope: which kernels, of calls with ``schedule="auto"``.
+
+    Raises:
+        ValueError: for a call whose schedule does not fit.
+    """
+    found: dict[KernelSource, None] = {}
+    for need in needs:
+        if need.device not in ("cuda", "meta"):
+            continue  # CPUs need no kernels
+        pattern, ranks = need.pattern, need.ranks
+        terms: dict[str, Any] = {"rank": need.rank, "bias": need.biased, "turned_b": need.turned_b}
+        if need.schedule == "auto" and need.chunks is None:
+            configs = configs_of(need.problem, pattern, ranks, scope)
+            if scope == "measured":  # a search measures at other rows
+                rounded = bucketed(need.problem)
+                found |= dict.fromkeys(sources_of(rounded, pattern, ranks, configs_of(rounded, pattern, ranks, scope)))
+        else:
+            configs = [named_config(pattern, need.problem, need.schedule, need.chunks)]
+        found |= dict.fromkeys(sources_of(need.problem, pattern, ranks, configs, tiles=scope == "tiles", **terms))
+    return list(found)

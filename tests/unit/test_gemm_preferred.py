@@ -1,0 +1,190 @@
+"""Configurations whose kernels are compiled or packed are preferred to those that are a little faster by prediction."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distgemm
+from distgemm.gemm import GemmConfig, GemmSpec, GemmTensors, MatrixSpec, select
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.fused.gemms import FusedGemms
+from distgemm.gemm.fused.kernel import fused_source, near_best_sources
+from distgemm.gemm.nvcc import KernelSource, build
+from distgemm.gemm.select import CACHE, NEAR_BEST, estimate, gpu_name, key_of
+from distgemm.gemm.target import compiling_for
+from distgemm.plan.problem import GemmProblem
+from distgemm.runtime.cuda.binding import Binder
+from distgemm.runtime.cuda.executable import agree_on_kernels, describe_kernels
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.launch import launch
+from tests.unit.test_gemm_kernel_cache import Nvcc, nvcc
+
+__all__ = ["nvcc"]  # a fixture
+HOPPER = CutlassProvider("90a")
+
+
+def spec(m: int, n: int, k: int) -> GemmSpec:
+    return GemmSpec(MatrixSpec("bfloat16", m, k), MatrixSpec("bfloat16", n, k), MatrixSpec("bfloat16", m, n))
+
+
+SHAPES = [spec(*shape) for shape in ((8192, 7168, 8192), (4096, 4096, 4096), (1024, 28672, 8192))]
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded(nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, no measured configurations, and no group that has agreed."""
+    monkeypatch.setattr(CACHE, "shipped", tmp_path / "shipped")
+    monkeypatch.setattr(select, "_AGREED", None)
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+
+
+def source_of(product: GemmSpec, config: GemmConfig) -> KernelSource:
+    return kernel_source(product, config, "90a")
+
+
+def selected(product: GemmSpec) -> KernelSource:
+    (found,) = HOPPER.sources([product])
+    return found
+
+
+@pytest.mark.parametrize("product", SHAPES)
+def test_what_is_there_is_taken_within_three_percent(product: GemmSpec) -> None:
+    configs = HOPPER.configs(product)
+    times = [estimate(product, config) / estimate(product, configs[0]) for config in configs]
+    near = [config for config, time in zip(configs, times, strict=True) if time <= 1.03]
+    best, far = source_of(product, near[0]), source_of(product, configs[len(near)])
+    assert 1 < len(near) < len(configs) and NEAR_BEST == 1.03
+    assert HOPPER.near_best(product) == near
+    assert selected(product) == best
+    build([far], progress=False)
+    assert selected(product) == best  # it is there, and too slow
+    for config in near[:0:-1]:  # of those that are there, the best
+        build([source_of(product, config)], progress=False)
+        assert selected(product) == source_of(product, config)
+        with compiling_for("90a"):
+            assert selected(product) == best
+    build([best], progress=False)
+    assert selected(product) == best
+
+
+def test_a_measured_configuration_is_taken_though_another_one_is_there() -> None:
+    product = SHAPES[0]
+    near = HOPPER.near_best(product)
+    build([source_of(product, near[0])], progress=False)
+    CACHE.record(gpu_name(), {key_of(product): {"config": "64x128x64_1x1_pingpong"}})
+    assert [str(config) for config in HOPPER.near_best(product)] == ["64x128x64_1x1_pingpong"]
+    assert "64x128x64_1x1_pingpong" in selected(product).name
+
+
+def test_a_damaged_library_is_not_there(nvcc: Nvcc) -> None:
+    product = SHAPES[0]
+    near = HOPPER.near_best(product)
+    (path,) = build([source_of(product, near[1])], progress=False)
+    assert selected(product) != source_of(product, near[0])
+    path.write_bytes(b"")
+    assert selected(product) == source_of(product, near[0])
+
+
+def test_without_a_compiler_the_selection_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that an error then names."""
+    monkeypatch.setattr("distgemm.gemm.nvcc.find_nvcc", lambda: None)
+    assert selected(SHAPES[0]) == source_of(SHAPES[0], HOPPER.configs(SHAPES[0])[0])
+
+
+def fused(paced: bool) -> FusedGemms:
+    a, b, d = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((4, 1024, 256), (4096, 256), (4, 1024, 4096)))
+    products = [GemmTensors(a[i], b, d[i], partial=d[i - 1] if i else None, padded=True) for i in range(4)]
+    flags: list[Any] = [[0, 8, 8, 8], [8, 8, 8, 0], [True, True, True, False]]
+    return FusedGemms(products, "a", *flags, link_rate=360.0 if paced else 0.0)
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_fused_kernels(paced: bool) -> None:
+    """Where stores are paced, only pingpong kernels stand for one another."""
+    gemms = fused(paced)
+    near = near_best_sources(gemms)
+    assert len(near) > 1 and fused_source(gemms) == near[0]
+    assert not paced or all("pingpong" in source.name for source in near)
+    build([near[-1]], progress=False)
+    assert fused_source(gemms) == near[-1]
+    given = GemmConfig.parse("256x128x64_2x1_cooperative")
+    assert near_best_sources(gemms, given) == [fused_source(gemms, given)] != [near[-1]]
+    combined = key_of(gemms.combined_spec)
+    CACHE.record(gpu_name(), {combined: {"config": str(given)}})
+    assert (near_best_sources(gemms) == [fused_source(gemms, given)]) is not paced
+
+
+# --- ranks ----------------------------------------------------------------------------------------------
+
+
+def choose(folder: str) -> tuple[str, str, list[str]]:
+    """What a rank would select by its own cache, and what it selects once the ranks agree. Each has another cache."""
+    rank = dist.get_rank()
+    os.environ["DISTGEMM_CACHE_DIR"] = f"{folder}/{rank}"
+    os.environ["DISTGEMM_NVCC"] = f"{folder}/nvcc"
+    product, group = SHAPES[0], dist.group.WORLD
+    assert group is not None
+    near = [source_of(product, config) for config in HOPPER.near_best(product)]
+    build([near[1 + rank], source_of(SHAPES[0], GemmConfig.parse("64x128x64_1x1_pingpong"))], progress=False)
+    alone = select.preferred(near).name
+    # Rank 1 has failed before and offers nothing; it takes part all the same.
+    agree_on_kernels([near] if rank != 1 else [], group, torch.device("cpu"))
+    together = select.preferred(near).name
+    build([near[0]], progress=False)  # what is compiled later changes nothing
+    assert select.preferred(near).name == together
+    return alone, together, [source.name for source in near]
+
+
+def test_all_ranks_select_what_the_first_one_has(nvcc: Nvcc, tmp_path: Path) -> None:
+    found = launch(choose, 2, str(tmp_path), backend="gloo")
+    near = found[0][2]
+    assert [alone for alone, _, _ in found] == [near[1], near[2]]
+    assert [together for _, together, _ in found] == [near[1], near[1]]
+
+
+def test_one_rank_asks_nobody() -> None:
+    group: Any = type("Group", (), {"size": lambda self: 1})()
+    agree_on_kernels([], group, torch.device("cpu"))
+    assert select._AGREED is None
+
+
+# --- what calls say -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", [{}, {"execution": "single_kernel", "gemm_streams": 1}])
+def test_the_choices_of_a_plan_are_those_of_its_sources(execution: dict[str, Any]) -> None:
+    """Kernels of other choices come into the sources as soon as they are there."""
+    plan = distgemm.make_plan(GemmProblem(8192, 8192, 4096), "gemm+rs", 2, chunks=2, sync="barrier")
+    binder = Binder(plan, 0, torch.device("cuda", 0), ExecutionConfig(provider="cutlass", **execution))
+    terms = {"bias": True, "turned_b": True}
+    choices = binder.choices(**terms)
+    multiply = {source for source in binder.sources(**terms) if source.file == "gemm.cu"}
+    assert multiply == {choice[0] for choice in choices} and any(len(choice) > 1 for choice in choices)
+    build([choice[-1] for choice in choices], progress=False)
+    sources = binder.sources(**terms)
+    assert {choice[-1] for choice in choices} & set(sources) and not multiply & set(sources)
+    named = replace(binder.execution, config="128x128x64_2x1_pingpong")
+    with_config = Binder(plan, 0, torch.device("cuda", 0), named)
+    assert all(len(choice) == 1 for choice in with_config.choices(**terms))
+
+    build(sources, progress=False)
+    text = describe_kernels(sources, choices)
+    assert text.startswith(f"{len(sources)} kernels compiled on this machine, ")
+    assert "up to 3 % slower than one that is not compiled" in text and "distgemm warmup" in text
+    assert all((choice[0].name in text) for choice in choices if len(choice) > 1)
+    assert describe_kernels(sources[:1], []) == "1 kernel compiled on this machine"
+
+
+def test_a_call_says_it() -> None:
+    plan = distgemm.make_plan(GemmProblem(4, 4, 4), "ag+gemm", 2)
+    from distgemm.torch_ops.dispatch import CallRecord
+
+    call = CallRecord("gather", plan, (), "CUDA runtime", "cutlass", kernels="3 kernels from the pack")
+    assert str(call).endswith("; 3 kernels from the pack") and call.what_ran.endswith("; 3 kernels from the pack")

@@ -1,0 +1,155 @@
+"""The list of all kernels that layers can ask for, and what calls need, found without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode  # noqa: PLC2701  (torch has no public name)
+
+import distgemm
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.target import compiling_for
+from distgemm.measure.models import Layer
+from distgemm.plan.problem import GemmProblem
+from distgemm.torch_ops import kernels, library
+from distgemm.torch_ops.needs import Need, record_needs
+from distgemm.tune import gemm as gemm_tuning
+from distgemm.tune.candidates import shortlist, specs_of
+from distgemm.tune.kernels import with_other_tiles
+
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def listed() -> set[KernelSource]:
+    """The list in bfloat16. Two ranks stand for all: `test_other_calls` asks for those of more."""
+    with pytest.MonkeyPatch.context() as patch, compiling_for("90a"):
+        patch.setattr(kernels, "PACKED_RANKS", (2,))
+        found = kernels.kernel_sources(["bfloat16"], "tiles")
+    assert len(found) == len(set(found))
+    return set(found)
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    """A group of as many ranks as the parameter says, without processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC2701  (torch has no public name)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", [2, 4, 8], indirect=True)
+@pytest.mark.parametrize("gpu", ["none", "NVIDIA H200"])
+@pytest.mark.parametrize(
+    ("layer", "tokens"),
+    [
+        (Layer("an MLP of another model", "ag+gemm", 13824, 5120), 4096),
+        (Layer("few outputs", "ag+gemm", 2560, 5120), 72),
+        (Layer("an MLP of another model", "gemm+rs", 5120, 13824), 24576),
+    ],
+)
+@pytest.mark.sample(2)
+def test_other_calls(group: Any, gpu: str, layer: Layer, tokens: int, listed: set[KernelSource]) -> None:
+    """Whatever a shape selects and measures is in the list, also shapes for which it was not made."""
+    needs = kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group, (False, True))
+    assert {(need.biased, need.turned_b) for need in needs} == {(False, False), (True, False), (False, True)}
+    with compiling_for("90a", gpu):
+        found = set(kernels.sources_for(needs, "measured"))
+    assert found and found <= listed
+
+
+def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
+    """The search asks for tiles of each GEMM of its candidates, and for other tiles of fused kernels."""
+    problem, asked = GemmProblem(4096, 5120, 13824), set()
+    with compiling_for("90a"):
+        provider = CutlassProvider()
+        for config in shortlist(problem, "gemm+rs", 4):
+            if config.method == "unfused" or config.execution.provider == "cublas":
+                continue
+            plan = config.plan(problem, 4)
+            if config.execution.single_kernel:
+                others = with_other_tiles(plan, config, "gemm+rs")
+                asked |= {*kernels.sources_of(problem, "gemm+rs", 4, others[:3], bias=True)}
+            for spec in specs_of(plan):
+                tiles = gemm_tuning.candidates(provider, spec, config.execution.gemm_streams)
+                asked |= {kernel_source(spec, tile, provider.arch) for tile in tiles}
+    assert len(asked) > 20 and asked <= listed
+
+
+def test_kinds_and_terms(listed: set[KernelSource]) -> None:
+    files = [source.file for source in listed]
+    assert files.count("flags.cu") == files.count("sum.cu") == 1
+    macros = [dict(source.macros) for source in listed if source.file == "gemm.cu"]
+    assert {each["DG_KIND"] for each in macros} == {"DG_ONE_GEMM", "DG_GATHER", "DG_REDUCE", "DG_REDUCE_SEND"}
+    assert {each["DG_B_ROW"] for each in macros} == {"0", "1"}
+    assert all(each["DG_A_ROW"] == "1" for each in macros)
+
+
+def test_not_beside_a_process_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="without a process group"):
+            kernels.kernel_sources(["bfloat16"], "selected")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize(("layer", "tokens"), [(Layer("", "ag+gemm", 66, 64), 8), (Layer("", "gemm+rs", 64, 64), 6)])
+def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, tokens: int) -> None:
+    with pytest.raises(ValueError, match="4 ranks cannot share"):
+        kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group, (False,))
+
+
+# --- needs ----------------------------------------------------------------------------------------------
+
+
+def step(pattern: str, biased: bool, keep: bool) -> None:
+    """A forward and a backward pass of an op."""
+    a, b = (torch.ones(rows, HIDDEN, requires_grad=True) for rows in (16, 32))
+    bias = torch.ones(32, requires_grad=True) if biased else None
+    if pattern == "ag+gemm":
+        d = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, bias=bias, keep_gathered=keep)
+    elif pattern == "gemm+rs":
+        d = distgemm.matmul_reduce_scatter(a, b, group=dist.group.WORLD, bias=bias)
+    else:
+        d = distgemm.matmul_all_reduce(a, b, group=dist.group.WORLD, bias=bias)
+    assert d.shape == (16, 32)
+    d.sum().backward()
+    assert a.grad is not None and a.grad.shape == a.shape and b.grad is not None and b.grad.shape == b.shape
+
+
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_needs_are_what_runs(pattern: str, biased: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded calls are those that a pass makes, forward and backward, and recording runs none."""
+    asked, prepare = {}, library.prepare
+
+    def noted(pattern: Any, problem: GemmProblem, group: str, at: Any, *rest: Any) -> Any:
+        asked[Need(pattern, problem, 1, *rest, at.type)] = None
+        return prepare(pattern, problem, group, at, *rest)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with record_needs() as found, distgemm.record_calls() as ran:
+            with FakeTensorMode():
+                step(pattern, biased, keep)
+            with record_needs() as inner:  # a recording inside of another one
+                pass
+        assert not ran and not inner
+        monkeypatch.setattr(library, "prepare", noted)
+        with distgemm.record_calls() as ran:
+            step(pattern, biased, keep)
+        assert list(found) == list(asked)
+        assert len(ran) == {"ag+gemm": 2 if keep else 3, "gemm+rs": 2, "gemm+ar": 1}[pattern]
+    finally:
+        dist.destroy_process_group()
