@@ -30,6 +30,7 @@ CHECKS: dict[int, list[Any]] = {
     ],
     3: [
         (worker.different_plans, (1,)),
+        (worker.equal_plans, (1,)),
         (worker.unexecutable_on_one, ()),
         (worker.variants, ()),
         (worker.deleted_copies, ()),
@@ -73,6 +74,10 @@ def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:
         usual = "all_gather_1d_tiling_cd_rotating_a on ranks 0, 2"
         assert f"schedule: {usual}, all_gather_1d_ring_a on rank 1;" in schedules
         assert "number of ranks: 3 on ranks 0, 2, 4 on rank 1;" in ranks and "schedule: " not in ops
+
+
+def test_equal_plans_of_other_origin_run_together() -> None:
+    assert [found["equal_plans"] for found in results(3)] == [[True] * 3] * 3
 
 
 def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
