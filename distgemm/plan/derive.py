@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, get_args
 
 from distgemm.arguments import instance, integer, integers, member, wrong
 from distgemm.plan.emit import Emitter
 from distgemm.plan.movement import Derivation, SlotShape, SlotSizes, cut_rows, tile_edges
-from distgemm.plan.ops import Box, Slot
+from distgemm.plan.ops import Box
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collector_paused
 from distgemm.plan.problem import GemmProblem
 from distgemm.plan.resize import ResizedOps, RowsOfOps, views_of_b
@@ -105,6 +105,7 @@ class Structure:
         alignment: alignment of slots in bytes.
         fixed: views of B, as :func:`views_of_b` returns them.
         tiles: what is needed to leave out tiles of M; None if that is not possible.
+        restricted: the structures without some tiles of M, by which are kept. They need this structure's memory, too.
     """
 
     plan: Plan
@@ -113,6 +114,7 @@ class Structure:
     alignment: int
     fixed: frozenset[int]
     tiles: TilesOfM | None = None
+    restricted: BoundedCache[Structure] = field(default_factory=lambda: BoundedCache(_structure_size, CACHE_BYTES))
 
     def resize(self, problem: GemmProblem, edges: Edges) -> Plan | None:
         """The plan of a problem with other rows, which differs from the plan of this structure in its rows only.
@@ -134,12 +136,11 @@ class Structure:
             return None
         slots = []
         sizes, own_sizes = SlotSizes(self.alignment, rows), SlotSizes(self.alignment)
-        interned: dict[tuple[Slot, ...], tuple[Slot, ...]] = {}  # ranks with equal slots share one tuple
         for ways in self.shapes:
             taken, way = sizes.smallest(ways)
             if len(ways) > 1 and own_sizes.smallest(ways)[1] != way:
                 return None
-            slots.append(interned.setdefault(taken, taken))
+            slots.append(taken)
         a, b, d = self.plan.shards
         made = replace(
             self.plan,
@@ -196,7 +197,6 @@ def _with_rows(boxes: tuple[Box, ...], rows: Mapping[int, int]) -> tuple[Box, ..
     return tuple((batch, (rows[top], rows[bottom]), columns) for batch, (top, bottom), columns in boxes)
 
 
-@collector_paused()
 def _derive(
     problem: GemmProblem,
     scheduler: DistributedTileScheduler,
@@ -255,6 +255,7 @@ MANY_ROWS = 2
 """Rows from which on it does not matter how many rows a tile has, unless a route divides it into more parts."""
 
 
+@collector_paused()
 def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler, *options: Any) -> Plan:
     """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
     edges = tile_edges(problem, scheduler)
@@ -272,15 +273,20 @@ def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler,
         every = structure_of((MANY_ROWS,) * len(heights), lambda: _derive(whole, scheduler, *options))
         if every.tiles is not None:
             # It does not matter how many rows a tile has, unless it has none.
-            heights = tuple(MANY_ROWS * (height > 0) for height in heights)
-            found = structure_of(heights, lambda: every.restrict(problem, edges))
+            kept = tuple(height > 0 for height in heights)
+            found = every if all(kept) else every.restricted.get(kept)
+            found = found or every.restricted.keep(kept, every.restrict(problem, edges))
     structure = found or structure_of(heights, lambda: _derive(problem, scheduler, *options))
     if structure.plan.problem == problem:
         return structure.plan
     return structure.resize(problem, edges) or _derive(problem, scheduler, *options).plan
 
 
-_structures: BoundedCache[Structure] = BoundedCache(lambda structure: _size_of(structure.plan), CACHE_BYTES)
+def _structure_size(structure: Structure) -> int:
+    return _size_of(structure.plan) + structure.restricted.size
+
+
+_structures: BoundedCache[Structure] = BoundedCache(_structure_size, CACHE_BYTES)
 _plans: BoundedCache[Plan] = BoundedCache(_size_of, CACHE_BYTES)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -304,6 +304,10 @@ class SlotShape(NamedTuple):
     tiles: tuple[tuple[int, int, int], ...]
 
 
+Size = tuple[int, str, int]
+"""The size of a slot in bytes, its element type, and its number of elements."""
+
+
 class SlotSizes:
     """The slots of ranks, one behind the other. A slot is as large as its largest tile.
 
@@ -314,8 +318,9 @@ class SlotSizes:
 
     def __init__(self, alignment: int, rows: Mapping[int, int] | None = None) -> None:
         self.alignment, self.rows = alignment, rows
-        # (shape, size in bytes, elements) by the id of the shape: many slots of all ranks have the same one
-        self._known: dict[int, tuple[SlotShape, int, int]] = {}
+        # Many slots have one shape, and many ranks have slots of the same sizes.
+        self._known: dict[int, tuple[SlotShape, Size]] = {}  # by the id of the shape
+        self._slots: dict[tuple[Size, ...], tuple[Slot, ...]] = {}
 
     def lay_out(self, shapes: Sequence[SlotShape]) -> tuple[Slot, ...]:
         """The slots of a rank.
@@ -323,22 +328,23 @@ class SlotSizes:
         Args:
             shapes: of each slot.
         """
-        slots, offset, known = [], 0, self._known
-        for shape in shapes:
-            found = known.get(id(shape)) or self._measure(shape)
-            _, size, elements = found
-            slots.append(Slot(offset, size, shape.dtype, elements))
-            offset += size
-        return tuple(slots)
+        known = self._known
+        sizes = tuple([(known.get(id(shape)) or self._measure(shape))[1] for shape in shapes])
+        found = self._slots.get(sizes)
+        if found is None:
+            offsets = accumulate((size for size, _, _ in sizes), initial=0)
+            found = tuple([Slot(offset, *size) for offset, size in zip(offsets, sizes, strict=False)])
+            self._slots[sizes] = found
+        return found
 
-    def _measure(self, shape: SlotShape) -> tuple[SlotShape, int, int]:
+    def _measure(self, shape: SlotShape) -> tuple[SlotShape, Size]:
         dtype, elements, tiles = shape
         rows = self.rows
         for top, bottom, width in tiles:
             height = bottom - top if rows is None else rows[bottom] - rows[top]
             elements = max(elements, height * width)
         size = -(-elements * DTYPE_BYTES[dtype] // self.alignment) * self.alignment
-        found = self._known[id(shape)] = shape, size, elements
+        found = self._known[id(shape)] = shape, (size, dtype, elements)
         return found
 
     def smallest(self, ways: Sequence[Sequence[SlotShape]]) -> tuple[tuple[Slot, ...], int]:
@@ -507,17 +513,17 @@ class Derivation:
     def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
         """The hops to ranks that use the tile or forward it. Hops that no rank needs are dropped."""
         useful: list[Hop] = []
-        sources: set[int] = set()
+        users = set(needers)
+        sent: dict[int, list[Hop]] = defaultdict(list)  # the useful hops by their source
         for hop in reversed(hops):
-            passed_on = hop.dst in sources and any(
-                later.src == hop.dst
-                and later.part * hop.parts < (hop.part + 1) * later.parts
+            passed_on = any(
+                later.part * hop.parts < (hop.part + 1) * later.parts
                 and hop.part * later.parts < (later.part + 1) * hop.parts
-                for later in useful
+                for later in sent.get(hop.dst, ())
             )
-            if passed_on or hop.dst in needers:
+            if passed_on or hop.dst in users:
                 useful.append(hop)
-                sources.add(hop.src)
+                sent[hop.src].append(hop)
         return useful[::-1]
 
     def _distance(self, holder: int, rank: int) -> tuple[int, int]:
