@@ -151,7 +151,7 @@ def planning(file: str) -> str:
     rows = [
         [f"`{row['schedule']}`", "x".join(map(str, row["mesh"])), str(row["ops"])]
         + [
-            "-" if row[key] is None else f"{row[key]:.1f}"
+            "-" if row.get(key) is None else f"{row[key]:.1f}"
             for key in ("plan_ms", "verify_ms", "new_m_ms", "few_rows_ms")
         ]
         for row in found
