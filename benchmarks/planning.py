@@ -1,8 +1,9 @@
 """How long planning and verifying take, by world size: ``python benchmarks/planning.py [--cubes] [--json FILE]``.
 
-Times are the best of three on a cold plan cache (one try from 100,000 ops on). "new m" is the plan of another number of
-rows behind it, with the ops of one rank and the digest that ranks compare. A look-up is a second ``make_plan`` with
-equal arguments.
+Times are CPU times of the process, the best of three on a cold plan cache (one try from 100,000 ops on). "new m" is the
+plan of another number of rows behind it, with the ops of one rank and the fingerprint that ranks compare. "few rows" is
+the same for numbers of rows that leave tiles empty, and other tiles than all numbers of rows before: the slowest of
+them. A look-up is a second ``make_plan`` with equal arguments.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import platform
 import timeit
 from dataclasses import replace
-from math import prod
+from itertools import pairwise
+from math import inf, prod
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Annotated
 
 import typer
@@ -24,25 +26,36 @@ from rich.table import Table
 
 import distgemm
 from distgemm.plan import derive
+from distgemm.plan.movement import tile_edges
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 72)
 CUBES = (1, 2, 4, 6, 8)
+FEW = 12
+"""Most numbers of rows that leave tiles empty. The first one finds what all of them have in common."""
+FIGURES = ("plan_ms", "verify_ms", "new_m_ms", "few_rows_ms", "us_per_op", "look_up_us")
 
 
 def measure(name: str, mesh: tuple[int, ...], chunks: int) -> dict[str, object]:
     """Milliseconds to plan and verify, microseconds of a look-up."""
     problem = distgemm.GemmProblem(m=8192, n=57344, k=8192)
     others = [replace(problem, m=rows) for rows in range(4097, 8192, 455)]
+    scheduler = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
+    every = (replace(problem, m=rows) for rows in range(1, 2 * scheduler.grid.m))
+    few = [other for other in every if has_empty_tile(other, scheduler)]
+    few = few[:: -(-len(few) // FEW) or 1]
+    restricting: dict[int, float] = {}
     planning, resizing, verifying, ops = [], [], [], 0
     while len(planning) < (3 if ops < 100_000 else 1):
         derive.forget_plans()
-        start = perf_counter()
+        start = process_time()
         plan = distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks)
-        planned = perf_counter()
+        planned = process_time()
         plan.verify()
-        verified = perf_counter()
+        verified = process_time()
         for other in others[:1] + others:  # the first one finds what all plans of the structure have in common
             resizing.append(new_rows(other, name, mesh, chunks))
+        for other in few:
+            restricting[other.m] = min(restricting.get(other.m, inf), new_rows(other, name, mesh, chunks))
         planning.append(planned - start)
         verifying.append(verified - planned)
         ops = sum(map(len, plan.rank_ops))
@@ -56,17 +69,23 @@ def measure(name: str, mesh: tuple[int, ...], chunks: int) -> dict[str, object]:
         "plan_ms": min(planning) * 1e3,
         "verify_ms": min(verifying) * 1e3,
         "new_m_ms": median(resizing) * 1e3,
+        "few_rows_ms": max(list(restricting.values())[1:]) * 1e3 if len(restricting) > 1 else None,
         "us_per_op": (min(planning) + min(verifying)) / ops * 1e6,
         "look_up_us": look_up * 1e6,
     }
 
 
+def has_empty_tile(problem: distgemm.GemmProblem, scheduler: distgemm.DistributedTileScheduler) -> bool:
+    """Whether a tile along M has no rows."""
+    return any(low == high for low, high in pairwise(tile_edges(problem, scheduler)[0]))
+
+
 def new_rows(problem: distgemm.GemmProblem, name: str, mesh: tuple[int, ...], chunks: int) -> float:
     """Seconds for what rank 0 needs of the plan of another number of rows."""
-    start = perf_counter()
+    start = process_time()
     plan = distgemm.make_plan(problem, name, mesh=mesh, chunks=chunks)
-    assert plan.ops(0) and plan.digest
-    return perf_counter() - start
+    assert plan.ops(0) is not None and plan.fingerprint
+    return process_time() - start
 
 
 def main(
@@ -87,9 +106,9 @@ def main(
     if cubes:
         cases = [("tensor_parallel_3d", (side,) * 3) for side in CUBES]
     rows = [measure(name, mesh, chunks) for name, mesh in track(cases, "planning", console=Console(stderr=True))]
-    table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "new m ms", "us/op", "look-up us")
+    table = Table("schedule", "ranks", "ops", "plan ms", "verify ms", "new m ms", "few rows ms", "us/op", "look-up us")
     for row in rows:
-        figures = (f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "new_m_ms", "us_per_op", "look_up_us"))
+        figures = ("-" if row[key] is None else f"{row[key]:.1f}" for key in FIGURES)
         table.add_row(str(row["schedule"]), str(row["world_size"]), str(row["ops"]), *figures)
     Console(width=120).print(table)
     if output is not None:

@@ -155,13 +155,19 @@ def _walk(ring: Sequence[int], steps: int, direction: int, part: int = 0, parts:
     ]
 
 
+def _distances(ring: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """The number of hops in direction +1 from ring[0] to each of some ranks."""
+    place = {rank: distance for distance, rank in enumerate(ring)}
+    return [place[rank] for rank in ranks]
+
+
 @dataclass(frozen=True)
 class Ring:
     """Hops from neighbour to neighbour in ascending order, up to the last rank that needs the tile."""
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
-        return _walk(ring, max(ring.index(rank) for rank in needers), +1)
+        return _walk(ring, max(_distances(ring, needers)), +1)
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ class BidirectionalFull:
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
         size = len(ring)
-        distances = [ring.index(rank) for rank in needers]
+        distances = _distances(ring, needers)
         clockwise = max((d for d in distances if d <= size // 2), default=0)
         counter = max((size - d for d in distances if d > size // 2), default=0)
         return _walk(ring, clockwise, +1) + _walk(ring, counter, -1)
@@ -190,7 +196,7 @@ class BidirectionalSplit:
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
-        distances = [ring.index(rank) for rank in needers]
+        distances = _distances(ring, needers)
         clockwise = _walk(ring, max(distances), +1, 0, 2)
         counter = _walk(ring, max(len(ring) - d for d in distances), -1, 1, 2)
         return clockwise + counter

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, get_args
 
 from distgemm.arguments import instance, integer, integers, member, wrong
 from distgemm.plan.emit import Emitter
-from distgemm.plan.movement import Derivation, SlotShape, cut_rows, smallest_layout, tile_edges
-from distgemm.plan.ops import Box, Slot
+from distgemm.plan.movement import Derivation, SlotShape, SlotSizes, cut_rows, tile_edges
+from distgemm.plan.ops import Box
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collector_paused
 from distgemm.plan.problem import GemmProblem
-from distgemm.plan.resize import ResizedOps, views_of_b
+from distgemm.plan.resize import ResizedOps, RowsOfOps, views_of_b
+from distgemm.plan.restrict import Numbers, RestrictedOps, TilesOfM, tiles_of_m
 from distgemm.schedulers import DistributedTileScheduler, get_schedule
 from distgemm.schedulers.cache import BoundedCache
 
@@ -103,6 +104,8 @@ class Structure:
         shapes: for each rank the shapes of its slots; for "bounded" those of both ways to share slots.
         alignment: alignment of slots in bytes.
         fixed: views of B, as :func:`views_of_b` returns them.
+        tiles: what is needed to leave out tiles of M; None if that is not possible.
+        restricted: the structures without some tiles of M, by which are kept. They need this structure's memory, too.
     """
 
     plan: Plan
@@ -110,6 +113,8 @@ class Structure:
     shapes: tuple[tuple[list[SlotShape], ...], ...]
     alignment: int
     fixed: frozenset[int]
+    tiles: TilesOfM | None = None
+    restricted: BoundedCache[Structure] = field(default_factory=lambda: BoundedCache(_structure_size, CACHE_BYTES))
 
     def resize(self, problem: GemmProblem, edges: Edges) -> Plan | None:
         """The plan of a problem with other rows, which differs from the plan of this structure in its rows only.
@@ -130,12 +135,12 @@ class Structure:
         if any(low >= high for low, high in pairwise(in_order)):
             return None
         slots = []
-        interned: dict[tuple[Slot, ...], tuple[Slot, ...]] = {}  # ranks with equal slots share one tuple
+        sizes, own_sizes = SlotSizes(self.alignment, rows), SlotSizes(self.alignment)
         for ways in self.shapes:
-            taken, way = smallest_layout(ways, self.alignment, rows)
-            if len(ways) > 1 and smallest_layout(ways, self.alignment)[1] != way:
+            taken, way = sizes.smallest(ways)
+            if len(ways) > 1 and own_sizes.smallest(ways)[1] != way:
                 return None
-            slots.append(interned.setdefault(taken, taken))
+            slots.append(taken)
         a, b, d = self.plan.shards
         made = replace(
             self.plan,
@@ -148,6 +153,33 @@ class Structure:
         vars(made)["structure"] = self.plan
         return made
 
+    def restrict(self, problem: GemmProblem, edges: Edges) -> Structure:
+        """The structure of a problem in which some tiles of M are empty. No tile of this structure is empty.
+
+        Args:
+            problem: differs from the structure's in m and m_per_rank.
+            edges: the bounds of the problem's tiles.
+        """
+        assert self.tiles is not None
+        rows = dict(zip(self.plan.edges[0], edges[0], strict=True))
+        numbers = Numbers(self.tiles, [top < bottom for top, bottom in pairwise(edges[0])])
+        distinct = {id(shape): shape for of_rank in numbers.shapes for shape in of_rank}  # most slots share a few
+        resized = {of_shape: _shape_with_rows(shape, rows) for of_shape, shape in distinct.items()}
+        shapes = tuple(([resized[id(shape)] for shape in of_rank],) for of_rank in numbers.shapes)
+        sizes = SlotSizes(self.alignment)
+        a, b, d = self.plan.shards
+        made = replace(
+            self.plan,
+            problem=problem,
+            edges=edges,
+            shards=(_with_rows(a, rows), b, _with_rows(d, rows)),
+            rank_ops=RestrictedOps(self.plan.rank_ops, rows, self.fixed, numbers),
+            slots=tuple(sizes.lay_out(ways[0]) for ways in shapes),
+        )
+        vars(made)["sizes"] = self.tiles.sizes(self.plan.rank_ops, numbers.kept)
+        vars(made)["whole"] = self.plan, self.tiles.send_slots
+        return Structure(made, (), shapes, self.alignment, self.fixed)
+
     def _rows_of(self, edges: Edges) -> list[int]:
         """All rows at which a box of A or D may begin or end."""
         found = list(edges[0])
@@ -156,11 +188,15 @@ class Structure:
         return found
 
 
+def _shape_with_rows(shape: SlotShape, rows: Mapping[int, int]) -> SlotShape:
+    tiles = tuple([(rows[top], rows[bottom], width) for top, bottom, width in shape.tiles])
+    return SlotShape(shape.dtype, shape.elements, tiles)
+
+
 def _with_rows(boxes: tuple[Box, ...], rows: Mapping[int, int]) -> tuple[Box, ...]:
     return tuple((batch, (rows[top], rows[bottom]), columns) for batch, (top, bottom), columns in boxes)
 
 
-@collector_paused()
 def _derive(
     problem: GemmProblem,
     scheduler: DistributedTileScheduler,
@@ -175,7 +211,9 @@ def _derive(
     shards = {
         operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
     }
-    rank_ops = tuple(map(tuple, Emitter(derivation, shards, sync).emit()))
+    emitter = Emitter(derivation, shards, sync)
+    rank_ops = tuple(map(tuple, emitter.emit()))
+    tiles = tiles_of_m(derivation, emitter, send_slots) if workspace == "full" else None
     derivation.forget()
     plan = Plan(
         problem=problem,
@@ -191,7 +229,7 @@ def _derive(
         slots=slots,
     )
     cuts, shapes = tuple(sorted(derivation.cuts)), tuple(derivation.shapes)
-    return Structure(plan, cuts, shapes, derivation.alignment, views_of_b(rank_ops))
+    return Structure(plan, cuts, shapes, derivation.alignment, views_of_b(rank_ops), tiles)
 
 
 CACHE_BYTES = 256 << 20
@@ -206,7 +244,7 @@ PLAN_BYTES, SLOT_BYTES = 1 << 12, 1 << 8
 
 def _size_of(plan: Plan) -> int:
     ops = plan.rank_ops
-    if isinstance(ops, ResizedOps):
+    if isinstance(ops, RowsOfOps):
         # Its ranks have equal slots, unless its rows are ragged.
         slots = sum(map(len, {id(of_rank): of_rank for of_rank in plan.slots}.values()))
         return PLAN_BYTES + SLOT_BYTES * slots + OP_BYTES * ops.made
@@ -217,20 +255,38 @@ MANY_ROWS = 2
 """Rows from which on it does not matter how many rows a tile has, unless a route divides it into more parts."""
 
 
+@collector_paused()
 def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler, *options: Any) -> Plan:
     """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
     edges = tile_edges(problem, scheduler)
     p = problem
     rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype
+
+    def structure_of(heights: tuple[int, ...], make: Callable[[], Structure]) -> Structure:
+        key = (rest, heights, scheduler, *options)
+        return _structures.get(key) or _structures.keep(key, make())
+
     heights = tuple(min(bottom - top, MANY_ROWS) for top, bottom in pairwise(edges[0]))
-    key = (rest, heights, scheduler, *options)
-    structure = _structures.get(key) or _structures.keep(key, _derive(problem, scheduler, *options))
+    found = None
+    if min(heights) < MANY_ROWS and options[0] == "full":
+        whole = replace(p, m=MANY_ROWS * len(heights), m_per_rank=None)
+        every = structure_of((MANY_ROWS,) * len(heights), lambda: _derive(whole, scheduler, *options))
+        if every.tiles is not None:
+            # It does not matter how many rows a tile has, unless it has none.
+            kept = tuple(height > 0 for height in heights)
+            found = every if all(kept) else every.restricted.get(kept)
+            found = found or every.restricted.keep(kept, every.restrict(problem, edges))
+    structure = found or structure_of(heights, lambda: _derive(problem, scheduler, *options))
     if structure.plan.problem == problem:
         return structure.plan
     return structure.resize(problem, edges) or _derive(problem, scheduler, *options).plan
 
 
-_structures: BoundedCache[Structure] = BoundedCache(lambda structure: _size_of(structure.plan), CACHE_BYTES)
+def _structure_size(structure: Structure) -> int:
+    return _size_of(structure.plan) + structure.restricted.size
+
+
+_structures: BoundedCache[Structure] = BoundedCache(_structure_size, CACHE_BYTES)
 _plans: BoundedCache[Plan] = BoundedCache(_size_of, CACHE_BYTES)
 
 

@@ -27,6 +27,10 @@ class Emitter:
         derivation: a derivation after ``run`` and ``allocate``.
         shards: the box of each rank's shard, by operand ("A", "B", "D").
         sync: "credit" or "barrier", as :func:`distgemm.make_plan` takes it.
+
+    Attributes:
+        slot_ranks: for each op of each rank, the rank whose slot it names.
+        flag_tiles: for each flag of each rank, the first coordinate of the tile that it is about.
     """
 
     def __init__(self, derivation: Derivation, shards: dict[str, tuple[Box, ...]], sync: SyncMode) -> None:
@@ -35,32 +39,33 @@ class Emitter:
             event.position = position
         self.shards = shards
         self.ops: list[list[Op]] = [[] for _ in derivation.ranks]
-        self.flags = [0 for _ in derivation.ranks]
+        self.slot_ranks: list[list[int]] = [[] for _ in derivation.ranks]
+        self.flag_tiles: list[list[int]] = [[] for _ in derivation.ranks]
         self.barrier = sync == "barrier"
 
     def emit(self) -> list[list[Op]]:
         """The ops of each rank, in the order in which the rank can issue them."""
         if self.barrier:
             for rank in range(len(self.ops)):
-                self._add(Barrier, rank, 0, 0, "D", (), -1, ())
+                self._add(Barrier, rank, rank, 0, 0, "D", (), -1, ())
         credits = self._credits()
         for event in self.events:
             if event.crosses:
                 assert event.out is not None
-                event.done_flags[event.out.rank] = self._flag(event.out.rank, initial=0, credit=False)
+                event.done_flags[event.out.rank] = self._flag(event, event.out.rank, initial=0, credit=False)
         for event in self.events:
             for before in event.after:
                 if before.rank != event.rank and event.rank not in before.done_flags:
                     # ``before`` is the last reader of what ``event`` overwrites, or has written what it reads.
                     reader = before.sources[0].rank == event.rank
-                    before.done_flags[event.rank] = self._flag(event.rank, initial=0, credit=reader)
+                    before.done_flags[event.rank] = self._flag(event, event.rank, initial=0, credit=reader)
         # Rank by rank, so that the ops of one rank are adjacent in memory.
         for event in sorted(self.events, key=lambda event: event.rank):
             self._emit(event)
             for into, readers, flag in credits.get(event.position, ()):
                 deps = tuple(reader.op for reader in readers)
                 at = event.round, into.iteration, into.operand, into.tile, into.slot
-                self._add(Signal, event.rank, *at, deps, flag)
+                self._add(Signal, event.rank, into.rank, *at, deps, flag)
         return self.ops
 
     def _credits(self) -> dict[int, list[tuple[Place, list[Event], Flag]]]:
@@ -98,17 +103,19 @@ class Emitter:
         into = event.out
         assert into is not None
         last = max(readers, key=lambda reader: reader.position)
-        flag = self._flag(event.rank, initial=int(into.wraps), credit=True)
+        flag = self._flag(event, event.rank, initial=int(into.wraps), credit=True)
         found[last.position].append((into, readers, flag))
         event.credits.append((flag, last.rank))
 
-    def _flag(self, rank: int, initial: int, credit: bool) -> Flag:
-        self.flags[rank] += 1
-        return Flag(rank, self.flags[rank] - 1, initial, credit)
+    def _flag(self, event: Event, rank: int, initial: int, credit: bool) -> Flag:
+        tiles = self.flag_tiles[rank]
+        tiles.append(event.tile[0])
+        return Flag(rank, len(tiles) - 1, initial, credit)
 
-    def _add(self, kind: type[Op], rank: int, *args: object) -> int:
+    def _add(self, kind: type[Op], rank: int, slot_rank: int, *args: object) -> int:
         ops = self.ops[rank]
         ops.append(MAKERS[kind](len(ops), rank, *args))
+        self.slot_ranks[rank].append(slot_rank)
         return len(ops) - 1
 
     def _view(self, place: Place, box: Box) -> View:
@@ -138,7 +145,7 @@ class Emitter:
                 assert into is not None
                 common = (round_, into.iteration, into.operand, into.tile, into.slot, ())
                 before.waits[event.rank] = self._add(
-                    Wait, event.rank, *common, before.done_flags[event.rank], before.rank
+                    Wait, event.rank, into.rank, *common, before.done_flags[event.rank], before.rank
                 )
             found.append(before.waits[event.rank])
         return found
@@ -151,18 +158,18 @@ class Emitter:
         deps = self._deps(event, round_)
         common = (round_, event.iteration, event.operand, event.tile, slot)
         for flag, peer in event.credits:
-            deps.append(self._add(Wait, rank, *common, (), flag, peer))
+            deps.append(self._add(Wait, rank, into.rank, *common, (), flag, peer))
         if event.enters:
             deps.append(0)
         if event.kind is Copy:
             assert event.box is not None
             src, dst = self._view(event.sources[0], event.box), self._view(into, event.box)
-            event.op = self._add(Copy, rank, *common, tuple(deps), src, dst)
+            event.op = self._add(Copy, rank, into.rank, *common, tuple(deps), src, dst)
         else:
             views = [self._view(place, place.frame) for place in event.sources]
             operands, sources = (views[:2], views[2:]) if event.kind is Gemm else ([], views)
             c = self._shard(rank, "C", into.frame) if event.completes else None
             out = self._view(into, into.frame)
-            event.op = self._add(event.kind, rank, *common, tuple(deps), *operands, tuple(sources), c, out)
+            event.op = self._add(event.kind, rank, into.rank, *common, tuple(deps), *operands, tuple(sources), c, out)
         for flag in event.done_flags.values():
-            self._add(Signal, rank, *common, (event.op,), flag)
+            self._add(Signal, rank, into.rank, *common, (event.op,), flag)

@@ -13,9 +13,9 @@ The partition says where tiles are, and the work says who multiplies them and wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -39,7 +39,17 @@ from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, Plan
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
 
-__all__ = ["Derivation", "Event", "Place", "SlotShape", "cut_rows", "lay_out", "smallest_layout", "tile_edges"]
+__all__ = [
+    "Derivation",
+    "Event",
+    "Place",
+    "SlotShape",
+    "SlotSizes",
+    "cut_rows",
+    "share",
+    "slot_shape",
+    "tile_edges",
+]
 
 # Within a step, transfers of A and B come first, then GEMMs and sums, then transfers of their results.
 GATHER, COMPUTE, RESULT = 0, 1, 2
@@ -73,6 +83,7 @@ class Place:
     last: Place | None = None  # the place that used the slot before this one
     wraps: bool = False  # ``last`` used the slot in the replay before
     view: View | None = None  # the view of the whole frame
+    width: int = -1  # ``row_elements``, once it is computed
 
     @property
     def pitch(self) -> int:
@@ -82,7 +93,9 @@ class Place:
     @property
     def row_elements(self) -> int:
         """Number of elements that one row of each batch takes up in a slot, with padding."""
-        return box_extents(self.frame)[0] * self.pitch
+        if self.width < 0:
+            self.width = box_extents(self.frame)[0] * self.pitch
+        return self.width
 
     @property
     def elements(self) -> int:
@@ -291,37 +304,59 @@ class SlotShape(NamedTuple):
     tiles: tuple[tuple[int, int, int], ...]
 
 
-def lay_out(shapes: Sequence[SlotShape], alignment: int, rows: Mapping[int, int] | None = None) -> tuple[Slot, ...]:
-    """The slots of a rank, one behind the other. A slot is as large as its largest tile.
+Size = tuple[int, str, int]
+"""The size of a slot in bytes, its element type, and its number of elements."""
+
+
+class SlotSizes:
+    """The slots of ranks, one behind the other. A slot is as large as its largest tile.
 
     Args:
-        shapes: of each slot.
         alignment: of offsets and sizes in bytes.
         rows: another row for each row of the shapes; None: the rows are those of the shapes.
     """
-    slots, offset = [], 0
-    for dtype, elements, tiles in shapes:
+
+    def __init__(self, alignment: int, rows: Mapping[int, int] | None = None) -> None:
+        self.alignment, self.rows = alignment, rows
+        # Many slots have one shape, and many ranks have slots of the same sizes.
+        self._known: dict[int, tuple[SlotShape, Size]] = {}  # by the id of the shape
+        self._slots: dict[tuple[Size, ...], tuple[Slot, ...]] = {}
+
+    def lay_out(self, shapes: Sequence[SlotShape]) -> tuple[Slot, ...]:
+        """The slots of a rank.
+
+        Args:
+            shapes: of each slot.
+        """
+        known = self._known
+        sizes = tuple([(known.get(id(shape)) or self._measure(shape))[1] for shape in shapes])
+        found = self._slots.get(sizes)
+        if found is None:
+            offsets = accumulate((size for size, _, _ in sizes), initial=0)
+            found = tuple([Slot(offset, *size) for offset, size in zip(offsets, sizes, strict=False)])
+            self._slots[sizes] = found
+        return found
+
+    def _measure(self, shape: SlotShape) -> tuple[SlotShape, Size]:
+        dtype, elements, tiles = shape
+        rows = self.rows
         for top, bottom, width in tiles:
             height = bottom - top if rows is None else rows[bottom] - rows[top]
             elements = max(elements, height * width)
-        size = -(-elements * DTYPE_BYTES[dtype] // alignment) * alignment
-        slots.append(Slot(offset, size, dtype, elements))
-        offset += size
-    return tuple(slots)
+        size = -(-elements * DTYPE_BYTES[dtype] // self.alignment) * self.alignment
+        found = self._known[id(shape)] = shape, (size, dtype, elements)
+        return found
 
+    def smallest(self, ways: Sequence[Sequence[SlotShape]]) -> tuple[tuple[Slot, ...], int]:
+        """The slots of a rank in the way to share them that takes the least memory, and its number.
 
-def smallest_layout(
-    ways: Sequence[Sequence[SlotShape]], alignment: int, rows: Mapping[int, int] | None = None
-) -> tuple[tuple[Slot, ...], int]:
-    """The slots of the way to share them that takes the least memory, and its number. Of equal ways the last one wins.
+        Of equal ways the last one wins.
 
-    Args:
-        ways: the shapes of the slots, for each way.
-        alignment: as :func:`lay_out` takes it.
-        rows: as :func:`lay_out` takes it.
-    """
-    found = [(lay_out(shapes, alignment, rows), way) for way, shapes in enumerate(ways)]
-    return min(reversed(found), key=lambda each: each[0][-1].offset + each[0][-1].bytes if each[0] else 0)
+        Args:
+            ways: the shapes of the slots, for each way.
+        """
+        found = [(self.lay_out(shapes), way) for way, shapes in enumerate(ways)]
+        return min(reversed(found), key=lambda each: each[0][-1].offset + each[0][-1].bytes if each[0] else 0)
 
 
 class Derivation:
@@ -353,6 +388,8 @@ class Derivation:
         self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]  # places in each rank's shard of D
         self.alignment = STORED_ALIGNMENT if mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
         self.shapes: list[tuple[list[SlotShape], ...]] = []  # by rank
+        self.known_shapes: dict[SlotShape, SlotShape] = {}
+        self.sizes = SlotSizes(self.alignment)
 
     def run(self) -> None:
         """Compute all events and their steps."""
@@ -476,17 +513,17 @@ class Derivation:
     def _useful(hops: Sequence[Hop], needers: Sequence[int]) -> list[Hop]:
         """The hops to ranks that use the tile or forward it. Hops that no rank needs are dropped."""
         useful: list[Hop] = []
-        sources: set[int] = set()
+        users = set(needers)
+        sent: dict[int, list[Hop]] = defaultdict(list)  # the useful hops by their source
         for hop in reversed(hops):
-            passed_on = hop.dst in sources and any(
-                later.src == hop.dst
-                and later.part * hop.parts < (hop.part + 1) * later.parts
+            passed_on = any(
+                later.part * hop.parts < (hop.part + 1) * later.parts
                 and hop.part * later.parts < (later.part + 1) * hop.parts
-                for later in useful
+                for later in sent.get(hop.dst, ())
             )
-            if passed_on or hop.dst in needers:
+            if passed_on or hop.dst in users:
                 useful.append(hop)
-                sources.add(hop.src)
+                sent[hop.src].append(hop)
         return useful[::-1]
 
     def _distance(self, holder: int, rank: int) -> tuple[int, int]:
@@ -800,43 +837,63 @@ class Derivation:
     def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
         # A slot is as large as its largest tile. If tiles differ in size, sharing more slots may take more memory.
         ways = [self._share(rank, sharing, send_slots) for sharing in ([False, True] if bounded else [False])]
-        shapes = tuple([_shape(places) for places in tenants] for tenants in ways)
+        shapes = tuple([self._shape(places) for places in tenants] for tenants in ways)
         self.shapes.append(shapes)
-        slots, way = smallest_layout(shapes, self.alignment)
+        slots, way = self.sizes.smallest(shapes)
         for number, places in enumerate(ways[way]):
             for place, last in zip(places, (places[-1], *places), strict=False):
                 place.slot, place.last = number, last
             places[0].wraps = True
         return slots
 
+    def _shape(self, places: Sequence[Place]) -> SlotShape:
+        """The shape of a slot. Equal ones are one object."""
+        shape = slot_shape(places)
+        return self.known_shapes.setdefault(shape, shape)
+
     def _share(self, rank: int, bounded: bool, send_slots: int) -> list[list[Place]]:
         """The places that use each slot of a rank in turn."""
-        group = prod(self.scheduler.chunks)
-        tenants: list[list[Place]] = []
-        shared: list[list[Place]] = []  # the places of slots that may be used again
-        for place in sorted(self.places[rank], key=lambda place: (place.start, place.iteration)):
-            found = None
+        return share(self.in_order(rank), bounded, send_slots, prod(self.scheduler.chunks))
+
+    def in_order(self, rank: int) -> list[Place]:
+        """The places of a rank in the order in which they are given slots."""
+        return sorted(self.places[rank], key=lambda place: (place.start, place.iteration))
+
+
+def share(places: Iterable[Place], bounded: bool, send_slots: int, group: int) -> list[list[Place]]:
+    """The places that use each slot of a rank in turn.
+
+    Args:
+        places: those of the rank, in the order of :meth:`Derivation.in_order`.
+        bounded: whether places that other ranks access share slots, too.
+        send_slots: as :meth:`Derivation.allocate` takes it.
+        group: number of chunks of a shard.
+    """
+    tenants: list[list[Place]] = []
+    shared: list[list[Place]] = []  # the places of slots that may be used again
+    for place in places:
+        found = None
+        if bounded or not place.remote:
+            for others in shared:
+                # If another rank accesses a slot, it is free from the next multiple of ``group`` steps (the chunks of a
+                # shard). Otherwise it is free ``send_slots`` steps after its last access.
+                last = others[-1]
+                remote = place.remote or last.remote
+                free = (last.end // group + 1) * group if remote else last.end + send_slots
+                # Tiles of one operand have almost the same size, so sharing wastes little memory.
+                if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
+                    found = others
+                    break
+        if found is None:
+            found = []
+            tenants.append(found)
             if bounded or not place.remote:
-                for places in shared:
-                    # If another rank accesses a slot, it is free from the next multiple of ``group`` steps (the chunks
-                    # of a shard). Otherwise it is free ``send_slots`` steps after its last access.
-                    last = places[-1]
-                    remote = place.remote or last.remote
-                    free = (last.end // group + 1) * group if remote else last.end + send_slots
-                    # Tiles of one operand have almost the same size, so sharing wastes little memory.
-                    if free <= place.start and (last.operand, last.dtype) == (place.operand, place.dtype):
-                        found = places
-                        break
-            if found is None:
-                found = []
-                tenants.append(found)
-                if bounded or not place.remote:
-                    shared.append(found)
-            found.append(place)
-        return tenants
+                shared.append(found)
+        found.append(place)
+    return tenants
 
 
-def _shape(places: Sequence[Place]) -> SlotShape:
+def slot_shape(places: Sequence[Place]) -> SlotShape:
     """What a slot must have room for that these places use in turn. They have one operand and one type."""
     if places[0].operand == "B":
         return SlotShape(places[0].dtype, max(place.elements for place in places), ())

@@ -28,7 +28,7 @@ from distgemm.plan.ops import (
     link_of,
 )
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
-from distgemm.plan.resize import ResizedOps, views_of_b
+from distgemm.plan.resize import RankSize, ResizedOps, size_of_rank, views_of_b
 from distgemm.plan.schema import Mechanism, PlanError, SyncMode, WorkspaceMode, check_types, read_fields
 from distgemm.schedulers import TileCoord
 
@@ -303,6 +303,13 @@ class Plan:
         return sum(slot.bytes for slot in self.slots[self._rank(rank)])
 
     @cached_property
+    def sizes(self) -> tuple[RankSize, ...]:
+        """The numbers of ops, Gemms and flags of each rank. Ops that are not made yet are not made for it."""
+        if self.structure is not self:
+            return self.structure.sizes
+        return tuple(map(size_of_rank, self.rank_ops))
+
+    @cached_property
     def padded_rows(self) -> tuple[tuple[int, int], ...]:
         """The (columns, pitch) of tiles that have padding between their rows in slots, in elements, sorted."""
         if self.structure is not self:
@@ -351,6 +358,23 @@ class Plan:
         header = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         header |= {"rank_ops": ops, "slots": [slots[of_rank] for of_rank in self.slots]}
         return hashlib.sha256(repr((header, rows)).encode()).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that ranks compare first. It is the same only for equal plans.
+
+        It is the same for all plans that :func:`distgemm.make_plan` makes of equal arguments. For most plans it is the
+        digest. For plans whose empty tiles were left out of a plan without empty tiles it is another hash, which does
+        not need the ops of other ranks.
+        """
+        whole: tuple[Plan, int] | None = vars(self.structure).get("whole")
+        if whole is None:
+            return self.digest
+        plan, send_slots = whole
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["rank_ops"], fields["slots"]  # the rest determines them
+        sizes = [self.workspace_bytes(rank) for rank in range(self.world_size)]
+        return hashlib.sha256(repr((plan._hashed_ops[0], send_slots, fields, sizes)).encode()).hexdigest()
 
     @cached_property
     def _hashed_ops(self) -> tuple[str, list[int]]:

@@ -6,12 +6,13 @@ map of rows that keeps their order, and keeps different rows apart, turns the op
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
-from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, maker
+from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, Wait, maker
 
-__all__ = ["ResizedOps", "views_of_b"]
+__all__ = ["RankSize", "ResizedOps", "RowsOfOps", "size_of_rank", "views_of_b"]
 
 make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
 
@@ -28,12 +29,32 @@ def views_of_b(rank_ops: Sequence[Sequence[Op]]) -> frozenset[int]:
     return frozenset(found)
 
 
-class ResizedOps(Sequence[tuple[Op, ...]]):
-    """The ops of each rank with other rows. It is equal to a tuple of the same ops.
+class RankSize(NamedTuple):
+    """How many things a rank has in a plan.
+
+    Attributes:
+        ops: number of ops.
+        gemms: number of Gemms.
+        flags: one more than the highest number of a flag that the rank waits for; 0: there is none.
+    """
+
+    ops: int
+    gemms: int
+    flags: int
+
+
+def size_of_rank(ops: Sequence[Op]) -> RankSize:
+    """The size of a rank with these ops."""
+    flags = [op.flag.number for op in ops if isinstance(op, Wait)]
+    return RankSize(len(ops), sum(isinstance(op, Gemm) for op in ops), 1 + max(flags, default=-1))
+
+
+class RowsOfOps(Sequence[tuple[Op, ...]]):
+    """The ops of each rank with other rows, made when they are asked for. It is equal to a tuple of the same ops.
 
     Args:
         original: the ops of a plan, by rank.
-        rows: the new row for each row of A and D that the plan's views have. It is strictly increasing.
+        rows: the new row for each row of A and D that the plan's views have.
         fixed: :func:`views_of_b` of the original ops.
 
     Attributes:
@@ -52,13 +73,13 @@ class ResizedOps(Sequence[tuple[Op, ...]]):
         """A view of the original plan with its new rows."""
         found = self._views.get(id(view))
         if found is None:
-            if id(view) in self._fixed:
-                found = view
-            else:
-                rank, buffer, slot, frame, box, pitch = view
-                found = View(rank, buffer, slot, self._box(frame), self._box(box), pitch)
+            found = view if id(view) in self._fixed else self._new(view)
             self._views[id(view)] = found
         return found
+
+    def _new(self, view: View) -> View:
+        rank, buffer, slot, frame, box, pitch = view
+        return View(rank, buffer, slot, self._box(frame), self._box(box), pitch)
 
     def _box(self, box: Box) -> Box:
         found = self._boxes.get(id(box))
@@ -67,17 +88,9 @@ class ResizedOps(Sequence[tuple[Op, ...]]):
             found = self._boxes[id(box)] = batch, (self.rows[top], self.rows[bottom]), columns
         return found
 
-    def _op(self, op: Op) -> Op:
-        view = self.view
-        if isinstance(op, Gemm):
-            sources, c = tuple(map(view, op.sources)), None if op.c is None else view(op.c)
-            return make_gemm(*_common(op), view(op.a), op.b, sources, c, view(op.out))
-        if isinstance(op, Copy) and op.operand != "B":
-            return make_copy(*_common(op), view(op.src), view(op.dst))
-        if isinstance(op, Reduce):
-            c = None if op.c is None else view(op.c)
-            return make_reduce(*_common(op), tuple(map(view, op.sources)), c, view(op.out))
-        return op
+    @abstractmethod
+    def _make(self, rank: int) -> tuple[Op, ...]:
+        """Make the ops of a rank."""
 
     def __len__(self) -> int:
         return len(self._original)
@@ -94,7 +107,7 @@ class ResizedOps(Sequence[tuple[Op, ...]]):
     def _of(self, rank: int) -> tuple[Op, ...]:
         found = self._ops[rank]
         if found is None:
-            found = self._ops[rank] = tuple(map(self._op, self._original[rank]))
+            found = self._ops[rank] = self._make(rank)
             self.made += len(found)
         return found
 
@@ -102,12 +115,31 @@ class ResizedOps(Sequence[tuple[Op, ...]]):
         return map(self._of, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, tuple | ResizedOps) and tuple(self) == tuple(other))
+        return self is other or (isinstance(other, tuple | RowsOfOps) and tuple(self) == tuple(other))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Op, ...], ...]]]:
         return tuple, (tuple(self),)
+
+
+class ResizedOps(RowsOfOps):
+    """The ops of each rank with other rows: different ones for different rows, in the same order."""
+
+    def _make(self, rank: int) -> tuple[Op, ...]:
+        return tuple(map(self._op, self._original[rank]))
+
+    def _op(self, op: Op) -> Op:
+        view = self.view
+        if isinstance(op, Gemm):
+            sources, c = tuple(map(view, op.sources)), None if op.c is None else view(op.c)
+            return make_gemm(*_common(op), view(op.a), op.b, sources, c, view(op.out))
+        if isinstance(op, Copy) and op.operand != "B":
+            return make_copy(*_common(op), view(op.src), view(op.dst))
+        if isinstance(op, Reduce):
+            c = None if op.c is None else view(op.c)
+            return make_reduce(*_common(op), tuple(map(view, op.sources)), c, view(op.out))
+        return op
 
 
 def _common(op: Op) -> tuple[object, ...]:

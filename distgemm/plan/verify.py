@@ -17,7 +17,7 @@ the next one. It also says how this module is tested.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -281,16 +281,36 @@ class _Memory:
     """What a slot or a shard of D holds.
 
     Attributes:
-        held: the pieces that can be read. All of them have one frame.
+        held: the pieces that can be read, by their boxes, which are disjoint. All of them have one frame.
         replaced: the ops that used the tile that the slot held before, with another frame. If a tile arrives in parts,
             each part must wait for these ops, because the bytes of a part may be anywhere in the old tile.
+        tiles: disjoint boxes. If all pieces have been some of them, another one overlaps no piece.
     """
 
-    __slots__ = ("held", "replaced")
+    __slots__ = ("_only_tiles", "held", "replaced", "tiles")
 
-    def __init__(self, held: list[_Piece]) -> None:
-        self.held = held
+    def __init__(self, tiles: Collection[Box] = ()) -> None:
+        self.held: dict[Box, _Piece] = {}
         self.replaced: list[Op] = []
+        self.tiles = tiles
+        self._only_tiles = True
+
+    @property
+    def first(self) -> _Piece:
+        """The piece that was written first."""
+        return next(iter(self.held.values()))
+
+    def add(self, piece: _Piece) -> None:
+        """Add a piece that overlaps no other one."""
+        self.held[piece.box] = piece
+        self._only_tiles = self._only_tiles and piece.box in self.tiles
+
+    def near(self, box: Box) -> list[_Piece]:
+        """The pieces that may overlap a box: if one has this box, no other one does."""
+        piece = self.held.get(box)
+        if piece is not None:
+            return [piece]
+        return [] if self._only_tiles and box in self.tiles else list(self.held.values())
 
     def replace(self, view: View, op: Op, ended: Callable[[Op], bool]) -> None:
         """Remove what ``op`` replaces when it writes ``view``.
@@ -298,24 +318,23 @@ class _Memory:
         Raises:
             PlanError: if an op that used a replaced part has not ``ended``.
         """
-        if self.held and self.held[0].frame != view.frame:
+        if self.held and self.first.frame != view.frame:
             # The op comes after everything that used the held tile, and so after what used the tile before that one.
-            self.replaced = [user for piece in self.held for user in piece.users()]
-            self.held = []
+            self.replaced = [user for piece in self.held.values() for user in piece.users()]
+            self.held = {}
         _check_ended(self.replaced, view, op, ended)
         if view.box == view.frame:
             # What is written into this frame later comes after this op.
             self.replaced = []
-        kept = []
-        for piece in self.held:
+        for piece in self.near(view.box):
             whole = piece.box == view.box
             if not whole and not overlaps(piece.box, view.box):
-                kept.append(piece)
                 continue
             _check_ended(piece.users(None if whole else view.box), view, op, ended)
+            del self.held[piece.box]
             if not whole:
-                kept += [piece.part(rest) for rest in _subtract(piece.box, view.box)]
-        self.held = kept
+                for rest in _subtract(piece.box, view.box):
+                    self.add(piece.part(rest))
 
 
 def _check_ended(users: list[Op], view: View, op: Op, ended: Callable[[Op], bool]) -> None:
@@ -335,8 +354,12 @@ class Evaluation:
     def __init__(self, plan: Plan, order: Order) -> None:
         self.plan, self.order = plan, order
         self.signals, self.waits = order.form.signals, order.form.waits
-        self.slots = [[_Memory([]) for _ in slots] for slots in plan.slots]
-        self.d = [_Memory([]) for _ in plan.rank_ops]
+        self.slots = [[_Memory() for _ in slots] for slots in plan.slots]
+        batches, rows, columns = (
+            [tile for tile in pairwise(plan.edges[mode]) if tile[0] < tile[1]] for mode in (3, 0, 1)
+        )
+        tiles = set(product(batches, rows, columns))
+        self.d = [_Memory(tiles) for _ in plan.rank_ops]
         # The writes to each slot, by rank and number of the slot, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
@@ -372,11 +395,11 @@ class Evaluation:
     def _end(self) -> None:
         """Check that every element of D holds all its contributions, so that every tile was multiplied."""
         for rank, memory in enumerate(self.d):
-            for piece in memory.held:
+            for piece in memory.held.values():
                 if piece.content != self.complete:
                     holds = f"D in {piece.box} holds {self._say(piece.content)} at the end of the replay"
                     raise fail(piece.writer, holds)
-            if sum(box_size(piece.box) for piece in memory.held) != box_size(self.plan.box("D", rank)):
+            if sum(map(box_size, memory.held)) != box_size(self.plan.box("D", rank)):
                 raise self._missing(rank)
 
     def _missing(self, rank: int) -> PlanError:
@@ -384,7 +407,7 @@ class Evaluation:
         shard = self.plan.box("D", rank)
 
         def lacks(box: Box) -> bool:
-            held = sum(box_size(_cut(piece.box, box)) for piece in self.d[rank].held if overlaps(piece.box, box))
+            held = sum(box_size(_cut(other, box)) for other in self.d[rank].held if overlaps(other, box))
             return overlaps(box, shard) and held != box_size(_cut(box, shard))
 
         rows, columns, _, batches = (
@@ -408,12 +431,13 @@ class Evaluation:
         """
         for (rank, slot), writes in self.written.items():
             memory = self.slots[rank][slot]
-            left, replaced = _Memory(memory.held), memory.replaced
+            left, replaced, frame = _Memory(), memory.replaced, memory.first.frame
+            left.held = dict(memory.held)
             for op, view in writes:
-                if view.frame == memory.held[0].frame:
+                if view.frame == frame:
                     _check_ended(replaced, view, op, partial(self.order.before_next, other=op))
                 left.replace(view, op, self._ended_before_next(op))
-                if view.frame != memory.held[0].frame or view.box == view.frame:
+                if view.frame != frame or view.box == view.frame:
                     replaced = []
                 if not (left.held or left.replaced or replaced):
                     break
@@ -525,10 +549,10 @@ class Evaluation:
         Raises:
             PlanError: if a writer does not happen before the read, or the view holds something else.
         """
-        held = self._memory(view).held
+        memory = self._memory(view)
         found = []
         size = 0
-        for piece in held:
+        for piece in memory.near(view.box):
             whole = piece.box == view.box
             if piece.frame != view.frame or not (whole or overlaps(piece.box, view.box)):
                 continue
@@ -544,10 +568,10 @@ class Evaluation:
             piece.readers.append((op, box))
             found.append(_Piece(view.frame, box, piece.content, piece.writer))
             size += box_size(box)
-        if not held:
+        if not memory.held:
             raise fail(op, f"reads {view}, which holds nothing")
         if size != box_size(view.box):
-            raise fail(op, f"reads {view}, which does not hold that tile{_by(held[0])}")
+            raise fail(op, f"reads {view}, which does not hold that tile{_by(memory.first)}")
         return found
 
     def _write(self, op: Op, view: View, content: Content) -> None:
@@ -559,8 +583,8 @@ class Evaluation:
         memory = self._memory(view)
         if view.buffer == "slot":
             self.written.setdefault((view.rank, view.slot), []).append((op, view))
-        if len(memory.held) == 1 and memory.held[0].is_for(op, view):
-            memory.held = []
+        if len(memory.held) == 1 and memory.first.is_for(op, view):
+            memory.held = {}
         elif memory.held:
 
             def ended(other: Op) -> bool:
@@ -575,7 +599,7 @@ class Evaluation:
                 piece.known, piece.flag = wait.id, wait.flag[:2]
             else:
                 piece.known = None
-        memory.held.append(piece)
+        memory.add(piece)
 
     def _memory(self, view: View) -> _Memory:
         return self.slots[view.rank][view.slot] if view.buffer == "slot" else self.d[view.rank]

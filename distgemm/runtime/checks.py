@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,8 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(backend.options._timeout.total_seconds())
 
 
+PLAN_FIELD = "digest of the plan"
+"""The field that stands for the ops of a plan."""
 DIGITS = 16
 """Hexadecimal digits of a plan's digest that an error shows."""
 
@@ -197,10 +199,12 @@ class Comparison(NamedTuple):
     Attributes:
         reports: of all ranks.
         difference: what differs between ranks, with the values; "": nothing does.
+        names: of the fields that differ.
     """
 
     reports: list[Report]
     difference: str
+    names: tuple[str, ...] = ()
 
 
 def differences(
@@ -225,12 +229,12 @@ def differences(
         return Comparison(reports, "")
     sizes = [int.from_bytes(size, "little") for size in _gather_bytes(len(text).to_bytes(8, "little"), group, at)]
     texts = _gather_bytes(text.ljust(max(sizes)), group, at)
-    return Comparison(reports, _difference([json.loads(each) for each in texts]))
+    return Comparison(reports, *_difference([json.loads(each) for each in texts]))
 
 
-def _difference(fields: Sequence[Mapping[str, str]]) -> str:
-    """In words, what differs between the fields of the ranks. All kinds of calls have "call"."""
-    found = []
+def _difference(fields: Sequence[Mapping[str, str]]) -> tuple[str, tuple[str, ...]]:
+    """What differs between the fields of the ranks, in words and by name. All kinds of calls have "call"."""
+    found = {}
     for name in fields[0]:
         if not all(name in each for each in fields):
             continue
@@ -239,8 +243,9 @@ def _difference(fields: Sequence[Mapping[str, str]]) -> str:
             ranks_of.setdefault(each[name], []).append(rank)
         if len(ranks_of) > 1:
             values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
-            found.append(f"{name}: {values}")
-    return f"the ranks of the group make different calls; {'; '.join(found)}. All ranks make the same call"
+            found[name] = f"{name}: {values}"
+    text = f"the ranks of the group make different calls; {'; '.join(found.values())}. All ranks make the same call"
+    return text, tuple(found)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -248,7 +253,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def compare(
-    fields: Fields, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
+    fields: Fields,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    problem: Exception | None = None,
+    exact: Mapping[str, Callable[[], object]] | None = None,
 ) -> list[Report]:
     """:func:`differences`, which raises.
 
@@ -257,6 +266,8 @@ def compare(
         group: as :func:`differences` takes it.
         device: as :func:`differences` takes it.
         problem: as :func:`differences` takes it.
+        exact: for fields that may differ between ranks that do the same, what they compare where no other field
+            differs.
 
     Raises:
         ValueError: on all ranks where something differs.
@@ -268,6 +279,9 @@ def compare(
 
     with failing(group, where, ()):
         found = differences(fields, group, device, problem)
+        if exact is not None and found.names and set(found.names) <= set(exact):
+            fields = {**fields, **{name: exact[name]() for name in found.names}}
+            found = differences(fields, group, device, problem)
     if found.difference:
         raise ValueError(found.difference) from problem
     return found.reports
@@ -275,7 +289,7 @@ def compare(
 
 def check_agreement(
     plan: Plan, arguments: str, group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
-) -> None:
+) -> str:
     """Compare the plans and arguments of all ranks. A collective call.
 
     Args:
@@ -285,18 +299,30 @@ def check_agreement(
         device: one that the group serves, of the same type on all ranks.
         problem: the error that was raised on this rank as it prepared the plan; None: there was none.
 
+    Returns:
+        A hash of what the ranks agree on. It is the same on all ranks.
+
     Raises:
         ValueError: on all ranks where plans or arguments differ.
         Exception: ``problem`` on the ranks that have one.
         PlanError: on all other ranks then.
     """
     call = f"the first call of {plan.schedule}"
-    reports = compare({"call": call, **plan_fields(plan), "arguments": arguments}, group, device, problem)
+    fields = {"call": call, **plan_fields(plan, plan.fingerprint), "arguments": arguments}
+    # A plan from a file and one that make_plan made may be equal and have different fingerprints.
+    exact = {PLAN_FIELD: lambda: plan.digest[:DIGITS]}
+    reports = compare(fields, group, device, problem, exact)
     raise_failures(reports, problem, PlanError, "cannot execute the plan")
+    return reports[0].payload.hex()
 
 
-def plan_fields(plan: Plan) -> dict[str, object]:
-    """What ranks compare of a plan."""
+def plan_fields(plan: Plan, plan_hash: str) -> dict[str, object]:
+    """What ranks compare of a plan.
+
+    Args:
+        plan: this rank's.
+        plan_hash: what stands for its ops.
+    """
     return {
         "schedule": plan.schedule,
         "number of ranks": plan.world_size,
@@ -304,7 +330,7 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "workspace": plan.workspace,
         "sync": plan.sync,
         "mechanism": plan.mechanism,
-        "digest of the plan": plan.digest[:DIGITS],
+        PLAN_FIELD: plan_hash[:DIGITS],
     }
 
 

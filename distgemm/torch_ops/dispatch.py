@@ -152,7 +152,7 @@ class CallRecord:
             return "unfused: a collective and one GEMM"
         if self.function == "gather":
             return None if self.provider == CALLER else "a gather alone: there is no GEMM"
-        if max(_gemms_of_ranks(self.plan)) == 1:
+        if max(size.gemms for size in self.plan.sizes) == 1:
             return "one GEMM on each rank: transfers come before or after it"
         if _in_lockstep(self.plan):
             return "a chain with one chunk: each GEMM waits for the sum of the GEMM before it"
@@ -197,12 +197,7 @@ def _in_lockstep(plan: Plan) -> bool:
             if any(op.iteration != user.iteration - 1 for op in gemms):
                 return False
             waiting += 1
-    return waiting > 0 and waiting == sum(count - 1 for count in _gemms_of_ranks(plan) if count)
-
-
-def _gemms_of_ranks(plan: Plan) -> list[int]:
-    """The number of GEMMs of each rank."""
-    return [sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops]
+    return waiting > 0 and waiting == sum(size.gemms - 1 for size in plan.sizes if size.gemms)
 
 
 @dataclass
@@ -350,13 +345,7 @@ def _has_rows(rows: int, columns: int, row_stride: int, column_stride: int) -> b
 
 def size_of(plan: Plan) -> int:
     """Bytes of host memory that one rank's executable of a plan takes, estimated and the same on all ranks."""
-    return EXECUTABLE_BYTES + OP_BYTES * most_ops(plan)
-
-
-@once_for_structure
-def most_ops(plan: Plan) -> int:
-    """The most ops of a rank."""
-    return max(map(len, plan.rank_ops))
+    return EXECUTABLE_BYTES + OP_BYTES * max(size.ops for size in plan.sizes)
 
 
 class KeptCalls(dict[Any, PreparedCall]):

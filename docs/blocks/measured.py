@@ -150,10 +150,13 @@ def planning(file: str) -> str:
     found = sorted(read(file)["rows"], key=lambda row: row["world_size"])
     rows = [
         [f"`{row['schedule']}`", "x".join(map(str, row["mesh"])), str(row["ops"])]
-        + [f"{row[key]:.1f}" for key in ("plan_ms", "verify_ms", "new_m_ms")]
+        + [
+            "-" if row.get(key) is None else f"{row[key]:.1f}"
+            for key in ("plan_ms", "verify_ms", "new_m_ms", "few_rows_ms")
+        ]
         for row in found
     ]
-    return rows_of("schedule | ranks | ops | make_plan, ms | verify, ms | new m, ms", rows)
+    return rows_of("schedule | ranks | ops | make_plan, ms | verify, ms | new m, ms | few rows, ms", rows)
 
 
 @table

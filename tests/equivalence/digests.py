@@ -233,7 +233,7 @@ class Flattener:
                 self._add_fields(value, "", fields, lines)
                 self.known[key] = value, lines
             found += [at + line for line in self.known[key][1]]
-        elif cls in (tuple, list):
+        elif isinstance(value, Sequence):
             before = len(found)
             for index, each in enumerate(value):
                 before = len(found)

@@ -30,6 +30,7 @@ CHECKS: dict[int, list[Any]] = {
     ],
     3: [
         (worker.different_plans, (1,)),
+        (worker.equal_plans, (1,)),
         (worker.unexecutable_on_one, ()),
         (worker.variants, ()),
         (worker.deleted_copies, ()),
@@ -45,8 +46,8 @@ def results(ranks: int) -> list[dict[str, Any]]:
     return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", NUMBER)
+# Other tests launch 3 ranks, too.
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.sample(0)) for ranks in (1, 2, 4, 6))])
 def test_every_schedule_equals_numpy(ranks: int) -> None:
     cases = worker.cases(ranks, NUMBER[ranks])
     assert {case.schedule for case in cases} >= {
@@ -60,6 +61,7 @@ def test_a_one_shot_all_reduce_has_the_same_bits_on_all_ranks(ranks: int) -> Non
     assert [found["one_shot_bits"] for found in results(ranks)] == [[]] * ranks
 
 
+@pytest.mark.sample(0)
 def test_two_tensor_parallel_groups_of_three_run_at_once_on_unequal_tokens() -> None:
     assert [found["subgroups"] for found in results(6)] == [[]] * 6
 
@@ -73,6 +75,10 @@ def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:
         usual = "all_gather_1d_tiling_cd_rotating_a on ranks 0, 2"
         assert f"schedule: {usual}, all_gather_1d_ring_a on rank 1;" in schedules
         assert "number of ranks: 3 on ranks 0, 2, 4 on rank 1;" in ranks and "schedule: " not in ops
+
+
+def test_equal_plans_of_other_origin_run_together() -> None:
+    assert [found["equal_plans"] for found in results(3)] == [[True] * 3] * 3
 
 
 def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:

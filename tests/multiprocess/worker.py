@@ -228,6 +228,22 @@ def different_plans(odd: int) -> list[str]:
     return found
 
 
+def equal_plans(odd: int) -> list[bool]:
+    """Rank ``odd`` comes with a plan from a file, which has another fingerprint; the others leave out empty tiles.
+
+    Whether the fingerprints differ, and whether two calls are right.
+    """
+    made = distgemm.make_plan(_problem(m=2), "ag+gemm", dist.get_world_size(), chunks=4)
+    read = distgemm.Plan.from_json(made.to_json())
+    executable = CollectiveExecutable(read if dist.get_rank() == odd else made)
+    found = [made == read and made.fingerprint != read.fingerprint]
+    for seed in range(2):
+        data = Data(made, seed)
+        a, b, _ = data.shards(device_of_rank())
+        found.append(np.array_equal(executable(a, b).double().cpu().numpy(), data.expected(1, 0)))
+    return found
+
+
 def unexecutable_on_one() -> str:
     """A plan that all ranks share, in which nobody writes one tile of the last rank's D."""
     ranks = dist.get_world_size()

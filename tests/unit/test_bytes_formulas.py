@@ -162,6 +162,7 @@ def test_every_schedule_has_a_formula_and_every_formula_a_schedule():
     assert sorted(formulas()["schedules"]) == distgemm.list_schedules()
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("partial", [None, "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", distgemm.list_schedules())
@@ -183,6 +184,7 @@ def test_element_types_and_batches(name: str):
     compare(name, mesh, options, "padded", dtype="float64", partial_dtype="float32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("partial", [None, "float32"])
 def test_bounded_is_at_most_full(partial: str | None):
     for name, mesh, options in cases():
@@ -227,6 +229,7 @@ def test_every_nested_reduction_has_a_formula():
     assert list(formulas()["nested_reductions"]) == NESTED
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("shape", "partial"), [("aligned", None), ("padded", "float32"), ("padded", None)])
 @pytest.mark.parametrize(("row", "across", "inside"), nested())
 def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str, shape: str, partial: str | None):
@@ -244,6 +247,7 @@ def test_nested_reductions_equal_the_formulas(row: str, across: str, inside: str
         compare_workspace(plan, workspace, waiting[""], symbols | sizes(problem, scheduler.grid, 16), where)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("partial", [None, "float32"])
 def test_nested_all_reduces_add_the_final_copies(partial: str | None):
     formula = formulas()["nested_all_reduce"]

@@ -59,6 +59,7 @@ def run_fused(
 # --- a kernel for each GEMM -----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("queues", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
 def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, recorded: list[Task]) -> None:
@@ -274,6 +275,7 @@ def test_sums_of_another_dtype_than_d_are_refused_where_d_is_added_to(recorded: 
 GATHERED = [*GATHERS, "all_gather_1d_pairwise_xor_a", GATHER_B, "tensor_parallel_2d_nested"]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("schedule", "mechanism", "queues"),
     [
@@ -407,6 +409,7 @@ def test_a_kernel_that_sends_shards_is_right_in_every_order(
     run_where_some_are_refused(every * 8, transports, check, order, recorded, monkeypatch)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("queues", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [*ALL_REDUCES, PAIRWISE_ALL_REDUCE])

@@ -47,6 +47,7 @@ def random_problem(rng: random.Random, **fixed: object) -> distgemm.GemmProblem:
     )
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("beta", [0.0, 3.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_numpy_on_ragged_shapes_in_every_sampled_order(name: str, beta: float):

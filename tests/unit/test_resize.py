@@ -17,6 +17,7 @@ from distgemm import GemmProblem, make_plan
 from distgemm.plan import derive
 from distgemm.plan.ops import Gemm, accesses
 from distgemm.plan.resize import ResizedOps
+from distgemm.plan.restrict import RestrictedOps
 from distgemm.schedulers import Hop, get_schedule, list_schedules, schedule_mesh_rank, schedule_options
 
 MESHES = {1: [(1,), (2,), (3,), (4,), (5,), (8,)], 2: [(2, 2), (2, 3), (1, 4)], 3: [(2, 2, 2), (1, 2, 3)]}
@@ -72,9 +73,93 @@ def test_the_structure_of_another_plan_gives_the_derived_plan(seed: int) -> None
             resized += isinstance(plan.rank_ops, ResizedOps)
             assert plan.digest == derived.digest  # before its ops are made
             assert plan == derived and hash(plan) == hash(derived), (name, problem, options)
-            assert plan.to_json() == derived.to_json()
+            assert plan.to_json() == derived.to_json() and plan.sizes == derived.sizes
             assert distgemm.Plan.from_json(plan.to_json()).digest == plan.digest
     assert resized > 0
+
+
+AUTO = [
+    ("all_gather_1d_tiling_cd_rotating_a", {}),
+    ("all_gather_1d_ring_a", {}),
+    (RING, {}),
+    ("reduce_scatter_1d_pairwise_a", {}),
+    (PAIRWISE, {"sync": "barrier"}),
+    ("all_reduce_1d_one_shot_a", {}),
+]
+"""Schedules that "auto" takes, and a ring."""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "options"), AUTO)
+def test_without_empty_tiles_a_plan_is_the_derived_plan(name: str, options: dict[str, Any]) -> None:
+    """One plan is derived. All others leave out its empty tiles, or change its rows."""
+    scheduler = get_schedule(name, 8, chunks=4)
+    # An extent of K that leaves ranks without work, and partial sums of another type, which wait in slots of their own.
+    rest: dict[str, Any] = {"n": 9, "k": 17, "partial_dtype": "float32", **options}
+    sync = rest.pop("sync", "credit")
+    rows = [*range(1, 65), 95, 96, 97, 1023, 1024, 1025]
+    derived = {m: derive._derive(GemmProblem(m, **rest), scheduler, "full", sync, "push", 2).plan for m in rows}
+    derive.forget_plans()
+    calls, restricted = [], 0
+
+    def note(*args: Any) -> Any:
+        calls.append(args)
+        return make(*args)
+
+    make = derive._derive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(derive, "_derive", note)
+        for m in rows:
+            plan = make_plan(GemmProblem(m, **rest), scheduler, sync=sync)
+            if isinstance(plan.rank_ops, RestrictedOps):
+                assert plan.sizes == derived[m].sizes and plan.fingerprint and not plan.rank_ops.made
+                restricted += 1
+            assert plan == derived[m], m
+            assert plan.digest == derived[m].digest and plan.sizes == derived[m].sizes
+    assert len(calls) == 1 and restricted > 2
+    plan.verify()
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "mechanism"),
+    [
+        ("all_gather_1d_tiling_cd_rotating_a", 1, "pull"),  # GEMMs wait for the GEMM before them
+        ("all_gather_1d_bidirectional_split_a", 3, "push"),  # halves of tiles move
+        ("all_gather_1d_tiling_cd_rotating_b", 3, "push"),  # tiles of B move for all tiles of M
+    ],
+)
+def test_tiles_that_depend_on_each_other_are_not_left_out(name: str, chunks: int, mechanism: Any) -> None:
+    scheduler = get_schedule(name, 4, chunks=chunks)
+    derive.forget_plans()
+    for m in range(1, 30):
+        problem = GemmProblem(m, 9, 17)
+        derived = derive._derive(problem, scheduler, "full", "credit", mechanism, 2).plan
+        assert make_plan(problem, scheduler, mechanism=mechanism) == derived, m
+
+
+def test_fingerprints_do_not_depend_on_earlier_plans() -> None:
+    """They differ between plans, and are digests where none of 16 tiles is empty."""
+    rows, found = [1, 2, 3, 5, 9, 17, 40, 41, 300], []
+    for order in (rows, rows[::-1], rows[4:] + rows[:4]):
+        derive.forget_plans()
+        plans = {m: of_rows(m, chunks=4) for m in order}
+        found.append({m: plan.fingerprint for m, plan in plans.items()})
+        for m, plan in plans.items():
+            assert (plan.fingerprint == plan.digest) == (len(set(plan.edges[0])) == 17), m
+    assert found[0] == found[1] == found[2] and len(set(found[0].values())) == len(rows)
+    alike = [of_rows(9, chunks=4, **options) for options in ({}, {"send_slots": 3}, {"sync": "barrier"})]
+    alike.append(make_plan(GemmProblem(9, 64, 64, m_per_rank=(3, 3, 3, 0)), RING, 4, chunks=4))
+    assert alike[3].edges == alike[0].edges and len({plan.fingerprint for plan in alike}) == 4
+
+
+def test_a_rank_that_waits_for_fewer_tiles_has_fewer_flags_and_slots() -> None:
+    derive.forget_plans()
+    whole, plan = of_rows(256, chunks=4), of_rows(9, chunks=4)
+    assert isinstance(plan.rank_ops, RestrictedOps) and plan.structure is plan
+    for rank, (before, after) in enumerate(zip(whole.sizes, plan.sizes, strict=True)):
+        assert all(map(int.__lt__, after, before))
+        assert len(plan.slots[rank]) < len(whole.slots[rank])
+    plan.verify()
 
 
 def of_rows(m: int, name: str = RING, **options: Any) -> distgemm.Plan:

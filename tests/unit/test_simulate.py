@@ -248,6 +248,7 @@ def latency(machine: Machine, op: Op) -> float:
     return 0.0 if link is None else machine.link(*link).latency
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", ONE_D)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_conservation(name: str, size: int) -> None:
@@ -513,6 +514,7 @@ MECHANISMS = ("push", "pull", "store")
 SCATTERS = [name for name in ONE_D if "reduce_scatter" in name]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("name", ONE_D)
 def test_every_mechanism(name: str, mechanism: str) -> None:
@@ -885,6 +887,7 @@ def test_summary() -> None:
         assert part in text
 
 
+@pytest.mark.sample(0)  # 8 s
 def test_out_of_step_is_said() -> None:
     plans = [make_plan(PROBLEM, "reduce_scatter_1d_pairwise_a", 72, sync=sync) for sync in ("credit", "barrier")]
     slow = dataclasses.replace(H200, entry=16.0)  # to begin

@@ -59,7 +59,7 @@ def group_of(config: TunedConfig, problem: GemmProblem, ranks: int) -> str:
     return "fused_alone" if len({action.stream for action in actions}) == 1 else "fused_with_copies"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_best_predictions_and_the_unfused_programs_are_measured(ranks: int) -> None:
     reduced: list[tuple[Pattern, GemmProblem]] = [("gemm+ar", each) for pattern, each in LAYERS if pattern == "gemm+rs"]

@@ -76,7 +76,9 @@ class CollectiveExecutable:
             self._prepare(served)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        check_agreement(plan, "", self.group, self.device if self.device.type == usual.type else usual, problem)
+        at = self.device if self.device.type == usual.type else usual
+        agreed = check_agreement(plan, "", self.group, at, problem)
+        self._fields = {"call": f"a call of {plan.schedule}", **plan_fields(plan, agreed)}
 
     def _prepare(self, served: dict[str, str]) -> None:
         plan, device = self.plan, self.device
@@ -93,7 +95,6 @@ class CollectiveExecutable:
             raise ValueError(f"the group sends from {named}; for {device} it takes gloo (CPU) or nccl (CUDA)")
         self._multiplies_all_of_a = multiplies_all_of_a(plan, self.rank)
         self._compares = device.type == "cpu"
-        self._fields = {"call": f"a call of {plan.schedule}", **plan_fields(plan)}
         barrier = Synchronize(device if backend == "nccl" else None)
         self.program = Program.of(plan, self.rank, device, barrier)
         self.memory = Memory(plan, self.rank, memory_of(self.group, device))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
-from distgemm.plan.plan import Plan, PlanError, once_for_structure
+from distgemm.plan.plan import Plan, PlanError
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
 from distgemm.runtime.cuda.lowering.merge_copies import merge_copies
 from distgemm.runtime.cuda.lowering.single_kernel import flags_of, fuse_gemms
@@ -81,14 +81,8 @@ def most_flags(plan: Plan, config: ExecutionConfig) -> int:
     if sliced_transport(plan, config.transport):
         flags *= max_slices(config.transport)
     if config.single_kernel:  # one for each result that copies on streams wait for
-        flags += _most_gemms(plan)
+        flags += max(size.gemms for size in plan.sizes)
     return flags
-
-
-@once_for_structure
-def _most_gemms(plan: Plan) -> int:
-    """The most GEMMs of a rank."""
-    return max(sum(isinstance(op, Gemm) for op in ops) for ops in plan.rank_ops)
 
 
 # --- the entry ------------------------------------------------------------------------------------------

@@ -84,10 +84,9 @@ def fuse_gemms(
     return kept, Action(GEMM_STREAM, tuple(gemms), (0,) if writes_peers else (), kernel=kernel)
 
 
-@once_for_structure
 def flags_of(plan: Plan) -> int:
     """How many flags each rank has in a plan."""
-    return 1 + max((op.flag.number for ops in plan.rank_ops for op in ops if isinstance(op, Wait)), default=-1)
+    return max(size.flags for size in plan.sizes)
 
 
 def moving(gemms: Sequence[Gemm]) -> Moving:
