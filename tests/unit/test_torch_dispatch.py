@@ -241,7 +241,8 @@ def test_a_gather_measures_and_compiles_no_gemm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "make", lambda *args: prepared(SimpleNamespace(plan=plan, gathers=args[-1]), ()))
     arguments = ("ag+gemm", problem, "tp", torch.device("cpu"), "auto", None, False)
     for _ in range(2):
-        assert [dispatch.prepare(*arguments, each).executable.gathers for each in (False, True)] == [False, True]
+        found = [dispatch.prepare(*arguments, caller_multiplies=each) for each in (False, True)]
+        assert [each.executable.gathers for each in found] == [False, True]
 
 
 def test_a_tuned_configuration_is_compiled_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
