@@ -35,7 +35,6 @@ def warmup_command(
     tp: TensorParallel = 8,
     ranks: RanksOfLayers = None,
     dtype: Dtype = "bfloat16",
-    bias: Annotated[bool, typer.Option("--bias", help="The layers have a bias.")] = False,
     scope: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +69,7 @@ def warmup_command(
             need
             for case in found
             for need in layer_needs(
-                Layer(case.layer, case.pattern, case.n, case.k), case.pattern, case.m, case.dtype, group, [bias]
+                Layer(case.layer, case.pattern, case.n, case.k), case.pattern, case.m, case.dtype, group
             )
         ]
     arch = arch_of_gpu()

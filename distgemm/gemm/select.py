@@ -98,12 +98,14 @@ def order(spec: GemmSpec, configs: list[GemmConfig], streams: int = 1, count: in
 
 
 def key_of(spec: GemmSpec, streams: int = 1) -> str:
-    """The key of a measured configuration: extents, types, majors, terms, and the number of streams."""
+    """The key of a measured configuration: extents, types, majors, terms, and the number of streams.
+
+    A bias is not part of it: calls with and without one share a kernel.
+    """
     majors = "".join("r" if matrix.row_major else "c" for matrix in (spec.a, spec.b))
     terms = [
         f"{name}:{matrix.dtype}" for name, matrix in (("c", spec.c), ("partial", spec.partial)) if matrix is not None
     ]
-    terms += [f"bias:{spec.bias}"] if spec.bias else []
     terms += [f"{name}:{mode}" for name, mode in (("a", spec.scale_a), ("b", spec.scale_b)) if mode == "row"]
     terms += [f"streams:{streams}"] if streams > 1 else []
     return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])

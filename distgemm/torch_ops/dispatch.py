@@ -417,7 +417,7 @@ def prepare(
     if recording():
         if caller_multiplies:
             raise RuntimeError("a model that calls distgemm.gather cannot be recorded: there are no chunks to hand out")
-        terms = (schedule, chunks, biased, turned_b)
+        terms = (schedule, chunks, turned_b)
         note_need(Need(pattern, problem, group.size(), *terms, device.type, dist.get_rank(group)))
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
@@ -444,7 +444,7 @@ def prepare(
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks, biased, turned_b, caller_multiplies)
+        found = make(pattern, problem, group, device, schedule, chunks, turned_b, caller_multiplies)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -457,7 +457,6 @@ def make(
     device: torch.device,
     schedule: str,
     chunks: int | None,
-    biased: bool = False,
     turned_b: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
@@ -466,7 +465,7 @@ def make(
 
     of_group = GroupRef(group)
     if schedule == "auto" and chunks is None and device.type == "cuda" and not caller_multiplies:
-        measured = tune.executable(problem, pattern, group, device=device, bias=biased, turned_b=turned_b)
+        measured = tune.executable(problem, pattern, group, device=device, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
@@ -487,7 +486,7 @@ def make(
         if execution != ExecutionConfig():
             raise ValueError(f"gather: {', '.join(EXECUTION_FIELDS)} are options of GEMMs, got {execution}")
         execution = GATHERS
-    executable = executable_of(plan, group, device, execution, biased, turned_b)
+    executable = executable_of(plan, group, device, execution, turned_b)
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
@@ -518,7 +517,6 @@ def executable_of(
     group: dist.ProcessGroup,
     device: torch.device,
     execution: ExecutionConfig,
-    biased: bool = False,
     turned_b: bool = False,
 ) -> Executable:
     """This rank's executable of a plan for tensors on a device. A collective call.
@@ -529,7 +527,7 @@ def executable_of(
     if device.type == "cuda":
         from distgemm.runtime.cuda import compile_plan  # needs the GPU code, as in make
 
-        return compile_plan(plan, execution, group=group, device=device, bias=biased, turned_b=turned_b)
+        return compile_plan(plan, execution, group=group, device=device, turned_b=turned_b)
     if execution != ExecutionConfig():
         raise ValueError(f"{', '.join(EXECUTION_FIELDS)} are options for GPUs, got {execution} for tensors on {device}")
     return CollectiveExecutable(plan, group, device)

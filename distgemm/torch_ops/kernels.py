@@ -28,10 +28,8 @@ PACKED_TOKENS = (64, 512, 2048, 8192, 16384)
 """Numbers of ranks and of tokens for which kernels are listed."""
 
 
-def layer_needs(
-    layer: Layer, pattern: Pattern, tokens: int, dtype: str, group: dist.ProcessGroup, biases: Sequence[bool]
-) -> list[Need]:
-    """What a linear layer needs in a forward and a backward pass.
+def layer_needs(layer: Layer, pattern: Pattern, tokens: int, dtype: str, group: dist.ProcessGroup) -> list[Need]:
+    """What a linear layer needs in a forward and a backward pass, with a bias or without.
 
     The ops themselves say it: they are called with tensors that have no values.
 
@@ -41,7 +39,6 @@ def layer_needs(
         tokens: tokens of all ranks.
         dtype: element type.
         group: the ranks that share the layer.
-        biases: whether the layer has a bias; several values: both kinds of layer.
 
     Raises:
         ValueError: for a type that layers do not have, and if the ranks cannot share tokens or layer evenly.
@@ -56,21 +53,16 @@ def layer_needs(
         return torch.empty(rows, columns, dtype=TORCH_DTYPES[dtype], device="meta", requires_grad=True)
 
     with record_needs() as found:
-        for biased in biases:
-            bias = matrix(1, layer.n // (ranks if pattern == "ag+gemm" else 1))[0] if biased else None
-            if pattern == "ag+gemm":
-                a, b = matrix(tokens // ranks, layer.k), matrix(layer.n // ranks, layer.k)
-                given = [] if bias is None else [bias]
-                (d,) = library.all_gather_matmul(
-                    a, [b], given, [biased], name, "auto", None, None, None, False, "forward"
-                )
-            elif pattern == "gemm+rs":
-                a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
-                d = library.matmul_reduce_scatter(a, b, bias, name, "auto", None, None, None)
-            else:
-                a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
-                d = library.matmul_all_reduce(a, b, bias, name, "auto", None, None)
-            d.sum().backward()
+        if pattern == "ag+gemm":
+            a, b = matrix(tokens // ranks, layer.k), matrix(layer.n // ranks, layer.k)
+            (d,) = library.all_gather_matmul(a, [b], [], [False], name, "auto", None, None, None, False, "forward")
+        elif pattern == "gemm+rs":
+            a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
+            d = library.matmul_reduce_scatter(a, b, None, name, "auto", None, None, None)
+        else:
+            a, b = matrix(tokens, layer.k // ranks), matrix(layer.n, layer.k // ranks)
+            d = library.matmul_all_reduce(a, b, None, name, "auto", None, None)
+        d.sum().backward()
     return list(found)
 
 
@@ -78,7 +70,7 @@ def kernel_sources(dtypes: Sequence[str], scope: Scope) -> list[KernelSource]:
     """The sources of all kernels that tensor-parallel layers can ask for, forward and backward, each once.
 
     They are for the layers of :data:`distgemm.measure.models.MODELS` and each of ``PACKED_RANKS`` and
-    ``PACKED_TOKENS``, with and without a bias, on the GPU that :func:`distgemm.gemm.target.compiling_for` names.
+    ``PACKED_TOKENS``, on the GPU that :func:`distgemm.gemm.target.compiling_for` names.
     Kernels with all tiles do not depend on extents, so with "tiles" one model and one number of tokens stand for all.
 
     Args:
@@ -97,7 +89,7 @@ def kernel_sources(dtypes: Sequence[str], scope: Scope) -> list[KernelSource]:
             for model, dtype, m in product(models, dtypes, tokens):
                 for layer in model.layers:
                     for pattern in layer.patterns:
-                        needs |= dict.fromkeys(layer_needs(layer, pattern, m, dtype, group, biases=(False, True)))
+                        needs |= dict.fromkeys(layer_needs(layer, pattern, m, dtype, group))
         found |= dict.fromkeys(sources_for(needs, scope))
     return list(found)
 
@@ -135,7 +127,7 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> list[KernelSource]:
         if need.device not in ("cuda", "meta"):
             continue  # CPUs need no kernels
         pattern, ranks = need.pattern, need.ranks
-        terms: dict[str, Any] = {"rank": need.rank, "bias": need.biased, "turned_b": need.turned_b}
+        terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
         if need.schedule == "auto" and need.chunks is None:
             configs = configs_of(need.problem, pattern, ranks, scope)
             if scope == "measured":  # a search measures at other rows

@@ -22,7 +22,6 @@ class Need:
         ranks: number of ranks.
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
-        biased: whether it has a bias.
         turned_b: whether columns of B are contiguous, and not its rows, as in a backward pass.
         device: type of the tensors' device.
         rank: this rank in the group.
@@ -33,7 +32,6 @@ class Need:
     ranks: int
     schedule: str = "auto"
     chunks: int | None = None
-    biased: bool = False
     turned_b: bool = False
     device: str = "cuda"
     rank: int = 0

@@ -63,7 +63,6 @@ def sources_of(
     configs: Sequence[TunedConfig],
     *,
     rank: int = 0,
-    bias: bool = False,
     turned_b: bool = False,
     tiles: bool = False,
 ) -> list[KernelSource]:
@@ -75,7 +74,6 @@ def sources_of(
         world_size: number of ranks.
         configs: the configurations. The unfused program needs no kernels.
         rank: the rank.
-        bias: whether calls have a bias.
         turned_b: whether columns of B are contiguous, and not its rows.
         tiles: whether the kernels are listed with all tiles that :func:`distgemm.tune.tune` tries, too.
     """
@@ -84,18 +82,16 @@ def sources_of(
         if config.method == "plan":
             plan = config.plan(problem, world_size)
             binder = Binder(plan, rank, torch.device("cuda", 0), config.execution, fallback=True)
-            found |= dict.fromkeys(binder.sources(bias=bias, turned_b=turned_b))
+            found |= dict.fromkeys(binder.sources(turned_b=turned_b))
             if tiles and binder.provider == "cutlass":
-                found |= dict.fromkeys(_with_all_tiles(binder, config, pattern, bias, turned_b))
+                found |= dict.fromkeys(_with_all_tiles(binder, config, pattern, turned_b))
     return list(found)
 
 
-def _with_all_tiles(
-    binder: Binder, config: TunedConfig, pattern: Pattern, bias: bool, turned_b: bool
-) -> Iterator[KernelSource]:
+def _with_all_tiles(binder: Binder, config: TunedConfig, pattern: Pattern, turned_b: bool) -> Iterator[KernelSource]:
     provider = providers()["cutlass"]
     fused = with_other_tiles(binder.plan, config, pattern) if config.execution.single_kernel else []
-    for spec, kind in binder.kernels(bias=bias, turned_b=turned_b):
+    for spec, kind in binder.kernels(turned_b=turned_b):
         if config.execution.single_kernel:
             tiles = [GemmConfig.parse(str(each.execution.config)) for each in fused]
         else:

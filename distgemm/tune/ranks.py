@@ -91,7 +91,7 @@ def make(
         config: the configuration, the same on all ranks.
         group: the ranks that take part.
         device: this rank's device.
-        **options: ``timeout``, ``on_timeout``, ``bias`` and ``turned_b`` of :func:`compile_plan`, for a plan.
+        **options: ``timeout``, ``on_timeout`` and ``turned_b`` of :func:`compile_plan`, for a plan.
 
     Raises:
         ValueError: on all ranks, if the configuration does not execute the problem.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import replace
-from typing import Any
+from itertools import product as combinations
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.cutlass import ELEMENTS, Arguments, CutlassProvider, kernel_source
+from distgemm.gemm.cutlass import ELEMENTS, Arguments, CutlassProvider, KernelKind, kernel_source
+from distgemm.gemm.select import key_of
 from distgemm.gemm.sums import sum_source_of
 from distgemm.gemm.tiles import TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
@@ -292,6 +294,29 @@ def test_terms_that_tma_does_not_load_share_a_kernel() -> None:
     assert len({tuple(macros(product).items()) for product in sources}) == 1
     f32 = replace(D, dtype="float32")
     assert macros(spec(c=f32)) == macros(spec(partial=f32, c=D))
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("arch", ["90a", "80"])
+def test_a_bias_of_the_type_of_d_changes_no_kernel(dtype: str, arch: str) -> None:
+    """Nor does it change the selection: kernels are compiled ahead without knowing whether calls have a bias."""
+    provider, compared = CutlassProvider(arch), 0
+    d = spec(dtype).d
+    results = [d, replace(d, dtype="float32"), replace(d, alignment=8)]
+    for majors, result, partial, c in combinations(MAJORS, results, (False, True), (False, True)):
+        terms = {"d": result, "partial": result if partial else None, "c": result if c else None}
+        without = spec(dtype, majors=majors, **terms)
+        biased = replace(without, bias=result.dtype)
+        assert key_of(without) == key_of(biased)
+        for streams in (1, 2):
+            configs = provider.configs(without, streams)
+            assert provider.configs(biased, streams) == configs
+        for one, kind in combinations(configs, get_args(KernelKind)):
+            for each in {one, replace(one, epilogue="direct")}:
+                assert provider.supports(biased, each) == provider.supports(without, each)
+                assert kernel_source(biased, each, arch, kind) == kernel_source(without, each, arch, kind)
+                compared += 1
+    assert compared or (dtype, arch) == ("float8_e4m3fn", "80")
 
 
 def test_other_types_sources_and_tiles_are_other_kernels() -> None:

@@ -24,7 +24,7 @@ from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.executable import agree_on_kernels, describe_kernels
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.runtime.launch import launch
-from tests.unit.test_gemm_kernel_cache import Nvcc, nvcc
+from tests.unit.test_gemm_kernel_cache import AT_ONCE, Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture
 HOPPER = CutlassProvider("90a")
@@ -40,6 +40,7 @@ SHAPES = [spec(*shape) for shape in ((8192, 7168, 8192), (4096, 4096, 4096), (10
 @pytest.fixture(autouse=True)
 def nothing_recorded(nvcc: Nvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache, no measured configurations, and no group that has agreed."""
+    nvcc.set(AT_ONCE)
     monkeypatch.setattr(CACHE, "shipped", tmp_path / "shipped")
     monkeypatch.setattr(select, "_AGREED", None)
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
@@ -163,16 +164,15 @@ def test_the_choices_of_a_plan_are_those_of_its_sources(execution: dict[str, Any
     """Kernels of other choices come into the sources as soon as they are there."""
     plan = distgemm.make_plan(GemmProblem(8192, 8192, 4096), "gemm+rs", 2, chunks=2, sync="barrier")
     binder = Binder(plan, 0, torch.device("cuda", 0), ExecutionConfig(provider="cutlass", **execution))
-    terms = {"bias": True, "turned_b": True}
-    choices = binder.choices(**terms)
-    multiply = {source for source in binder.sources(**terms) if source.file == "gemm.cu"}
+    choices = binder.choices(turned_b=True)
+    multiply = {source for source in binder.sources(turned_b=True) if source.file == "gemm.cu"}
     assert multiply == {choice[0] for choice in choices} and any(len(choice) > 1 for choice in choices)
     build([choice[-1] for choice in choices], progress=False)
-    sources = binder.sources(**terms)
+    sources = binder.sources(turned_b=True)
     assert {choice[-1] for choice in choices} & set(sources) and not multiply & set(sources)
     named = replace(binder.execution, config="128x128x64_2x1_pingpong")
     with_config = Binder(plan, 0, torch.device("cuda", 0), named)
-    assert all(len(choice) == 1 for choice in with_config.choices(**terms))
+    assert all(len(choice) == 1 for choice in with_config.choices(turned_b=True))
 
     build(sources, progress=False)
     text = describe_kernels(sources, choices)

@@ -59,8 +59,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
 @pytest.mark.sample(2)
 def test_other_calls(group: Any, gpu: str, layer: Layer, tokens: int, listed: set[KernelSource]) -> None:
     """Whatever a shape selects and measures is in the list, also shapes for which it was not made."""
-    needs = kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group, (False, True))
-    assert {(need.biased, need.turned_b) for need in needs} == {(False, False), (True, False), (False, True)}
+    needs = kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group)
+    assert {need.turned_b for need in needs} == {False, True}
     with compiling_for("90a", gpu):
         found = set(kernels.sources_for(needs, "measured"))
     assert found and found <= listed
@@ -77,7 +77,7 @@ def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
             plan = config.plan(problem, 4)
             if config.execution.single_kernel:
                 others = with_other_tiles(plan, config, "gemm+rs")
-                asked |= {*kernels.sources_of(problem, "gemm+rs", 4, others[:3], bias=True)}
+                asked |= {*kernels.sources_of(problem, "gemm+rs", 4, others[:3])}
             for spec in specs_of(plan):
                 tiles = gemm_tuning.candidates(provider, spec, config.execution.gemm_streams)
                 asked |= {kernel_source(spec, tile, provider.arch) for tile in tiles}
@@ -106,7 +106,7 @@ def test_not_beside_a_process_group() -> None:
 @pytest.mark.parametrize(("layer", "tokens"), [(Layer("", "ag+gemm", 66, 64), 8), (Layer("", "gemm+rs", 64, 64), 6)])
 def test_layers_that_ranks_cannot_share(group: Any, layer: Layer, tokens: int) -> None:
     with pytest.raises(ValueError, match="4 ranks cannot share"):
-        kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group, (False,))
+        kernels.layer_needs(layer, layer.pattern, tokens, "bfloat16", group)
 
 
 # --- needs ----------------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ def test_needs_are_what_runs(pattern: str, biased: bool, keep: bool, monkeypatch
     asked, prepare = {}, library.prepare
 
     def noted(pattern: Any, problem: GemmProblem, group: str, at: Any, *rest: Any) -> Any:
-        asked[Need(pattern, problem, 1, *rest, at.type)] = None
+        schedule, chunks, _, *majors = rest  # whether there is a bias changes nothing
+        asked[Need(pattern, problem, 1, schedule, chunks, *majors, at.type)] = None
         return prepare(pattern, problem, group, at, *rest)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -205,14 +205,14 @@ def test_a_named_schedule_is_compiled_for_gpus(
     compiled: list[tuple[Any, ...]] = []
 
     def compile_plan(plan: distgemm.Plan, execution: ExecutionConfig, *, group: Any, device: Any, **terms: bool) -> str:
-        assert terms == {"bias": True, "turned_b": False}
+        assert terms == {"turned_b": True}
         compiled.append((plan, execution, group, device))
         return "made"
 
     monkeypatch.setattr("distgemm.runtime.cuda.compile_plan", compile_plan)
     group: Any = FakeGroup(4)
     problem, gpu = distgemm.GemmProblem(m=64, n=64, k=64), torch.device("cuda", 1)
-    made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None, biased=True)
+    made = dispatch.make("ag+gemm", problem, group, gpu, schedule, None, turned_b=True)
     ((plan, *arguments),) = compiled
     assert arguments == [execution, group, gpu] and dict(made.options) == options
     wanted = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4, sync="barrier", **options)

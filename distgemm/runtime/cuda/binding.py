@@ -165,15 +165,17 @@ class Binder:
     def _copies_first(self) -> Sequence[Action]:
         return copies_first(self.actions)
 
-    def sources(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[KernelSource]:
+    def sources(self, c: bool = False, turned_b: bool = False) -> list[KernelSource]:
         """The kernels that calls with dense tensors need. It asks no GPU.
+
+        Kernels of CUTLASS serve calls with and without a bias. Where cuBLAS adds a partial sum, it does not add a bias:
+        the first call with both compiles the kernel that does.
 
         Args:
             c: whether the calls have C.
-            bias: whether the calls have a bias.
             turned_b: whether columns of B are contiguous, and not its rows.
         """
-        found = self._dense_call(c, bias, turned_b)
+        found = self._dense_call(c, turned_b)
         ops = [op for action in self.actions for op in action.ops]
         if self.execution.single_kernel:
             kernels = [action for action in self.actions if action.kernel]
@@ -194,22 +196,22 @@ class Binder:
             sources.append(flag_source())
         return list(dict.fromkeys(sources))
 
-    def kernels(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[tuple[GemmSpec, KernelKind]]:
+    def kernels(self, c: bool = False, turned_b: bool = False) -> list[tuple[GemmSpec, KernelKind]]:
         """What the kernels of :meth:`sources` that multiply compute, without their configurations."""
-        found = self._dense_call(c, bias, turned_b)
+        found = self._dense_call(c, turned_b)
         if self.execution.single_kernel:
             fused = [found.fused_gemms(action) for action in self.actions if action.kernel]
             return list(dict.fromkeys((gemms.spec, gemms.kind) for gemms in fused))
         ops = [op for action in self.actions for op in action.ops if isinstance(op, Gemm)]
         return list(dict.fromkeys((spec_of(found.gemm_tensors(op)[0]), "one_gemm") for op in ops))
 
-    def choices(self, c: bool = False, bias: bool = False, turned_b: bool = False) -> list[list[KernelSource]]:
+    def choices(self, c: bool = False, turned_b: bool = False) -> list[list[KernelSource]]:
         """For each kernel that multiplies: the sources that are about equally fast, the best first.
 
         :func:`distgemm.gemm.select.preferred` selects among them.
         """
         if self.execution.single_kernel:
-            found = self._dense_call(c, bias, turned_b)
+            found = self._dense_call(c, turned_b)
             return [
                 near_best_sources(found.fused_gemms(action), self.config) for action in self.actions if action.kernel
             ]
@@ -218,10 +220,10 @@ class Binder:
             return []
         return [
             [kernel_source(spec, each, provider.arch) for each in provider.near_best(spec, self.execution.gemm_streams)]
-            for spec, _ in self.kernels(c, bias, turned_b)
+            for spec, _ in self.kernels(c, turned_b)
         ]
 
-    def _dense_call(self, c: bool, bias: bool, turned_b: bool) -> Binding:
+    def _dense_call(self, c: bool, turned_b: bool) -> Binding:
         """A call with dense tensors that have no memory."""
         shards = {
             name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
@@ -229,8 +231,7 @@ class Binder:
         }
         if turned_b:
             shards["B"] = shards["B"].mT.contiguous().mT
-        row = shards["D"].new_empty(shards["D"].shape[-1]) if bias else None
-        return Binding(self, CallTensors(shards, beta=float(c), bias=row), 0)
+        return Binding(self, CallTensors(shards, beta=float(c)), 0)
 
 
 class Binding:

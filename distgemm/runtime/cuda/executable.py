@@ -83,7 +83,6 @@ class CudaExecutable:
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
         fallback: bool = False,
-        bias: bool = False,
         turned_b: bool = False,
     ) -> None:
         execution = execution.on(device, plan.problem.dtype)
@@ -101,14 +100,14 @@ class CudaExecutable:
                     f"gemm_streams={execution.gemm_streams} does not: beside other kernels, a kernel that waits may "
                     "keep an SM from what it waits for. wait_by='memory_op' works"
                 )
-            choices = self.binder.choices(bias=bias, turned_b=turned_b)
+            choices = self.binder.choices(turned_b=turned_b)
         except Exception as error:  # raised below, once all ranks know of it
             problem, choices = error, []
         agree_on_kernels(choices, group, device)
         try:
             if problem is None:
-                # What the calls with these terms need; calls with others build the rest.
-                sources = self.binder.sources(bias=bias, turned_b=turned_b)
+                # What calls with dense tensors and these majors need; others build the rest.
+                sources = self.binder.sources(turned_b=turned_b)
                 build_together(sources, self.rank, plan.world_size)
                 self.kernels = describe_kernels(sources, choices)
         except Exception as error:  # as above
@@ -541,7 +540,6 @@ def compile_plan(
     timeout: float | None = None,
     on_timeout: OnTimeout = "raise",
     fallback: bool = False,
-    bias: bool = False,
     turned_b: bool = False,
 ) -> CudaExecutable:
     """This rank's executable for a plan: :func:`distgemm.compile` where there is a plan already.
@@ -555,8 +553,8 @@ def compile_plan(
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
         fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a
             warning. Otherwise they raise ValueError.
-        bias: whether the kernels that are compiled now are those of calls with a bias.
-        turned_b: whether they are those of calls in which columns of B are contiguous, and not its rows.
+        turned_b: whether the kernels that are compiled now are those of calls in which columns of B are contiguous, and
+            not its rows.
 
     Raises:
         ValueError, PlanError, CompileError, CompilerNotFoundError, RuntimeError: as :func:`distgemm.compile` raises
@@ -584,8 +582,8 @@ def compile_plan(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs with streams that wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
-    terms = {"fallback": fallback, "bias": bias, "turned_b": turned_b}
-    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **terms)
+    kernels = {"fallback": fallback, "turned_b": turned_b}
+    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **kernels)
 
 
 def agree_on_kernels(choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device) -> None:
