@@ -185,7 +185,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     monkeypatch.setattr(executable, "captured_node", lambda stream: 0)
     monkeypatch.setattr(workspace, "new_stream", lambda device, **_: PretendedStream())
     monkeypatch.setattr(one_process, "CallOrder", lambda device: PretendedOrder())
-    monkeypatch.setattr(Binder, "sources", lambda self: [])
+    for name in ("sources", "choices"):
+        monkeypatch.setattr(Binder, name, lambda self, **_: [])
     return tasks
 
 
