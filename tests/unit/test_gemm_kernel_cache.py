@@ -155,7 +155,7 @@ def test_later_processes_find_it_in_milliseconds(nvcc: Nvcc, tmp_path: Path) -> 
     library(SOURCE)
     # CPU time, and the least of several: other programs use the processor and its caches.
     best = min(children(tmp_path / "go", 1)[0][0] for _ in range(5))
-    assert best < 0.05
+    assert best < 0.1
     assert len(nvcc.calls) == 1
 
 
