@@ -150,7 +150,7 @@ class Structure:
             rank_ops=ResizedOps(self.plan.rank_ops, rows, self.fixed),
             slots=tuple(slots),
         )
-        vars(made)["structure"] = self.plan
+        vars(made)["_structure"] = self.plan
         return made
 
     def restrict(self, problem: GemmProblem, edges: Edges) -> Structure:

@@ -167,14 +167,15 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    @cached_property
+    @property
     def structure(self) -> Plan:
         """A plan that differs from this one in rows of A and D, and in offsets and sizes of slots, and in nothing else.
 
         :func:`distgemm.make_plan` derives one plan of a structure, and gives it the rows of others. What does not
         depend on rows can be found once for a structure. A plan that was made in another way is its own structure.
         """
-        return self
+        found: Plan = vars(self).get("_structure", self)
+        return found
 
     def own_view(self, view: View) -> View:
         """The view of this plan for a view of its structure.
