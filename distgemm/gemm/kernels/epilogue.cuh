@@ -116,7 +116,7 @@ class TmaEpilogue {
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
   // Whether terms are loaded ahead. Kernels that reduce, and the widest tiles, have no registers for that.
-  static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 192;
+  static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 160;
   static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values whose terms are loaded at a time
 
  private:
@@ -487,7 +487,8 @@ class TmaEpilogue {
     Terms const& terms = params_.terms;
     int const rows = get<0>(problem), columns = get<1>(problem);
     int64_t const batch = get<3>(coord);
-    int const row = row_(coord, m) + row_of(thread), column = column_(coord, n) + column_of(thread, part % parts * kPart);
+    int const row = row_(coord, m) + row_of(thread);
+    int const column = column_(coord, n) + column_of(thread, part % parts * kPart);
     auto const of_columns = [&](auto& values, auto const* data) CUTLASS_LAMBDA_FUNC_INLINE {
       values.template load<1>(data, 0, 0, 1, column, columns);
     };
