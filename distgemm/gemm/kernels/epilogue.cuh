@@ -115,6 +115,9 @@ class TmaEpilogue {
   static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
+  // Whether terms are loaded ahead. Kernels that reduce, and the widest tiles, have no registers for that.
+  static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 160;
+  static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values whose terms are loaded at a time
 
  private:
   static constexpr int kSubtiles = kDown * kAcross;
@@ -333,7 +336,9 @@ class TmaEpilogue {
       StorePipelineState store_state, Problem const& problem, Coord const& coord, Accumulators const& accumulators,
       int thread, TensorStorage& storage) {
     Terms const& terms = params_.terms;
-    bool const extra = terms.any();
+    bool const extra = kExtra && (!reduces || terms.any());
+    Loaded loaded;
+    if (kAhead && extra) load_terms_(problem, coord, 0, thread, loaded);
     bool const stores = thread < cutlass::NumThreadsPerWarp;
     float const factor = terms.factor();
     LoadPipelineState wait_state = load_state;
@@ -376,20 +381,33 @@ class TmaEpilogue {
 #endif
         uint32_t words[kValues / kPiece][kPiece * sizeof(ElementD) / 4];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kValues; i += kPiece) {
-          Piece values;
+        for (int i = 0; i < kValues; i += kPart) {
+          float values[kPart];
           CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < kPiece; ++j) values[j] = factor * accumulator(accumulators, m, n, i + j);
-          if (kExtra && extra) add_terms_(problem, coord, m, n, thread, i, values);
-          if constexpr (has_source) {
-            Piece source;
-            read_source(storage, wait_state.index(), thread, i, source);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < kPiece; ++j) values[j] += terms.source_scale * source[j];
+          for (int j = 0; j < kPart; ++j) values[j] = factor * accumulator(accumulators, m, n, i + j);
+          if constexpr (kAhead) {
+            if (extra) {
+              add_terms_(loaded, values);
+              // The next terms arrive while this subtile is stored.
+              int const next = ((n * kDown + m) * kValues + i) / kPart + 1;
+              if (next < kSubtiles * kValues / kPart) load_terms_(problem, coord, next, thread, loaded);
+            }
+          } else {
+            if (extra) add_terms_(problem, coord, m, n, thread, i, values);
           }
-          auto& results = reinterpret_cast<cutlass::Array<ElementD, kPiece>&>(words[i / kPiece]);
-          results = cutlass::NumericArrayConverter<ElementD, float, kPiece>::convert(
-              reinterpret_cast<cutlass::Array<float, kPiece> const&>(values));
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < kPart; j += kPiece) {
+            auto& piece = reinterpret_cast<Piece&>(values[j]);
+            if constexpr (has_source) {
+              Piece source;
+              read_source(storage, wait_state.index(), thread, i + j, source);
+              CUTLASS_PRAGMA_UNROLL
+              for (int p = 0; p < kPiece; ++p) piece[p] += terms.source_scale * source[p];
+            }
+            auto& results = reinterpret_cast<cutlass::Array<ElementD, kPiece>&>(words[(i + j) / kPiece]);
+            results = cutlass::NumericArrayConverter<ElementD, float, kPiece>::convert(
+                reinterpret_cast<cutlass::Array<float, kPiece> const&>(piece));
+          }
         }
         if constexpr (has_source) {
           if constexpr (!kReuses) {
@@ -415,10 +433,82 @@ class TmaEpilogue {
     return make_tuple(load_state, store_state);
   }
 
-  // Adds all terms but the source to values i and following.
+  // Values of neighbouring columns, two in an integer: separate ones would take more registers, and wait for the load.
+  template <class T, int kCount>
+  struct Pairs {
+    using Bits = uint_bit_t<sizeof_bits_v<T>>;
+    using Pair = uint_bit_t<2 * sizeof_bits_v<T>>;
+    Pair pairs[kCount / 2];
+
+    CUTLASS_DEVICE float operator[](int i) const {
+      Bits const bits = static_cast<Bits>(pairs[i / 2] >> (i % 2 * sizeof_bits_v<T>));
+      return float(reinterpret_cast<T const&>(bits));
+    }
+
+    // Loads a thread's values from one row, or from two that are 8 rows apart; 0 outside of D.
+    template <int kRows>
+    CUTLASS_DEVICE void load(T const* data, int64_t stride, int row, int rows, int column, int columns) {
+      auto const each = [&](auto&& read) CUTLASS_LAMBDA_FUNC_INLINE {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kCount / 2; ++i) {
+          int const r = row + i % kRows * 8, c = column + i / kRows * 8;
+          pairs[i] = 0;
+          if (r < rows) read(pairs[i], reinterpret_cast<Bits const*>(data + r * stride + c), columns - c);
+        }
+      };
+      // Two at once, if all pairs are aligned and none is only half in D.
+      if (columns % 2 == 0 && (reinterpret_cast<uint64_t>(data) | stride * sizeof(T)) % sizeof(Pair) == 0) {
+        each([](Pair& pair, Bits const* from, int left) CUTLASS_LAMBDA_FUNC_INLINE {
+          if (left > 0) pair = *reinterpret_cast<Pair const*>(from);
+        });
+      } else {
+        each([](Pair& pair, Bits const* from, int left) CUTLASS_LAMBDA_FUNC_INLINE {
+          if (left > 0) pair = from[0];
+          if (left > 1) pair |= static_cast<Pair>(from[1]) << sizeof_bits_v<T>;
+        });
+      }
+    }
+  };
+
+  // The terms of kPart values of a thread.
+  struct Loaded {
+    float scale_a[2];
+    Pairs<float, kPart / 2> scale_b;
+    Pairs<OrD<ElementBias>, kPart / 2> bias;
+    Pairs<OrD<ElementAux>, kPart> aux;
+  };
+
+  // Loads all terms but the source of a part of the tile.
+  template <class Problem, class Coord>
+  CUTLASS_DEVICE void load_terms_(
+      Problem const& problem, Coord const& coord, int part, int thread, Loaded& loaded) const {
+    constexpr int parts = kValues / kPart;  // of a subtile
+    int const m = part / parts % kDown, n = part / parts / kDown;
+    Terms const& terms = params_.terms;
+    int const rows = get<0>(problem), columns = get<1>(problem);
+    int64_t const batch = get<3>(coord);
+    int const row = row_(coord, m) + row_of(thread);
+    int const column = column_(coord, n) + column_of(thread, part % parts * kPart);
+    auto const of_columns = [&](auto& values, auto const* data) CUTLASS_LAMBDA_FUNC_INLINE {
+      values.template load<1>(data, 0, 0, 1, column, columns);
+    };
+    if (terms.bias) of_columns(loaded.bias, terms.bias + batch * terms.bias_stride);
+    if (terms.scale_b_step) of_columns(loaded.scale_b, terms.scale_b + batch * terms.scale_b_stride);
+    if (terms.scale_a_step) {
+      float const* const scales = terms.scale_a + batch * terms.scale_a_stride;
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) loaded.scale_a[half] = row + half * 8 < rows ? scales[row + half * 8] : 0.0f;
+    }
+    if (terms.aux) {
+      loaded.aux.template load<2>(
+          terms.aux + batch * terms.aux_batch_stride, terms.aux_stride, row, rows, column, columns);
+    }
+  }
+
+  // Loads all terms but the source of values i and following, and adds them.
   template <class Problem, class Coord>
   CUTLASS_DEVICE void add_terms_(
-      Problem const& problem, Coord const& coord, int m, int n, int thread, int i, Piece& values) const {
+      Problem const& problem, Coord const& coord, int m, int n, int thread, int i, float (&values)[kPart]) const {
     Terms const& terms = params_.terms;
     int const rows = get<0>(problem), columns = get<1>(problem);
     int64_t const batch = get<3>(coord);
@@ -428,12 +518,12 @@ class TmaEpilogue {
       for (int half = 0; half < 2; ++half) {
         float const loaded = row + half * 8 < rows ? float(data[row + half * 8]) : 0.0f;
         CUTLASS_PRAGMA_UNROLL
-        for (int j = half * 2; j < kPiece; j += j % 2 ? 3 : 1) change(values[j], loaded);
+        for (int j = half * 2; j < kPart; j += j % 2 ? 3 : 1) change(values[j], loaded);
       }
     };
     auto const of_columns = [&](auto const* data, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kPiece; j += j % 2 ? 3 : 1) {
+      for (int j = 0; j < kPart; j += j % 2 ? 3 : 1) {
         int const c = column + j / 4 * 8 + j % 2;
         float const loaded = c < columns ? float(data[c]) : 0.0f;
         change(values[j], loaded);
@@ -447,7 +537,7 @@ class TmaEpilogue {
     if (terms.bias) of_columns(terms.bias + batch * terms.bias_stride, add);
     if (terms.aux) {
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kPiece; ++j) {
+      for (int j = 0; j < kPart; ++j) {
         int const r = row + j / 2 % 2 * 8, c = column + j / 4 * 8 + j % 2;
         if (r < rows && c < columns) {
           int64_t const at = batch * terms.aux_batch_stride + r * terms.aux_stride + c;
@@ -455,6 +545,20 @@ class TmaEpilogue {
         }
       }
     }
+  }
+
+  // Adds all terms but the source, which are loaded.
+  CUTLASS_DEVICE void add_terms_(Loaded const& loaded, float (&values)[kPart]) const {
+    Terms const& terms = params_.terms;
+    auto const each = [&](auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPart; ++i) change(values[i], i);
+    };
+    auto const column = [](int i) { return i / 4 * 2 + i % 2; };
+    if (terms.scale_a_step) each([&](float& value, int i) { value *= loaded.scale_a[i / 2 % 2]; });
+    if (terms.scale_b_step) each([&](float& value, int i) { value *= loaded.scale_b[column(i)]; });
+    if (terms.bias) each([&](float& value, int i) { value += loaded.bias[column(i)]; });
+    if (terms.aux) each([&](float& value, int i) { value += terms.aux_scale * loaded.aux[i]; });
   }
 
   // Writes values i and following to a buffer of D.

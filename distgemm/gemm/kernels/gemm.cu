@@ -28,6 +28,10 @@
 // Narrower headers than CUTLASS's own, which take longer to compile: they bring all kernels of all architectures.
 #include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
 #include "cutlass/gemm/collective/sm70_mma_twostage.hpp"
+#if !DG_A_ROW || !DG_B_ROW
+// For operands of 4 bytes that are not contiguous along k.
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized.hpp"
+#endif
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized_fp8.hpp"
 #include "cutlass/gemm/kernel/gemm_universal_decl.h"
