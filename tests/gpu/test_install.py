@@ -13,7 +13,7 @@ from tests.gpu import torch_worker
 from tests.multiprocess import frameworks_worker, install_worker
 from tests.once import once
 
-OPS = ["gathers", "scatters", "styles_of_torch"]
+OPS = ["gathers", "scatters", "styles_of_torch", "styles_along_dimension_1", "styles_with_a_bias"]
 FRAMEWORKS = {
     "torchtitan_linears": "torchtitan",
     "megatron_linears": "megatron",

@@ -230,15 +230,18 @@ def compiled_by_inductor() -> list[str]:
 
 
 def styles_of_torch() -> list[str]:
-    """A model with torch's own styles, compiled: its four collectives are fused, and all is right.
+    """A model with torch's own styles, compiled: its four collectives are fused, and all is right."""
+    return compiled_styles(0, False)
 
-    Tokens are split along dimension 0 or 1. A bias behind a scatter is a sum of its own, which is reported.
-    """
-    return [
-        f"tokens along dimension {dim}, bias={bias}: {each}"
-        for dim, bias in [(0, False), (1, False), (0, True)]
-        for each in compiled_styles(dim, bias)
-    ]
+
+def styles_along_dimension_1() -> list[str]:
+    """The same with tokens along dimension 1."""
+    return compiled_styles(1, False)
+
+
+def styles_with_a_bias() -> list[str]:
+    """The same with a bias behind the scatter, which is a sum of its own and is reported."""
+    return compiled_styles(0, True)
 
 
 def compiled_styles(dim: int, bias: bool) -> list[str]:
