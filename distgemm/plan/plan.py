@@ -58,12 +58,17 @@ ROW_ALIGNMENT = 16
 """Alignment of rows in slots in bytes. Kernels load and store with TMA, which requires it."""
 
 
+MANY_OBJECTS = 50_000
+"""Objects of a large plan: the collector takes tens of milliseconds to scan so many."""
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """A context in which Python's cyclic garbage collector is off.
 
-    The collector would otherwise scan the ops of a large plan many times. At the end all objects move to the oldest
-    generation, so that the collector does not scan them soon. None of them is garbage.
+    The collector would otherwise scan the ops of a large plan many times. If many objects were made, all objects move
+    to the oldest generation at the end, so that the collector does not scan them soon. Otherwise they stay: what of
+    them is garbage, such as graphs of the caller, would be collected much later, perhaps while a stream is captured.
     """
     if not gc.isenabled():
         yield
@@ -72,7 +77,7 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        if gc.get_count()[0] > MANY_OBJECTS and not gc.get_freeze_count():
             # These two calls move all objects to the oldest generation.
             gc.freeze()
             gc.unfreeze()

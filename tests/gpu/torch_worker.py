@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import json
@@ -617,6 +618,7 @@ def refused_captures() -> list[str]:
     wrong = []
 
     def capture(run: Callable[[], Tensor], what: str) -> None:
+        gc.collect()  # graphs of earlier checks that are collected meanwhile would spoil the capture
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import weakref
 
 import pytest
 
@@ -420,6 +421,19 @@ def test_the_collector_is_as_it_was_and_planning_leaves_it_nothing(enabled: bool
         assert gc.collect() < 100, "circles are cut"
     finally:
         gc.enable()
+
+
+def test_garbage_of_others_is_collected_as_soon_as_without_a_plan():
+    class Circle:
+        itself: object
+
+    gc.collect()
+    circle = Circle()
+    circle.itself, found = circle, weakref.ref(circle)
+    del circle
+    distgemm.make_plan(distgemm.GemmProblem(m=1003, n=64, k=64), "ag+gemm", 4).verify()
+    gc.collect(1)
+    assert found() is None
 
 
 def test_replace_ops_leaves_the_plan_as_it_was():
