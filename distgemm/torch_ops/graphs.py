@@ -102,8 +102,12 @@ def _add_bias_apart(gather: torch.fx.Node) -> None:
         if node.target is not aten.addmm.default or node.kwargs or _origin(node.args[1]) is not gather:
             continue
         bias, a, b = node.args
-        # The pass also fuses a GEMM between two reshapes: the sum follows the second.
-        reshaped = next((user for user in node.users if user.target is aten.reshape.default), None)
+        if bias.meta["val"].dim() != 1:
+            continue
+        width = node.meta["val"].shape[1]
+        # The pass also fuses a GEMM between two reshapes: the sum follows the second, if that keeps the columns.
+        reshapes = (user for user in node.users if user.target is aten.reshape.default)
+        reshaped = next((user for user in reshapes if user.meta["val"].shape[-1] == width), None)
         with node.graph.inserting_before(node):
             found = _like(node, aten.mm.default, a, b)
             if reshaped is not None:
@@ -112,7 +116,7 @@ def _add_bias_apart(gather: torch.fx.Node) -> None:
             if reshaped is not None:
                 reshaped.replace_all_uses_with(found)
                 reshaped.graph.erase_node(reshaped)
-                found = _like(node, aten.reshape.default, found, list(node.meta["val"].shape))
+                found = _like(node, aten.reshape.default, found, [-1, width])
         node.replace_all_uses_with(found)
         node.graph.erase_node(node)
 

@@ -229,6 +229,20 @@ def compiled_by_inductor() -> list[str]:
     return wrong
 
 
+def bias_before_heads() -> list[str]:
+    """A gathered GEMM with a bias, whose result is seen as heads: the bias is as long as all heads together."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), group_of_all()
+    x, weight, bias = draw(1, 4 * ranks, 6), draw(2, 8, 6), draw(3, 8)
+
+    def project(shard: Tensor) -> Tensor:
+        return nn.functional.linear(collectives.all_gather_tensor(shard, 0, group), weight, bias).view(-1, 2, 4).sin()
+
+    with distgemm.install(), compiled_anew(), torch.no_grad():
+        found = torch.compile(project)(x.chunk(ranks)[rank])
+    wrong = [] if near(found, (x @ weight.t() + bias).view(-1, 2, 4).sin()) else ["wrong numbers"]
+    return wrong + [str(distgemm.report())] * (sum(distgemm.report().served.values()) != 1)
+
+
 def styles_of_torch() -> list[str]:
     """A model with torch's own styles, compiled: its four collectives are fused, and all is right."""
     return compiled_styles(0, False)

@@ -12,7 +12,7 @@ from tests.multiprocess.ops_torch_worker import run_all
 from tests.once import once
 
 CHECKS = ("gathers", "scatters", "refusals")
-GRAPHS = ("groups", "compiled_by_inductor", "styles_of_torch")
+GRAPHS = ("groups", "compiled_by_inductor", "bias_before_heads", "styles_of_torch")
 MORE_GRAPHS = ("styles_along_dimension_1", "styles_with_a_bias")
 
 
