@@ -101,7 +101,8 @@ def _add_bias_apart(gather: torch.fx.Node) -> None:
     for node in list(_through_moves([gather], lambda each: each.users)):
         if node.target is not aten.addmm.default or node.kwargs or _origin(node.args[1]) is not gather:
             continue
-        bias, a, b = node.args
+        arguments: Any = node.args
+        bias, a, b = arguments
         if bias.meta["val"].dim() != 1:
             continue
         width = node.meta["val"].shape[1]
