@@ -141,17 +141,15 @@ class Structure:
             if len(ways) > 1 and own_sizes.smallest(ways)[1] != way:
                 return None
             slots.append(taken)
-        a, b, d = self.plan.shards
-        made = replace(
-            self.plan,
-            problem=problem,
-            edges=edges,
-            shards=(_with_rows(a, rows), b, _with_rows(d, rows)),
-            rank_ops=ResizedOps(self.plan.rank_ops, rows, self.fixed),
-            slots=tuple(slots),
-        )
+        ops = ResizedOps(self.plan.rank_ops, rows, self.fixed)
+        made = self._with(rows, problem=problem, edges=edges, rank_ops=ops, slots=tuple(slots))
         vars(made)["_structure"] = self.plan
         return made
+
+    def _with(self, rows: Mapping[int, int], **fields: Any) -> Plan:
+        """The plan with other rows in its shards, and with other fields."""
+        a, b, d = self.plan.shards
+        return replace(self.plan, shards=(_with_rows(a, rows), b, _with_rows(d, rows)), **fields)
 
     def restrict(self, problem: GemmProblem, edges: Edges) -> Structure:
         """The structure of a problem in which some tiles of M are empty. No tile of this structure is empty.
@@ -167,15 +165,9 @@ class Structure:
         resized = {of_shape: _shape_with_rows(shape, rows) for of_shape, shape in distinct.items()}
         shapes = tuple(([resized[id(shape)] for shape in of_rank],) for of_rank in numbers.shapes)
         sizes = SlotSizes(self.alignment)
-        a, b, d = self.plan.shards
-        made = replace(
-            self.plan,
-            problem=problem,
-            edges=edges,
-            shards=(_with_rows(a, rows), b, _with_rows(d, rows)),
-            rank_ops=RestrictedOps(self.plan.rank_ops, rows, self.fixed, numbers),
-            slots=tuple(sizes.lay_out(ways[0]) for ways in shapes),
-        )
+        slots = tuple(sizes.lay_out(ways[0]) for ways in shapes)
+        ops = RestrictedOps(self.plan.rank_ops, rows, self.fixed, numbers)
+        made = self._with(rows, problem=problem, edges=edges, rank_ops=ops, slots=slots)
         vars(made)["sizes"] = self.tiles.sizes(self.plan.rank_ops, numbers.kept)
         vars(made)["whole"] = self.plan, self.tiles.send_slots
         return Structure(made, (), shapes, self.alignment, self.fixed)

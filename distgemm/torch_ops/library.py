@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
+from distgemm.schedulers import Pattern
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
 from distgemm.torch_ops.eager import EagerOp
 
@@ -333,6 +334,12 @@ all_gather_matmul = EagerOp(
 # --- matmul, then reduce-scatter ------------------------------------------------------------------------
 
 
+def _prepare_sum(pattern: Pattern, problem: GemmProblem, call: _ScatterCall | _ReduceCall) -> PreparedCall:
+    """The prepared call of a function that sums over ranks."""
+    terms = call.bias is not None, _is_turned(call.b)
+    return prepare(pattern, problem, call.group, call.a.device, call.schedule, call.chunks, *terms)
+
+
 class _ScatterCall(NamedTuple):
     """This rank's rows of the sum over ranks of A @ b.T, plus bias.
 
@@ -372,16 +379,7 @@ class _ScatterCall(NamedTuple):
     def prepare(self) -> PreparedCall:
         (rows, k), a = self._sizes(), self.a
         problem = _problem("matmul_reduce_scatter", a, a.shape[0], self.b.shape[0], k, rows, len(rows))
-        return prepare(
-            "gemm+rs",
-            problem,
-            self.group,
-            a.device,
-            self.schedule,
-            self.chunks,
-            self.bias is not None,
-            _is_turned(self.b),
-        )
+        return _prepare_sum("gemm+rs", problem, self)
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_reduce_scatter", self.a, self.b, self.bias)
@@ -462,16 +460,7 @@ class _ReduceCall(NamedTuple):
         k, a = self._whole_k(), self.a
         size, _ = size_and_rank(self.group)
         problem = _problem("matmul_all_reduce", a, a.shape[0], self.b.shape[0], k, None, size)
-        return prepare(
-            "gemm+ar",
-            problem,
-            self.group,
-            a.device,
-            self.schedule,
-            self.chunks,
-            self.bias is not None,
-            _is_turned(self.b),
-        )
+        return _prepare_sum("gemm+ar", problem, self)
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_all_reduce", self.a, self.b, self.bias)
