@@ -61,7 +61,8 @@ struct Terms {
   }
 
   // Whether there is more than alpha, the source and the scales of whole tensors.
-  CUTLASS_DEVICE bool any() const { return scale_a_step || scale_b_step || bias || aux; }
+  CUTLASS_DEVICE bool any() const { return bias || any_but_bias(); }
+  CUTLASS_DEVICE bool any_but_bias() const { return scale_a_step || scale_b_step || aux; }
 
   // alpha and the scales of whole tensors.
   CUTLASS_DEVICE float factor() const {
@@ -71,6 +72,9 @@ struct Terms {
     return found;
   }
 };
+
+// What a copy of the epilogue's code adds besides alpha, the source and the scales of whole tensors.
+enum class Extra { kNone, kBias, kAny };
 
 // A subtile in shared memory: the 16-byte pieces of its rows are swizzled as TMA does.
 template <class T, int kHeight, int kWidth>
@@ -115,9 +119,9 @@ class TmaEpilogue {
   static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
-  // Whether terms are loaded ahead. Kernels that reduce, and the widest tiles, have no registers for that.
+  // Whether C beside a partial sum is loaded ahead. Kernels that reduce, and the widest tiles, have no registers for it.
   static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 160;
-  static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values whose terms are loaded at a time
+  static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values that get their terms at a time
 
  private:
   static constexpr int kSubtiles = kDown * kAcross;
@@ -236,11 +240,15 @@ class TmaEpilogue {
       return store_<decltype(extra)::value>(
           load_pipeline, load_state, store_pipeline, store_state, problem, coord, accumulators, thread, storage);
     };
+    using None = cute::constant<Extra, Extra::kNone>;
+    using Bias = cute::constant<Extra, Extra::kBias>;
+    using Any = cute::constant<Extra, Extra::kAny>;
 #if DG_REDUCES
-    return run(true_type{});  // two copies would spill registers
+    return run(Any{});  // several copies would spill registers
 #else
-    // Two copies of the code, so that the instructions of a GEMM without these terms lie together.
-    return params_.terms.any() ? run(true_type{}) : run(false_type{});
+    // Copies of the code without branches: one warp of each scheduler is here, and waits for each branch.
+    Terms const& terms = params_.terms;
+    return !terms.any() ? run(None{}) : terms.any_but_bias() ? run(Any{}) : run(Bias{});
 #endif
   }
 
@@ -330,15 +338,16 @@ class TmaEpilogue {
         base, row_of(thread) + i / 2 % 2 * 8, column_of(thread, i) * sizeof(typename Kind::Element));
   }
 
-  template <bool kExtra, class Problem, class Coord, class Accumulators>
+  template <Extra kExtra, class Problem, class Coord, class Accumulators>
   CUTLASS_DEVICE auto store_(
       LoadPipeline& load_pipeline, LoadPipelineState load_state, StorePipeline& store_pipeline,
       StorePipelineState store_state, Problem const& problem, Coord const& coord, Accumulators const& accumulators,
       int thread, TensorStorage& storage) {
     Terms const& terms = params_.terms;
-    bool const extra = kExtra && (!reduces || terms.any());
-    Loaded loaded;
-    if (kAhead && extra) load_terms_(problem, coord, 0, thread, loaded);
+    bool const extra = kExtra != Extra::kNone && (!reduces || terms.any());
+    Loaded<kExtra == Extra::kAny> loaded;
+    if (extra) loaded.begin(terms, problem, coord, thread);
+    if (kAhead && extra) loaded.load_aux(terms, problem, coord, 0, thread);
     bool const stores = thread < cutlass::NumThreadsPerWarp;
     float const factor = terms.factor();
     LoadPipelineState wait_state = load_state;
@@ -385,15 +394,11 @@ class TmaEpilogue {
           float values[kPart];
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < kPart; ++j) values[j] = factor * accumulator(accumulators, m, n, i + j);
-          if constexpr (kAhead) {
-            if (extra) {
-              add_terms_(loaded, values);
-              // The next terms arrive while this subtile is stored.
-              int const next = ((n * kDown + m) * kValues + i) / kPart + 1;
-              if (next < kSubtiles * kValues / kPart) load_terms_(problem, coord, next, thread, loaded);
-            }
-          } else {
-            if (extra) add_terms_(problem, coord, m, n, thread, i, values);
+          if (extra) {
+            int const part = ((n * kDown + m) * kValues + i) / kPart, next = part + 1;
+            loaded.add_to(values, terms, problem, coord, part, thread);
+            // The next part arrives while this one is stored.
+            if (kAhead && next < kSubtiles * kValues / kPart) loaded.load_aux(terms, problem, coord, next, thread);
           }
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < kPart; j += kPiece) {
@@ -433,133 +438,160 @@ class TmaEpilogue {
     return make_tuple(load_state, store_state);
   }
 
-  // Values of neighbouring columns, two in an integer: separate ones would take more registers, and wait for the load.
-  template <class T, int kCount>
-  struct Pairs {
+  // Values of two neighbouring columns in an integer: separate ones would take more registers, and wait for the load.
+  template <class T>
+  struct Pair {
     using Bits = uint_bit_t<sizeof_bits_v<T>>;
-    using Pair = uint_bit_t<2 * sizeof_bits_v<T>>;
-    Pair pairs[kCount / 2];
+    using Both = uint_bit_t<2 * sizeof_bits_v<T>>;
+    Both both;
 
     CUTLASS_DEVICE float operator[](int i) const {
-      Bits const bits = static_cast<Bits>(pairs[i / 2] >> (i % 2 * sizeof_bits_v<T>));
+      Bits const bits = static_cast<Bits>(both >> (i % 2 * sizeof_bits_v<T>));
       return float(reinterpret_cast<T const&>(bits));
     }
 
-    // Loads a thread's values from one row, or from two that are 8 rows apart; 0 outside of D.
-    template <int kRows>
-    CUTLASS_DEVICE void load(T const* data, int64_t stride, int row, int rows, int column, int columns) {
-      auto const each = [&](auto&& read) CUTLASS_LAMBDA_FUNC_INLINE {
+    // Whether all pairs of such rows are aligned, and none is only half in D.
+    CUTLASS_DEVICE static bool whole(T const* data, int64_t stride, int columns) {
+      return !reduces && columns % 2 == 0 && (reinterpret_cast<uint64_t>(data) | stride * sizeof(T)) % sizeof(Both) == 0;
+    }
+
+    // Loads it from a place with so many columns left; 0 outside of D.
+    CUTLASS_DEVICE void load(T const* data, int left, bool whole) {
+      auto const* const from = reinterpret_cast<Bits const*>(data);
+      both = 0;
+      if (whole) {
+        if (left > 0) both = *reinterpret_cast<Both const*>(data);
+      } else {
+        if (left > 0) both = from[0];
+        if (left > 1) both |= static_cast<Both>(from[1]) << sizeof_bits_v<T>;
+      }
+    }
+  };
+
+  // A value for each column of the tile. Of every 32 pairs each lane of a warp holds one, and gives it to the others.
+  // Kernels that reduce have no registers for that, and load each pair where it is added.
+  template <class T>
+  struct Row {
+    static constexpr int kPairs = reduces ? 0 : ceil_div(DG_TILE_N / 2, cutlass::NumThreadsPerWarp);
+    T const* data;  // of the tile's first column
+    int columns;    // from there to the end of D
+    cute::array<Pair<T>, kPairs> pairs;
+
+    CUTLASS_DEVICE void begin(T const* row, int first, int end) {
+      data = row + first;
+      columns = end - first;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPairs; ++i) {
+        pairs[i] = load_((i * cutlass::NumThreadsPerWarp + cutlass::canonical_lane_idx()) * 2);
+      }
+    }
+
+    // This thread's pair in the 8 columns from `column` of the tile. All threads of a warp call it.
+    CUTLASS_DEVICE Pair<T> at(int column) const {
+      int const own = cutlass::canonical_lane_idx() % 4;
+      if constexpr (reduces) {
+        return load_(column + own * 2);
+      } else {
+        int const pair = column / 2;
+        return {__shfl_sync(
+            0xffffffff, pairs[pair / cutlass::NumThreadsPerWarp].both, pair % cutlass::NumThreadsPerWarp + own)};
+      }
+    }
+
+   private:
+    CUTLASS_DEVICE Pair<T> load_(int column) const {
+      Pair<T> pair;
+      pair.load(data + column, columns - column, Pair<T>::whole(data, 0, columns));
+      return pair;
+    }
+  };
+
+  // The terms of a thread's values, but the source: all that there are, or the bias.
+  template <bool kAll>
+  struct Loaded {
+    static constexpr bool kRowScales = kAll && !reduces;  // partial sums come with scales of whole tensors
+    float scale_a[kDown][2];
+    Row<float> scale_b;
+    Row<OrD<ElementBias>> bias;
+    Pair<OrD<ElementAux>> aux[kPart / 2];  // of a part of a subtile
+
+    // Loads what belongs to rows and columns of the tile.
+    template <class Problem, class Coord>
+    CUTLASS_DEVICE void begin(Terms const& terms, Problem const& problem, Coord const& coord, int thread) {
+      int const rows = get<0>(problem), columns = get<1>(problem);
+      int64_t const batch = get<3>(coord);
+      if (!kAll || terms.bias) bias.begin(terms.bias + batch * terms.bias_stride, column_(coord, 0), columns);
+      if (kRowScales && terms.scale_b_step) {
+        scale_b.begin(terms.scale_b + batch * terms.scale_b_stride, column_(coord, 0), columns);
+      }
+      if (kRowScales && terms.scale_a_step) {
+        float const* const scales = terms.scale_a + batch * terms.scale_a_stride;
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kCount / 2; ++i) {
-          int const r = row + i % kRows * 8, c = column + i / kRows * 8;
-          pairs[i] = 0;
-          if (r < rows) read(pairs[i], reinterpret_cast<Bits const*>(data + r * stride + c), columns - c);
+        for (int i = 0; i < kDown * 2; ++i) {
+          int const row = row_(coord, i / 2) + row_of(thread) + i % 2 * 8;
+          scale_a[i / 2][i % 2] = row < rows ? scales[row] : 0.0f;
+        }
+      }
+    }
+
+    // A thread's pair of C in a part of the tile.
+    template <class Problem, class Coord>
+    CUTLASS_DEVICE static Pair<OrD<ElementAux>> aux_pair(
+        Terms const& terms, Problem const& problem, Coord const& coord, int part, int thread, int i) {
+      constexpr int parts = kValues / kPart;  // of a subtile
+      int const m = part / parts % kDown, n = part / parts / kDown;
+      int const rows = get<0>(problem), columns = get<1>(problem);
+      int const row = row_(coord, m) + row_of(thread) + i % 2 * 8;
+      int const column = column_(coord, n) + column_of(thread, part % parts * kPart) + i / 2 * 8;
+      auto const* const data = terms.aux + int64_t(get<3>(coord)) * terms.aux_batch_stride;
+      Pair<OrD<ElementAux>> pair;
+      pair.load(
+          data + row * terms.aux_stride + column, row < rows ? columns - column : 0,
+          Pair<OrD<ElementAux>>::whole(data, terms.aux_stride, columns));
+      return pair;
+    }
+
+    template <class Problem, class Coord>
+    CUTLASS_DEVICE void load_aux(
+        Terms const& terms, Problem const& problem, Coord const& coord, int part, int thread) {
+      if (!kAll || !terms.aux) return;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPart / 2; ++i) aux[i] = aux_pair(terms, problem, coord, part, thread, i);
+    }
+
+    // Adds the terms to the values of a part.
+    template <class Problem, class Coord>
+    CUTLASS_DEVICE void add_to(
+        float (&values)[kPart], Terms const& terms, Problem const& problem, Coord const& coord, int part,
+        int thread) const {
+      constexpr int parts = kValues / kPart;
+      int const m = part / parts % kDown, column = part / parts / kDown * kWidth + part % parts * kPart * 2;
+      auto const of_columns = [&](auto const& row, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPart; i += 4) {
+          auto const pair = row.at(column + i * 2);
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < 4; ++j) change(values[i + j], pair[j % 2]);
         }
       };
-      // Two at once, if all pairs are aligned and none is only half in D.
-      if (columns % 2 == 0 && (reinterpret_cast<uint64_t>(data) | stride * sizeof(T)) % sizeof(Pair) == 0) {
-        each([](Pair& pair, Bits const* from, int left) CUTLASS_LAMBDA_FUNC_INLINE {
-          if (left > 0) pair = *reinterpret_cast<Pair const*>(from);
-        });
-      } else {
-        each([](Pair& pair, Bits const* from, int left) CUTLASS_LAMBDA_FUNC_INLINE {
-          if (left > 0) pair = from[0];
-          if (left > 1) pair |= static_cast<Pair>(from[1]) << sizeof_bits_v<T>;
-        });
-      }
-    }
-  };
-
-  // The terms of kPart values of a thread.
-  struct Loaded {
-    float scale_a[2];
-    Pairs<float, kPart / 2> scale_b;
-    Pairs<OrD<ElementBias>, kPart / 2> bias;
-    Pairs<OrD<ElementAux>, kPart> aux;
-  };
-
-  // Loads all terms but the source of a part of the tile.
-  template <class Problem, class Coord>
-  CUTLASS_DEVICE void load_terms_(
-      Problem const& problem, Coord const& coord, int part, int thread, Loaded& loaded) const {
-    constexpr int parts = kValues / kPart;  // of a subtile
-    int const m = part / parts % kDown, n = part / parts / kDown;
-    Terms const& terms = params_.terms;
-    int const rows = get<0>(problem), columns = get<1>(problem);
-    int64_t const batch = get<3>(coord);
-    int const row = row_(coord, m) + row_of(thread);
-    int const column = column_(coord, n) + column_of(thread, part % parts * kPart);
-    auto const of_columns = [&](auto& values, auto const* data) CUTLASS_LAMBDA_FUNC_INLINE {
-      values.template load<1>(data, 0, 0, 1, column, columns);
-    };
-    if (terms.bias) of_columns(loaded.bias, terms.bias + batch * terms.bias_stride);
-    if (terms.scale_b_step) of_columns(loaded.scale_b, terms.scale_b + batch * terms.scale_b_stride);
-    if (terms.scale_a_step) {
-      float const* const scales = terms.scale_a + batch * terms.scale_a_stride;
-      CUTLASS_PRAGMA_UNROLL
-      for (int half = 0; half < 2; ++half) loaded.scale_a[half] = row + half * 8 < rows ? scales[row + half * 8] : 0.0f;
-    }
-    if (terms.aux) {
-      loaded.aux.template load<2>(
-          terms.aux + batch * terms.aux_batch_stride, terms.aux_stride, row, rows, column, columns);
-    }
-  }
-
-  // Loads all terms but the source of values i and following, and adds them.
-  template <class Problem, class Coord>
-  CUTLASS_DEVICE void add_terms_(
-      Problem const& problem, Coord const& coord, int m, int n, int thread, int i, float (&values)[kPart]) const {
-    Terms const& terms = params_.terms;
-    int const rows = get<0>(problem), columns = get<1>(problem);
-    int64_t const batch = get<3>(coord);
-    int const row = row_(coord, m) + row_of(thread), column = column_(coord, n) + column_of(thread, i);
-    auto const of_rows = [&](auto const* data, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
-      CUTLASS_PRAGMA_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float const loaded = row + half * 8 < rows ? float(data[row + half * 8]) : 0.0f;
+      if (kRowScales && terms.scale_a_step) {
         CUTLASS_PRAGMA_UNROLL
-        for (int j = half * 2; j < kPart; j += j % 2 ? 3 : 1) change(values[j], loaded);
+        for (int i = 0; i < kPart; ++i) values[i] *= scale_a[m][i / 2 % 2];
       }
-    };
-    auto const of_columns = [&](auto const* data, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kPart; j += j % 2 ? 3 : 1) {
-        int const c = column + j / 4 * 8 + j % 2;
-        float const loaded = c < columns ? float(data[c]) : 0.0f;
-        change(values[j], loaded);
-        change(values[j + 2], loaded);
+      if (kRowScales && terms.scale_b_step) {
+        of_columns(scale_b, [](float& value, float scale) CUTLASS_LAMBDA_FUNC_INLINE { value *= scale; });
       }
-    };
-    auto const multiply = [](float& value, float by) CUTLASS_LAMBDA_FUNC_INLINE { value *= by; };
-    auto const add = [](float& value, float what) CUTLASS_LAMBDA_FUNC_INLINE { value += what; };
-    if (terms.scale_a_step) of_rows(terms.scale_a + batch * terms.scale_a_stride, multiply);
-    if (terms.scale_b_step) of_columns(terms.scale_b + batch * terms.scale_b_stride, multiply);
-    if (terms.bias) of_columns(terms.bias + batch * terms.bias_stride, add);
-    if (terms.aux) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kPart; ++j) {
-        int const r = row + j / 2 % 2 * 8, c = column + j / 4 * 8 + j % 2;
-        if (r < rows && c < columns) {
-          int64_t const at = batch * terms.aux_batch_stride + r * terms.aux_stride + c;
-          values[j] += terms.aux_scale * float(terms.aux[at]);
+      if (!kAll || terms.bias) of_columns(bias, [](float& value, float term) CUTLASS_LAMBDA_FUNC_INLINE { value += term; });
+      if (kAll && terms.aux) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPart / 2; ++i) {
+          auto const pair = kAhead ? aux[i] : aux_pair(terms, problem, coord, part, thread, i);
+          values[i * 2] += terms.aux_scale * pair[0];
+          values[i * 2 + 1] += terms.aux_scale * pair[1];
         }
       }
     }
-  }
-
-  // Adds all terms but the source, which are loaded.
-  CUTLASS_DEVICE void add_terms_(Loaded const& loaded, float (&values)[kPart]) const {
-    Terms const& terms = params_.terms;
-    auto const each = [&](auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPart; ++i) change(values[i], i);
-    };
-    auto const column = [](int i) { return i / 4 * 2 + i % 2; };
-    if (terms.scale_a_step) each([&](float& value, int i) { value *= loaded.scale_a[i / 2 % 2]; });
-    if (terms.scale_b_step) each([&](float& value, int i) { value *= loaded.scale_b[column(i)]; });
-    if (terms.bias) each([&](float& value, int i) { value += loaded.bias[column(i)]; });
-    if (terms.aux) each([&](float& value, int i) { value += terms.aux_scale * loaded.aux[i]; });
-  }
+  };
 
   // Writes values i and following to a buffer of D.
   CUTLASS_DEVICE static void write_(
