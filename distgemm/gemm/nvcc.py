@@ -638,7 +638,19 @@ def pack_libraries(sources: Sequence[KernelSource], folder: Path, version: str) 
             raise ValueError(f"kernel {source.name} is not compiled: call build first")
         manifest.pop("pack", None)
         libraries.append((path.stem.partition("-")[0], read_regular(path), manifest))
-    return write_pack(folder, version, sources_hash(), libraries)
+    return write_pack(folder, version, sources_hash(), libraries, _cutlass_licence())
+
+
+def _cutlass_licence() -> bytes:
+    """The text of CUTLASS's licence, from the nvidia-cutlass wheel.
+
+    Raises:
+        ValueError: if it is missing.
+    """
+    for file in importlib.metadata.files("nvidia-cutlass") or ():
+        if file.name.startswith("LICENSE"):
+            return file.read_binary()
+    raise ValueError("nvidia-cutlass has no LICENSE file, which a pack must contain; install the wheel again")
 
 
 def _excerpt(output: str, lines: int = 30) -> str:

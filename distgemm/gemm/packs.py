@@ -25,16 +25,19 @@ __all__ = ["DISTRIBUTION", "Pack", "PackError", "PackedLibrary", "find_pack", "n
 
 DISTRIBUTION, PACKAGE = "distgemm-kernels", "distgemm_kernels"
 INDEX = "pack.json"
+LICENCE = "LICENSE-CUTLASS.txt"
+"""The notice that CUTLASS's licence wants to stand beside what is compiled from CUTLASS."""
 FORMAT = 1
 BLOCK_LIBRARIES = 16
 """Libraries of a block. More make a smaller pack, of which more is unpacked to get one library."""
 
 METADATA = """\
-Metadata-Version: 2.1
+Metadata-Version: 2.4
 Name: {name}
 Version: {version}
 Summary: Compiled kernels of distgemm, for CUDA {cuda} and sm_{arch}
-License: BSD-3-Clause
+License-Expression: BSD-3-Clause
+License-File: {licence}
 """
 WHEEL = """\
 Wheel-Version: 1.0
@@ -187,7 +190,7 @@ def _numbers(libc: Sequence[str]) -> list[int]:
 
 
 def write_pack(
-    folder: Path, version: str, sources: str, libraries: Sequence[tuple[str, bytes, dict[str, Any]]]
+    folder: Path, version: str, sources: str, libraries: Sequence[tuple[str, bytes, dict[str, Any]]], licence: bytes
 ) -> Path:
     """Write the wheel of a pack. The same libraries give the same bytes. Returns its path.
 
@@ -196,6 +199,7 @@ def write_pack(
         version: the version of distgemm.
         sources: the hash of the kernels' sources.
         libraries: for each library its name, its content and its manifest.
+        licence: the text of CUTLASS's licence.
 
     Raises:
         ValueError: if there are none, or if they differ in compiler, CUTLASS, host or architecture.
@@ -228,7 +232,10 @@ def write_pack(
     system = f"manylinux_{libc[1].replace('.', '_')}" if libc[:1] == ["glibc"] else "linux"
     tag = f"py3-none-{system}_{machine}"
     info = f"{PACKAGE}-{version}.dist-info"
-    files[f"{info}/METADATA"] = METADATA.format(name=DISTRIBUTION, version=version, cuda=cuda, **facts).encode()
+    files[f"{info}/METADATA"] = METADATA.format(
+        name=DISTRIBUTION, version=version, cuda=cuda, licence=LICENCE, **facts
+    ).encode()
+    files[f"{info}/licenses/{LICENCE}"] = licence
     files[f"{info}/WHEEL"] = WHEEL.format(tag=tag).encode()
     record = [
         f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b'=').decode()},{len(content)}"

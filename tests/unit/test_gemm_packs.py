@@ -226,7 +226,10 @@ def test_the_wheel_is_for_one_host_and_sources(wheel: Path, nvcc: Nvcc, tmp_path
     assert wheel.name == f"distgemm_kernels-0.1+cu12.sm90a.{digest}-{tag}.whl"
     with zipfile.ZipFile(wheel) as content:
         index = json.loads(content.read(f"{PARTS}/{packs.INDEX}"))
+        (licence,) = [content.read(name) for name in content.namelist() if "/licenses/" in name]
     assert index["sources"] == digest and index["compiler"].startswith("release 12.9")
+    # CUTLASS's licence wants its notice beside what is compiled from it.
+    assert b"Copyright" in licence and b"NVIDIA" in licence and b"Redistributions in binary form" in licence
 
 
 def test_the_same_libraries_give_the_same_bytes(nvcc: Nvcc, tmp_path: Path) -> None:
