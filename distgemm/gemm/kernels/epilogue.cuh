@@ -554,9 +554,10 @@ class TmaEpilogue {
     template <class Problem, class Coord>
     CUTLASS_DEVICE void load_aux(
         Terms const& terms, Problem const& problem, Coord const& coord, int part, int thread) {
-      if (!kAll || !terms.aux) return;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPart / 2; ++i) aux[i] = aux_pair(terms, problem, coord, part, thread, i);
+      if (kAll && terms.aux) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPart / 2; ++i) aux[i] = aux_pair(terms, problem, coord, part, thread, i);
+      }
     }
 
     // Adds the terms to the values of a part.
