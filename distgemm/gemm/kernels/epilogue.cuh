@@ -119,7 +119,8 @@ class TmaEpilogue {
   static constexpr int kValues = kWidth / 2;                                       // of a subtile, in a thread
   static constexpr int kPiece = kWidth % 16 == 0 ? 8 : 4;  // values that pass through registers at a time
   using Piece = float[kPiece];
-  // Whether C beside a partial sum is loaded ahead. Kernels that reduce, and the widest tiles, have no registers for it.
+  // Whether C beside a partial sum is loaded ahead. Kernels that reduce, and the widest tiles, have no registers for
+  // that.
   static constexpr bool kAhead = !reduces && DG_TILE_M * DG_TILE_N / (kHeight * 2) <= 160;
   static constexpr int kPart = kAhead ? cute::min(kValues, 16) : kPiece;  // values that get their terms at a time
 
@@ -347,7 +348,7 @@ class TmaEpilogue {
     bool const extra = kExtra != Extra::kNone && (!reduces || terms.any());
     Loaded<kExtra == Extra::kAny> loaded;
     if (extra) loaded.begin(terms, problem, coord, thread);
-    if (kAhead && extra) loaded.load_aux(terms, problem, coord, 0, thread);
+    if (kAhead && extra) loaded.load_aux(terms, problem, coord, Part::of(0), thread);
     bool const stores = thread < cutlass::NumThreadsPerWarp;
     float const factor = terms.factor();
     LoadPipelineState wait_state = load_state;
@@ -395,10 +396,12 @@ class TmaEpilogue {
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < kPart; ++j) values[j] = factor * accumulator(accumulators, m, n, i + j);
           if (extra) {
-            int const part = ((n * kDown + m) * kValues + i) / kPart, next = part + 1;
-            loaded.add_to(values, terms, problem, coord, part, thread);
+            int const number = ((n * kDown + m) * kValues + i) / kPart;
+            loaded.add_to(values, terms, problem, coord, Part::of(number), thread);
             // The next part arrives while this one is stored.
-            if (kAhead && next < kSubtiles * kValues / kPart) loaded.load_aux(terms, problem, coord, next, thread);
+            if (kAhead && number + 1 < kSubtiles * kValues / kPart) {
+              loaded.load_aux(terms, problem, coord, Part::of(number + 1), thread);
+            }
           }
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < kPart; j += kPiece) {
@@ -438,6 +441,16 @@ class TmaEpilogue {
     return make_tuple(load_state, store_state);
   }
 
+  // kPart values of each thread: where they are in a tile.
+  struct Part {
+    int m, n, value;  // the subtile, and the first value of it
+
+    CUTLASS_DEVICE static Part of(int number) {
+      constexpr int parts = kValues / kPart;  // of a subtile
+      return {number / parts % kDown, number / parts / kDown, number % parts * kPart};
+    }
+  };
+
   // Values of two neighbouring columns in an integer: separate ones would take more registers, and wait for the load.
   template <class T>
   struct Pair {
@@ -450,9 +463,11 @@ class TmaEpilogue {
       return float(reinterpret_cast<T const&>(bits));
     }
 
-    // Whether all pairs of such rows are aligned, and none is only half in D.
+    // Whether all pairs of such rows are aligned, and none is only half in D. Kernels that reduce have no registers for
+    // both ways to load.
     CUTLASS_DEVICE static bool whole(T const* data, int64_t stride, int columns) {
-      return !reduces && columns % 2 == 0 && (reinterpret_cast<uint64_t>(data) | stride * sizeof(T)) % sizeof(Both) == 0;
+      uint64_t const places = reinterpret_cast<uint64_t>(data) | stride * sizeof(T);
+      return !reduces && columns % 2 == 0 && places % sizeof(Both) == 0;
     }
 
     // Loads it from a place with so many columns left; 0 outside of D.
@@ -537,12 +552,10 @@ class TmaEpilogue {
     // A thread's pair of C in a part of the tile.
     template <class Problem, class Coord>
     CUTLASS_DEVICE static Pair<OrD<ElementAux>> aux_pair(
-        Terms const& terms, Problem const& problem, Coord const& coord, int part, int thread, int i) {
-      constexpr int parts = kValues / kPart;  // of a subtile
-      int const m = part / parts % kDown, n = part / parts / kDown;
+        Terms const& terms, Problem const& problem, Coord const& coord, Part part, int thread, int i) {
       int const rows = get<0>(problem), columns = get<1>(problem);
-      int const row = row_(coord, m) + row_of(thread) + i % 2 * 8;
-      int const column = column_(coord, n) + column_of(thread, part % parts * kPart) + i / 2 * 8;
+      int const row = row_(coord, part.m) + row_of(thread) + i % 2 * 8;
+      int const column = column_(coord, part.n) + column_of(thread, part.value) + i / 2 * 8;
       auto const* const data = terms.aux + int64_t(get<3>(coord)) * terms.aux_batch_stride;
       Pair<OrD<ElementAux>> pair;
       pair.load(
@@ -553,7 +566,7 @@ class TmaEpilogue {
 
     template <class Problem, class Coord>
     CUTLASS_DEVICE void load_aux(
-        Terms const& terms, Problem const& problem, Coord const& coord, int part, int thread) {
+        Terms const& terms, Problem const& problem, Coord const& coord, Part part, int thread) {
       if (kAll && terms.aux) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart / 2; ++i) aux[i] = aux_pair(terms, problem, coord, part, thread, i);
@@ -563,26 +576,26 @@ class TmaEpilogue {
     // Adds the terms to the values of a part.
     template <class Problem, class Coord>
     CUTLASS_DEVICE void add_to(
-        float (&values)[kPart], Terms const& terms, Problem const& problem, Coord const& coord, int part,
+        float (&values)[kPart], Terms const& terms, Problem const& problem, Coord const& coord, Part part,
         int thread) const {
-      constexpr int parts = kValues / kPart;
-      int const m = part / parts % kDown, column = part / parts / kDown * kWidth + part % parts * kPart * 2;
       auto const of_columns = [&](auto const& row, auto&& change) CUTLASS_LAMBDA_FUNC_INLINE {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart; i += 4) {
-          auto const pair = row.at(column + i * 2);
+          auto const pair = row.at(part.n * kWidth + (part.value + i) * 2);
           CUTLASS_PRAGMA_UNROLL
           for (int j = 0; j < 4; ++j) change(values[i + j], pair[j % 2]);
         }
       };
       if (kRowScales && terms.scale_a_step) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kPart; ++i) values[i] *= scale_a[m][i / 2 % 2];
+        for (int i = 0; i < kPart; ++i) values[i] *= scale_a[part.m][i / 2 % 2];
       }
       if (kRowScales && terms.scale_b_step) {
         of_columns(scale_b, [](float& value, float scale) CUTLASS_LAMBDA_FUNC_INLINE { value *= scale; });
       }
-      if (!kAll || terms.bias) of_columns(bias, [](float& value, float term) CUTLASS_LAMBDA_FUNC_INLINE { value += term; });
+      if (!kAll || terms.bias) {
+        of_columns(bias, [](float& value, float term) CUTLASS_LAMBDA_FUNC_INLINE { value += term; });
+      }
       if (kAll && terms.aux) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kPart / 2; ++i) {
