@@ -123,3 +123,9 @@ def torch_results(ranks: int) -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("check", TORCH_CHECKS)
 def test_torch_functions_of_ranks_that_share_a_gpu_are_right(check: str) -> None:
     assert [failure for found in torch_results(2) for failure in found[check]] == []
+
+
+def test_warmup_compiles_all_that_the_first_step_needs() -> None:
+    """Processes of their own: a kernel that another check has opened would not be looked for."""
+    found = launch(torch_worker.warmed_up, 2, backend="nccl", timeout=LAUNCH_TIMEOUT_S, share=True)
+    assert [failure for failures in found for failure in failures] == []

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional
 
 import distgemm
-from distgemm.gemm import GemmTensors, get_provider
+from distgemm.gemm import GemmTensors, get_provider, nvcc
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
@@ -505,6 +506,57 @@ def styles() -> list[str]:
         if not error < 1e-4:
             wrong.append(f"gradient of {name}: {error:.1e}")
     return wrong
+
+
+def warmed_up() -> list[str]:
+    """After warmup, the first step of a Llama finds all of its kernels: it runs without a compiler.
+
+    The kernel cache is a new folder. The trace of both passes has the calls of the step, takes no memory of the GPU,
+    and leaves gradients and the generator as they are.
+    """
+    sys.path.insert(0, str(EXAMPLES))
+    import llama
+
+    ranks = dist.get_world_size()
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=device())
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
+    torch.manual_seed(5)
+    config = llama.Config(vocabulary=4096, hidden=1024, intermediate=1408 * ranks, layers=1, heads=16, kv_heads=8)
+    ids = torch.randint(config.vocabulary, (2049, 1), device=device())
+    model = parallelize_module(llama.Llama(config).bfloat16().to(device()), mesh, llama.tensor_parallel_plan())
+    wrong = []
+    with mock.patch.dict(os.environ, {"DISTGEMM_CACHE_DIR": folder[0], "DISTGEMM_TUNE": "0"}):
+        before = torch.cuda.memory_allocated(), torch.cuda.get_rng_state().tolist()
+        start = time.monotonic()
+        needs = distgemm.warmup(model, ids[:-1])
+        seconds = time.monotonic() - start
+        if (torch.cuda.memory_allocated(), torch.cuda.get_rng_state().tolist()) != before:
+            wrong.append("warmup takes memory or random numbers of the GPU")
+        wrong += [f"warmup sets a gradient of {name}" for name, x in model.named_parameters() if x.grad is not None]
+        kept = len(list(nvcc.cached()))
+        print(f"rank {dist.get_rank()}: {len(needs)} calls, {kept} kernels in the cache, {seconds:.1f} s", flush=True)
+        dist.barrier(device_ids=[device().index])
+        # A kernel that is missing now is an error.
+        with mock.patch.object(nvcc, "find_nvcc", return_value=None), distgemm.record_calls() as calls:
+            with loss_parallel():
+                functional.cross_entropy(model(ids[:-1]).flatten(0, 1).float(), ids[1:].flatten()).backward()
+            torch.cuda.synchronize()
+        if len(list(nvcc.cached())) != kept:
+            wrong.append(f"the step adds kernels to the cache, which had {kept}")
+    traced, made = {need.problem for need in needs}, {call.plan.problem for call in calls}
+    if traced != made:
+        wrong.append(f"traced alone: {traced - made}; run alone: {made - traced}")
+    if {need.device for need in needs} != {"cuda"} or {need.turned_b for need in needs} != {False, True}:
+        wrong.append(f"these are not the calls of both passes on GPUs: {needs}")
+    if not any(call.kernels for call in calls):
+        wrong.append("no call has a kernel, so this test shows nothing")
+    grads: list[Any] = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    wrong += [f"no finite gradient of {n}" for n, x in grads if x is None or not x.to_local().isfinite().all()]
+    dist.barrier(device_ids=[device().index])
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return [f"rank {dist.get_rank()}: {each}" for each in wrong]
 
 
 def after_inference() -> list[str]:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode  # noqa: PLC2701  (torch has no public name)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import distgemm
+from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.target import compiling_for
-from distgemm.measure.models import Layer
+from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
+from distgemm.runtime.cuda.binding import Binder
 from distgemm.torch_ops import kernels, library
 from distgemm.torch_ops.needs import Need, record_needs
+from distgemm.torch_ops.warmup import needs_of
 from distgemm.tune import gemm as gemm_tuning
-from distgemm.tune.candidates import shortlist, specs_of
+from distgemm.tune.cache import look_up
+from distgemm.tune.candidates import predicted, shortlist, specs_of
 from distgemm.tune.kernels import with_other_tiles
+from distgemm.tune.select import fitting
 
 HIDDEN = 64
+H200 = "NVIDIA H200"
+FIRST_STEP = Path(__file__).parents[2] / "benchmarks" / "first_step.py"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +60,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.parametrize("group", [2, 4, 8], indirect=True)
-@pytest.mark.parametrize("gpu", ["none", "NVIDIA H200"])
+@pytest.mark.parametrize("gpu", ["none", H200])
 @pytest.mark.parametrize(
     ("layer", "tokens"),
     [
@@ -82,6 +95,65 @@ def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
                 tiles = gemm_tuning.candidates(provider, spec, config.execution.gemm_streams)
                 asked |= {kernel_source(spec, tile, provider.arch) for tile in tiles}
     assert len(asked) > 20 and asked <= listed
+
+
+# --- calls as GPUs select them ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_h200(listed: set[KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection takes this machine for one with an H200, and all kernels of the list are there."""
+    monkeypatch.setattr(CutlassProvider, "arch", "90a")
+    monkeypatch.setattr(gemm_select, "gpu_name", lambda: H200)
+    monkeypatch.setattr(gemm_select, "is_there", listed.__contains__)
+
+
+def asked_for(needs: Iterable[Need]) -> set[KernelSource]:
+    """The kernels that calls with schedule="auto" ask for on H200s if they measure nothing, as `tune.select` does."""
+    found: set[KernelSource] = set()
+    for need in needs:
+        assert need.schedule == "auto" and need.chunks is None
+        call = (need.problem, need.pattern, need.ranks)
+        config = fitting(look_up(*call, H200, inf) or predicted(*call), *call)
+        if config.method == "plan":
+            plan = config.plan(need.problem, need.ranks)
+            binder = Binder(plan, need.rank, torch.device("cuda", 0), config.execution, fallback=True)
+            found |= {*binder.sources(turned_b=need.turned_b)}
+    return found
+
+
+@pytest.mark.parametrize("group", [2, 4, 8], indirect=True)
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("tokens", kernels.PACKED_TOKENS)
+@pytest.mark.sample(4)
+def test_the_first_step_of_models(
+    group: Any, model: str, tokens: int, listed: set[KernelSource], on_h200: None
+) -> None:
+    """Forward and backward, on the first and the last rank."""
+    layers = [(layer, pattern) for layer in MODELS[model].layers for pattern in layer.patterns]
+    needs = [need for each in layers for need in kernels.layer_needs(*each, tokens, "bfloat16", group)]
+    found = asked_for(replace(need, rank=rank) for need in dict.fromkeys(needs) for rank in (0, group.size() - 1))
+    assert found and found <= listed, [source.name for source in found - listed]
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_the_first_step_of_the_benchmark(group: Any, listed: set[KernelSource], on_h200: None) -> None:
+    """The model of benchmarks/first_step.py, traced with the styles that it has."""
+    if not FIRST_STEP.is_file():
+        pytest.skip("a source archive has no benchmarks/")
+    spec = importlib.util.spec_from_file_location("first_step", FIRST_STEP)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    model = benchmark.Llama(replace(benchmark.SMALL, layers=1)).bfloat16()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallel = parallelize_module(model, mesh, benchmark.tensor_parallel_plan())
+    needs = needs_of(parallel, torch.zeros(2048, 1, dtype=torch.long))
+    assert {need.problem.dtype for need in needs} == {"bfloat16"}
+    assert {need.pattern for need in needs} == {"ag+gemm", "gemm+rs"}
+    assert {need.turned_b for need in needs} == {False, True}
+    found = asked_for(needs)
+    assert found and found <= listed, [source.name for source in found - listed]
 
 
 def test_kinds_and_terms(listed: set[KernelSource]) -> None:
