@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cuda.bindings import driver
 
 from distgemm.gemm import cubins
-from distgemm.gemm.cubins import Cubin, Fact, open_cubin
+from distgemm.gemm.cubins import Cubin, Fact, open_cubin, read_facts
 from distgemm.gemm.driver import LaunchConfig
 from distgemm.gemm.flags import FlagOps
-from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
+from distgemm.gemm.sums import _Arguments, sum_source  # noqa: PLC2701  (its size is checked)
 
 SOURCE = KernelSource("a kernel", (), "90a")
 
@@ -91,3 +94,27 @@ def test_a_kernel_for_another_struct_is_refused() -> None:
     with pytest.raises(RuntimeError, match="was compiled for another parameter than this version passes"):
         open_cubin(SOURCE, FlagOps)
     open_cubin.cache_clear()
+
+
+@pytest.mark.sample(0)  # a kernel compiles for some seconds
+@pytest.mark.parametrize(
+    ("source", "struct"),
+    [
+        (KernelSource("flags", (), "90a", "flags.cu", ("flags.cuh", "facts.cuh")), FlagOps),
+        (sum_source("bfloat16", "float32", 4, "90a"), _Arguments),
+        (sum_source("float64", "bfloat16", 1, "80"), _Arguments),
+    ],
+    ids=lambda value: value.name if isinstance(value, KernelSource) else "",
+)
+def test_small_kernels_take_these_structs(source: KernelSource, struct: type[ctypes.Structure], tmp_path: Path) -> None:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc was not found: pip install 'distgemm[nvcc]'")
+    done = subprocess.run(
+        command(source, nvcc, tmp_path / "out"), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    image = (tmp_path / "out").read_bytes()
+    facts = read_facts(image)
+    assert facts["size"].value == ctypes.sizeof(struct) and facts["threads"].value in (32, 256)
+    assert source.entry.encode() + b"\0" in image
