@@ -245,7 +245,7 @@ def build_command(
         return
     from distgemm.gemm import GemmConfig
     from distgemm.gemm.cutlass import CutlassProvider, kernel_source
-    from distgemm.gemm.nvcc import build, missing, pack_libraries
+    from distgemm.gemm.nvcc import build, missing, pack_cubins
     from distgemm.tune.gemm import candidates
 
     gemms = gemms_of(
@@ -283,7 +283,7 @@ def build_command(
         f"{size / 2**20:.1f} MiB in {paths[0].parent}"
     )
     if pack is not None:
-        wheel = pack_libraries(sources, pack, version("distgemm"))
+        wheel = pack_cubins(sources, pack, version("distgemm"))
         typer.echo(f"{wheel}: {len(paths)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -332,7 +332,7 @@ def _list() -> None:
         print_figures(["kernel", "arch", "compiler", "CUTLASS", "s", "KiB"], rows)
     pack, why = usable_pack()
     if pack or why:
-        print_wrapped(f"pack {pack}: {len(pack.libraries)} kernels" if pack else f"the pack is not used: {why}")
+        print_wrapped(f"pack {pack}: {len(pack.cubins)} kernels" if pack else f"the pack is not used: {why}")
     print_wrapped(f"total {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB in {cache_dir() / 'kernels'}")
 
 

@@ -1,4 +1,4 @@
-"""Provider "cutlass": CUTLASS 3.x kernels, compiled at first use and called through ctypes.
+"""Provider "cutlass": CUTLASS 3.x kernels, compiled at first use and launched through the driver.
 
 The tiles that it tries are listed in :mod:`distgemm.gemm.tiles`.
 """
@@ -8,21 +8,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
-from cuda.bindings import driver
 
+from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.launches import KernelLaunch, address_cells
-from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.parameters import Arguments, Matrix, Parameter, ParameterLayout, Terms, gemm_parameter
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.select import near_best, order, preferred, recorded_config
 from distgemm.gemm.spec import (
     RASTERS,
-    TMA_ALIGNMENT,
     Epilogue,
     GemmConfig,
     GemmSpec,
@@ -36,17 +35,14 @@ from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
-    "Arguments",
+    "BoundKernel",
     "CutlassKernel",
     "CutlassLaunch",
     "CutlassProvider",
-    "Descriptor",
-    "DescriptorError",
     "KernelKind",
-    "Matrix",
+    "arguments_of",
     "as_matrix",
     "kernel_source",
-    "raise_failed",
     "sm_count",
 ]
 
@@ -73,11 +69,12 @@ KIND_MACROS: dict[KernelKind, str] = {
     "reduce": "DG_REDUCE",
     "reduce_send": "DG_REDUCE_SEND",
 }
+GEMM_HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh")
 KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
-    "one_gemm": ("tma.cuh", "epilogue.cuh"),
-    "gather": ("tma.cuh", "epilogue.cuh", "fused.cuh", "flags.cuh"),
-    "reduce": ("tma.cuh", "epilogue.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
-    "reduce_send": ("tma.cuh", "epilogue.cuh", "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "one_gemm": GEMM_HEADERS,
+    "gather": (*GEMM_HEADERS, "fused.cuh", "flags.cuh"),
+    "reduce": (*GEMM_HEADERS, "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
+    "reduce_send": (*GEMM_HEADERS, "fused.cuh", "fused_reduce.cuh", "flags.cuh"),
 }
 TMA_DEPTH_BYTES = 128
 PLAIN_DEPTH_BYTES = {"float32": 32}
@@ -157,87 +154,6 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
     return KernelSource(name, macros, arch, headers=KIND_HEADERS[kind])
 
 
-class Matrix(ctypes.Structure):
-    """struct Matrix of the kernels."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("batch_stride", ctypes.c_int64))
-
-
-class Arguments(ctypes.Structure):
-    """struct Arguments of gemm.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in "mnkl"),
-        *((name, Matrix) for name in ("a", "b", "source", "aux", "d")),
-        *((name, ctypes.c_void_p) for name in ("bias", "scale_a", "scale_b")),
-        *((name, ctypes.c_int64) for name in ("bias_stride", "scale_a_stride", "scale_b_stride")),
-        *((name, ctypes.c_float) for name in ("alpha", "source_scale", "aux_scale")),
-        *((name, ctypes.c_int32) for name in ("scale_a_step", "scale_b_step", "sm_count", "raster", "swizzle")),
-    )
-
-
-class Descriptor(ctypes.Structure):
-    """struct Descriptor of tma.cuh."""
-
-    _fields_ = (
-        ("address", ctypes.c_uint64),
-        ("extents", ctypes.c_uint64 * 5),
-        ("strides", ctypes.c_uint64 * 4),
-        *((name, ctypes.c_int32) for name in ("modes", "type", "error")),
-    )
-
-
-OPERANDS = {
-    "a": "A",
-    "b": "B",
-    "source": "C or the partial sum",
-    "aux": "C",
-    "d": "D",
-    "received_operand": "the operand that arrives",
-    "remote_d": "D of another rank",
-}
-"""What the matrices of a kernel's arguments are, by the names of the fields."""
-
-
-class DescriptorError(ValueError):
-    """TMA cannot describe a tensor, so the kernel cannot be launched. The message says which tensor."""
-
-
-def raise_failed(kernel: str, arguments: ctypes.Structure, failed: Descriptor) -> NoReturn:
-    """Raise DescriptorError for the descriptor that a kernel could not encode.
-
-    Args:
-        kernel: the kernel's name.
-        arguments: the kernel's arguments.
-        failed: what ``distgemm_encode`` wrote.
-    """
-    names = [OPERANDS[name] for name, matrix in _matrices(arguments) if matrix.data == failed.address]
-    dtype = driver.CUtensorMapDataType(failed.type).name.rpartition("_TYPE_")[2].lower()
-    extents, strides = failed.extents[: failed.modes], failed.strides[: failed.modes - 1]
-    raise DescriptorError(
-        f"kernel {kernel}: TMA cannot describe {' and '.join(names) or 'a matrix'}: extents {tuple(extents)}, the "
-        f"contiguous one first, strides {tuple(strides)} bytes, {dtype} at {failed.address:#x} "
-        f"({driver.CUresult(failed.error).name}). Extents are 1 to 2**32, strides multiples of {TMA_ALIGNMENT} and "
-        "below 2**40 bytes"
-    )
-
-
-def _matrices(arguments: ctypes.Structure) -> Iterator[tuple[str, Matrix]]:
-    """The matrices of a kernel's arguments, by the names of the fields."""
-    for name, kind, *_ in arguments._fields_:
-        if kind is Matrix:
-            yield name, getattr(arguments, name)
-        elif kind is Arguments:
-            yield from _matrices(getattr(arguments, name))
-
-
-def _open(source: KernelSource, arguments: type[ctypes.Structure]) -> Library:
-    library = open_library(source, arguments)
-    library.functions.distgemm_encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Descriptor))
-    library.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return library
-
-
 @functools.cache
 def sm_count(device: int) -> int:
     """The number of streaming multiprocessors of a device."""
@@ -248,20 +164,14 @@ class CutlassKernel:
     """A compiled kernel; implements :class:`distgemm.gemm.Kernel`.
 
     Attributes:
-        arguments: the struct that the kernel takes.
-        source: the source it was compiled from.
-        config: its configuration.
         name: the source's name.
     """
 
-    arguments: type[ctypes.Structure] = Arguments
-
     def __init__(self, source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> None:
-        self.source, self.config, self.name = source, config, source.name
-        self._provider = provider
-        self._library = _open(source, self.arguments)
-        self._size = self._library.functions.distgemm_params_size()
-        self._alignment = self._library.functions.distgemm_params_alignment()
+        self.name = source.name
+        self._source, self._config, self._provider = source, config, provider
+        self._cubin = open_cubin(source)
+        self._layout = ParameterLayout(self.name, self._cubin.facts)
 
     def bind(self, tensors: GemmTensors) -> CutlassLaunch:
         """A launch with these tensors.
@@ -271,73 +181,66 @@ class CutlassKernel:
             DescriptorError: for tensors that TMA cannot describe; it is a ValueError.
         """
         spec = spec_of(tensors)
-        arguments = self.encode(tensors, spec)
-        return self.launch([tensors], arguments if spec.m and spec.n and spec.l else None)
-
-    def encode(self, tensors: GemmTensors, spec: GemmSpec, kind: KernelKind = "one_gemm") -> Arguments:
-        """The arguments of one GEMM.
-
-        Raises:
-            ValueError: for tensors that the kernel was not compiled for.
-        """
-        check_device(tensors)
-        self._provider.raise_unsupported(spec, self.config)
-        if kernel_source(spec, self.config, self.source.arch, kind).macros != self.source.macros:
-            raise ValueError(
-                f"kernel {self.name} was compiled for other types, majors or terms than these tensors have"
-            )
+        arguments = arguments_of(tensors, spec, self._source, self._config, self._provider)
         device = tensors.d.device.index
-        self._library.load_on(device)
-        c = tensors.c if spec.c is not None else None
-        source, aux = (tensors.partial, c) if spec.partial else (c, None)
-        source_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
-        return Arguments(
-            spec.m,
-            spec.n,
-            spec.k,
-            spec.l,
-            as_matrix(tensors.a, spec.a),
-            as_matrix(tensors.b, spec.b),
-            as_matrix(source, source_spec),
-            as_matrix(aux, aux_spec),
-            as_matrix(tensors.d, spec.d),
-            None if tensors.bias is None else tensors.bias.data_ptr(),
-            None if tensors.scale_a is None else tensors.scale_a.data_ptr(),
-            None if tensors.scale_b is None else tensors.scale_b.data_ptr(),
-            *(0, 0, 0),
+        self._cubin.load_on(device)
+        bound = None
+        if spec.m and spec.n and spec.l:
+            parameter, grid = gemm_parameter(self._layout, self._config, arguments)
+            launch = self._cubin.launcher(device, grid, parameter.address)
+            bound = BoundKernel(arguments, parameter, launch)
+        return CutlassLaunch(self.name, [tensors], bound)
+
+
+def arguments_of(
+    tensors: GemmTensors,
+    spec: GemmSpec,
+    source: KernelSource,
+    config: GemmConfig,
+    provider: CutlassProvider,
+    kind: KernelKind = "one_gemm",
+) -> Arguments:
+    """The arguments of one GEMM.
+
+    Args:
+        tensors: its tensors.
+        spec: of these tensors.
+        source: what the kernel was compiled from.
+        config: the kernel's configuration.
+        provider: which compiled it.
+        kind: one GEMM, or a kind of fused kernel.
+
+    Raises:
+        ValueError: for tensors that the kernel was not compiled for.
+    """
+    check_device(tensors)
+    provider.raise_unsupported(spec, config)
+    if kernel_source(spec, config, source.arch, kind).macros != source.macros:
+        raise ValueError(f"kernel {source.name} was compiled for other types, majors or terms than these tensors have")
+    c = tensors.c if spec.c is not None else None
+    partial, aux = (tensors.partial, c) if spec.partial else (c, None)
+    partial_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
+    return Arguments(
+        spec.m,
+        spec.n,
+        spec.k,
+        spec.l,
+        as_matrix(tensors.a, spec.a),
+        as_matrix(tensors.b, spec.b),
+        as_matrix(partial, partial_spec),
+        as_matrix(tensors.d, spec.d),
+        Terms(
             tensors.alpha,
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
             *(int(scale == "row") for scale in (spec.scale_a, spec.scale_b)),
-            sm_count(device) // self.config.share,
-            RASTERS.index(self.config.raster),
-            self.config.swizzle,
-        )
-
-    def launch(self, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None) -> CutlassLaunch:
-        """A launch with these arguments, which keeps the tensors alive. Arguments None: it launches nothing.
-
-        Raises:
-            DescriptorError: if TMA cannot describe a tensor.
-        """
-        return CutlassLaunch(self, tensors, arguments)
-
-    def parameter(self, arguments: ctypes.Structure) -> tuple[Any, int]:
-        """Memory for the kernel's parameter, and the aligned address in it."""
-        buffer = ctypes.create_string_buffer(self._size + self._alignment)
-        address = -(-ctypes.addressof(buffer) // self._alignment) * self._alignment
-        self.fill(arguments, address)
-        return buffer, address
-
-    def fill(self, arguments: ctypes.Structure, address: int) -> None:
-        """Write the kernel's parameter for these arguments to an address.
-
-        Raises:
-            DescriptorError: if TMA cannot describe a tensor.
-        """
-        failed = Descriptor()
-        if self._library.functions.distgemm_encode(ctypes.addressof(arguments), address, failed):
-            raise_failed(self.name, arguments, failed)
+            *(None if one is None else one.data_ptr() for one in (tensors.scale_a, tensors.scale_b, tensors.bias)),
+            as_matrix(aux, aux_spec),
+        ),
+        sm_count(tensors.d.device.index) // config.share,
+        RASTERS.index(config.raster),
+        config.swizzle,
+    )
 
 
 def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
@@ -347,41 +250,52 @@ def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
     return Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
 
 
-class CutlassLaunch(KernelLaunch):
-    """A kernel with its encoded arguments; implements :class:`distgemm.gemm.Launch`. An empty D launches nothing.
+class BoundKernel(NamedTuple):
+    """A kernel with what it computes.
 
     Attributes:
-        name: the kernel's name.
+        arguments: with the addresses of tensors.
+        parameter: made from them.
+        launch: launches the kernel with the parameter on a stream.
     """
 
-    def __init__(
-        self, kernel: CutlassKernel, tensors: Sequence[GemmTensors], arguments: ctypes.Structure | None
-    ) -> None:
-        self._kernel, self._arguments = kernel, arguments
+    arguments: ctypes.Structure
+    parameter: Parameter
+    launch: Callable[[int], None]
+
+
+class CutlassLaunch(KernelLaunch):
+    """A kernel with its parameter; implements :class:`distgemm.gemm.Launch`.
+
+    Args:
+        name: the kernel's name.
+        tensors: those that it reads and writes, which it keeps alive.
+        bound: the kernel; None: it launches nothing, because D is empty.
+
+    Attributes:
+        name: as given.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[GemmTensors], bound: BoundKernel | None) -> None:
+        self.name, self._bound = name, bound
         self._tensors: Sequence[GemmTensors] | None = tensors
         self._device = tensors[0].d.device
-        self._function = kernel._library.functions.distgemm_launch
-        self.name = kernel.name
-        if arguments is not None:
-            self._buffer, self._address = kernel.parameter(arguments)
 
     def __call__(self, stream: int | None = None) -> None:
-        if self._arguments is None:
+        if self._bound is None:
             return
         if stream is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
-        error = self._function(self._address, stream)
-        if error:
-            self._kernel._library.check(error, "launch")
+        self._bound.launch(stream)
 
     def cells(self) -> list[ctypes.c_uint64]:
-        return [] if self._arguments is None else address_cells(self._arguments)
+        return [] if self._bound is None else address_cells(self._bound.arguments)
 
     @property
     def parameter(self) -> int:
-        assert self._arguments is not None
-        self._kernel.fill(self._arguments, self._address)
-        return self._address
+        assert self._bound is not None
+        self._bound.parameter.update()
+        return self._bound.parameter.address
 
     def forget(self) -> None:
         self._tensors = None

@@ -1,9 +1,9 @@
-"""Kernel libraries: nvcc compiles them at first use, with CUTLASS's headers, and they stay on disk.
+"""Compiled kernels: nvcc compiles them at first use, with CUTLASS's headers, and they stay on disk.
 
-A library's name is a hash of everything it is made from: our source, the macros, CUTLASS's version, the architecture,
-nvcc's options and its version, and the host: its architecture and C library. A manifest with the library's checksum is
-written after the library. A library without a matching manifest is compiled again. A library is loaded only if this
-user or root owns it and its folder, and no other user can write them.
+A compiled kernel is a cubin: code for one GPU architecture and none for the host. Its name is a hash of everything it
+is made from: our source, the macros, CUTLASS's version, the architecture, nvcc's options and its version. A manifest
+with the cubin's checksum is written after the cubin. A cubin without a matching manifest is compiled again. A cubin is
+loaded only if this user or root owns it and its folder, and no other user can write them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import importlib.util
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import signal
@@ -33,7 +32,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distgemm.gemm.packs import Pack, PackError, find_pack, not_usable, serves, write_pack
+from distgemm.gemm.packs import Pack, PackError, find_pack, not_usable, write_pack
 from distgemm.system import cores, read_regular, unsafe
 
 __all__ = [
@@ -51,13 +50,12 @@ __all__ = [
     "cutlass_include",
     "driver_cuda",
     "find_nvcc",
-    "host",
     "is_there",
-    "library",
+    "cubin_path",
     "missing",
     "not_loadable",
     "origin",
-    "pack_libraries",
+    "pack_cubins",
     "sources_hash",
     "usable_pack",
     "works_here",
@@ -66,7 +64,7 @@ __all__ = [
 LOG = logging.getLogger("distgemm")
 
 # Without NDEBUG, ptxas serialises wgmma.
-FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-shared", "-Xcompiler", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-cubin")
 SERIALISED = "C7510"
 """The number of ptxas's warning that it serialised wgmma."""
 TOOLKIT = "/usr/local/cuda"
@@ -74,28 +72,27 @@ TOOLKIT = "/usr/local/cuda"
 VERSION_TIMEOUT_S = 60.0
 """Time in which nvcc must say its version."""
 COMPILE_TIMEOUT_S = 1800.0
-"""Time in which nvcc must compile a kernel. It takes about a minute on an idle machine."""
+"""Time in which nvcc must compile a kernel. It takes about 10 s on an idle machine."""
 
 OLDER_NVCC = "update the driver, or install an older nvcc and set DISTGEMM_NVCC to its path"
 WRITABLE = "set DISTGEMM_CACHE_DIR to a folder that can be written"
 
 BUILDING = ".building"
-"""Ends the names of folders in which a library is compiled."""
+"""Ends the names of folders in which a cubin is compiled."""
 MANIFEST: dict[str, type | tuple[type, ...]] = {
     "kernel": str,
     "arch": str,
     "macros": dict,
     "compiler": str,
     "cutlass": str,
-    "host": str,
     "seconds": (int, float),
     "sha256": str,
 }
-"""The entries of a library's manifest, and their types."""
+"""The entries of a cubin's manifest, and their types."""
 
 
 class CompilerNotFoundError(RuntimeError):
-    """There is neither a compiler nor a compiled library that works here. The message says what to install."""
+    """There is neither a compiler nor a compiled cubin that works here. The message says what to install."""
 
 
 class CompileError(RuntimeError):
@@ -108,7 +105,7 @@ class CacheError(OSError):
 
 @dataclass(frozen=True)
 class KernelSource:
-    """The source of a library: a file of the folder ``kernels`` with macros, for one architecture.
+    """The source of a kernel: a file of the folder ``kernels`` with macros, for one architecture.
 
     Attributes:
         name: for messages.
@@ -128,6 +125,11 @@ class KernelSource:
     def path(self) -> Path:
         """Path of the file."""
         return Path(__file__).parent / "kernels" / self.file
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in the cubin."""
+        return f"distgemm_{self.path.stem}"
 
 
 def cache_dir() -> Path:
@@ -235,7 +237,7 @@ def driver_cuda() -> str | None:
 def not_loadable(compiler: str, driver: str | None) -> str:
     """Why a driver does not load what a compiler compiles; "" if it does, or if there is no driver.
 
-    A library contains the CUDA runtime of its compiler. Within a major version, an older driver serves a newer runtime.
+    Within a major version, an older driver loads what a newer nvcc compiles.
 
     Args:
         compiler: what nvcc prints about its release.
@@ -245,12 +247,6 @@ def not_loadable(compiler: str, driver: str | None) -> str:
     if driver is None or release is None or int(release[1]) <= int(driver.partition(".")[0]):
         return ""
     return f"the driver serves CUDA up to {driver}, and does not load kernels that nvcc of {compiler} compiles"
-
-
-@functools.cache
-def host() -> str:
-    """The architecture and the C library of this machine, for which libraries are linked."""
-    return " ".join([platform.machine(), *platform.libc_ver()]).strip()
 
 
 @functools.cache
@@ -269,10 +265,10 @@ def cutlass_include() -> Path:
 
 
 def _stem(source: KernelSource, pack: Pack | None = None) -> str:
-    """The part of a library's name that does not depend on the compiler: as compiled here, or as in a pack."""
+    """The part of a cubin's name that does not depend on the compiler: as compiled here, or as in a pack."""
     texts = [read_source(source.path.with_name(name)) for name in (source.file, *source.headers)]
-    cutlass, machine = (pack.cutlass, pack.host) if pack else (importlib.metadata.version("nvidia-cutlass"), host())
-    made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS, machine])
+    cutlass = pack.cutlass if pack else importlib.metadata.version("nvidia-cutlass")
+    made_from = json.dumps([*texts, cutlass, source.macros, source.arch, FLAGS])
     return hashlib.sha256(made_from.encode()).hexdigest()[:24]
 
 
@@ -285,22 +281,22 @@ def sources_hash() -> str:
 
 
 def usable_pack() -> tuple[Pack | None, str]:
-    """The installed pack if this machine can load its libraries; else None and the reason, "" without a pack."""
+    """The installed pack if this machine can load its cubins; else None and the reason, "" without a pack."""
     try:
         pack = find_pack()
     except PackError as error:
         return None, str(error)
     if pack is None:
         return None, ""
-    why = not_usable(pack, sources_hash(), host()) or not_loadable(pack.compiler, driver_cuda())
+    why = not_usable(pack, sources_hash()) or not_loadable(pack.compiler, driver_cuda())
     return (None, f"{pack}: {why}") if why else (pack, "")
 
 
 def _packed(source: KernelSource) -> tuple[Pack, str] | None:
-    """The pack that has the library of a source, and the library's name in it."""
+    """The pack that has the cubin of a source, and the cubin's name in it."""
     pack, _ = usable_pack()
     stem = _stem(source, pack) if pack else ""
-    return (pack, stem) if pack and stem in pack.libraries else None
+    return (pack, stem) if pack and stem in pack.cubins else None
 
 
 @functools.cache
@@ -310,7 +306,7 @@ def read_source(path: Path) -> str:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a library; None if the library or the manifest is missing or damaged, or if they do not match."""
+    """The manifest of a cubin; None if the cubin or the manifest is missing or damaged, or if they do not match."""
     try:
         manifest = json.loads(read_regular(path.with_suffix(".json")))
         if not all(isinstance(manifest[name], kind) for name, kind in MANIFEST.items()):
@@ -322,12 +318,12 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether the library exists and matches its manifest."""
+    """Whether the cubin exists and matches its manifest."""
     return _manifest(path) is not None
 
 
 def _cached(source: KernelSource) -> tuple[Path, Path | None]:
-    """The library's path, which need not exist, and the compiler; None if it exists already, or is in the pack."""
+    """The cubin's path, which need not exist, and the compiler; None if it exists already, or is in the pack."""
     kernels = cache_dir() / "kernels"
     if (packed := _packed(source)) is not None:
         pack, stem = packed
@@ -340,7 +336,7 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
             raise CompilerNotFoundError(f"{nvcc} is too new: {why}; {OLDER_NVCC}")
         return _path_of(stem, version), nvcc
     refused = ""
-    for path in sorted(kernels.glob(f"{stem}-*.so")):
+    for path in sorted(kernels.glob(f"{stem}-*.cubin")):
         if (manifest := _manifest(path)) is not None:
             refused = not_loadable(manifest["compiler"], driver_cuda())
             if not refused:
@@ -348,10 +344,9 @@ def _cached(source: KernelSource) -> tuple[Path, Path | None]:
     if refused:
         raise CompilerNotFoundError(f"kernel {source.name} is compiled, but {refused}; {OLDER_NVCC}")
     raise CompilerNotFoundError(
-        f"kernel {source.name} is not compiled yet for {host()}, {_not_packed()}, and nvcc was not found. Install it "
-        "with: pip install 'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile "
-        "ahead elsewhere, on a machine of the same kind, with: distgemm build, or name a provider that needs none: "
-        "provider='cublas'"
+        f"kernel {source.name} is not compiled yet, {_not_packed()}, and nvcc was not found. Install it with: "
+        "pip install 'distgemm[nvcc]' (or install the CUDA toolkit, or set DISTGEMM_NVCC to its path), compile ahead "
+        "elsewhere with: distgemm build, or name a provider that needs none: provider='cublas'"
     )
 
 
@@ -362,12 +357,12 @@ def _not_packed() -> str:
 
 
 def _path_of(stem: str, compiler: str) -> Path:
-    return cache_dir() / "kernels" / f"{stem}-{hashlib.sha256(compiler.encode()).hexdigest()[:8]}.so"
+    return cache_dir() / "kernels" / f"{stem}-{hashlib.sha256(compiler.encode()).hexdigest()[:8]}.cubin"
 
 
 def works_here(manifest: dict[str, Any]) -> bool:
-    """Whether this machine can load the library of a manifest."""
-    return serves(manifest["host"], host()) and not not_loadable(manifest["compiler"], driver_cuda())
+    """Whether this machine can load the cubin of a manifest."""
+    return not not_loadable(manifest["compiler"], driver_cuda())
 
 
 def _refuse_unsafe(*paths: Path) -> None:
@@ -380,15 +375,15 @@ def _refuse_unsafe(*paths: Path) -> None:
             )
 
 
-def library(source: KernelSource) -> Path:
-    """The path of the compiled library. It is compiled if need be, with a spinner if standard error is a terminal.
+def cubin_path(source: KernelSource) -> Path:
+    """The path of the compiled cubin. It is compiled if need be, with a spinner if standard error is a terminal.
 
     Several processes may call this at once: one compiles, the others wait.
 
     Raises:
         CompilerNotFoundError: if it is not compiled yet and there is no compiler, or if the driver does not load it.
         CompileError: if the compiler fails.
-        CacheError: if the cache folder cannot be written, or if other users can write it or the library.
+        CacheError: if the cache folder cannot be written, or if other users can write it or the cubin.
     """
     path, _ = _cached(source)
     if not _is_intact(path):
@@ -400,7 +395,7 @@ def library(source: KernelSource) -> Path:
 
 
 def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
-    """The paths of the compiled libraries of all sources. Missing ones are compiled, several at a time.
+    """The paths of the compiled cubins of all sources. Missing ones are compiled, several at a time.
 
     Those that the pack has are unpacked.
 
@@ -459,8 +454,8 @@ def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> No
 
 
 def cached() -> Iterator[tuple[Path, dict[str, Any] | None]]:
-    """The libraries in the cache, each with its manifest; None if the manifest is missing or does not match."""
-    for path in sorted((cache_dir() / "kernels").glob("*.so")):
+    """The cubins in the cache, each with its manifest; None if the manifest is missing or does not match."""
+    for path in sorted((cache_dir() / "kernels").glob("*.cubin")):
         yield path, _manifest(path)
 
 
@@ -479,7 +474,7 @@ def _spinner(text: str) -> Iterator[None]:
 
 
 def _make_once(source: KernelSource) -> Path:
-    """Compile or unpack a library, unless another process has done so meanwhile. Returns its path."""
+    """Compile or unpack a cubin, unless another process has done so meanwhile. Returns its path."""
     path, nvcc = _cached(source)
     check_writable(path.parent)
     try:
@@ -508,13 +503,13 @@ def _make_once(source: KernelSource) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what builds that were killed have left: folders, and libraries without a manifest."""
+    """Remove what builds that were killed have left: folders, and cubins without a manifest."""
 
     def is_left(path: Path) -> bool:
         return path.suffix == BUILDING or not path.with_suffix(".json").exists()
 
-    for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.so")]):
-        # Who builds a library holds its lock, and may have finished meanwhile.
+    for path in filter(is_left, [*folder.glob(f"*{BUILDING}"), *folder.glob("*.cubin")]):
+        # Who builds a cubin holds its lock, and may have finished meanwhile.
         with contextlib.suppress(Timeout), FileLock(folder / f"{path.name.partition('.')[0]}.lock", timeout=0):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -542,13 +537,7 @@ def command(source: KernelSource, nvcc: Path, out: Path) -> list[str]:
     """The command that compiles a source."""
     macros = [f"-D{name}={value}" for name, value in source.macros]
     arch = f"-gencode=arch=compute_{source.arch},code=sm_{source.arch}"
-    # nvcc looks for its runtime in lib64; the PyPI packages have it in lib.
-    packaged = nvcc.parent.parent / "lib"
-    libraries = [f"-L{packaged}"] if (packaged / "libcudart_static.a").is_file() else []
-    return [
-        *(str(nvcc), *FLAGS, arch, f"-I{cutlass_include()}", *libraries, *macros),
-        *("-o", str(out), str(source.path)),
-    ]
+    return [str(nvcc), *FLAGS, arch, f"-I{cutlass_include()}", *macros, "-o", str(out), str(source.path)]
 
 
 def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
@@ -567,14 +556,13 @@ def _compile(source: KernelSource, nvcc: Path, path: Path) -> None:
         if SERIALISED in output:
             raise CompileError(f"ptxas serialised wgmma in {source.name}, which makes it slow:\n{_excerpt(output)}")
         if not out.is_file():
-            raise CompileError(f"{' '.join(words)}\nended with exit status 0 and wrote no library:\n{_excerpt(output)}")
+            raise CompileError(f"{' '.join(words)}\nended with exit status 0 and wrote no cubin:\n{_excerpt(output)}")
         manifest = {
             "kernel": source.name,
             "arch": source.arch,
             "macros": dict(source.macros),
             "compiler": compiler_version(nvcc),
             "cutlass": importlib.metadata.version("nvidia-cutlass"),
-            "host": host(),
             "seconds": round(time.monotonic() - start, 1),
             "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
         }
@@ -585,15 +573,15 @@ def _unpack(pack: Pack, stem: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", suffix=BUILDING, dir=path.parent) as folder:
         out = Path(folder) / path.name
         out.write_bytes(pack.read(stem))
-        _install(out, pack.libraries[stem].manifest | {"pack": str(pack)}, path)
+        _install(out, pack.cubins[stem].manifest | {"pack": str(pack)}, path)
 
 
-def _install(library: Path, manifest: dict[str, Any], path: Path) -> None:
-    """Put a library and its manifest into the cache. The manifest goes last: a library is complete if it has one."""
-    library.chmod(0o755)
-    written = library.with_suffix(".json")
+def _install(cubin: Path, manifest: dict[str, Any], path: Path) -> None:
+    """Put a cubin and its manifest into the cache. The manifest goes last: a cubin is complete if it has one."""
+    cubin.chmod(0o644)
+    written = cubin.with_suffix(".json")
     written.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(library, path)
+    os.replace(cubin, path)
     os.replace(written, path.with_suffix(".json"))
 
 
@@ -605,7 +593,7 @@ def _say_not_packed(why: str) -> None:
 
 
 def is_there(source: KernelSource) -> bool:
-    """Whether a library is compiled already, or in the pack. Nothing is compiled or unpacked."""
+    """Whether a cubin is compiled already, or in the pack. Nothing is compiled or unpacked."""
     try:
         return not missing([source])
     except (CompilerNotFoundError, CacheError):
@@ -613,14 +601,14 @@ def is_there(source: KernelSource) -> bool:
 
 
 def origin(source: KernelSource) -> str:
-    """Where the library of a source comes from: "packed" or "compiled"; "missing" if it is not there."""
+    """Where the cubin of a source comes from: "packed" or "compiled"; "missing" if it is not there."""
     if _packed(source):
         return "packed"
     return "compiled" if is_there(source) else "missing"
 
 
-def pack_libraries(sources: Sequence[KernelSource], folder: Path, version: str) -> Path:
-    """Write the wheel with the compiled libraries of these sources. Returns its path.
+def pack_cubins(sources: Sequence[KernelSource], folder: Path, version: str) -> Path:
+    """Write the wheel with the compiled cubins of these sources. Returns its path.
 
     Args:
         sources: the sources.
@@ -630,15 +618,15 @@ def pack_libraries(sources: Sequence[KernelSource], folder: Path, version: str) 
     Raises:
         ValueError, OSError: as :func:`distgemm.gemm.packs.write_pack`.
     """
-    libraries = []
+    cubins = []
     for source in dict.fromkeys(sources):
         path, _ = _cached(source)
         manifest = _manifest(path)
         if manifest is None:
             raise ValueError(f"kernel {source.name} is not compiled: call build first")
         manifest.pop("pack", None)
-        libraries.append((path.stem.partition("-")[0], read_regular(path), manifest))
-    return write_pack(folder, version, sources_hash(), libraries, _cutlass_licence())
+        cubins.append((path.stem.partition("-")[0], read_regular(path), manifest))
+    return write_pack(folder, version, sources_hash(), cubins, _cutlass_licence())
 
 
 def _cutlass_licence() -> bytes:

@@ -1,8 +1,8 @@
 """Packs of compiled kernels: the wheel ``distgemm-kernels``, from which kernels are taken before any is compiled.
 
-A pack is the package ``distgemm_kernels``. Its ``pack.json`` says what it is for, and has the manifest of each library,
-with its checksum. Libraries are alike, so they are compressed in blocks: a tenth of what they take one by one. A
-library that is asked for is written into the cache, and loaded from there as if it had been compiled there.
+A pack is the package ``distgemm_kernels``. Its ``pack.json`` says what it is for, and has the manifest of each cubin,
+with its checksum. Cubins are alike, so they are compressed in blocks: a tenth of what they take one by one. A
+cubin that is asked for is written into the cache, and loaded from there as if it had been compiled there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 from distgemm.system import read_regular, switch, unsafe
 
-__all__ = ["DISTRIBUTION", "Pack", "PackError", "PackedLibrary", "find_pack", "not_usable", "serves", "write_pack"]
+__all__ = ["DISTRIBUTION", "Pack", "PackError", "PackedCubin", "find_pack", "not_usable", "write_pack"]
 
 DISTRIBUTION, PACKAGE = "distgemm-kernels", "distgemm_kernels"
 INDEX = "pack.json"
 LICENCE = "LICENSE-CUTLASS.txt"
 """The notice that CUTLASS's licence wants to stand beside what is compiled from CUTLASS."""
-FORMAT = 1
-BLOCK_LIBRARIES = 16
-"""Libraries of a block. More make a smaller pack, of which more is unpacked to get one library."""
+FORMAT = 2
+BLOCK_CUBINS = 16
+"""Cubins of a block. More make a smaller pack, of which more is unpacked to get one cubin."""
 
 METADATA = """\
 Metadata-Version: 2.4
@@ -42,7 +42,7 @@ License-File: {licence}
 WHEEL = """\
 Wheel-Version: 1.0
 Generator: distgemm
-Root-Is-Purelib: false
+Root-Is-Purelib: true
 Tag: {tag}
 """
 
@@ -51,14 +51,14 @@ class PackError(RuntimeError):
     """A pack is damaged. The message says how to install it again."""
 
 
-class PackedLibrary(NamedTuple):
-    """A library of a pack.
+class PackedCubin(NamedTuple):
+    """A cubin of a pack.
 
     Attributes:
         block: the name of the file that has it.
         offset: where it begins in the block, in bytes, once that is unpacked.
         size: in bytes.
-        manifest: as it stands beside a library in the cache.
+        manifest: as it stands beside a cubin in the cache.
     """
 
     block: str
@@ -78,8 +78,7 @@ class Pack:
         arch: the architecture, as nvcc names it.
         compiler: what nvcc printed about its release.
         cutlass: the version of CUTLASS.
-        host: the machines that load it, as :func:`distgemm.gemm.nvcc.host` writes them.
-        libraries: by their names without a suffix.
+        cubins: by their names without a suffix.
     """
 
     folder: Path
@@ -88,19 +87,18 @@ class Pack:
     arch: str
     compiler: str
     cutlass: str
-    host: str
-    libraries: dict[str, PackedLibrary]
+    cubins: dict[str, PackedCubin]
 
     def __str__(self) -> str:
         return f"{DISTRIBUTION} {self.version}"
 
     def read(self, name: str) -> bytes:
-        """A library.
+        """A cubin.
 
         Raises:
             PackError: if it does not have the checksum of its manifest.
         """
-        found = self.libraries[name]
+        found = self.cubins[name]
         try:
             content = _block(self.folder / found.block)[found.offset : found.offset + found.size]
         except (OSError, lzma.LZMAError) as error:
@@ -147,90 +145,74 @@ def _read_index(path: Path, changed: int) -> Pack:
                 f"{DISTRIBUTION} {found['version']} has the format {found['format']}, and this distgemm reads "
                 f"{FORMAT}; install the pack of this distgemm"
             )
-        libraries = {name: PackedLibrary(*entry) for name, entry in found["libraries"].items()}
-        facts = {name: str(found[name]) for name in ("version", "sources", "arch", "compiler", "cutlass", "host")}
+        cubins = {name: PackedCubin(*entry) for name, entry in found["cubins"].items()}
+        facts = {name: str(found[name]) for name in ("version", "sources", "arch", "compiler", "cutlass")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PackError(f"{path} is damaged ({type(error).__name__}: {error}); reinstall {DISTRIBUTION}") from error
-    for each in (path.parent, path, *(path.parent / block for block in {x.block for x in libraries.values()})):
+    for each in (path.parent, path, *(path.parent / block for block in {x.block for x in cubins.values()})):
         if why := unsafe(each) if each.exists() else f"{each} is missing":
             raise PackError(f"{DISTRIBUTION} {facts['version']}: {why}; install it again, as this user or as root")
-    return Pack(path.parent, libraries=libraries, **facts)
+    return Pack(path.parent, cubins=cubins, **facts)
 
 
-def not_usable(pack: Pack, sources: str, host: str) -> str:
-    """Why the libraries of a pack are not those that this distgemm needs on this machine; "" if they are.
+def not_usable(pack: Pack, sources: str) -> str:
+    """Why the cubins of a pack are not those that this distgemm needs on this machine; "" if they are.
 
     Args:
         pack: the pack.
         sources: the hash of this distgemm's sources.
-        host: this machine, as :func:`distgemm.gemm.nvcc.host` writes it.
     """
     if pack.sources != sources:
         return (
             f"it was compiled from kernels with the hash {pack.sources}, and this distgemm has kernels with the hash "
             f"{sources}; install the {DISTRIBUTION} whose version ends in {sources}"
         )
-    if not serves(pack.host, host):
-        return f"it is for {pack.host} or newer, and this machine has {host}"
     return ""
-
-
-def serves(linked: str, host: str) -> bool:
-    """Whether a machine loads what was linked on another one: its C library is as new."""
-    machine, *libc = linked.split()
-    here, *other = host.split()
-    return machine == here and libc[:-1] == other[:-1] and _numbers(libc) <= _numbers(other)
-
-
-def _numbers(libc: Sequence[str]) -> list[int]:
-    return [int(part) for part in libc[-1].split(".") if part.isdecimal()] if libc else []
 
 
 # --- writing --------------------------------------------------------------------------------------------
 
 
 def write_pack(
-    folder: Path, version: str, sources: str, libraries: Sequence[tuple[str, bytes, dict[str, Any]]], licence: bytes
+    folder: Path, version: str, sources: str, cubins: Sequence[tuple[str, bytes, dict[str, Any]]], licence: bytes
 ) -> Path:
-    """Write the wheel of a pack. The same libraries give the same bytes. Returns its path.
+    """Write the wheel of a pack. The same cubins give the same bytes. Returns its path.
 
     Args:
         folder: where the wheel goes.
         version: the version of distgemm.
         sources: the hash of the kernels' sources.
-        libraries: for each library its name, its content and its manifest.
+        cubins: for each cubin its name, its content and its manifest.
         licence: the text of CUTLASS's licence.
 
     Raises:
-        ValueError: if there are none, or if they differ in compiler, CUTLASS, host or architecture.
+        ValueError: if there are none, or if they differ in compiler, CUTLASS or architecture.
         OSError: if the wheel cannot be written.
     """
-    if not libraries:
+    if not cubins:
         raise ValueError("a pack has at least one kernel, got none")
     facts: dict[str, str] = {}
-    for name in ("arch", "compiler", "cutlass", "host"):
-        values = sorted({manifest[name] for _, _, manifest in libraries})
+    for name in ("arch", "compiler", "cutlass"):
+        values = sorted({manifest[name] for _, _, manifest in cubins})
         if len(values) > 1:
             raise ValueError(f"all kernels of a pack have the same {name}, got {' and '.join(values)}")
         facts[name] = values[0]
     cuda = facts["compiler"].removeprefix("release ").partition(".")[0]
     version = f"{version}+cu{cuda}.sm{facts['arch']}.{sources}"
     files: dict[str, bytes] = {f"{PACKAGE}/__init__.py": b'"""Compiled kernels of distgemm."""\n'}
-    index: dict[str, PackedLibrary] = {}
+    index: dict[str, PackedCubin] = {}
     # Neighbours are alike: they differ in a macro.
-    ordered = sorted(libraries, key=lambda each: json.dumps(each[2]["macros"]))
-    for first in range(0, len(ordered), BLOCK_LIBRARIES):
-        block, content = f"kernels_{first // BLOCK_LIBRARIES:02}.xz", b""
-        for name, library, manifest in ordered[first : first + BLOCK_LIBRARIES]:
-            index[name] = PackedLibrary(block, len(content), len(library), manifest)
-            content += library
+    ordered = sorted(cubins, key=lambda each: json.dumps(each[2]["macros"]))
+    for first in range(0, len(ordered), BLOCK_CUBINS):
+        block, content = f"kernels_{first // BLOCK_CUBINS:02}.xz", b""
+        for name, cubin, manifest in ordered[first : first + BLOCK_CUBINS]:
+            index[name] = PackedCubin(block, len(content), len(cubin), manifest)
+            content += cubin
         files[f"{PACKAGE}/{block}"] = lzma.compress(content, preset=9)
-    described = {"format": FORMAT, "version": version, "sources": sources, **facts, "libraries": index}
+    described = {"format": FORMAT, "version": version, "sources": sources, **facts, "cubins": index}
     files[f"{PACKAGE}/{INDEX}"] = json.dumps(described).encode()
 
-    machine, *libc = facts["host"].split()
-    system = f"manylinux_{libc[1].replace('.', '_')}" if libc[:1] == ["glibc"] else "linux"
-    tag = f"py3-none-{system}_{machine}"
+    tag = "py3-none-any"  # code for GPUs alone
     info = f"{PACKAGE}-{version}.dist-info"
     files[f"{info}/METADATA"] = METADATA.format(
         name=DISTRIBUTION, version=version, cuda=cuda, licence=LICENCE, **facts
@@ -246,7 +228,7 @@ def write_pack(
     path = folder / f"{PACKAGE}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in files.items():
-            entry = zipfile.ZipInfo(name)  # of 1980, so that the same libraries give the same bytes
+            entry = zipfile.ZipInfo(name)  # of 1980, so that the same cubins give the same bytes
             entry.external_attr = 0o644 << 16
             wheel.writestr(entry, content, zipfile.ZIP_STORED if name.endswith(".xz") else zipfile.ZIP_DEFLATED)
     return path

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, Matrix, as_matrix, sm_count
+from distgemm.gemm.cubins import Cubin, open_cubin
+from distgemm.gemm.cutlass import ELEMENTS, RESULTS, CutlassProvider, as_matrix, sm_count
 from distgemm.gemm.launches import KernelLaunch, address_cells
-from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.parameters import Matrix
 from distgemm.gemm.spec import MatrixSpec
 from distgemm.gemm.tensors import matrix_spec
 from distgemm.plan.problem import DTYPE_BYTES
@@ -21,6 +22,8 @@ SOURCES = 64
 """Matrices that one launch adds, at most."""
 SUMMED = ("float64", *RESULTS)
 """Types of the matrices."""
+BLOCKS_PER_SM = 8
+"""Thread blocks of a launch on each streaming multiprocessor, at most."""
 
 
 class _Arguments(ctypes.Structure):
@@ -49,7 +52,7 @@ def sum_source(source: str, result: str, vector: int, arch: str) -> KernelSource
     added = "double" if "float64" in (source, result) else "float"
     values = {"SOURCE": elements[source], "D": elements[result], "SUM": added, "VECTOR": str(vector)}
     macros = tuple((f"DG_{name}", value) for name, value in values.items())
-    return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu")
+    return KernelSource(f"sum ({source} -> {result}, {vector} at once)", macros, arch, "sum.cu", ("facts.cuh",))
 
 
 def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource:
@@ -66,36 +69,33 @@ def sum_source_of(matrices: Sequence[MatrixSpec], d: MatrixSpec) -> KernelSource
     for spec in specs:
         if spec.dtype not in SUMMED:
             raise ValueError(f"sums are of {', '.join(SUMMED)}, not {spec.dtype}")
-    vector = min(16 // max(DTYPE_BYTES[spec.dtype] for spec in specs), *(spec.vector for spec in specs))
-    return sum_source(matrices[0].dtype, d.dtype, vector, CutlassProvider().arch)
+    return sum_source(matrices[0].dtype, d.dtype, _vector(specs), CutlassProvider().arch)
 
 
-def _open(source: KernelSource, device: int) -> Library:
-    library = open_library(source, _Arguments)
-    library.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-    library.load_on(device)
-    return library
+def _vector(specs: Sequence[MatrixSpec]) -> int:
+    """Elements that a thread loads at once, from all matrices."""
+    return min(16 // max(DTYPE_BYTES[spec.dtype] for spec in specs), *(spec.vector for spec in specs))
 
 
 class SumLaunch(KernelLaunch):
     """A sum with its arguments; implements :class:`distgemm.gemm.Launch`."""
 
-    def __init__(self, library: Library, arguments: _Arguments, device: int, tensors: object) -> None:
-        self._library, self._arguments, self._device = library, arguments, device
+    def __init__(self, cubin: Cubin, arguments: _Arguments, vector: int, device: int, tensors: object) -> None:
+        self._arguments, self._device = arguments, device
         self._tensors: object = tensors  # kept alive
-        self._empty = not (arguments.m and arguments.n and arguments.l)
+        vectors = arguments.n // vector * arguments.m * arguments.l
+        blocks = min(-(-vectors // cubin.threads), sm_count(device) * BLOCKS_PER_SM)
+        self._launch = cubin.launcher(device, (blocks, 1, 1), ctypes.addressof(arguments)) if vectors else None
 
     def __call__(self, stream: int | None = None) -> None:
-        if self._empty:
+        if self._launch is None:
             return
         if stream is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
-        address = ctypes.addressof(self._arguments)
-        error = self._library.functions.distgemm_launch(address, sm_count(self._device), stream)
-        self._library.check(error, "launch")
+        self._launch(stream)
 
     def cells(self) -> list[ctypes.c_uint64]:
-        return [] if self._empty else address_cells(self._arguments)
+        return [] if self._launch is None else address_cells(self._arguments)
 
     @property
     def parameter(self) -> int:
@@ -144,11 +144,12 @@ def bind_sum(
     if bias is not None and (bias.dtype != d.dtype or bias.shape != (d_spec.columns,) or bias.stride() != (1,)):
         raise ValueError(f"bias is a dense vector of {d_spec.columns} elements of {d.dtype}")
     device = d.device.index
-    library = _open(sum_source_of(matrices, d_spec), device)
+    cubin = open_cubin(sum_source_of(matrices, d_spec), _Arguments)
+    cubin.load_on(device)
     arguments = _Arguments(d_spec.rows, d_spec.columns, d_spec.batches, len(sources))
     for number, (source, spec) in enumerate(zip(sources, specs, strict=True)):
         arguments.sources[number] = as_matrix(source, spec)
     arguments.c, arguments.d = as_matrix(c, c_spec), as_matrix(d, d_spec)
     arguments.bias = None if bias is None else bias.data_ptr()
     arguments.beta = beta
-    return SumLaunch(library, arguments, device, (tuple(sources), d, c, bias))
+    return SumLaunch(cubin, arguments, _vector(matrices), device, (tuple(sources), d, c, bias))

@@ -285,7 +285,7 @@ def _pack_facts() -> dict[str, Any]:
     from distgemm.gemm.nvcc import usable_pack
 
     pack, why = usable_pack()
-    return {"pack": str(pack), "packed": len(pack.libraries)} if pack else {"pack_error": why}
+    return {"pack": str(pack), "packed": len(pack.cubins)} if pack else {"pack_error": why}
 
 
 def _cache_facts() -> dict[str, Any]:

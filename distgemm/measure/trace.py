@@ -127,7 +127,7 @@ def what(name: str) -> str:
     if "splitK" in name:
         return "tail"
     if "distgemm" in name:
-        return "sum" if "distgemm::sum" in name or "8distgemm3sum" in name else ""
+        return {"distgemm_sum": "sum", "distgemm_gemm": "gemm"}.get(name, "")
     return "" if name.startswith(("void at::", "at::", "ncclDev", "ncclKernel")) else "gemm"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -134,24 +135,32 @@ def test_empty_results_launch_nothing() -> None:
     assert nodes_of(graph) == []
 
 
-def test_a_descriptor_that_cannot_be_encoded_is_an_error() -> None:
+def test_a_descriptor_that_cannot_be_encoded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of B are 2**40 bytes apart. No tensor is that large, so the arguments are changed behind the checks."""
-    from distgemm.gemm.cutlass import CutlassProvider, DescriptorError
+    from distgemm.gemm import cutlass, parameters
+    from distgemm.gemm.cutlass import CutlassProvider, arguments_of
+    from distgemm.gemm.parameters import DescriptorError
     from distgemm.gemm.tensors import spec_of
 
     made = make(Case(m=256, n=256, k=128, pad=0), integers=True)
     spec = spec_of(made.tensors)
-    kernel = CutlassProvider().compile(spec)
-    if kernel.config.kernel_schedule == "plain":
+    if CutlassProvider().configs(spec)[0].kernel_schedule == "plain":
         pytest.skip("kernels of this GPU have no TMA")
-    arguments = kernel.encode(made.tensors, spec)
-    arguments.b.stride = 1 << 39
+    kernel = CutlassProvider().compile(spec)
     reason = (
         r"TMA cannot describe B: extents \(128, 256, 1\), .* strides \(1099511627776, "
         r".* (bfloat16|uint16) at .*INVALID_VALUE"
     )
-    with pytest.raises(DescriptorError, match=reason):
-        kernel.launch([made.tensors], arguments)
+
+    def far_apart(*given: Any) -> parameters.Arguments:
+        arguments = arguments_of(*given)
+        arguments.b.stride = 1 << 39
+        return arguments
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cutlass, "arguments_of", far_apart)
+        with pytest.raises(DescriptorError, match=reason):
+            kernel.bind(made.tensors)
     run(Case(m=256, n=256, k=128, pad=0), made)
     assert torch.equal(made.tensors.d.double(), made.reference)
 

@@ -117,7 +117,7 @@ def test_list(nvcc: Nvcc) -> None:
     assert invoke("build", "--list").stdout == f"total 0, 0.0 MiB in {cache_dir()}/kernels\n"
     build("--config", ONE, "--terms", "none", "--terms", "partial+c+bias")
     build("--config", f"{ONE}_direct", "--terms", "row_scales")
-    broken = cache_dir() / "kernels" / "broken.so"
+    broken = cache_dir() / "kernels" / "broken.cubin"
     broken.write_bytes(bytes(2048))
     calls = len(nvcc.calls)
     text = invoke("build", "--list").stdout
@@ -130,7 +130,7 @@ def test_list(nvcc: Nvcc) -> None:
         rf"{name} +{facts}\n    can add bias, row scales",
         rf"{name} +{facts}\n    can add any term",
         rf"{ONE}_direct \(.*\) +{facts}\n    can add any term",
-        r"broken\.so: incomplete, is compiled again at its next use +2",
+        r"broken\.cubin: incomplete, is compiled again at its next use +2",
     ]
     blocks = re.split(r"\n(?=\S)", "\n".join(rows))
     assert len(blocks) == len(patterns)

@@ -12,10 +12,11 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmTensors
-from distgemm.gemm.cutlass import Arguments, as_matrix
+from distgemm.gemm.cutlass import as_matrix
 from distgemm.gemm.fused.arguments import FusedArguments, place
 from distgemm.gemm.fused.gemms import COUNTERS, FusedGemms
 from distgemm.gemm.launches import FixedLaunch, KernelLaunch, address_cells
+from distgemm.gemm.parameters import Arguments, Terms
 from distgemm.gemm.sums import _Arguments as SumArguments  # noqa: PLC2701  (its addresses are checked)
 from distgemm.gemm.tensors import matrix_spec
 from distgemm.runtime.cuda import binding, recording
@@ -58,10 +59,11 @@ def structs(monkeypatch: pytest.MonkeyPatch) -> None:
     record_launches(monkeypatch)
 
     def bind_gemm(t: GemmTensors, **_: Any) -> StructLaunch:
-        found = Arguments(alpha=t.alpha, aux_scale=t.beta)
+        found = Arguments(terms=Terms(t.alpha, aux_scale=t.beta))
         for name, tensor in {"a": t.a, "b": t.b, "d": t.d, "source": t.partial, "aux": t.c}.items():
-            setattr(found, name, as_matrix(tensor, None if tensor is None else matrix_spec(name, tensor)))
-        found.bias = None if t.bias is None else t.bias.data_ptr()
+            place = found.terms if name == "aux" else found
+            setattr(place, name, as_matrix(tensor, None if tensor is None else matrix_spec(name, tensor)))
+        found.terms.bias = None if t.bias is None else t.bias.data_ptr()
         return StructLaunch(found)
 
     def bind_fused(gemms: FusedGemms, config: Any) -> StructLaunch:

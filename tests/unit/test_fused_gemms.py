@@ -6,7 +6,6 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,15 @@ import torch
 
 import distgemm
 from distgemm.gemm import GemmConfig, GemmTensors
-from distgemm.gemm.cutlass import Arguments, CutlassProvider, Matrix
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import OPERATIONS, PHASES, WAIT, WRITE_DOUBLE, FlagOps, MemOp
 from distgemm.gemm.fused import arguments as structs
 from distgemm.gemm.fused import kernel as fused_kernel
 from distgemm.gemm.fused.arguments import Batches, FusedArguments, place, send_groups
 from distgemm.gemm.fused.gemms import COUNTERS, PRODUCTS, RESERVED, SENDS, Addend, FusedGemms, FusedSend
-from distgemm.gemm.fused.kernel import FusedKernel, fused_source
+from distgemm.gemm.fused.kernel import fused_arguments, fused_source
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.parameters import Arguments, Matrix, Terms
 from distgemm.plan.plan import STORED_ALIGNMENT
 
 M, N, K = 64, 48, 32
@@ -75,10 +75,10 @@ def address(tensors: tuple[Matrix, Matrix], number: int) -> int:
 def test_every_product_finds_its_matrices(make: Any) -> None:
     gemms, arguments = make(), FusedArguments()
     place(arguments, gemms)
-    base, found = arguments.base, arguments.products
+    base = arguments.base
     assert (base.l, arguments.moving) == (len(gemms.products), 0)
     for number, product in enumerate(gemms.products):
-        operand, result = found[number].operand, found[number].result
+        operand, result = arguments.operands[number], arguments.results[number]
         assert address((base.a, arguments.received_operand), operand.batch) == product.a.data_ptr()
         assert address((base.d, arguments.remote_d), result.batch) == product.d.data_ptr()
         assert (result.batch < 0) == gemms.remote[number]
@@ -90,18 +90,19 @@ def test_every_product_finds_its_matrices(make: Any) -> None:
         elif make is not gather:
             assert result.source_batch == arguments.sources  # behind the last: TMA reads zeros
         if product.c is not None:
-            c = base.aux if make is reduce else base.source
+            c = base.terms.aux if make is reduce else base.source
             assert address((c, c), result.batch) == product.c.data_ptr()
         addends = gemms.addends[number] if gemms.addends else ()
-        assert found[number].addends == len(addends)
-        for at, addend in enumerate(addends, found[number].first_addend):
-            assert address((base.source, base.source), arguments.addends[at].batch) == addend.matrix.data_ptr()
-            assert arguments.addends[at].flag == addend.wait_flag
-    assert bool(arguments.addend_count) == (make is reduce_several)
+        table = arguments.addends
+        assert table.count[number] == len(addends)
+        for at, addend in enumerate(addends, table.first[number]):
+            assert address((base.source, base.source), table.addends[at].batch) == addend.matrix.data_ptr()
+            assert table.addends[at].flag == addend.wait_flag
+    assert bool(arguments.addends.any) == (make is reduce_several)
     if make is reduce:
         assert (base.d.stride, arguments.remote_d.stride) == (N + 8, N)
-        assert (base.bias, base.bias_stride) == (gemms.products[2].bias.data_ptr(), 0)
-        assert arguments.counters == gemms.counters.data_ptr()
+        assert (base.terms.bias, base.terms.bias_stride) == (gemms.products[2].bias.data_ptr(), 0)
+        assert arguments.handshake.counters == arguments.pacing.counters == gemms.counters.data_ptr()
 
 
 def test_columns_of_d_move_with_b() -> None:
@@ -112,8 +113,8 @@ def test_columns_of_d_move_with_b() -> None:
     arguments = FusedArguments()
     place(arguments, FusedGemms(products, "b", [0, 8], [0, 0], [False, False]))
     base = arguments.base
-    assert (arguments.moving, base.d.stride, base.d.batch_stride, base.bias_stride) == (1, 2 * N, N, N)
-    assert address((base.b, arguments.received_operand), arguments.products[1].operand.batch) == b[N:].data_ptr()
+    assert (arguments.moving, base.d.stride, base.d.batch_stride, base.terms.bias_stride) == (1, 2 * N, N, N)
+    assert address((base.b, arguments.received_operand), arguments.operands[1].batch) == b[N:].data_ptr()
 
 
 def chunks_of_columns(parts: Sequence[int] = (0, 2, 1)) -> FusedGemms:
@@ -137,15 +138,16 @@ def test_gemms_with_partial_sums_may_differ_in_both_operands() -> None:
     place(arguments, gemms)
     base = arguments.base
     assert (arguments.moving, arguments.other_operands, arguments.local_operands) == (0, 3, 2)
-    assert (base.b.stride, base.b.batch_stride, base.bias_stride) == (K, N * K, N)
-    for product, found in zip(gemms.products, arguments.products, strict=False):
-        operand, batch = found.operand, found.result.batch
+    assert (base.b.stride, base.b.batch_stride, base.terms.bias_stride) == (K, N * K, N)
+    for product, operand, result in zip(gemms.products, arguments.operands, arguments.results, strict=False):
+        batch = result.batch
         assert address((base.a, base.a), operand.batch) == product.a.data_ptr()
         assert address((base.b, base.b), operand.other_batch) == product.b.data_ptr()
         assert address((base.d, arguments.remote_d), batch) == product.d.data_ptr()
         if product.c is not None:
-            assert address((base.aux, base.aux), batch) == product.c.data_ptr()
-            assert base.bias + 2 * batch * base.bias_stride == product.bias.data_ptr()
+            terms = base.terms
+            assert address((terms.aux, terms.aux), batch) == product.c.data_ptr()
+            assert terms.bias + 2 * batch * terms.bias_stride == product.bias.data_ptr()
 
 
 def test_the_operand_that_does_not_move_has_few_places() -> None:
@@ -202,24 +204,32 @@ def test_slots_in_which_several_store_are_found_wherever_they_lie(ranks: int, ch
                 Batches(slots)
 
 
-def test_arguments_lie_as_in_c() -> None:
+def test_structs_lie_as_in_c() -> None:
     """The sizes are those of the C structs, counted by hand, and each field has the name of its C field."""
     flag_ops = 40 + OPERATIONS * 16  # int32 for the phases and their ends, then operations
-    product = (8 + 4 + 2 * 2) + (2 * 8 + 2 * 4) + 2 * 2 + 2 * 2
     send = 4 * 8 + 2 * 8 + 4 * 4 + 2 * 2 + 4  # padded to a multiple of 8
-    sizes = [ctypes.sizeof(struct) for struct in (FlagOps, structs.Product, structs.Addend, structs.Send)]
-    assert sizes == [flag_ops, product, 8 + 8, send] == [flag_ops, 48, 16, 72]
-    scalars = 2 * 24 + 8 * 4 + 8 + 8  # two Matrix, eight int32, a pointer, a padded uint32
-    arrays = PRODUCTS * product + 8 + PRODUCTS * 16 + 2 * 4 + SENDS * send
-    assert ctypes.sizeof(FusedArguments) == ctypes.sizeof(Arguments) + scalars + 2 * flag_ops + arrays
+    sizes = {
+        FlagOps: flag_ops,
+        structs.Operand: 8 + 4 + 2 * 2,
+        structs.Result: 2 * 8 + 2 * 4,
+        structs.Group: 2 * 2,
+        structs.Addend: 8 + 8,
+        structs.Addends: 8 + 2 * 8 + PRODUCTS * 2 * 2 + PRODUCTS * 16,
+        structs.Send: send,
+        structs.Sender: 2 * 12 + 4 + SENDS * 2 * 4 + 4 + SENDS * send,
+        structs.Handshake: 2 * flag_ops + 8,
+        structs.LinkPacing: 8 + 8,
+        Terms: 5 * 4 + 4 + 3 * 8 + 3 * 8 + 3 * 8,
+    }
+    assert {struct: ctypes.sizeof(struct) for struct in sizes} == sizes
     folder = KernelSource("", (), "90a").path.parent
     text = "".join(folder.joinpath(f"{name}.cuh").read_text() for name in ("fused", "flags"))
-    names = ("Operand", "Result", "Group", "Product", "Addend", "Send", "FusedArguments")
+    names = ("Operand", "Result", "Group", "Addend", "Send", "Queue", "LinkPacing", "Handshake")
     for struct in (*(getattr(structs, name) for name in names), FlagOps):
-        found = re.search(rf"struct {struct.__name__} {{(.*?)}};", text, re.DOTALL)
+        found = re.search(rf"struct {struct.__name__} {{(.*?)(?:CUTLASS_DEVICE|\n *}};)", text, re.DOTALL)
         assert found
-        declared = re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", re.sub(r"//.*", "", found.group(1)))
-        assert [field[0] for field in struct._fields_] == declared
+        fields = re.sub(r"//.*|static .*", "", found.group(1))
+        assert [field[0] for field in struct._fields_] == re.findall(r"\b(\w+)(?:\[\w+\])?\s*[,;]", fields)
     constants = {"kProducts": PRODUCTS, "kSends": SENDS, "kCounters": COUNTERS, "kOperations": OPERATIONS}
     for name, value in (constants | {"kPhases": PHASES, "kReserved": RESERVED}).items():
         assert f"constexpr int {name} = {value};" in text
@@ -227,7 +237,7 @@ def test_arguments_lie_as_in_c() -> None:
 
 def test_tiles_of_a_group_are_interleaved() -> None:
     def groups(arguments: FusedArguments, count: int) -> list[tuple[int, int]]:
-        return [(product.group.first, product.group.size) for product in arguments.products[:count]]
+        return [(group.first, group.size) for group in arguments.groups[:count]]
 
     for sizes, wanted in (
         ((), [(0, 1), (1, 1), (2, 1), (3, 1)]),
@@ -249,14 +259,14 @@ def test_the_arguments_have_the_operations_of_entry_and_exit() -> None:
         arguments = FusedArguments()
         order: dict[str, Any] = {"order": (0, 2, 1)} if make is gather else {}
         place(arguments, make(**order, counters=counters, entry=entry, exit=entry[::-1]))
-        for flag_ops, phases in ((arguments.entry, entry), (arguments.exit, entry[::-1])):
+        for flag_ops, phases in ((arguments.handshake.entry, entry), (arguments.handshake.exit, entry[::-1])):
             ops = [op for phase in phases for op in phase]
             assert list(flag_ops.ends)[: flag_ops.phases] == [len(phases[0]), len(ops)]
             found = [(op.kind == WAIT, op.address, op.value, op.kind == WRITE_DOUBLE) for op in flag_ops.operations[:3]]
             assert found == ops
-        assert arguments.counters == counters.data_ptr()
+        assert arguments.handshake.counters == counters.data_ptr()
     place(arguments, reduce())
-    assert (arguments.entry.phases, arguments.exit.phases) == (0, 0)
+    assert (arguments.handshake.entry.phases, arguments.handshake.exit.phases) == (0, 0)
 
 
 def test_sends_are_rows_in_slices() -> None:
@@ -265,25 +275,26 @@ def test_sends_are_rows_in_slices() -> None:
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
     arguments = FusedArguments()
     place(arguments, gather((0, 2, 1), sends=sends, slice_k=24, counters=counters, link_rate=320.0))
-    assert arguments.picoseconds_per_kib == 3200
-    assert (arguments.slice_k, arguments.remote_sends, arguments.counters) == (24, 2, counters.data_ptr())
-    first, second = arguments.sends[:2]
+    sender = arguments.sender
+    assert sender.picoseconds_per_kib == arguments.pacing.picoseconds_per_kib == 3200
+    assert (arguments.slice_k, sender.queues[0].end, arguments.handshake.counters) == (24, 2, counters.data_ptr())
+    first, second = sender.sends[:2]
     assert (first.source, first.target, first.flag) == (source.data_ptr(), target.data_ptr(), 8)
     assert (first.source_pitch, first.target_pitch) == (second.target_pitch, second.source_pitch) == (4 * K, 2 * K)
     assert (first.rows, first.row_bytes, first.slice_bytes) == (M, 2 * K, 48)
     assert (first.counter, second.counter) == (0, 2)
     assert groups_of_sends(arguments, 2) == [(0, 1), (1, 1)]
-    assert [product.operand.sliced for product in arguments.products[:3]] == [1, 1, 1]
+    assert [operand.sliced for operand in arguments.operands[:3]] == [1, 1, 1]
     place(arguments, gather((0, 2, 1), sends=sends, counters=counters, whole_operands=[False, True, False]))
-    assert [product.operand.sliced for product in arguments.products[:3]] == [1, 0, 1]
-    assert arguments.picoseconds_per_kib == 0
-    assert (arguments.slice_k, arguments.sends[0].slice_bytes, arguments.sends[1].counter) == (K, 2 * K, 1)
+    assert [operand.sliced for operand in arguments.operands[:3]] == [1, 0, 1]
+    assert sender.picoseconds_per_kib == 0
+    assert (arguments.slice_k, sender.sends[0].slice_bytes, sender.sends[1].counter) == (K, 2 * K, 1)
     place(arguments, gather((0, 2, 1), sends=sends, counters=counters), [2])
     assert groups_of_sends(arguments, 2) == [(0, 2), (0, 2)]
 
 
 def groups_of_sends(arguments: FusedArguments, count: int) -> list[tuple[int, int]]:
-    return [(send.group.first, send.group.size) for send in arguments.sends[:count]]
+    return [(send.group.first, send.group.size) for send in arguments.sender.sends[:count]]
 
 
 @pytest.mark.parametrize(
@@ -324,12 +335,8 @@ def test_the_arguments_have_the_groups_of_sends() -> None:
         (96, gathered, [(0, 2), (0, 2), (2, 1)]),
         (132, reduce_send(), [(0, 1), (1, 1)]),
     ):
-        kernel: Any = SimpleNamespace(
-            config=GemmConfig.parse("64x128x64_1x1_pingpong"),
-            encode=lambda *given, blocks=blocks: Arguments(sm_count=blocks),
-            launch=lambda products, arguments: arguments,
-        )
-        arguments: Any = FusedKernel.bind_fused(kernel, gemms)
+        config = GemmConfig.parse("64x128x64_1x1_pingpong")
+        arguments = fused_arguments(gemms, config, Arguments(sm_count=blocks))
         assert groups_of_sends(arguments, len(gemms.sends)) == wanted
         assert arguments.base.l == len(gemms.products)
 
@@ -371,11 +378,13 @@ def reduce_send() -> FusedGemms:
 def test_remote_sends_come_before_local_ones() -> None:
     arguments, gemms = FusedArguments(), reduce_send()
     place(arguments, gemms)
-    assert (arguments.remote_sends, arguments.local_sends, arguments.picoseconds_per_kib) == (1, 1, 2844)
+    sender = arguments.sender
+    assert [(queue.begin, queue.end) for queue in sender.queues] == [(0, 1), (1, 2)]
+    assert sender.picoseconds_per_kib == 2844
     assert groups_of_sends(arguments, 2) == [(0, 1), (1, 1)]
-    found = [(send.flag, send.wait_flag, send.counter) for send in arguments.sends[:2]]
+    found = [(send.flag, send.wait_flag, send.counter) for send in sender.sends[:2]]
     assert found == [(8, 16, 0), (0, 24, 1)]
-    assert [send.slice_bytes for send in arguments.sends[:2]] == [2 * N, 2 * N]
+    assert [send.slice_bytes for send in sender.sends[:2]] == [2 * N, 2 * N]
 
 
 @pytest.mark.parametrize(
@@ -474,7 +483,7 @@ def test_what_no_warp_can_send_is_refused(
             fused_source(gemms)
     arguments = FusedArguments()
     place(arguments, gemms)
-    assert (arguments.sends[0].source_pitch == 0) == (rows.shape[0] == 1)
+    assert (arguments.sender.sends[0].source_pitch == 0) == (rows.shape[0] == 1)
 
 
 @pytest.mark.parametrize("which", ["source", "target"])

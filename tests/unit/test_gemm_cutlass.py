@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import replace
 from itertools import product as combinations
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
-from distgemm.gemm.cutlass import ELEMENTS, Arguments, CutlassProvider, KernelKind, kernel_source
+from distgemm.gemm.cutlass import ELEMENTS, CutlassProvider, KernelKind, kernel_source
+from distgemm.gemm.parameters import Terms
 from distgemm.gemm.select import key_of
 from distgemm.gemm.sums import sum_source_of
 from distgemm.gemm.tiles import TMA_TILES
@@ -408,10 +408,12 @@ def test_sums_with_float64_are_in_float64(
         sum_source_of([replace(matrix, dtype="float8_e4m3fn")], d)
 
 
-def test_arguments_lie_as_in_c() -> None:
-    """struct Arguments: four int32, five Matrix of 24 bytes, three pointers, three int64, three floats, five int32."""
-    assert ctypes.sizeof(Arguments) == 16 + 5 * 24 + 3 * 8 + 3 * 8 + 3 * 4 + 5 * 4
-    names = re.search(r"struct Arguments \{(.*?)\};", kernel_source(spec(), COOPERATIVE, "90a").path.read_text(), re.S)
+def test_terms_lie_as_in_c() -> None:
+    """In struct Terms, the fields of ``aux`` stand one by one."""
+    header = kernel_source(spec(), COOPERATIVE, "90a").path.with_name("epilogue.cuh").read_text()
+    names = re.search(r"struct Terms \{(.*?)\n\n", header, re.S)
     assert names
     declared = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", names.group(1)))
-    assert [field[0] for field in Arguments._fields_] == declared
+    at = declared.index("aux")
+    assert declared.pop(at + 1) == "aux_stride" and declared.pop(at + 1) == "aux_batch_stride"
+    assert [field[0] for field in Terms._fields_] == declared

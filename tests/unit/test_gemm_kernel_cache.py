@@ -1,4 +1,4 @@
-"""Kernel libraries on disk, with a fake compiler: each is compiled once, complete, and found again."""
+"""Cubins on disk, with a fake compiler: each is compiled once, complete, and found again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -32,9 +31,8 @@ from distgemm.gemm.nvcc import (
     build,
     cache_dir,
     cached,
-    command,
+    cubin_path,
     find_nvcc,
-    library,
     missing,
 )
 
@@ -82,7 +80,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvcc:
     return found
 
 
-def libraries() -> list[str]:
+def cubins() -> list[str]:
     return sorted(path.name for path in (cache_dir() / "kernels").glob("*") if path.suffix != ".lock")
 
 
@@ -90,10 +88,10 @@ def libraries() -> list[str]:
 
 
 def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
-    path = library(SOURCE)
+    path = cubin_path(SOURCE)
     assert path.parent == cache_dir() / "kernels"
     assert path.stat().st_size == MEBIBYTE
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     (call,) = nvcc.calls
     for word in ("-DDG_D=float", "-DDG_TILE_M=128", "-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", "-std=c++17"):
         assert word in call.split()
@@ -106,28 +104,27 @@ def test_compiled_at_first_use_and_found_again(nvcc: Nvcc) -> None:
         "macros": {"DG_D": "float", "DG_TILE_M": "128"},
         "compiler": "release 13.0, V13.0.48",
         "cutlass": importlib.metadata.version("nvidia-cutlass"),
-        "host": compiler.host(),
         "sha256": "30e14955ebf1352266dc2ff8067e68104607e750abb9d3b36582b8af909fcb58",
     }
-    assert libraries() == sorted([path.name, path.with_suffix(".json").name])
+    assert cubins() == sorted([path.name, path.with_suffix(".json").name])
 
 
 CHILD = """
 import sys, time
 from pathlib import Path
-from distgemm.gemm.nvcc import KernelSource, library
+from distgemm.gemm.nvcc import KernelSource, cubin_path
 source = KernelSource("a kernel", (("DG_D", "float"), ("DG_TILE_M", "128")), "90a")
 print("ready", flush=True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.001)
 start = time.process_time()
-path = library(source)
+path = cubin_path(source)
 print(time.process_time() - start, path)
 """
 
 
 def children(go: Path, count: int) -> list[tuple[float, str]]:
-    """Seconds of CPU time and path from each of so many processes that ask for the library at once."""
+    """Seconds of CPU time and path from each of so many processes that ask for the cubin at once."""
     go.unlink(missing_ok=True)
     processes = [
         subprocess.Popen([sys.executable, "-c", CHILD, str(go)], stdout=subprocess.PIPE, text=True)
@@ -148,11 +145,11 @@ def children(go: Path, count: int) -> list[tuple[float, str]]:
 def test_eight_processes_at_once_compile_once(nvcc: Nvcc, tmp_path: Path) -> None:
     paths = {path for _, path in children(tmp_path / "go", 8)}
     assert len(nvcc.calls) == 1
-    assert paths == {str(library(SOURCE))}
+    assert paths == {str(cubin_path(SOURCE))}
 
 
 def test_later_processes_find_it_in_milliseconds(nvcc: Nvcc, tmp_path: Path) -> None:
-    library(SOURCE)
+    cubin_path(SOURCE)
     # CPU time, and the least of several: other programs use the processor and its caches.
     best = min(children(tmp_path / "go", 1)[0][0] for _ in range(5))
     assert best < 0.1
@@ -175,45 +172,41 @@ def test_threads_compile_once(nvcc: Nvcc) -> None:
         {"file": "sum.cu"},
     ],
 )
-def test_another_source_is_another_library(nvcc: Nvcc, change: dict[str, object]) -> None:
+def test_another_source_is_another_cubin(nvcc: Nvcc, change: dict[str, object]) -> None:
     other = replace(SOURCE, **change)  # type: ignore[arg-type]
-    assert library(other) != library(SOURCE)
+    assert cubin_path(other) != cubin_path(SOURCE)
     assert len(nvcc.calls) == 2
-    assert library(replace(SOURCE, name="a name says nothing")) == library(SOURCE)
+    assert cubin_path(replace(SOURCE, name="a name says nothing")) == cubin_path(SOURCE)
     assert len(nvcc.calls) == 2
 
 
-def test_the_name_depends_on_all_that_the_library_is_made_from(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [library(SOURCE)]
+def test_the_name_depends_on_all_that_the_cubin_is_made_from(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [cubin_path(SOURCE)]
     nvcc.set(release="13.1")
-    paths.append(library(SOURCE))
+    paths.append(cubin_path(SOURCE))
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-lineinfo")),
         lambda patch: patch.setattr(compiler, "read_source", lambda path: path.read_text() + "// changed"),
         lambda patch: patch.setattr(importlib.metadata, "version", lambda name: "9.9"),
-        lambda patch: patch.setattr(platform, "machine", lambda: "aarch64"),
-        lambda patch: patch.setattr(platform, "libc_ver", lambda: ("glibc", "2.17")),
     ]
     for change in changes:
         with monkeypatch.context() as patch:
             change(patch)
-            compiler.host.cache_clear()
-            paths.append(library(SOURCE))
-    compiler.host.cache_clear()
-    assert len(set(paths)) == 7 == len(nvcc.calls)
-    assert library(SOURCE) == paths[1]
-    assert len(nvcc.calls) == 7
+            paths.append(cubin_path(SOURCE))
+    assert len(set(paths)) == 5 == len(nvcc.calls)
+    assert cubin_path(SOURCE) == paths[1]
+    assert len(nvcc.calls) == 5
 
 
 def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only fused kernels include headers."""
+    """Only fused kernels include this one."""
     matrix = MatrixSpec("bfloat16", 256, 256)
     tile = GemmConfig.parse("128x128x64_2x1_pingpong")
 
     def names() -> list[Path]:
         kinds: tuple[KernelKind, ...] = ("one_gemm", "gather", "reduce")
         spec = GemmSpec(matrix, matrix, matrix, partial=matrix)
-        return [library(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
+        return [cubin_path(kernel_source(spec, tile, "90a", kind)) for kind in kinds]
 
     def changed(path: Path) -> str:
         return path.read_text() + "// changed" * (path.name == "fused.cuh")
@@ -224,24 +217,24 @@ def test_the_name_depends_on_included_headers(nvcc: Nvcc, monkeypatch: pytest.Mo
     assert len(nvcc.calls) == 5
 
 
-# --- damaged libraries -----------------------------------------------------------------------------------
+# --- damaged cubins -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", [MEBIBYTE // 2, 0, MEBIBYTE - 1])
-def test_a_truncated_library_is_compiled_again(nvcc: Nvcc, kept: int) -> None:
-    path = library(SOURCE)
+def test_a_truncated_cubin_is_compiled_again(nvcc: Nvcc, kept: int) -> None:
+    path = cubin_path(SOURCE)
     path.write_bytes(path.read_bytes()[:kept])
     assert missing([SOURCE]) == [SOURCE]
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert path.stat().st_size == MEBIBYTE
     assert len(nvcc.calls) == 2
 
 
-@pytest.mark.parametrize("gone", [".so", ".json"])
-def test_a_library_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
-    path = library(SOURCE)
+@pytest.mark.parametrize("gone", [".cubin", ".json"])
+def test_a_cubin_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
+    path = cubin_path(SOURCE)
     path.with_suffix(gone).unlink()
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert path.exists() and path.with_suffix(".json").exists()
     assert len(nvcc.calls) == 2
 
@@ -251,10 +244,10 @@ def test_a_library_or_manifest_that_is_gone(nvcc: Nvcc, gone: str) -> None:
     [b"", b"\xff\xfe\x00", b"{", b"[]", b"{}", b'"text"', b"7", b"null", b'{"sha256": null}', b"[" * 100_000],
 )
 def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
-    path = library(SOURCE)
+    path = cubin_path(SOURCE)
     path.with_suffix(".json").write_bytes(garbage)
     assert [manifest for _, manifest in cached()] == [None]
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert json.loads(path.with_suffix(".json").read_text())["kernel"] == "a kernel"
     assert len(nvcc.calls) == 2
 
@@ -262,28 +255,28 @@ def test_a_garbage_manifest(nvcc: Nvcc, garbage: bytes) -> None:
 @pytest.mark.parametrize("lacking", compiler.MANIFEST)
 def test_a_manifest_that_lacks_an_entry(nvcc: Nvcc, lacking: str) -> None:
     """The name of a wrong type counts as lacking."""
-    path = library(SOURCE)
+    path = cubin_path(SOURCE)
     manifest = json.loads(path.with_suffix(".json").read_text())
     for changed in ({name: value for name, value in manifest.items() if name != lacking}, manifest | {lacking: None}):
         path.with_suffix(".json").write_text(json.dumps(changed))
         assert [found for _, found in cached()] == [None]
         assert missing([SOURCE]) == [SOURCE]
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert [found and found["kernel"] for _, found in cached()] == ["a kernel"]
 
 
-@pytest.mark.parametrize("suffix", [".so", ".json"])
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
 def test_a_fifo_in_the_place_of_a_file(nvcc: Nvcc, suffix: str) -> None:
     """Nothing waits for somebody to write it."""
-    path = library(SOURCE)
+    path = cubin_path(SOURCE)
     path.with_suffix(suffix).unlink()
     os.mkfifo(path.with_suffix(suffix))
     assert [found for _, found in cached()] == [None]
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert path.with_suffix(suffix).is_file()
 
 
-def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None:
+def test_a_killed_compiler_leaves_no_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
     nvcc.set(does='printf half >"$2"; exec sleep 3')
     go = tmp_path / "go"
     go.touch()
@@ -300,19 +293,19 @@ def test_a_killed_compiler_leaves_no_library(nvcc: Nvcc, tmp_path: Path) -> None
     assert missing([SOURCE]) == [SOURCE]
     (left,) = (cache_dir() / "kernels").glob("*.building")
     # Any build removes what is left, also of another kernel.
-    path = library(replace(SOURCE, arch="80"))
+    path = cubin_path(replace(SOURCE, arch="80"))
     assert not left.exists()
-    assert libraries() == sorted([path.name, path.with_suffix(".json").name])
-    assert library(SOURCE).stat().st_size == MEBIBYTE
+    assert cubins() == sorted([path.name, path.with_suffix(".json").name])
+    assert cubin_path(SOURCE).stat().st_size == MEBIBYTE
     assert len(nvcc.calls) == 3
 
 
-def test_a_library_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:
+def test_a_cubin_without_a_manifest_is_removed_by_the_next_build(nvcc: Nvcc) -> None:
     """It is left by a process that was killed between the two files. Its source may never be asked for again."""
-    left = library(SOURCE)
+    left = cubin_path(SOURCE)
     left.with_suffix(".json").unlink()
-    other = library(replace(SOURCE, arch="80"))
-    assert libraries() == sorted([other.name, other.with_suffix(".json").name])
+    other = cubin_path(replace(SOURCE, arch="80"))
+    assert cubins() == sorted([other.name, other.with_suffix(".json").name])
 
 
 def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
@@ -321,9 +314,9 @@ def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
     built = kernels / "abc-1.x.building"
     built.mkdir()
     with FileLock(kernels / "abc-1.lock"):
-        library(SOURCE)
+        cubin_path(SOURCE)
         assert built.exists()
-    library(replace(SOURCE, arch="80"))
+    cubin_path(replace(SOURCE, arch="80"))
     assert not built.exists()
 
 
@@ -331,16 +324,16 @@ def test_what_another_process_builds_is_not_removed(nvcc: Nvcc) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
-@pytest.mark.parametrize("of", ["folder", "library"])
-def test_a_library_that_others_can_write_is_refused(nvcc: Nvcc, of: str, mode: int) -> None:
-    path = library(SOURCE)
-    changed = path if of == "library" else path.parent
+@pytest.mark.parametrize("of", ["folder", "cubin"])
+def test_a_cubin_that_others_can_write_is_refused(nvcc: Nvcc, of: str, mode: int) -> None:
+    path = cubin_path(SOURCE)
+    changed = path if of == "cubin" else path.parent
     before = changed.stat().st_mode
     changed.chmod(mode)
     with pytest.raises(CacheError, match=rf"can write {changed} \(mode {mode:o}\), so it is not loaded; .*chmod go-w"):
-        library(SOURCE)
+        cubin_path(SOURCE)
     changed.chmod(before)
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert len(nvcc.calls) == 1
 
 
@@ -348,16 +341,16 @@ def test_nothing_is_compiled_into_a_folder_that_others_can_write(nvcc: Nvcc) -> 
     kernels = cache_dir() / "kernels"
     kernels.mkdir(parents=True)
     kernels.chmod(0o777)
-    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+    for call in (lambda: cubin_path(SOURCE), lambda: build([SOURCE])):
         with pytest.raises(CacheError, match=f"can write {kernels}"):
             call()
     assert nvcc.calls == []
 
 
-@pytest.mark.parametrize("of", ["folder", "library"])
-def test_a_library_of_another_user_is_refused(nvcc: Nvcc, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = library(SOURCE)
-    changed = path if of == "library" else path.parent
+@pytest.mark.parametrize("of", ["folder", "cubin"])
+def test_a_cubin_of_another_user_is_refused(nvcc: Nvcc, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cubin_path(SOURCE)
+    changed = path if of == "cubin" else path.parent
     stat, owner = Path.stat, os.geteuid() + 1
 
     def with_owner(self: Path, **options: bool) -> os.stat_result:
@@ -366,20 +359,20 @@ def test_a_library_of_another_user_is_refused(nvcc: Nvcc, of: str, monkeypatch: 
 
     monkeypatch.setattr(Path, "stat", with_owner)
     with pytest.raises(CacheError, match=f"{changed} belongs to the user with number {owner}, and not to this user"):
-        library(SOURCE)
+        cubin_path(SOURCE)
     monkeypatch.setattr(os, "geteuid", lambda: owner)
     if of == "folder":
         path.chmod(0o755)
-    others = {"folder": path, "library": path.parent}[of]
+    others = {"folder": path, "cubin": path.parent}[of]
     if others.stat().st_uid != 0:  # root's files are everybody's
         with pytest.raises(CacheError, match=f"{others} belongs to the user"):
-            library(SOURCE)
+            cubin_path(SOURCE)
     else:
-        assert library(SOURCE) == path
+        assert cubin_path(SOURCE) == path
 
 
-def test_a_link_is_followed_to_the_folder_that_holds_the_library(nvcc: Nvcc, tmp_path: Path) -> None:
-    path = library(SOURCE)
+def test_a_link_is_followed_to_the_folder_that_holds_the_cubin(nvcc: Nvcc, tmp_path: Path) -> None:
+    path = cubin_path(SOURCE)
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
@@ -387,16 +380,16 @@ def test_a_link_is_followed_to_the_folder_that_holds_the_library(nvcc: Nvcc, tmp
     shutil.move(path, moved)
     path.symlink_to(moved)
     with pytest.raises(CacheError, match=f"can write {open_to_all}"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
-def test_a_loose_umask_leaves_folder_and_library_to_their_owner(nvcc: Nvcc) -> None:
+def test_a_loose_umask_leaves_folder_and_cubin_to_their_owner(nvcc: Nvcc) -> None:
     before = os.umask(0)
     try:
-        path = library(SOURCE)
+        path = cubin_path(SOURCE)
     finally:
         os.umask(before)
-    assert [oct(each.stat().st_mode & 0o777) for each in (path.parent, path)] == ["0o755", "0o755"]
+    assert [oct(each.stat().st_mode & 0o777) for each in (path.parent, path)] == ["0o755", "0o644"]
 
 
 # --- failures -------------------------------------------------------------------------------------------
@@ -406,36 +399,36 @@ def test_an_error_has_the_compilers_output(nvcc: Nvcc) -> None:
     says = 'echo "kernel.cu(3): warning: unused" >&2; echo "kernel.cu(7): error: no instance of tile" >&2'
     nvcc.set(does=f'{says}; printf half >"$2"; exit 3')
     with pytest.raises(CompileError) as raised:
-        library(SOURCE)
+        cubin_path(SOURCE)
     text = str(raised.value)
     assert text.startswith(f"{nvcc.path} -O3 ")
     assert "failed with exit status 3:\nkernel.cu(7): error: no instance of tile" in text
     assert "warning" not in text
-    assert libraries() == []
+    assert cubins() == []
     nvcc.set()
-    assert library(SOURCE).exists()
+    assert cubin_path(SOURCE).exists()
 
 
 def test_a_failure_with_warnings_only_shows_them(nvcc: Nvcc) -> None:
     nvcc.set(does='echo "warning treated as error" >&2; exit 1')
     with pytest.raises(CompileError, match="warning treated as error"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 def test_serialised_wgmma_is_a_failure(nvcc: Nvcc) -> None:
     says = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     nvcc.set(does=f'echo "{says}"; {WRITES}')
     with pytest.raises(CompileError, match="ptxas serialised wgmma in a kernel") as raised:
-        library(SOURCE)
+        cubin_path(SOURCE)
     assert says in str(raised.value)
-    assert libraries() == []
+    assert cubins() == []
 
 
 def test_a_compiler_that_writes_nothing(nvcc: Nvcc) -> None:
     nvcc.set(does='echo "nothing to do"')
-    with pytest.raises(CompileError, match="ended with exit status 0 and wrote no library:\nnothing to do"):
-        library(SOURCE)
-    assert libraries() == []
+    with pytest.raises(CompileError, match="ended with exit status 0 and wrote no cubin:\nnothing to do"):
+        cubin_path(SOURCE)
+    assert cubins() == []
 
 
 def test_a_compiler_that_does_not_end(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -444,14 +437,14 @@ def test_a_compiler_that_does_not_end(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 1.0)
     start = time.monotonic()
     with pytest.raises(CompileError, match="did not end within 1 s, and was stopped"):
-        library(SOURCE)
+        cubin_path(SOURCE)
     assert time.monotonic() - start < 10
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
     deadline = time.monotonic() + 10
     while child.exists() and "Z (zombie)" not in child.read_text():
         assert time.monotonic() < deadline, "a program of the compiler still runs"
         time.sleep(0.01)
-    assert libraries() == []
+    assert cubins() == []
 
 
 def test_a_compiler_that_does_not_say_its_version(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,16 +452,16 @@ def test_a_compiler_that_does_not_say_its_version(nvcc: Nvcc, monkeypatch: pytes
     compiler.compiler_version.cache_clear()
     monkeypatch.setattr(compiler, "VERSION_TIMEOUT_S", 0.5)
     with pytest.raises(CompilerNotFoundError, match=r"does not run as a compiler: .* timed out after 0.5 seconds"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 def test_a_lock_that_another_process_keeps(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = library(SOURCE)
+    path = cubin_path(SOURCE)
     path.unlink()
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.5)
     lock = path.with_suffix(".lock")
     with FileLock(lock), pytest.raises(CompileError, match=f"another process has been compiling it .* holds {lock}"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 def test_a_full_disk(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +470,7 @@ def test_a_full_disk(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
     with pytest.raises(CacheError, match=r"cannot be written: .*No space left on device; set DISTGEMM_CACHE_DIR"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 def test_a_failure_among_several(nvcc: Nvcc) -> None:
@@ -493,7 +486,7 @@ def test_a_failure_among_several(nvcc: Nvcc) -> None:
 
 def test_build_compiles_what_is_missing(nvcc: Nvcc, capsys: pytest.CaptureFixture[str]) -> None:
     sources = [replace(SOURCE, macros=(("DG_TILE_M", str(tile)),)) for tile in (64, 128, 256)]
-    library(sources[1])
+    cubin_path(sources[1])
     assert missing(sources) == [sources[0], sources[2]]
     capsys.readouterr()
     paths = build([*sources, sources[0]], jobs=2)
@@ -501,7 +494,7 @@ def test_build_compiles_what_is_missing(nvcc: Nvcc, capsys: pytest.CaptureFixtur
     assert len(paths) == 4 and paths[0] == paths[3]
     assert len(nvcc.calls) == 3
     assert missing(sources) == []
-    assert paths[:3] == [library(source) for source in sources]
+    assert paths[:3] == [cubin_path(source) for source in sources]
     build(sources)
     assert capsys.readouterr().err == ""
     assert len(nvcc.calls) == 3
@@ -549,9 +542,9 @@ def test_a_compiler_that_is_too_new_for_the_driver(
     nvcc.set(release=release)
     monkeypatch.setattr(compiler, "driver_cuda", lambda: driver)
     if loads:
-        assert library(SOURCE).exists()
+        assert cubin_path(SOURCE).exists()
         return
-    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+    for call in (lambda: cubin_path(SOURCE), lambda: build([SOURCE])):
         with pytest.raises(CompilerNotFoundError) as raised:
             call()
         assert str(raised.value) == (
@@ -562,18 +555,18 @@ def test_a_compiler_that_is_too_new_for_the_driver(
     assert nvcc.calls == []
 
 
-def test_without_a_compiler_a_library_that_is_too_new_for_the_driver(
+def test_without_a_compiler_a_cubin_that_is_too_new_for_the_driver(
     nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("DISTGEMM_NVCC", str(put(tmp_path / "nvcc-elsewhere")))
         elsewhere.setenv("PATH", os.defpath)
-        path = library(SOURCE)
+        path = cubin_path(SOURCE)
     monkeypatch.setattr(compiler, "driver_cuda", lambda: "12.8")
     with pytest.raises(CompilerNotFoundError, match=r"a kernel is compiled, but the driver serves CUDA up to 12.8"):
-        library(SOURCE)
+        cubin_path(SOURCE)
     monkeypatch.setattr(compiler, "driver_cuda", lambda: "13.0")
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
 
 
 def test_the_driver_of_this_machine() -> None:
@@ -631,40 +624,38 @@ def test_where_nvcc_is_looked_for(nowhere: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_without_a_compiler_the_error_says_what_to_install(nowhere: Path) -> None:
-    for call in (lambda: library(SOURCE), lambda: build([SOURCE])):
+    for call in (lambda: cubin_path(SOURCE), lambda: build([SOURCE])):
         with pytest.raises(CompilerNotFoundError) as raised:
             call()
         text = str(raised.value)
-        assert text.startswith(
-            f"kernel a kernel is not compiled yet for {compiler.host()}, no pack has it, and nvcc was not found. "
-        )
+        assert text.startswith("kernel a kernel is not compiled yet, no pack has it, and nvcc was not found. ")
         for advice in ("'distgemm[nvcc]'", "CUDA toolkit", "DISTGEMM_NVCC", "distgemm build", "provider='cublas'"):
             assert advice in text
 
 
-def test_without_a_compiler_libraries_from_elsewhere_are_used(
+def test_without_a_compiler_cubins_from_elsewhere_are_used(
     nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("DISTGEMM_NVCC", str(put(tmp_path / "nvcc-elsewhere")))
         elsewhere.setenv("PATH", os.defpath)
-        path = library(SOURCE)
+        path = cubin_path(SOURCE)
     assert find_nvcc() is None
-    assert library(SOURCE) == path
+    assert cubin_path(SOURCE) == path
     assert build([SOURCE]) == [path]
     with pytest.raises(CompilerNotFoundError):
-        library(replace(SOURCE, arch="80"))
+        cubin_path(replace(SOURCE, arch="80"))
     path.write_bytes(b"")
     with pytest.raises(CompilerNotFoundError, match="not compiled yet"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 @pytest.mark.parametrize("chosen", ["/no/such/nvcc", "nvcc", "/tmp"])
 def test_a_chosen_compiler_that_is_not_there(nvcc: Nvcc, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
-    library(SOURCE)
+    cubin_path(SOURCE)
     monkeypatch.setenv("DISTGEMM_NVCC", chosen)
     with pytest.raises(CompilerNotFoundError, match=f"DISTGEMM_NVCC is '{chosen}', where there is no file"):
-        library(SOURCE)
+        cubin_path(SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -683,17 +674,7 @@ def test_a_chosen_file_that_is_no_compiler(
     path.chmod(0o755)
     monkeypatch.setenv("DISTGEMM_NVCC", str(path))
     with pytest.raises(CompilerNotFoundError, match=f"{path} {says}"):
-        library(SOURCE)
-
-
-def test_the_packaged_compiler_gets_the_folder_of_its_runtime(tmp_path: Path) -> None:
-    packaged, toolkit = (put(tmp_path / name / "bin" / "nvcc") for name in ("cu13", "toolkit"))
-    for folder in (tmp_path / "cu13" / "lib", tmp_path / "toolkit" / "lib64"):
-        folder.mkdir()
-        (folder / "libcudart_static.a").touch()
-    out = tmp_path / "out.so"
-    with_path, without = command(SOURCE, packaged, out), command(SOURCE, toolkit, out)
-    assert [word for word in with_path if word not in without] == [str(packaged), f"-L{tmp_path / 'cu13' / 'lib'}"]
+        cubin_path(SOURCE)
 
 
 # --- the cache folder and CUTLASS -----------------------------------------------------------------------

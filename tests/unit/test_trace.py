@@ -32,8 +32,8 @@ CASES = [
     *((GATHER, 4, 1), (GATHER, 4, 2), (GATHER, 8, 4), (RING, 4, 2), (RING, 8, 1)),
     *((PAIRWISE, 4, 1), (PAIRWISE, 4, 2), (ALL_REDUCE, 4, 1), (ALL_REDUCE, 4, 2)),
 ]
-FLAG_KERNEL = "distgemm::flags(distgemm::Arguments)"
-NAMED = {"Gemm": "nvjet_sm90", "Copy": "Memcpy PtoP (Device -> Device)", "Reduce": "distgemm::sum(distgemm::Arguments)"}
+FLAG_KERNEL = "distgemm_flags"
+NAMED = {"Gemm": "nvjet_sm90", "Copy": "Memcpy PtoP (Device -> Device)", "Reduce": "distgemm_sum"}
 EPOCH = 1_760_000_000_000_000_000
 PERIOD = 2000.0
 
@@ -322,10 +322,9 @@ def test_kinds_of_events() -> None:
         "Memcpy DtoD (Device -> Device)": "local",
         "Memcpy DtoH (Device -> Pinned)": "",
         "Memset (Unknown)": "memset",
-        "distgemm::sum(distgemm::Arguments)": "sum",
-        "_ZN8distgemm3sumENS_9ArgumentsE": "sum",
+        "distgemm_sum": "sum",
+        "distgemm_gemm": "gemm",
         FLAG_KERNEL: "",
-        "_ZN8distgemm5wordsENS_9ArgumentsE": "",
         "void at::native::vectorized_elementwise_kernel<4>": "",
         "ncclDevKernel_AllReduce_Sum_f32": "",
         "_ZN7cutlass13device_kernelINS_4gemm6kernel": "gemm",

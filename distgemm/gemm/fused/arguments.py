@@ -9,16 +9,19 @@ from itertools import accumulate, chain, groupby
 
 import torch
 
-from distgemm.gemm.cutlass import INT32_MAX, Arguments, Matrix
+from distgemm.gemm.cutlass import INT32_MAX
 from distgemm.gemm.flags import FlagOps, flag_ops
-from distgemm.gemm.fused.gemms import PRODUCTS, SENDS, FusedGemms
+from distgemm.gemm.fused.gemms import PRODUCTS, SEND_QUEUES, SENDS, FusedGemms
+from distgemm.gemm.parameters import Arguments, Matrix, Terms
 from distgemm.gemm.select import tiles_at_once, tiles_of
 from distgemm.gemm.spec import GemmConfig, MatrixSpec
 from distgemm.gemm.tensors import spec_of
 from distgemm.plan.problem import DTYPE_BYTES
 
-__all__ = ["Batches", "FusedArguments", "TwoTensors", "place", "row_pitch", "send_groups"]
+__all__ = ["Batches", "FusedArguments", "TwoTensors", "cut_pieces", "place", "row_pitch", "send_groups"]
 
+WARP = 32
+"""Threads of a warp."""
 MAX_BATCH_STRIDE = 1 << 40
 """TMA's limit: bytes from one batch of a tensor to the next are fewer."""
 
@@ -51,22 +54,24 @@ class Group(ctypes.Structure):
     _fields_ = (("first", ctypes.c_int16), ("size", ctypes.c_int16))
 
 
-class Product(ctypes.Structure):
-    """struct Product of fused.cuh."""
-
-    _fields_ = (
-        ("operand", Operand),
-        ("result", Result),
-        ("group", Group),
-        ("first_addend", ctypes.c_int16),
-        ("addends", ctypes.c_int16),
-    )
-
-
 class Addend(ctypes.Structure):
     """struct Addend of fused.cuh."""
 
     _fields_ = (("flag", ctypes.c_uint64), ("batch", ctypes.c_int32))
+
+
+class Addends(ctypes.Structure):
+    """struct AddendPipeline::Params of fused_reduce.cuh."""
+
+    _fields_ = (
+        ("any", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("scale_a", ctypes.c_void_p),
+        ("scale_b", ctypes.c_void_p),
+        ("first", ctypes.c_int16 * PRODUCTS),
+        ("count", ctypes.c_int16 * PRODUCTS),
+        ("addends", Addend * PRODUCTS),
+    )
 
 
 class Send(ctypes.Structure):
@@ -80,8 +85,44 @@ class Send(ctypes.Structure):
     )
 
 
+class Queue(ctypes.Structure):
+    """struct Sender::Queue of fused.cuh."""
+
+    _fields_ = (("begin", ctypes.c_int32), ("end", ctypes.c_int32), ("pieces", ctypes.c_uint32))
+
+
+class Sender(ctypes.Structure):
+    """struct Sender::Params of fused.cuh."""
+
+    _fields_ = (
+        ("queues", Queue * SEND_QUEUES),
+        ("picoseconds_per_kib", ctypes.c_uint32),
+        ("first", ctypes.c_uint32 * SENDS),
+        ("per_slice", ctypes.c_uint32 * SENDS),
+        ("sends", Send * SENDS),
+    )
+
+
+class Handshake(ctypes.Structure):
+    """struct Handshake of fused.cuh."""
+
+    _fields_ = (("entry", FlagOps), ("exit", FlagOps), ("counters", ctypes.c_void_p))
+
+
+class LinkPacing(ctypes.Structure):
+    """struct LinkPacing of fused.cuh."""
+
+    _fields_ = (("counters", ctypes.c_void_p), ("picoseconds_per_kib", ctypes.c_uint32))
+
+
 class FusedArguments(ctypes.Structure):
-    """struct FusedArguments of fused.cuh."""
+    """What a fused kernel does. A struct, so that its addresses are cells: see :mod:`distgemm.gemm.launches`.
+
+    ``base`` describes one GEMM; its ``l`` is the number of GEMMs. Matrices of one kind are batches of at most two
+    tensors: ``received_operand`` and ``remote_d`` are the second ones. ``moving`` is the number of the operand that may
+    be waited for, and then there are the numbers of batches of tensors. ``slice_k`` is in elements of k. The others are
+    structs that the kernel's parameter has as well.
+    """
 
     _fields_ = (
         ("base", Arguments),
@@ -91,16 +132,14 @@ class FusedArguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("local_operands", "received_operands", "other_operands")),
         *((name, ctypes.c_int32) for name in ("sources", "local_results", "remote_results")),
         ("slice_k", ctypes.c_int32),
-        ("counters", ctypes.c_void_p),
-        ("picoseconds_per_kib", ctypes.c_uint32),
-        ("entry", FlagOps),
-        ("exit", FlagOps),
-        ("products", Product * PRODUCTS),
-        ("addend_count", ctypes.c_int32),
-        ("addends", Addend * PRODUCTS),
-        ("remote_sends", ctypes.c_int32),
-        ("local_sends", ctypes.c_int32),
-        ("sends", Send * SENDS),
+        ("remote_terms", Terms),
+        ("operands", Operand * PRODUCTS),
+        ("results", Result * PRODUCTS),
+        ("groups", Group * PRODUCTS),
+        ("addends", Addends),
+        ("sender", Sender),
+        ("handshake", Handshake),
+        ("pacing", LinkPacing),
     )
 
 
@@ -144,11 +183,12 @@ def place(arguments: FusedArguments, gemms: FusedGemms, send_group_sizes: Sequen
     _place_sends(arguments, gemms, send_group_sizes)
 
     if gemms.counters is not None:
-        arguments.counters = gemms.counters.data_ptr()
+        arguments.handshake.counters = arguments.pacing.counters = gemms.counters.data_ptr()
     elif gemms.has_partial_sums or gemms.sends or gemms.entry:
         raise ValueError("a kernel with partial sums, sends or an entry takes counters")
-    arguments.picoseconds_per_kib = round(1024e3 / gemms.link_rate) if gemms.link_rate else 0
-    arguments.entry, arguments.exit = flag_ops(gemms.entry), flag_ops(gemms.exit)
+    paced = round(1024e3 / gemms.link_rate) if gemms.link_rate else 0
+    arguments.sender.picoseconds_per_kib = arguments.pacing.picoseconds_per_kib = paced
+    arguments.handshake.entry, arguments.handshake.exit = flag_ops(gemms.entry), flag_ops(gemms.exit)
 
     count, reduces = len(gemms.products), gemms.has_partial_sums
     added = [*map(len, gemms.addends)] or [0] * count
@@ -157,13 +197,11 @@ def place(arguments: FusedArguments, gemms: FusedGemms, send_group_sizes: Sequen
     for number, wait_flag in enumerate(gemms.wait_flags):
         sliced = int(not (gemms.whole_operands and gemms.whole_operands[number]))
         operand_flag, source_flag = (0, wait_flag) if reduces else (wait_flag, 0)
-        arguments.products[number] = Product(
-            Operand(operand_flag, operands.numbers[number], others.numbers[number], sliced),
-            Result(source_flag, gemms.done_flags[number], sources[number], results.numbers[number]),
-            groups[number],
-            first_addends[number],
-            added[number],
-        )
+        arguments.operands[number] = Operand(operand_flag, operands.numbers[number], others.numbers[number], sliced)
+        done_flag, result = gemms.done_flags[number], results.numbers[number]
+        arguments.results[number] = Result(source_flag, done_flag, sources[number], result)
+        arguments.groups[number] = groups[number]
+        arguments.addends.first[number], arguments.addends.count[number] = first_addends[number], added[number]
 
 
 def _place_operands(arguments: FusedArguments, gemms: FusedGemms) -> tuple[TwoTensors, Batches]:
@@ -215,15 +253,15 @@ def _place_sources(arguments: FusedArguments, gemms: FusedGemms) -> list[int]:
     present = [address for address in partials if address is not None]
     sources = Batches([*present, *(addend.matrix.data_ptr() for addend in addends)])
     arguments.base.source, arguments.sources = sources.matrix(partial_spec), sources.count
-    arguments.addend_count = len(addends)
+    arguments.addends.any = bool(addends)
     for number, addend in enumerate(addends):
-        arguments.addends[number] = Addend(addend.wait_flag, sources.index(addend.matrix.data_ptr()))
+        arguments.addends.addends[number] = Addend(addend.wait_flag, sources.index(addend.matrix.data_ptr()))
     return [sources.count if address is None else sources.index(address) for address in partials]
 
 
 def _place_terms(arguments: FusedArguments, gemms: FusedGemms, results: Sequence[int]) -> None:
     """C, bias and scales of the GEMMs whose D is not remote: they lie as D does, or are the same for all."""
-    base = arguments.base
+    base, terms = arguments.base, arguments.base.terms
     local = [number for number, result in enumerate(results) if result >= 0]
     for name in ("c", "bias", "scale_a", "scale_b"):
         addresses = [address for number in local if (address := gemms.addresses(name)[number]) is not None]
@@ -235,10 +273,17 @@ def _place_terms(arguments: FusedArguments, gemms: FusedGemms, results: Sequence
         if name == "c":
             matrix = gemms.spec.c
             # With partial sums, the kernel's source is the partial sum, and C is its aux.
-            setattr(base, "aux" if gemms.has_partial_sums else "source", matrix and batches.matrix(matrix))
+            lies = matrix and batches.matrix(matrix)
+            setattr(*((terms, "aux") if gemms.has_partial_sums else (base, "source")), lies)
         else:
-            setattr(base, name, batches.first)
-            setattr(base, f"{name}_stride", batches.distance // getattr(gemms.template, name).element_size())
+            setattr(terms, name, batches.first)
+            setattr(terms, f"{name}_stride", batches.distance // getattr(gemms.template, name).element_size())
+    remote, addends = Terms.from_buffer_copy(terms), arguments.addends
+    remote.bias = remote.aux.data = None
+    arguments.remote_terms = remote
+    if addends.any:  # they come before the epilogue, and then these factors
+        addends.alpha, addends.scale_a, addends.scale_b = terms.alpha, terms.scale_a, terms.scale_b
+        terms.alpha, terms.scale_a, terms.scale_b = 1.0, None, None
 
 
 def _place_sends(arguments: FusedArguments, gemms: FusedGemms, group_sizes: Sequence[int]) -> None:
@@ -246,19 +291,47 @@ def _place_sends(arguments: FusedArguments, gemms: FusedGemms, group_sizes: Sequ
     groups = _groups(group_sizes, len(gemms.sends))
     arguments.slice_k = gemms.slice_k or gemms.spec.k
     sends = sorted(gemms.sends, key=lambda send: not send.remote)
-    arguments.remote_sends = sum(send.remote for send in sends)
-    arguments.local_sends = len(sends) - arguments.remote_sends
+    sender, remote = arguments.sender, sum(send.remote for send in sends)
+    sender.queues[:] = [Queue(0, remote), Queue(remote, len(sends))]
     counter = 0
     for number, send in enumerate(sends):
         (rows, columns), size = send.source.shape, send.source.element_size()
         slice_columns = min(gemms.slice_k or columns, columns)
-        arguments.sends[number] = Send(
+        sender.sends[number] = Send(
             *(send.source.data_ptr(), send.target.data_ptr(), send.flag, send.wait_flag),
             *(row_pitch(send.source), row_pitch(send.target)),
             *(rows, columns * size, slice_columns * size, counter),
             groups[number],
         )
         counter += -(-columns // slice_columns)
+
+
+def cut_pieces(sender: Sender, part: int, parts: int, unit: int) -> None:
+    """Compute how many pieces the sends have: the kernel's warps copy piece by piece.
+
+    Args:
+        sender: the sends, in queues and groups.
+        part: bytes of a part of a piece, at most.
+        parts: parts of a piece.
+        unit: bytes that a thread copies at once, at most.
+    """
+    for queue in sender.queues:
+        queue.pieces = 0
+        for number in range(queue.begin, queue.end):
+            send = sender.sends[number]
+            group = range(send.group.first, send.group.first + send.group.size)
+            if number == group.start:
+                each = [_pieces(sender.sends[other], part, parts, unit) for other in group]
+                first, most = queue.pieces, max(each)
+                queue.pieces += -(-send.row_bytes // send.slice_bytes) * most * len(group)
+            sender.first[number], sender.per_slice[number] = first, most
+
+
+def _pieces(send: Send, part: int, parts: int, unit: int) -> int:
+    """Pieces of a slice of a send."""
+    in_part = min(part // min(send.slice_bytes, unit), WARP)
+    units = send.rows * -(-send.slice_bytes // unit)
+    return int(-(-units // (parts * in_part)))
 
 
 def _groups(sizes: Sequence[int], count: int) -> list[Group]:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from distgemm.gemm.cutlass import CutlassKernel, CutlassLaunch, CutlassProvider, kernel_source
-from distgemm.gemm.fused.arguments import FusedArguments, place, row_pitch, send_groups
+from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.cutlass import BoundKernel, CutlassLaunch, CutlassProvider, arguments_of, kernel_source
+from distgemm.gemm.fused.arguments import FusedArguments, cut_pieces, place, row_pitch, send_groups
 from distgemm.gemm.fused.gemms import FusedGemms, FusedSend
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.parameters import SOURCE, Arguments, Parameter, ParameterLayout, pointer_in, put_problem
 from distgemm.gemm.select import near_best, order, preferred, recorded_config, tiles_of
 from distgemm.gemm.spec import GemmConfig, Status
 
-__all__ = ["FusedKernel", "bind_fused", "fused_source", "near_best_sources", "pingpong_first"]
+__all__ = [
+    "FusedKernel",
+    "bind_fused",
+    "fused_arguments",
+    "fused_parameter",
+    "fused_source",
+    "near_best_sources",
+    "pingpong_first",
+]
 
 
 def fused_source(gemms: FusedGemms, config: GemmConfig | None = None) -> KernelSource:
@@ -123,10 +133,18 @@ def _can_be_sent(send: FusedSend) -> bool:
     return not any(size % 16 for size in (*sizes, row_pitch(send.source), row_pitch(send.target)))
 
 
-class FusedKernel(CutlassKernel):
-    """A compiled fused kernel."""
+class FusedKernel:
+    """A compiled fused kernel.
 
-    arguments = FusedArguments
+    Attributes:
+        name: the source's name.
+    """
+
+    def __init__(self, source: KernelSource, config: GemmConfig, provider: CutlassProvider) -> None:
+        self.name = source.name
+        self._source, self._config, self._provider = source, config, provider
+        self._cubin = open_cubin(source)
+        self._layout = ParameterLayout(self.name, self._cubin.facts)
 
     def bind_fused(self, gemms: FusedGemms) -> CutlassLaunch:
         """A launch with these tensors.
@@ -134,13 +152,110 @@ class FusedKernel(CutlassKernel):
         Raises:
             ValueError: for tensors that the kernel was not compiled for, or that lie otherwise than it needs.
         """
-        spec = gemms.spec
+        spec, device = gemms.spec, gemms.template.d.device.index
         if not (spec.m and spec.n):
-            return self.launch(gemms.products, None)
-        arguments = FusedArguments(self.encode(gemms.template, spec, gemms.kind))
-        gathers = not gemms.has_partial_sums
-        place(arguments, gemms, send_groups(gemms, self.config, arguments.base.sm_count) if gathers else ())
-        return self.launch(gemms.products, arguments)
+            return CutlassLaunch(self.name, gemms.products, None)
+        base = arguments_of(gemms.template, spec, self._source, self._config, self._provider, gemms.kind)
+        self._cubin.load_on(device)
+        arguments = fused_arguments(gemms, self._config, base)
+        parameter, grid = fused_parameter(self._layout, self._config, arguments)
+        launch = self._cubin.launcher(device, grid, parameter.address)
+        return CutlassLaunch(self.name, gemms.products, BoundKernel(arguments, parameter, launch))
+
+
+def fused_arguments(gemms: FusedGemms, config: GemmConfig, base: Arguments) -> FusedArguments:
+    """What the kernel does.
+
+    Args:
+        gemms: the GEMMs.
+        config: the kernel's configuration.
+        base: the arguments of ``gemms.template``.
+
+    Raises:
+        ValueError: for tensors that lie otherwise than the kernel needs.
+    """
+    arguments = FusedArguments(base)
+    place(arguments, gemms, () if gemms.has_partial_sums else send_groups(gemms, config, base.sm_count))
+    return arguments
+
+
+def fused_parameter(
+    layout: ParameterLayout, config: GemmConfig, arguments: FusedArguments
+) -> tuple[Parameter, tuple[int, int, int]]:
+    """The parameter of a fused kernel, and the grid.
+
+    Args:
+        layout: of the parameter.
+        config: the kernel's configuration.
+        arguments: what the kernel does. They may change their addresses; see :meth:`Parameter.update`.
+
+    Raises:
+        DescriptorError: if TMA cannot describe a tensor.
+    """
+    given, base, made = arguments, arguments.base, Parameter(layout)
+    cut_pieces(given.sender, *(layout.number(name) for name in ("send_part", "send_parts", "send_unit")))
+    tiles = put_problem(made, config, base)
+    made.put("mainloop.moving", given.moving)
+    made.put("mainloop.slice_tiles", -(-given.slice_k // config.tile[2]))
+    made.put("scheduler.clusters", tiles.blocks // (tiles.cluster[0] * tiles.cluster[1]))
+    _put_operands(made, given)
+    _put_results(made, given)
+    for name, struct in (
+        ("mainloop.operands", given.operands),
+        ("epilogue.results", given.results),
+        ("scheduler.groups", given.groups),
+        ("sender", given.sender),
+        ("handshake", given.handshake),
+    ):
+        made.copy(name, struct)
+    if "epilogue.counters" in layout:  # it adds partial sums
+        made.copy("epilogue.addends", given.addends)
+        made.put("epilogue.tiles", tiles.blocks)
+        made.put("epilogue.waits_for_start", int(given.handshake.entry.phases > 0))
+        for name in ("epilogue.counters", "scheduler.counters"):
+            made.copy(name, pointer_in(given.handshake, "counters"))
+    # All SMs copy, even if there are fewer tiles.
+    sends = any(queue.pieces for queue in given.sender.queues)
+    return made, tiles.grid(max(base.l, base.sm_count) if sends else base.l, base.sm_count)
+
+
+def _put_operands(made: Parameter, given: FusedArguments) -> None:
+    """Set the TMA descriptors of A and B, and of these with the operand that arrives."""
+    base, moving = given.base, "ab"[given.moving]
+    received = {moving: given.received_operand}
+    for field, count in (("mainloop", given.local_operands), ("mainloop.received", given.received_operands)):
+        for name, rows in (("a", base.m), ("b", base.n)):
+            arrives = field == "mainloop.received" and name == moving
+            made.describe(
+                f"{field}.tma_load_{name}.tma_desc_",
+                name,
+                "the operand that arrives" if arrives else name.upper(),
+                received[name] if arrives else getattr(base, name),
+                (rows, base.k, count if name == moving else given.other_operands),
+                bool(made.layout.number(f"{name}_row_major")),
+            )
+
+
+def _put_results(made: Parameter, given: FusedArguments) -> None:
+    """Set what the epilogue adds, and where it stores."""
+    base = given.base
+    made.copy("epilogue.terms", base.terms)
+    if "has_source" not in made.layout:
+        made.copy("epilogue.source", base.source)
+        made.copy("epilogue.d", base.d)
+        return
+    reduces = "epilogue.remote.terms" in made.layout
+    sources, results = (given.sources, given.local_results) if reduces else (base.l, base.l)
+    places = [("epilogue", "D", base.d, results)]
+    if reduces:
+        places.append(("epilogue.remote", "D of another rank", given.remote_d, given.remote_results))
+        made.copy("epilogue.remote.terms", given.remote_terms)
+        made.copy("epilogue.remote.pacing", given.pacing)
+    for field, what, d, count in places:
+        if made.layout.number("has_source"):
+            shape = (base.m, base.n, sources)
+            made.describe(f"{field}.source", "source", SOURCE, base.source, shape)
+        made.describe(f"{field}.d", "d", what, d, (base.m, base.n, count))
 
 
 @functools.cache

@@ -13,7 +13,6 @@
 
 #pragma once
 
-#include <array>
 #include <cstdint>
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -37,28 +36,6 @@ struct Terms {
   OrD<ElementAux> const* aux;
   int64_t aux_stride, aux_batch_stride;
   int64_t bias_stride, scale_a_stride, scale_b_stride;  // between batches
-#if DG_REDUCES
-  LinkPacing pacing;
-#endif
-
-  static Terms of(Arguments const& args) {
-    Terms found{};
-    found.alpha = args.alpha;
-    found.source_scale = args.source_scale;
-    found.aux_scale = args.aux_scale;
-    found.scale_a_step = args.scale_a_step;
-    found.scale_b_step = args.scale_b_step;
-    found.scale_a = args.scale_a;
-    found.scale_b = args.scale_b;
-    found.bias = static_cast<OrD<ElementBias> const*>(args.bias);
-    found.aux = static_cast<OrD<ElementAux> const*>(args.aux.data);
-    found.aux_stride = args.aux.stride;
-    found.aux_batch_stride = args.aux.batch_stride;
-    found.bias_stride = args.bias_stride;
-    found.scale_a_stride = args.scale_a_stride;
-    found.scale_b_stride = args.scale_b_stride;
-    return found;
-  }
 
   // Whether there is more than alpha, the source and the scales of whole tensors.
   CUTLASS_DEVICE bool any() const { return bias || any_but_bias(); }
@@ -84,22 +61,10 @@ struct Subtile {
   static constexpr int kBytes = kHeight * kRow;
   static constexpr int kAlignment = cute::max(kRow * 8, 128);
   static_assert(kRow == 16 || kRow == 32 || kRow == 64 || kRow == 128, "TMA has no swizzle for such rows");
-
-  // The TMA descriptor of a matrix of these columns, rows and batches, from which subtiles are copied.
-  static CUtensorMap descriptor(Matrix const& matrix, std::array<uint64_t, 3> const& extents) {
-    uint64_t const strides[] = {matrix.stride * sizeof(T), matrix.batch_stride * sizeof(T)};
-    uint32_t const box[] = {kWidth, kHeight, 1}, ones[] = {1, 1, 1};
-    CUtensorMap map{};
-    remembering_cuTensorMapEncodeTiled(
-        &map, TMA::to_CUtensorMapDataType<T>(), 3, const_cast<void*>(matrix.data), extents.data(), strides, box, ones,
-        CU_TENSOR_MAP_INTERLEAVE_NONE,
-        kRow == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-        : kRow == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-        : kRow == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
-                     : CU_TENSOR_MAP_SWIZZLE_NONE,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return map;
-  }
+  static constexpr CUtensorMapSwizzle kSwizzle = kRow == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                 : kRow == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                 : kRow == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                              : CU_TENSOR_MAP_SWIZZLE_NONE;
 
   // The address of a byte of a row.
   CUTLASS_HOST_DEVICE static uint32_t at(uint32_t base, uint32_t row, uint32_t byte) {
@@ -164,28 +129,17 @@ class TmaEpilogue {
     PipelineStorage pipeline;
   };
 
-  struct Arguments {
-    Terms terms;
-    Matrix source, d;
-  };
   struct Params {
     Terms terms;
     TmaDescriptor source, d;
     uint32_t tma_transaction_bytes;
+#if DG_REDUCES
+    LinkPacing pacing;
+#endif
   };
+  using Arguments = Params;
 
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void*) {
-    std::array<uint64_t, 3> const extents{
-        uint64_t(get<1>(problem)), uint64_t(get<0>(problem)), uint64_t(get<3>(problem))};
-    Params params{args.terms, {}, Result::descriptor(args.d, extents), Source::kBytes};
-    if constexpr (has_source) params.source = Source::descriptor(args.source, extents);
-    return params;
-  }
-  template <class Problem>
-  static size_t get_workspace_size(Problem const&, Arguments const&) {
-    return 0;
-  }
+
   template <class Block>
   CUTLASS_HOST_DEVICE static constexpr int get_load_pipe_increment(Block const&) {
     return kSubtiles;
@@ -387,7 +341,7 @@ class TmaEpilogue {
         if constexpr (has_source) load_pipeline.consumer_wait(wait_state);
 #if DG_REDUCES
         // One thread reserves the link, now that the source is there. The others wait for it before D is stored.
-        uint64_t const start = thread == 0 ? terms.pacing.reserve(Result::kBytes) : 0;
+        uint64_t const start = thread == 0 ? params_.pacing.reserve(Result::kBytes) : 0;
 #endif
         uint32_t words[kValues / kPiece][kPiece * sizeof(ElementD) / 4];
         CUTLASS_PRAGMA_UNROLL

@@ -61,12 +61,6 @@ struct Group {
   int16_t first;  // number of the first
   int16_t size;
 };
-struct Product {
-  Operand operand;
-  Result result;
-  Group group;
-  int16_t first_addend, addends;  // its further partial sums: a range of FusedArguments::addends
-};
 // A partial sum of a product in addition to the one that CUTLASS's epilogue loads.
 struct Addend {
   uint64_t flag;  // set when it has arrived
@@ -86,26 +80,10 @@ struct Send {
   Group group;
 };
 
-// All GEMMs of one launch. `base` describes one of them; its `l` is the number of products.
-struct FusedArguments {
-  Arguments base;
-  Matrix received_operand, remote_d;  // the second tensors
-  int32_t moving;                     // the operand that may be waited for: 0: A, 1: B
-  int32_t local_operands, received_operands, other_operands;  // batches of the tensors
-  int32_t sources, local_results, remote_results;             // batches of the partial sums and of D
-  int32_t slice_k;  // elements of k in a slice of an operand, a multiple of a tile's depth
-  // kCounters of them, in this order: tiles stored of each product, and tickets for tiles (both with partial sums
-  // only); tickets for pieces of each send queue; pieces stored of each slice; the last kReserved. All are 0 before and
-  // after a launch, except the two of LinkPacing.
-  uint32_t* counters;
-  uint32_t picoseconds_per_kib;  // pacing of stores and sends to other GPUs; 0: none
-  FlagOps entry, exit;           // of a replay. Remote memory may be written after the first phase of the entry
-  Product products[kProducts];
-  int32_t addend_count;
-  Addend addends[kProducts];
-  int32_t remote_sends, local_sends;  // how many sends cross a link, and how many behind them do not
-  Send sends[kSends];
-};
+// Counters of a kernel, in this order: tiles stored of each product, and tickets for tiles (both with partial sums
+// only); tickets for pieces of each send queue; pieces stored of each slice; the last kReserved. All are 0 before and
+// after a launch, except the two of LinkPacing.
+using Counters = uint32_t*;
 
 // ---------------------------------------------------------------- pacing, entry and exit
 
@@ -123,17 +101,13 @@ struct LinkPacing {
   static constexpr uint64_t kTicks = 8;                    // per nanosecond: reservations are counted in ticks
   static constexpr uint64_t kMaxLead = 1'000'000'000;      // nanoseconds. A start further ahead means a reset clock
 
-  uint64_t* link_free;           // the tick at which the last reservation ends
+  Counters counters;             // at kLinkFree: the tick at which the last reservation ends
   uint32_t picoseconds_per_kib;  // 0: no pacing
-
-  static CUTLASS_HOST_DEVICE LinkPacing of(uint32_t* counters, uint32_t picoseconds_per_kib) {
-    return {reinterpret_cast<uint64_t*>(counters + kLinkFree), picoseconds_per_kib};
-  }
 
   // Reserves the link for so many bytes. Returns the nanosecond at which they may be stored; 0: now.
   CUTLASS_DEVICE uint64_t reserve(uint32_t bytes) const {
     if (!picoseconds_per_kib) return 0;
-    auto* const at = reinterpret_cast<unsigned long long*>(link_free);
+    auto* const at = reinterpret_cast<unsigned long long*>(counters + kLinkFree);
     uint64_t const now = nanoseconds();
     atomicMax(at, now * kTicks);
     uint64_t const start = atomicAdd(at, ticks_(bytes)) / kTicks;
@@ -162,12 +136,12 @@ struct Handshake {
   static constexpr int kEntered = kCounters - 3, kLeft = kCounters - 2, kStarted = kCounters - 1;
   static constexpr int kCallers = kCopyWarps > 1 ? kCopyWarps : 1;  // producer warps of a block that call leave()
 
-  FlagOps entry, exit;  // without phases: nothing to do
-  uint32_t* counters;
+  FlagOps entry, exit;  // without phases: nothing to do. Remote memory may be written after the entry's first phase
+  Counters counters;
 
-  // The flag that is 1 when remote memory may be written: after the first phase of the entry. 0: it always may.
-  CUTLASS_HOST_DEVICE uint64_t start_flag() const {
-    return entry.phases ? reinterpret_cast<uint64_t>(counters + kStarted) : 0;
+  // Waits until remote memory may be written. One thread calls it.
+  CUTLASS_DEVICE static void wait_for_start(Counters counters) {
+    wait_for(reinterpret_cast<uint64_t>(counters + kStarted));
   }
 
   // Warp 3 of each block calls it. The first one performs the entry: its block is resident.
@@ -235,24 +209,10 @@ class InterleavedScheduler : public cutlass::gemm::kernel::detail::PersistentTil
 
  public:
   using WorkTileInfo = typename Base::WorkTileInfo;
-  struct Groups {  // for each product, that of its Group
-    int16_t first[kProducts], size[kProducts];
-  };
-  struct Arguments : Base::Arguments {
-    Groups groups;
-  };
   struct Params : Base::Params {
     uint32_t clusters;  // tiles of a product, in clusters
-    Groups groups;
+    Group groups[kProducts];
   };
-
-  template <class Problem, class Tile, class Cluster, class... Rest>
-  static Params to_underlying_arguments(
-      Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
-      Rest... rest) {
-    auto const base = Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
-    return {base, uint32_t(base.blocks_per_problem_ / kBlocks / get<3>(problem)), args.groups};
-  }
 
   CUTLASS_DEVICE explicit InterleavedScheduler(Params const& params) : Base(params), params_(params) {
     uint32_t const block = params.raster_order_ == RasterOrder::AlongN ? blockIdx.x + blockIdx.y * gridDim.x
@@ -282,7 +242,7 @@ class InterleavedScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   CUTLASS_DEVICE WorkTileInfo tile_(uint32_t number) const {
     if (number < scheduler_params.blocks_per_problem_ / kBlocks) {
       uint32_t const product = number / params_.clusters;
-      uint32_t const first = params_.groups.first[product], size = params_.groups.size[product];
+      uint32_t const first = params_.groups[product].first, size = params_.groups[product].size;
       uint32_t const within = number - first * params_.clusters;
       number = (first + within % size) * params_.clusters + within / size;
     }
@@ -319,11 +279,6 @@ class WaitingMainloop : public Base {
     Operand operands[kProducts];
   };
   using Arguments = Params;
-
-  template <class Problem>
-  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
-    return args;
-  }
 
   template <class Pipeline, class State, class Inputs, class Coord, class Steps, class... Rest>
   CUTLASS_DEVICE void load(
@@ -363,19 +318,10 @@ class WaitingMainloop : public Base {
 template <class Base>
 class IndexedEpilogue : public Base {
  public:
-  struct Arguments : Base::Arguments {
-    int32_t results[kProducts];
-  };
   struct Params : Base::Params {
-    int32_t results[kProducts];
+    Result results[kProducts];
   };
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const& problem, Arguments const& args, void* workspace) {
-    Params params{Base::to_underlying_arguments(problem, args, workspace), {}};
-    for (int i = 0; i < kProducts; ++i) params.results[i] = args.results[i];
-    return params;
-  }
+  using Arguments = Params;
 
   template <class Storage>
   CUTLASS_HOST_DEVICE IndexedEpilogue(Params const& params, Storage& storage) : Base(params, storage), params_(params) {}
@@ -398,7 +344,7 @@ class IndexedEpilogue : public Base {
  private:
   template <class Coord>
   CUTLASS_DEVICE auto place_(Coord const& coord) const {
-    return make_coord(get<0>(coord), get<1>(coord), get<2>(coord), params_.results[get<3>(coord)]);
+    return make_coord(get<0>(coord), get<1>(coord), get<2>(coord), params_.results[get<3>(coord)].batch);
   }
 
   Params const& params_;
@@ -430,46 +376,25 @@ class Sender {
     uint32_t pieces;
   };
   struct Params {
-    Queue queues[kQueues];       // sends that cross a link, and sends that do not
-    LinkPacing pacing;           // of the former
-    uint64_t start_flag;         // set when remote memory may be written; 0: it may
-    uint32_t* counters;          // tickets of each queue; then for each slice of each send, pieces stored
-    uint32_t first[kSends];      // for each send, the first piece of its group
-    uint32_t per_slice[kSends];  // pieces, as many as the send with most rows of the group needs
+    Queue queues[kQueues];         // sends that cross a link, and sends that do not
+    uint32_t picoseconds_per_kib;  // pacing of the former; 0: none
+    uint32_t first[kSends];        // for each send, the first piece of its group
+    uint32_t per_slice[kSends];    // pieces, as many as the send with most rows of the group needs
     Send sends[kSends];
   };
 
-  static Params params(FusedArguments const& args) {
-    Params found{};
-    found.counters = args.counters + kFirstCounter;
-    found.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
-    found.queues[0] = {0, args.remote_sends, 0};
-    found.queues[1] = {args.remote_sends, args.remote_sends + args.local_sends, 0};
-    for (Queue& queue : found.queues) {
-      for (int i = queue.begin; i < queue.end; ++i) {
-        Send const& send = found.sends[i] = args.sends[i];
-        Group const group = send.group;
-        uint32_t most = 0;
-        for (int j = group.first; j < group.first + group.size; ++j) most = cute::max(most, pieces_(args.sends[j]));
-        found.first[i] = i == group.first ? queue.pieces : found.first[group.first];
-        found.per_slice[i] = most;
-        if (i == group.first) queue.pieces += slices_(send) * most * group.size;
-      }
-    }
-    return found;
-  }
-
-  CUTLASS_DEVICE Sender(Params const& params, int queue, Storage& storage)
+  CUTLASS_DEVICE Sender(Params const& params, Handshake const& handshake, int queue, Storage& storage)
       : params_(params),
+        handshake_(handshake),
         queue_(params.queues[queue]),
-        tickets_(params.counters + queue),
-        pacing_{params.pacing.link_free, queue == 0 ? params.pacing.picoseconds_per_kib : 0},
+        tickets_(handshake.counters + kFirstCounter + queue),
+        pacing_{handshake.counters, queue == 0 ? params.picoseconds_per_kib : 0},
         storage_(storage),
         lane_(cutlass::canonical_lane_idx()) {}
 
   CUTLASS_DEVICE void operator()() {
     if (!queue_.pieces) return;
-    if (params_.start_flag && elect_one_sync()) wait_for(params_.start_flag);
+    if (handshake_.entry.phases && elect_one_sync()) Handshake::wait_for_start(handshake_.counters);
     __syncwarp();
     if (lane_ == 0) {
       for (int i = 0; i < kParts; ++i) Arrival::init(&storage_.arrived[i], cutlass::NumThreadsPerWarp);
@@ -522,24 +447,16 @@ class Sender {
     uint32_t row, column, bytes;
   };
 
-  CUTLASS_HOST_DEVICE static uint32_t unit_bytes_(Send const& send) {
+  CUTLASS_DEVICE static uint32_t unit_bytes_(Send const& send) {
     return send.slice_bytes < kUnit ? send.slice_bytes : kUnit;
   }
-  CUTLASS_HOST_DEVICE static uint32_t units_per_part_(Send const& send) {
+  CUTLASS_DEVICE static uint32_t units_per_part_(Send const& send) {
     uint32_t const fitting = kPart / unit_bytes_(send);
     return fitting < cutlass::NumThreadsPerWarp ? fitting : cutlass::NumThreadsPerWarp;
   }
-  CUTLASS_HOST_DEVICE static uint32_t slices_(Send const& send) {
-    return (send.row_bytes + send.slice_bytes - 1) / send.slice_bytes;
-  }
-  CUTLASS_HOST_DEVICE static uint32_t across_(Send const& send) {
+  CUTLASS_DEVICE static uint32_t across_(Send const& send) {
     return (send.slice_bytes + kUnit - 1) / kUnit;
   }
-  CUTLASS_HOST_DEVICE static uint32_t pieces_(Send const& send) {
-    uint32_t const units = kParts * units_per_part_(send);
-    return (send.rows * across_(send) + units - 1) / units;
-  }
-
   CUTLASS_DEVICE Piece piece_(uint32_t number) const {
     int i = queue_.begin;
     while (i + 1 < queue_.end && number >= params_.first[i + 1]) ++i;
@@ -624,7 +541,7 @@ class Sender {
     __syncwarp();
     if (lane_ == 0) {
       Send const& send = params_.sends[piece.send];
-      uint32_t* counter = params_.counters + kQueues + send.counter + piece.slice;
+      uint32_t* counter = handshake_.counters + kFirstCounter + kQueues + send.counter + piece.slice;
       if (send.flag && increment(counter) == params_.per_slice[piece.send]) {
         set_flag(counter, send.flag + piece.slice * sizeof(uint32_t));
       }
@@ -632,6 +549,7 @@ class Sender {
   }
 
   Params const& params_;
+  Handshake const& handshake_;
   Queue const queue_;
   uint32_t* const tickets_;
   LinkPacing const pacing_;
@@ -648,10 +566,6 @@ class FusedKernel : public Base {
   static constexpr int kStorageAt = (Base::SharedStorageSize + 127) / 128 * 128;
 
  public:
-  struct Arguments : Base::Arguments {
-    Sender::Params sender;
-    Handshake handshake;
-  };
   struct Params : Base::Params {
     Sender::Params sender;
     Handshake handshake;
@@ -659,18 +573,6 @@ class FusedKernel : public Base {
   static constexpr int SharedStorageSize =
       DG_SENDS ? kStorageAt + kCopyWarps * sizeof(Sender::Storage) : Base::SharedStorageSize;
   static_assert(SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
-
-  static Params to_underlying_arguments(Arguments const& args, void* workspace) {
-    return {Base::to_underlying_arguments(args, workspace), args.sender, args.handshake};
-  }
-
-  // All SMs copy, even if there are fewer tiles.
-  static dim3 get_grid_shape(Params const& params) {
-    if (!(params.sender.queues[0].pieces + params.sender.queues[1].pieces)) return Base::get_grid_shape(params);
-    typename Base::Params larger = params;
-    get<3>(larger.problem_shape) = cute::max(get<3>(larger.problem_shape), larger.hw_info.sm_count);
-    return Base::get_grid_shape(larger);
-  }
 
   CUTLASS_DEVICE void operator()(Params const& params, char* shared) {
     Base::operator()(params, shared);
@@ -680,7 +582,7 @@ class FusedKernel : public Base {
     if (copies_remote) params.handshake.enter();
     if constexpr (DG_SENDS) {
       auto* const storage = reinterpret_cast<Sender::Storage*>(shared + kStorageAt);
-      if (copies_remote || copies_local) Sender(params.sender, copies_local, storage[copies_local])();
+      if (copies_remote || copies_local) Sender(params.sender, params.handshake, copies_local, storage[copies_local])();
     }
     if (copies_remote || copies_local || consumes) params.handshake.leave();
   }

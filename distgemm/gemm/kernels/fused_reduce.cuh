@@ -25,26 +25,12 @@ using namespace cute;
 template <class Base>
 struct AddendPipeline {
   struct Params {
-    bool any;
+    int32_t any;  // 0: no product has addends
     float alpha;
     float const *scale_a, *scale_b;
-    int16_t first[kProducts], count[kProducts];
+    int16_t first[kProducts], count[kProducts];  // for each product, its range of `addends`
     Addend addends[kProducts];
   };
-
-  static Params params(FusedArguments const& args) {
-    Params found{};
-    found.any = args.addend_count != 0;
-    found.alpha = args.base.alpha;
-    found.scale_a = args.base.scale_a;
-    found.scale_b = args.base.scale_b;
-    for (int i = 0; i < kProducts; ++i) {
-      found.first[i] = args.products[i].first_addend;
-      found.count[i] = args.products[i].addends;
-      found.addends[i] = args.addends[i];
-    }
-    return found;
-  }
 
   // The loading warp calls it. `load_one` waits for the flag of one addend and loads it.
   template <class LoadOne>
@@ -124,22 +110,13 @@ class ReducingEpilogue : public Base {
   using Addends = AddendPipeline<Base>;
   struct Params : Base::Params {
     typename Base::Params remote;
-    uint32_t* counters;   // tiles stored of each product
-    uint32_t tiles;       // of a product
-    uint64_t start_flag;  // set when remote memory may be written; 0: it may
+    Counters counters;
+    uint32_t tiles;           // of a product, with those outside of D that complete clusters
+    int32_t waits_for_start;  // 0: remote memory may be written
     Result results[kProducts];
     typename Addends::Params addends;
   };
   using Arguments = Params;
-
-  template <class Problem>
-  static Params to_underlying_arguments(Problem const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class Problem>
-  static size_t get_workspace_size(Problem const&, Arguments const&) {
-    return 0;
-  }
 
   template <class Storage>
   CUTLASS_HOST_DEVICE ReducingEpilogue(Params const& params, Storage& storage)
@@ -175,7 +152,9 @@ class ReducingEpilogue : public Base {
       Addends::add(params_.addends, number, load, load_state, sums, thread, storage_);
     }
     if (result.batch < 0 && !started_) {
-      if (params_.start_flag && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) wait_for(params_.start_flag);
+      if (params_.waits_for_start && thread < cutlass::NumThreadsPerWarp && elect_one_sync()) {
+        Handshake::wait_for_start(params_.counters);
+      }
       __syncwarp();
       started_ = true;
     }
@@ -271,21 +250,11 @@ class TicketScheduler : public InterleavedScheduler<ClusterShape> {
   using SharedStorage = TileTickets;
   using CLCResponse = uint32_t;
   using WorkTileInfo = typename Base::WorkTileInfo;
-  struct Arguments : Base::Arguments {
-    uint32_t* tickets = nullptr;
-  };
   struct Params : Base::Params {
-    uint32_t* tickets;
+    Counters counters;
   };
 
-  template <class Problem, class Tile, class Cluster, class... Rest>
-  static Params to_underlying_arguments(
-      Problem problem, Tile tile, Cluster cluster, cutlass::KernelHardwareInfo const& hardware, Arguments const& args,
-      Rest... rest) {
-    return {Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...), args.tickets};
-  }
-
-  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), counter_(params.tickets) {}
+  CUTLASS_DEVICE explicit TicketScheduler(Params const& params) : Base(params), counter_(params.counters + kProducts) {}
   CUTLASS_DEVICE void set_data_ptr(TileTickets* tickets) { tickets_ = tickets; }
 
   // All threads call it.

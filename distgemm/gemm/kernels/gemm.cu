@@ -1,5 +1,5 @@
-// One GEMM kernel with a C interface, from CUTLASS 3.x collectives. The macros below select it; CutlassProvider passes
-// them to nvcc. It computes, with a row-major D and sums in float32:
+// One GEMM kernel from CUTLASS 3.x collectives, as a cubin. The macros below select it; CutlassProvider passes them to
+// nvcc. It computes, with a row-major D and sums in float32:
 //
 //   D = alpha * scale_a * scale_b * A B^T + bias + source_scale * source + aux_scale * aux
 //
@@ -17,8 +17,6 @@
 #if (DG_TILE_N & (DG_TILE_N - 1)) && DG_TILE_N != 96 && DG_TILE_N != 192
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #endif
-
-#include "tma.cuh"  // before all headers of CUTLASS
 
 #include "cutlass/cutlass.h"
 
@@ -96,20 +94,6 @@ struct Matrix {
   int64_t batch_stride;  // elements between batches
 };
 
-struct Arguments {
-  int32_t m, n, k, l;
-  Matrix a, b, source, aux, d;
-  void const* bias;
-  float const* scale_a;
-  float const* scale_b;
-  int64_t bias_stride, scale_a_stride, scale_b_stride;  // elements between batches, in fused kernels
-  float alpha, source_scale, aux_scale;
-  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A or B; 0: one for all
-  int32_t sm_count;
-  int32_t raster;   // 0: chosen by CUTLASS, 1: along M, 2: along N
-  int32_t swizzle;
-};
-
 // A term that no GEMM of this kernel has still needs a type in declarations.
 template <class T>
 using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
@@ -125,19 +109,6 @@ using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 #endif
 
 namespace distgemm {
-
-template <class Stride>
-Stride stride_of(Matrix const& matrix) {
-  Stride stride{};
-  if constexpr (is_constant<1, decltype(get<0>(Stride{}))>::value) {
-    get<1>(stride) = matrix.stride;
-  } else {
-    get<0>(stride) = matrix.stride;
-  }
-  get<2>(stride) = matrix.batch_stride;
-  return stride;
-}
-
 
 // ---------------------------------------------------------------- epilogue from registers
 
@@ -173,24 +144,6 @@ class DirectEpilogue {
   };
   static constexpr int kOutputAlignment = 1;
   using AlignmentType = typename uint_bit<sizeof_bits<ElementD>::value>::type;
-
-  template <class Shape>
-  static constexpr Params to_underlying_arguments(Shape const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class Shape>
-  static size_t get_workspace_size(Shape const&, Arguments const&) {
-    return 0;
-  }
-  template <class Shape>
-  static cutlass::Status initialize_workspace(
-      Shape const&, Arguments const&, void*, cudaStream_t, cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-  template <class Shape>
-  static bool can_implement(Shape const&, Arguments const&) {
-    return true;
-  }
 
   CUTLASS_HOST_DEVICE DirectEpilogue(Params const& params, SharedStorage const& = SharedStorage()) : params_(params) {}
   CUTLASS_DEVICE bool is_source_needed() { return false; }
@@ -234,10 +187,6 @@ using Epilogue = std::conditional_t<
     !direct, TmaEpilogue,
     std::conditional_t<
         plain, DirectEpilogue, cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<DirectEpilogue>>>;
-
-Epilogue::Arguments epilogue_arguments(Arguments const& args) {
-  return {Terms::of(args), args.source, args.d};
-}
 
 // ---------------------------------------------------------------- main loops
 
@@ -347,179 +296,6 @@ using Kernel = KernelOf<Mainloop, Epilogue>;
 #endif
 using Params = typename Kernel::Params;
 
-typename Mainloop::Arguments operands(Arguments const& args) {
-  return {
-      static_cast<Element const*>(args.a.data), stride_of<StrideA>(args.a), static_cast<Element const*>(args.b.data),
-      stride_of<StrideB>(args.b)};
-}
-
-void set_order(typename Kernel::Arguments& arguments, Arguments const& args) {
-  arguments.hw_info.sm_count = args.sm_count;
-  if constexpr (!plain) {
-    using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
-    arguments.scheduler.max_swizzle_size = args.swizzle;
-    arguments.scheduler.raster_order =
-        args.raster == 1 ? Order::AlongM : args.raster == 2 ? Order::AlongN : Order::Heuristic;
-  }
-}
-
-#if DG_KIND != DG_ONE_GEMM
-
-// TMA descriptors of both operands, for so many batches of each.
-typename Mainloop::Params descriptors(Arguments const& args, int a_batches, int b_batches) {
-  auto of_a = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, a_batches), operands(args), nullptr);
-  auto of_b = Mainloop::to_underlying_arguments(make_shape(args.m, args.n, args.k, b_batches), operands(args), nullptr);
-  of_a.tma_load_b = of_b.tma_load_b;
-  return of_a;
-}
-
-#if DG_KIND == DG_GATHER
-
-void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
-  static_cast<Epilogue::Arguments&>(arguments.epilogue) = epilogue_arguments(args.base);
-  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result.batch;
-}
-
-#else
-
-void set_results(typename Kernel::Arguments& arguments, FusedArguments const& args) {
-  auto const of = [&](Arguments const& from, int results) {
-    auto const params = [&](int batches) {
-      return Epilogue::to_underlying_arguments(
-          make_shape(from.m, from.n, from.k, batches), epilogue_arguments(from), nullptr);
-    };
-    Epilogue::Params found = params(results);
-    found.source = params(args.sources).source;
-    return found;
-  };
-  Arguments local = args.base, remote = args.base;
-  remote.d = args.remote_d;
-  remote.bias = nullptr;
-  remote.aux.data = nullptr;
-  if (args.addend_count) {  // AddendPipeline multiplies by these factors
-    local.alpha = 1.0f;
-    local.scale_a = local.scale_b = nullptr;
-  }
-  static_cast<Epilogue::Params&>(arguments.epilogue) = of(local, args.local_results);
-  arguments.epilogue.remote = of(remote, args.remote_results);
-  arguments.epilogue.counters = args.counters;
-  arguments.epilogue.start_flag = arguments.handshake.start_flag();
-  arguments.epilogue.addends = ReducingEpilogue<Epilogue>::Addends::params(args);
-  arguments.epilogue.remote.terms.pacing = LinkPacing::of(args.counters, args.picoseconds_per_kib);
-  arguments.scheduler.tickets = args.counters + kProducts;
-  for (int i = 0; i < kProducts; ++i) arguments.epilogue.results[i] = args.products[i].result;
-}
-
-#endif
-
-typename Kernel::Arguments encode(void const* given) {
-  auto const& args = *static_cast<FusedArguments const*>(given);
-  auto const moving_batches = [&](Arguments const& from, int count) {
-    return args.moving == 0 ? descriptors(from, count, args.other_operands)
-                            : descriptors(from, args.other_operands, count);
-  };
-  typename Kernel::Arguments arguments{};
-  arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-  arguments.problem_shape = {args.base.m, args.base.n, args.base.k, args.base.l};
-  static_cast<typename Mainloop::Params&>(arguments.mainloop) = moving_batches(args.base, args.local_operands);
-  Arguments received = args.base;
-  (args.moving == 0 ? received.a : received.b) = args.received_operand;
-  arguments.mainloop.received = moving_batches(received, args.received_operands);
-  arguments.mainloop.moving = args.moving;
-  arguments.mainloop.slice_tiles = (args.slice_k + DG_TILE_K - 1) / DG_TILE_K;
-  for (int i = 0; i < kProducts; ++i) {
-    arguments.mainloop.operands[i] = args.products[i].operand;
-    arguments.scheduler.groups.first[i] = args.products[i].group.first;
-    arguments.scheduler.groups.size[i] = args.products[i].group.size;
-  }
-  arguments.handshake = {args.entry, args.exit, args.counters};
-  if constexpr (DG_SENDS) {
-    arguments.sender = Sender::params(args);
-    arguments.sender.start_flag = arguments.handshake.start_flag();
-  }
-  set_results(arguments, args);
-  set_order(arguments, args.base);
-  return arguments;
-}
-
-#else
-
-typename Kernel::Arguments encode(void const* given) {
-  auto const& args = *static_cast<Arguments const*>(given);
-  typename Kernel::Arguments arguments{
-      plain ? cutlass::gemm::GemmUniversalMode::kBatched : cutlass::gemm::GemmUniversalMode::kGemm,
-      {args.m, args.n, args.k, args.l},
-      operands(args),
-      epilogue_arguments(args),
-      {},
-      {}};
-  set_order(arguments, args);
-  return arguments;
-}
-
-#endif
-
-extern "C" {
-
-#if DG_KIND != DG_ONE_GEMM
-int distgemm_arguments_size() { return sizeof(FusedArguments); }
-#else
-int distgemm_arguments_size() { return sizeof(Arguments); }
-#endif
-int distgemm_params_size() { return sizeof(Params); }
-int distgemm_params_alignment() { return alignof(Params); }
-
-// Loads the kernel on the current device. Returns a cudaError_t.
-int distgemm_load() {
-  cudaError_t error = cudaSuccess;
-  if constexpr (Kernel::SharedStorageSize >= (48 << 10)) {
-    error = cudaFuncSetAttribute(
-        reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>), cudaFuncAttributeMaxDynamicSharedMemorySize,
-        Kernel::SharedStorageSize);
-  }
-  cudaFuncAttributes attributes;
-  if (error == cudaSuccess) {
-    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>));
-  }
-  return error;
-}
-
-// Writes the kernel's parameters, with TMA descriptors, to host memory of distgemm_params_size bytes. `args` points to
-// Arguments, or to FusedArguments for a fused kernel. Returns a CUresult. If it is an error, `failed` is the descriptor
-// that could not be encoded, and the parameters must not be launched.
-int distgemm_encode(void const* args, void* out, Descriptor* failed) {
-  first_failure = {};
-  auto* params = new (out) Params(Kernel::to_underlying_arguments(encode(args), nullptr));
-#if DG_REDUCES
-  // Includes the tiles outside of D that complete clusters.
-  params->epilogue.tiles = params->scheduler.blocks_per_problem_ / static_cast<FusedArguments const*>(args)->base.l;
-#else
-  static_cast<void>(params);
-#endif
-  *failed = first_failure;
-  return failed->error;
-}
-
-// Launches with parameters that distgemm_encode wrote without an error. Returns a cudaError_t.
-int distgemm_launch(void* params, cudaStream_t stream) {
-  auto& given = *static_cast<Params*>(params);
-  void const* const kernel = reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {DG_CLUSTER_M, DG_CLUSTER_N, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = Kernel::get_grid_shape(given);
-  config.blockDim = Kernel::get_block_shape();
-  config.dynamicSmemBytes = Kernel::SharedStorageSize;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = DG_CLUSTER_M * DG_CLUSTER_N > 1;
-  void* arguments[] = {params};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
-}
-
-char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-
-}  // extern "C"
-
 }  // namespace distgemm
+
+#include "gemm_facts.cuh"

@@ -1,4 +1,4 @@
-// A kernel that adds matrices, with a C interface:
+// A kernel that adds matrices, as a cubin:
 //
 //   D = sources[0] + sources[1] + ... + beta * C + bias
 //
@@ -10,6 +10,8 @@
 #include "cutlass/array.h"
 #include "cutlass/numeric_conversion.h"
 #include "cutlass/numeric_types.h"
+
+#include "facts.cuh"
 
 namespace distgemm {
 
@@ -43,7 +45,7 @@ __device__ Vector<T> load(Matrix const& matrix, int64_t batch, int64_t row, int6
   return *reinterpret_cast<Vector<T> const*>(data);
 }
 
-__global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments const args) {
+extern "C" __global__ void __launch_bounds__(kThreads) distgemm_sum(__grid_constant__ Arguments const args) {
   int64_t const columns = args.n / kVector;
   int64_t const total = columns * args.m * args.l;
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < total; i += gridDim.x * int64_t(kThreads)) {
@@ -82,27 +84,8 @@ __global__ void __launch_bounds__(kThreads) sum(__grid_constant__ Arguments cons
   }
 }
 
-extern "C" {
+using Params = Arguments;
 
-int distgemm_arguments_size() { return sizeof(Arguments); }
-
-// Loads the kernel on the current device. Returns a cudaError_t.
-int distgemm_load() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(sum));
-}
-
-// Returns a cudaError_t.
-int distgemm_launch(Arguments const* args, int sm_count, cudaStream_t stream) {
-  int64_t const total = int64_t(args->n / kVector) * args->m * args->l;
-  int64_t const blocks = (total + kThreads - 1) / kThreads;
-  int64_t const max_blocks = int64_t(sm_count) * 8;
-  sum<<<blocks < max_blocks ? blocks : max_blocks, kThreads, 0, stream>>>(*args);
-  return cudaGetLastError();
-}
-
-char const* distgemm_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-
-}  // extern "C"
+DG_FACTS{DG_KERNEL(kThreads, 0)};
 
 }  // namespace distgemm

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
+
+from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.flags import OPERATIONS, PHASES, FlagOps, MemOp, flag_ops
 from distgemm.gemm.launches import MovableLaunch
-from distgemm.gemm.libraries import Library, open_library
 from distgemm.gemm.nvcc import KernelSource
 
 __all__ = ["bind_flag_ops", "flag_source"]
@@ -20,14 +22,7 @@ __all__ = ["bind_flag_ops", "flag_source"]
 
 def flag_source() -> KernelSource:
     """What the kernel is compiled from."""
-    return KernelSource("flags", (), CutlassProvider().arch, "flags.cu", ("flags.cuh",))
-
-
-def _open(device: int) -> Library:
-    found = open_library(flag_source(), FlagOps)
-    found.functions.distgemm_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    found.load_on(device)
-    return found
+    return KernelSource("flags", (), CutlassProvider().arch, "flags.cu", ("flags.cuh", "facts.cuh"))
 
 
 def split_launches(phases: Sequence[Sequence[MemOp]]) -> list[list[list[MemOp]]]:
@@ -48,12 +43,17 @@ class FlagLaunch(MovableLaunch):
     """The kernel with its operations. Calling it with a stream launches it there."""
 
     def __init__(self, phases: Sequence[Sequence[MemOp]], device: int) -> None:
-        self._library = _open(device)
+        cubin = open_cubin(flag_source(), FlagOps)
+        self._device = device
         self._arguments = [flag_ops(part) for part in split_launches(phases)]
+        addresses = map(ctypes.addressof, self._arguments)
+        self._launches = [cubin.launcher(device, (1, 1, 1), address) for address in addresses]
 
     def __call__(self, stream: int | None = None) -> None:
-        for arguments in self._arguments:
-            self._library.check(self._library.functions.distgemm_launch(ctypes.addressof(arguments), stream), "launch")
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        for launch in self._launches:
+            launch(stream)
 
 
 def bind_flag_ops(phases: Sequence[Sequence[MemOp]], device: int) -> FlagLaunch:

@@ -124,9 +124,10 @@ def compiled(folder: Path, arch: str = "90a") -> Path:
     if nvcc is None:
         raise RuntimeError("nvcc was not found; set DISTGEMM_NVCC to its path")
     out = folder / "litmus.so"
-    done = subprocess.run(
-        command(LitmusSource("litmus", (), arch, "litmus.cu"), nvcc, out), capture_output=True, text=True, check=False
-    )
+    words = [word for word in command(LitmusSource("litmus", (), arch, "litmus.cu"), nvcc, out) if word != "-cubin"]
+    # With host code. nvcc looks for its runtime in lib64; the PyPI packages have it in lib.
+    words += ["-shared", "-Xcompiler", "-fPIC", f"-L{nvcc.parent.parent / 'lib'}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(done.args)}\n{done.stdout}{done.stderr}")
     return out

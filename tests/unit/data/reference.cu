@@ -1,0 +1,331 @@
+// A kernel, and host functions that compute with CUTLASS's own code what distgemm computes by itself: the kernel's
+// parameter and grid, and where the epilogue takes and puts values.
+
+#include <cstring>
+
+#include "cutlass/cuda_host_adapter.hpp"
+
+// What the driver would be asked to encode, in place of a descriptor.
+struct Recorded {
+  uint64_t address, extents[3], strides[2];
+  uint32_t type, modes, box[3], steps[3], interleave, swizzle, promotion, fill;
+};
+
+inline CUresult recorded_cuTensorMapEncodeTiled(
+    CUtensorMap* map, CUtensorMapDataType type, uint32_t modes, void* address, uint64_t const* extents,
+    uint64_t const* strides, uint32_t const* box, uint32_t const* steps, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  Recorded const found{
+      reinterpret_cast<uint64_t>(address),
+      {extents[0], extents[1], extents[2]},
+      {strides[0], strides[1]},
+      uint32_t(type),
+      modes,
+      {box[0], box[1], box[2]},
+      {steps[0], steps[1], steps[2]},
+      uint32_t(interleave),
+      uint32_t(swizzle),
+      uint32_t(promotion),
+      uint32_t(fill)};
+  static_assert(sizeof(found) <= sizeof(*map));
+  std::memset(map, 0, sizeof(*map));
+  std::memcpy(map, &found, sizeof(found));
+  return CUDA_SUCCESS;
+}
+
+#undef CUTLASS_CUDA_DRIVER_WRAPPER_CALL
+#define CUTLASS_CUDA_DRIVER_WRAPPER_CALL(function) recorded_##function
+
+#include "gemm.cu"
+
+namespace distgemm {
+
+template <class Subtile, int kHeight, int kWidth>
+int misplaced_in_shared_memory() {
+  using Element = typename Subtile::Element;
+  auto const atom = cutlass::gemm::collective::detail::ss_smem_selector<
+      GMMA::Major::K, Element, Int<kHeight>, Int<kWidth>>();
+  auto const layout = as_position_independent_swizzle_layout(
+      tile_to_shape(atom, Shape<Int<kHeight>, Int<kWidth>>{}, Step<_1, _2>{}));
+  int found = 0;
+  for (int row = 0; row < kHeight; ++row) {
+    for (int column = 0; column < kWidth; ++column) {
+      found += Subtile::at(0, row, column * sizeof(Element)) != int(layout(row, column)) * sizeof(Element);
+    }
+  }
+  return found;
+}
+
+template <class Epilogue, class Mainloop>
+int misplaced() {
+  constexpr int height = Epilogue::kHeight, width = Epilogue::kWidth;
+  typename Mainloop::TiledMma mma;
+  int found = misplaced_in_shared_memory<typename Epilogue::Result, height, width>();
+  if constexpr (has_source) found += misplaced_in_shared_memory<typename Epilogue::Source, height, width>();
+  for (int thread = 0; thread < size(mma); ++thread) {
+    auto const tile = make_identity_tensor(Shape<Int<DG_TILE_M>, Int<DG_TILE_N>>{});
+    auto const places = mma.get_thread_slice(thread).partition_C(tile);
+    for (int m = 0; m < Epilogue::kDown; ++m) {
+      for (int n = 0; n < Epilogue::kAcross; ++n) {
+        for (int i = 0; i < Epilogue::kValues; ++i) {
+          auto const place = Epilogue::accumulator(places, m, n, i);
+          found += get<0>(place) != m * height + Epilogue::row_of(thread) + i / 2 % 2 * 8;
+          found += get<1>(place) != n * width + Epilogue::column_of(thread, i);
+        }
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace distgemm
+
+// How many values do not lie where CUTLASS's layouts say; -1: the kernel has no epilogue through TMA.
+extern "C" int distgemm_misplaced() {
+  if constexpr (distgemm::direct) {
+    return -1;
+  } else {
+    return distgemm::misplaced<distgemm::TmaEpilogue, distgemm::Mainloop>();
+  }
+}
+
+// ---------------------------------------------------------------- the parameter
+
+namespace distgemm {
+
+// The structs of parameters.py and fused/arguments.py.
+struct Given {
+  int32_t m, n, k, l;
+  Matrix a, b, source, d;
+  Terms terms;
+  int32_t sm_count, raster, swizzle;
+};
+
+template <class Stride>
+Stride stride_of(Matrix const& matrix) {
+  Stride stride{};
+  if constexpr (is_constant<1, decltype(get<0>(Stride{}))>::value) {
+    get<1>(stride) = matrix.stride;
+  } else {
+    get<0>(stride) = matrix.stride;
+  }
+  get<2>(stride) = matrix.batch_stride;
+  return stride;
+}
+
+// The descriptors of both operands, for so many batches of each.
+Mainloop::Params operands(Given const& given, int a_batches, int b_batches) {
+  auto const of = [&](int batches) {
+    return Mainloop::to_underlying_arguments(
+        make_shape(given.m, given.n, given.k, batches),
+        {static_cast<Element const*>(given.a.data), stride_of<StrideA>(given.a),
+         static_cast<Element const*>(given.b.data), stride_of<StrideB>(given.b)},
+        nullptr);
+  };
+  auto found = of(a_batches);
+#if DG_SCHEDULE != DG_PLAIN
+  found.tma_load_b = of(b_batches).tma_load_b;
+#endif
+  return found;
+}
+
+// The descriptor that CuTe makes for a matrix of which subtiles are copied.
+template <class Copy, class Subtile, int kHeight, int kWidth>
+TmaDescriptor descriptor(Matrix const& matrix, int rows, int columns, int batches) {
+  using T = typename Subtile::Element;
+  auto const atom =
+      cutlass::gemm::collective::detail::ss_smem_selector<GMMA::Major::K, T, Int<kHeight>, Int<kWidth>>();
+  auto const shared = tile_to_shape(atom, Shape<Int<kHeight>, Int<kWidth>>{}, Step<_1, _2>{});
+  auto const tensor = make_tensor(
+      make_gmem_ptr(static_cast<T const*>(matrix.data)), make_shape(rows, columns, batches),
+      make_stride(matrix.stride, _1{}, matrix.batch_stride));
+  auto const copy = make_tma_copy(Copy{}, tensor, shared, Shape<Int<kHeight>, Int<kWidth>>{}, _1{});
+  return *copy.get_tma_descriptor();
+}
+
+template <class Params>
+void set_results(Params& params, Given const& given, Matrix const& d, int sources, int results) {
+#if DG_EPILOGUE == DG_TMA
+  constexpr int height = Epilogue::kHeight, width = Epilogue::kWidth;
+  params.d = descriptor<SM90_TMA_STORE, Epilogue::Result, height, width>(d, given.m, given.n, results);
+  if constexpr (has_source) {
+    params.source =
+        descriptor<SM90_TMA_LOAD, Epilogue::Source, height, width>(given.source, given.m, given.n, sources);
+  }
+  params.tma_transaction_bytes = Epilogue::Source::kBytes;
+#else
+  params.source = given.source;
+  params.d = d;
+#endif
+}
+
+#if DG_SCHEDULE != DG_PLAIN
+using TileParams = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90Params;
+
+TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& hardware) {
+  using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
+  cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90::Arguments arguments{};
+  arguments.max_swizzle_size = given.swizzle;
+  arguments.raster_order = given.raster == 1   ? Order::AlongM
+                           : given.raster == 2 ? Order::AlongN
+                                               : Order::Heuristic;
+  return cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90::to_underlying_arguments(
+      make_shape(given.m, given.n, given.k, given.l), Tile{}, Cluster{}, hardware, arguments);
+}
+#endif
+
+#if DG_KIND == DG_ONE_GEMM
+
+void set(Params& params, void const* from) {
+  auto const& given = *static_cast<Given const*>(from);
+  params.problem_shape = {given.m, given.n, given.k, given.l};
+  params.mainloop = operands(given, given.l, given.l);
+  params.epilogue.terms = given.terms;
+  set_results(params.epilogue, given, given.d, given.l, given.l);
+#if DG_SCHEDULE == DG_PLAIN
+  params.mode = cutlass::gemm::GemmUniversalMode::kBatched;
+#else
+  params.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  params.hw_info.sm_count = given.sm_count;
+  params.scheduler = tile_order(given, params.hw_info);
+#endif
+}
+
+dim3 grid(Params const& params) { return Kernel::get_grid_shape(params); }
+
+#else
+
+struct GivenFused {
+  Given base;
+  Matrix received_operand, remote_d;
+  int32_t moving, local_operands, received_operands, other_operands, sources, local_results, remote_results, slice_k;
+  Terms remote_terms;
+  Operand operands[kProducts];
+  Result results[kProducts];
+  Group groups[kProducts];
+  struct {
+    int32_t any;
+    float alpha;
+    float const *scale_a, *scale_b;
+    int16_t first[kProducts], count[kProducts];
+    Addend addends[kProducts];
+  } addends;
+  Sender::Params sender;
+  Handshake handshake;
+  struct {
+    uint32_t* counters;
+    uint32_t picoseconds_per_kib;
+  } pacing;
+};
+
+// Counts the pieces of a send one by one.
+uint32_t pieces_of(Send const& send) {
+  uint32_t const unit = cute::min(send.slice_bytes, Sender::kUnit);
+  uint32_t in_part = 0;
+  while (in_part < 32 && (in_part + 1) * unit <= Sender::kPart) ++in_part;
+  uint32_t units = 0;
+  for (uint32_t byte = 0; byte < send.slice_bytes; byte += Sender::kUnit) units += send.rows;
+  uint32_t pieces = 0;
+  for (uint32_t done = 0; done < units; done += in_part * Sender::kParts) ++pieces;
+  return pieces;
+}
+
+void set_pieces(Sender::Params& sender) {
+  for (auto& queue : sender.queues) {
+    queue.pieces = 0;
+    for (int i = queue.begin; i < queue.end; ++i) {
+      Group const group = sender.sends[i].group;
+      uint32_t most = 0, slices = 0;
+      for (int j = group.first; j < group.first + group.size; ++j) {
+        most = cute::max(most, pieces_of(sender.sends[j]));
+      }
+      for (uint32_t byte = 0; byte < sender.sends[i].row_bytes; byte += sender.sends[i].slice_bytes) ++slices;
+      sender.first[i] = i == group.first ? queue.pieces : sender.first[group.first];
+      sender.per_slice[i] = most;
+      if (i == group.first) queue.pieces += slices * most * group.size;
+    }
+  }
+}
+
+void set(Params& params, void const* from) {
+  auto const& given = *static_cast<GivenFused const*>(from);
+  auto const of_moving = [&](Given const& base, int count) {
+    return given.moving == 0 ? operands(base, count, given.other_operands)
+                             : operands(base, given.other_operands, count);
+  };
+  Given received = given.base;
+  (given.moving == 0 ? received.a : received.b) = given.received_operand;
+  params.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  params.problem_shape = {given.base.m, given.base.n, given.base.k, given.base.l};
+  static_cast<Mainloop::Params&>(params.mainloop) = of_moving(given.base, given.local_operands);
+  params.mainloop.received = of_moving(received, given.received_operands);
+  params.mainloop.moving = given.moving;
+  params.mainloop.slice_tiles = (given.slice_k + DG_TILE_K - 1) / DG_TILE_K;
+  params.hw_info.sm_count = given.base.sm_count;
+  static_cast<TileParams&>(params.scheduler) = tile_order(given.base, params.hw_info);
+  int const tiles = params.scheduler.blocks_per_problem_ / given.base.l;
+  params.scheduler.clusters = tiles / (DG_CLUSTER_M * DG_CLUSTER_N);
+  params.epilogue.terms = given.base.terms;
+  for (int i = 0; i < kProducts; ++i) {
+    params.mainloop.operands[i] = given.operands[i];
+    params.epilogue.results[i] = given.results[i];
+    params.scheduler.groups[i] = given.groups[i];
+  }
+  params.sender = given.sender;
+  set_pieces(params.sender);
+  params.handshake = given.handshake;
+#if DG_REDUCES
+  set_results(params.epilogue, given.base, given.base.d, given.sources, given.local_results);
+  set_results(params.epilogue.remote, given.base, given.remote_d, given.sources, given.remote_results);
+  params.epilogue.remote.terms = given.remote_terms;
+  params.epilogue.remote.pacing = {given.pacing.counters, given.pacing.picoseconds_per_kib};
+  params.epilogue.counters = params.scheduler.counters = given.handshake.counters;
+  params.epilogue.tiles = tiles;
+  params.epilogue.waits_for_start = given.handshake.entry.phases > 0;
+  auto& addends = params.epilogue.addends;
+  addends.any = given.addends.any;
+  addends.alpha = given.addends.alpha;
+  addends.scale_a = given.addends.scale_a;
+  addends.scale_b = given.addends.scale_b;
+  for (int i = 0; i < kProducts; ++i) {
+    addends.first[i] = given.addends.first[i];
+    addends.count[i] = given.addends.count[i];
+    addends.addends[i] = given.addends.addends[i];
+  }
+#else
+  set_results(params.epilogue, given.base, given.base.d, given.base.l, given.base.l);
+#endif
+}
+
+dim3 grid(Params params) {
+  if (params.sender.queues[0].pieces + params.sender.queues[1].pieces) {
+    get<3>(params.problem_shape) = cute::max(get<3>(params.problem_shape), params.hw_info.sm_count);
+  }
+  return Kernel::get_grid_shape(params);
+}
+
+#endif
+
+}  // namespace distgemm
+
+extern "C" int distgemm_parameter_size() { return sizeof(distgemm::Params); }
+
+// Fills the stack, from where functions copy padding between fields.
+__attribute__((noinline)) void scribble(int value) {
+  char buffer[1 << 16];
+  std::memset(buffer, value, sizeof(buffer));
+  asm volatile("" ::"r"(buffer) : "memory");
+}
+
+// Writes the parameter, with a Recorded for each descriptor, and the grid. Padding may be anything: what differs between
+// two values of `padding` is padding.
+extern "C" void distgemm_parameter(void const* given, void* out, uint32_t* grid, int padding) {
+  std::memset(out, padding, sizeof(distgemm::Params));
+  scribble(padding);
+  auto* const params = new (out) distgemm::Params;
+  distgemm::set(*params, given);
+  dim3 const found = distgemm::grid(*params);
+  grid[0] = found.x;
+  grid[1] = found.y;
+  grid[2] = found.z;
+}

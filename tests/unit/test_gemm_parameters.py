@@ -1,0 +1,313 @@
+"""The parameters of kernels are, byte for byte, what CUTLASS's host code makes of the same arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from distgemm.gemm import GemmConfig, GemmTensors, cutlass, parameters
+from distgemm.gemm.cubins import Fact, read_facts
+from distgemm.gemm.cutlass import CutlassProvider, arguments_of, kernel_source
+from distgemm.gemm.fused.gemms import COUNTERS, FusedGemms
+from distgemm.gemm.fused.kernel import fused_arguments, fused_parameter
+from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
+from distgemm.gemm.parameters import (
+    Arguments,
+    DescriptorError,
+    Matrix,
+    Parameter,
+    ParameterLayout,
+    gemm_parameter,
+    order_of_tiles,
+)
+from distgemm.gemm.tensors import spec_of
+from tests.unit import test_fused_gemms as fused
+
+REFERENCE = Path(__file__).parent / "data" / "reference.cu"
+PROVIDER = CutlassProvider("90a")
+
+
+class Recorded(ctypes.Structure):
+    """struct Recorded of reference.cu: what the driver is asked to encode."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("extents", ctypes.c_uint64 * 3),
+        ("strides", ctypes.c_uint64 * 2),
+        ("type", ctypes.c_uint32),
+        ("modes", ctypes.c_uint32),
+        ("box", ctypes.c_uint32 * 3),
+        ("steps", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in ("interleave", "swizzle", "promotion", "fill")),
+    )
+
+
+class RecordingDriver:
+    """A driver that writes what it is asked to encode. It refuses strides that TMA has not."""
+
+    def cuTensorMapEncodeTiled(self, at: int, kind: int, modes: int, address: int | None, *given: Any) -> int:  # noqa: N802
+        extents, strides, box, steps, *choices = given
+        if max(strides) >= 1 << 40:
+            return 1
+        Recorded.from_address(at).__init__(address or 0, extents, strides, kind, modes, box, steps, *choices)  # type: ignore[misc]
+        return 0
+
+    def cuTensorMapReplaceAddress(self, at: int, address: int | None) -> int:  # noqa: N802
+        Recorded.from_address(at).address = address or 0
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are made from tensors on the CPU, as on a GPU of 132 SMs, and descriptors are recorded."""
+    monkeypatch.setattr(parameters, "libcuda", RecordingDriver)
+    monkeypatch.setattr(cutlass, "check_device", lambda tensors: None)
+    monkeypatch.setattr(cutlass, "sm_count", lambda device: 132)
+
+
+# --- without a compiler ---------------------------------------------------------------------------------
+
+
+def test_a_division_is_exact() -> None:
+    """As CUTLASS's FastDivmodU64 divides: the high half of a product, shifted."""
+    drawn = random.Random(0)
+    for divisor in [*range(1, 200), *(drawn.randrange(1, 1 << 40) for _ in range(200))]:
+        found = parameters._division("d", divisor)
+        multiplier, shift = found["d.multiplier"], found["d.shift_right"]
+        for x in [*range(0, 300, 7), divisor - 1, divisor, divisor + 1, *(drawn.randrange(1 << 60) for _ in range(20))]:
+            high = ((x + found["d.round_up"]) * multiplier) >> 64 if multiplier else x
+            assert high >> shift == x // divisor, (x, divisor)
+
+
+@pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "1x4"])
+def test_the_grid_holds_whole_clusters(cluster: str) -> None:
+    for raster in range(3):
+        for m, n, batches, swizzle in ((100, 5000, 1, 1), (4096, 4096, 3, 8), (64, 64, 1, 2)):
+            config = GemmConfig.parse(f"128x128x64_{cluster}_pingpong")
+            given = Arguments(m, n, 64, batches, sm_count=132, raster=raster, swizzle=swizzle)
+            order = order_of_tiles(config, given)
+            x, y, z = order.grid(batches, 132)
+            assert x % config.cluster[0] == y % config.cluster[1] == 0 and z == 1
+            assert 0 < x * y <= min(132, order.blocks * batches)
+            assert order.blocks % (config.cluster[0] * config.cluster[1]) == 0
+            assert order.blocks >= -(-m // 128) * -(-n // 128)
+
+
+def test_a_kernel_with_another_struct_is_refused() -> None:
+    facts = {"size": Fact(0, 0, 64), "alignment": Fact(0, 0, 8), "d": Fact(8, 32, 0), "count": Fact(40, 4, 7)}
+    made = Parameter(ParameterLayout("a kernel", facts))
+    assert made.address % 8 == 0 and ctypes.string_at(made.address + 40, 4) == b"\7\0\0\0"
+    with pytest.raises(RuntimeError, match="a kernel has 32 bytes for d, and this version of distgemm passes 24"):
+        made.copy("d", Matrix())
+    with pytest.raises(RuntimeError, match="a kernel has 32 bytes for d, and this version of distgemm passes 128"):
+        made.describe("d", "d", "D", Matrix(), (1, 1, 1))
+
+
+def test_what_is_no_cubin_is_refused() -> None:
+    for image in (b"", b"\x7fELF" + bytes(100), bytes(64)):
+        with pytest.raises(ValueError, match="no cubin with facts about its kernel"):
+            read_facts(image)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_descriptor_that_cannot_be_encoded_is_named() -> None:
+    box = {"type": 9, "swizzle": 3, "element_bytes": 2, "box_0": 64, "box_1": 64, "box_2": 1}
+    facts = {f"d.{name}": Fact(0, 0, value) for name, value in box.items()}
+    facts |= {"size": Fact(0, 0, 128), "alignment": Fact(0, 0, 64), "at": Fact(0, 128, 0)}
+    made = Parameter(ParameterLayout("a kernel", facts))
+    with pytest.raises(DescriptorError) as raised:
+        made.describe("at", "d", "D of another rank", Matrix(2 << 20, 1 << 39, 0), (256, 512, 1))
+    assert str(raised.value) == (
+        "kernel a kernel: TMA cannot describe D of another rank: extents (512, 256, 1), the contiguous one first, "
+        "strides (1099511627776, 0) bytes, bfloat16 at 0x200000 (CUDA_ERROR_INVALID_VALUE). Extents are 1 to 2**32, "
+        "strides multiples of 16 and below 2**40 bytes"
+    )
+    matrix = Matrix(2 << 20, 512, 0)
+    made.describe("at", "d", "D", matrix, (256, 512, 1), row_major=False)
+    matrix.data = 3 << 20
+    made.update()
+    found = Recorded.from_address(made.address)
+    assert (found.address, [*found.extents], [*found.strides]) == (3 << 20, [256, 512, 1], [1024, 0])
+
+
+# --- beside CUTLASS's host code -------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    """A kernel, and CUTLASS's host code for it."""
+
+    layout: ParameterLayout
+    functions: ctypes.CDLL
+
+
+def compile_both(source: KernelSource, folder: Path) -> Compiled:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc was not found: pip install 'distgemm[nvcc]'")
+    cubin, library = folder / "kernel.cubin", folder / "reference.so"
+    words = command(source, nvcc, cubin)
+    # nvcc looks for its runtime in lib64; the PyPI packages have it in lib.
+    host = [*(word for word in words[:-3] if word != "-cubin"), f"-L{nvcc.parent.parent / 'lib'}"]
+    host += ["-shared", "-Xcompiler", "-fPIC", f"-I{source.path.parent}", "-o", str(library), str(REFERENCE)]
+    for each in (words, host):
+        done = subprocess.run(each, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    facts, functions = read_facts(cubin.read_bytes()), ctypes.CDLL(str(library))
+    assert functions.distgemm_parameter_size() == facts["size"].value
+    # The epilogue takes and puts each value where CUTLASS's own layouts of accumulators and shared memory have it.
+    assert functions.distgemm_misplaced() == (0 if "has_source" in facts else -1)
+    return Compiled(ParameterLayout(source.name, facts), functions)
+
+
+def compare(compiled: Compiled, given: ctypes.Structure, made: tuple[Parameter, tuple[int, int, int]]) -> None:
+    """The parameter and the grid are CUTLASS's, also after all addresses have changed."""
+    layout, (parameter, grid) = compiled.layout, made
+    buffer = ctypes.create_string_buffer(layout.size + layout.alignment)
+    address = -(-ctypes.addressof(buffer) // layout.alignment) * layout.alignment
+    for _ in range(2):
+        wanted, wanted_grid = [], (ctypes.c_uint32 * 3)()
+        for padding in (0, 255):
+            compiled.functions.distgemm_parameter(ctypes.byref(given), ctypes.c_void_p(address), wanted_grid, padding)
+            wanted.append(ctypes.string_at(address, layout.size))
+            assert grid == tuple(wanted_grid)
+        found = ctypes.string_at(parameter.address, layout.size)
+        is_set = [one == other for one, other in zip(*wanted, strict=True)]
+        differ = [at for at in range(layout.size) if is_set[at] and found[at] != wanted[0][at]]
+        assert not differ, f"bytes {differ} of {layout.kernel}: {[(found[at], wanted[0][at]) for at in differ]}"
+        assert sum(is_set) > layout.size / 2
+        for cell in cutlass.address_cells(given):
+            cell.value += 4096 if cell.value else 0
+        parameter.update()
+
+
+def one_gemms(dtype: torch.dtype, d_dtype: torch.dtype, majors: str, config: GemmConfig) -> Iterator[GemmTensors]:
+    """GEMMs of several shapes, strides, batches and terms; A or B is row-major ("r") or column-major ("c")."""
+    rng = random.Random(str(config))
+    for number in range(24):
+        m, n, k = (rng.randrange(1, most) * 16 for most in (160, 160, 40))
+        batches = rng.choice([(), (), (3,)])
+
+        def matrix(rows: int, columns: int, kind: torch.dtype, major: str = "r") -> torch.Tensor:
+            rows, columns = (rows, columns) if major == "r" else (columns, rows)
+            made = torch.empty(*batches, rows, columns + rng.choice([0, 16]), dtype=kind)[..., :columns]  # noqa: B023
+            return made if major == "r" else made.mT
+
+        a, b = matrix(m, k, dtype, majors[0]), matrix(n, k, dtype, majors[1])
+        terms: dict[str, Any] = {}
+        if number % 2:
+            terms |= {"bias": torch.zeros(n, dtype=d_dtype), "alpha": rng.random()}
+        if number % 3:
+            terms |= {"scale_a": torch.ones(1), "scale_b": torch.ones(1 if batches else n)}
+        yield GemmTensors(a, b, matrix(m, n, d_dtype), padded=True, **terms)
+
+
+ONE_GEMM: list[tuple[str, str, str, str, bool]] = [
+    ("128x128x64_1x1_pingpong", "bfloat16", "bfloat16", "rr", False),
+    ("64x192x64_1x2_pingpong_raster_m_swizzle_4", "float16", "float32", "rc", False),
+    ("128x256x64_2x1_cooperative_swizzle_8", "bfloat16", "bfloat16", "cr", False),
+    ("256x128x64_2x2_cooperative_raster_n", "bfloat16", "float16", "cc", False),
+    ("128x64x64_1x4_cooperative", "bfloat16", "float32", "rr", True),
+    ("128x128x128_2x1_cooperative_share_2", "float8_e4m3fn", "bfloat16", "rr", True),
+    ("128x96x32_1x2_pingpong", "tfloat32", "float32", "cr", False),
+    ("128x80x64_2x1_pingpong_direct", "bfloat16", "bfloat16", "rr", False),
+    ("128x128x32_1x1_plain", "bfloat16", "bfloat16", "rc", True),
+]
+"""Configuration, types of A and D, majors of A and B, whether C is added."""
+
+
+@pytest.mark.sample(0)  # a kernel compiles for 10 s, and CUTLASS's host code for 30 s
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(("text", "dtype", "d_dtype", "majors", "has_c"), ONE_GEMM)
+def test_the_parameter_of_one_gemm_is_cutlass_s(
+    text: str, dtype: str, d_dtype: str, majors: str, has_c: bool, tmp_path: Path
+) -> None:
+    config, compiled, drawn = GemmConfig.parse(text), None, random.Random(text)
+    element = torch.float32 if dtype == "tfloat32" else getattr(torch, dtype)
+    for tensors in one_gemms(element, getattr(torch, d_dtype), majors, config):
+        changed: dict[str, Any] = {"dtype": "tfloat32"} if dtype == "tfloat32" else {}
+        if has_c:
+            changed |= {"c": torch.empty_like(tensors.d), "beta": drawn.random()}
+        tensors = GemmTensors(**{**vars(tensors), **changed})
+        spec = spec_of(tensors)
+        source = kernel_source(spec, config, "90a")
+        compiled = compiled or compile_both(source, tmp_path)
+        given = arguments_of(tensors, spec, source, config, PROVIDER)
+        compare(compiled, given, gemm_parameter(compiled.layout, config, given))
+
+
+def with_handshake(gemms: FusedGemms) -> FusedGemms:
+    phases = [[fused.MemOp(True, 8, 1)], [fused.MemOp(False, 16, 0, double=True)]]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    return FusedGemms(**{**vars(gemms), "counters": counters, "entry": phases, "exit": phases})
+
+
+def sending(slice_k: int) -> FusedGemms:
+    own, received, d = fused.bfloat16(256, 256), fused.bfloat16(3, 256, 256), fused.bfloat16(4, 256, 1024)
+    b, slots = fused.bfloat16(1024, 256), fused.bfloat16(3, 256, 256)
+    products = [GemmTensors(x, b, d[i]) for i, x in enumerate((own, *received))]
+    sends = [fused.FusedSend(own[: 256 - 64 * i], slots[i][: 256 - 64 * i], 8 * i) for i in range(3)]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    flags: tuple[Any, ...] = ([0, 8, 16, 24], [0] * 4, [False] * 4)
+    return FusedGemms(products, "a", *flags, counters, sends, slice_k=slice_k, link_rate=320.0, tile_interleave=(1, 3))
+
+
+def scaled(gemms: FusedGemms) -> FusedGemms:
+    scale = {"scale_a": torch.ones(1), "alpha": 0.5}
+    return FusedGemms(**{**vars(gemms), "products": [GemmTensors(**{**vars(x), **scale}) for x in gemms.products]})
+
+
+def columns() -> FusedGemms:
+    """Parts of B arrive, and D has their columns."""
+    a, own, received = fused.bfloat16(64, 32), fused.bfloat16(48, 32), fused.bfloat16(2, 48, 32)
+    d, bias = fused.bfloat16(64, 144), fused.bfloat16(144)
+    at = [slice(0, 48), slice(48, 96), slice(96, 144)]
+    products = [GemmTensors(a, b, d[:, of], bias=bias[of]) for b, of in zip((own, *received), at, strict=True)]
+    return FusedGemms(products, "b", [0, 8, 16], [0] * 3, [False] * 3)
+
+
+FUSED: dict[str, tuple[str, list[Any]]] = {
+    "gather": (
+        "128x128x64_2x1_cooperative",
+        [lambda: sending(64), lambda: sending(32), lambda: sending(0), lambda: scaled(sending(128)), columns],
+    ),
+    "gather with C": (
+        "64x128x64_1x2_pingpong",
+        [fused.gather, lambda: with_handshake(fused.gather()), lambda: scaled(fused.gather(tile_interleave=(1, 2)))],
+    ),
+    "gather direct": ("128x64x64_1x1_pingpong_direct", [lambda: sending(64), fused.gather]),
+    "reduce": (
+        "128x128x64_2x1_pingpong",
+        [
+            fused.reduce,
+            lambda: scaled(with_handshake(fused.reduce_several())),
+            fused.chunks_of_columns,
+            lambda: fused.reduce(link_rate=320.0, tile_interleave=(1, 2, 1)),
+        ],
+    ),
+    "reduce_send": (
+        "64x256x64_1x2_pingpong",
+        [fused.reduce_send, lambda: with_handshake(fused.reduce_send())],
+    ),
+}
+
+
+@pytest.mark.sample(0)  # as above
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("name", FUSED)
+def test_the_parameter_of_a_fused_kernel_is_cutlass_s(name: str, tmp_path: Path) -> None:
+    text, makers = FUSED[name]
+    config, compiled = GemmConfig.parse(text), None
+    for make in makers:
+        gemms = make()
+        source = kernel_source(gemms.spec, config, "90a", gemms.kind)
+        base = arguments_of(gemms.template, gemms.spec, source, config, PROVIDER, gemms.kind)
+        compiled = compiled or compile_both(source, tmp_path)
+        given = fused_arguments(gemms, config, base)
+        compare(compiled, given, fused_parameter(compiled.layout, config, given))
