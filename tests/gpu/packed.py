@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 
 from distgemm.gemm import nvcc
-from distgemm.gemm.nvcc import KernelSource, cached, is_there, pack_libraries
+from distgemm.gemm.nvcc import KernelSource, cached, is_there, pack_cubins
 
 PLUGIN = "tests.gpu.packed"
 ASKED, PACKED = "DISTGEMM_TESTS_ASKED", "DISTGEMM_TESTS_PACKED"
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         with mock.patch.dict(os.environ, {"DISTGEMM_CACHE_DIR": str(compiled), "DISTGEMM_PACK": "0"}):
             sources = pickle.loads(asked.read_bytes())
             seconds = [0.0 if each is None else each["seconds"] for _, each in cached()]
-            wheel = pack_libraries(sources, folder, version("distgemm"))
+            wheel = pack_cubins(sources, folder, version("distgemm"))
         print(
             f"{wheel.name}: {len(sources)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB; "
             f"{sum(seconds):.0f} s of nvcc in all, {max(seconds):.0f} s at most"
