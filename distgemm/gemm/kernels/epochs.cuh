@@ -1,0 +1,148 @@
+// How kernels of different ranks wait for each other, for per_tile.cu. docs/per_tile.md has the protocol.
+//
+// The replays of a workspace are numbered: epochs. A flag is a uint64 in its reader's memory. It guards one slot, and
+// holds the last epoch in which the slot was filled. So nobody resets flags, and what other plans left in them is an
+// older epoch.
+
+#pragma once
+
+#include <cstdint>
+
+#include "cute/config.hpp"
+#include "tile_order.cuh"
+
+namespace distgemm {
+
+// The word from which clusters take tickets for tiles, and which tells them the replay's epoch.
+struct Clock {
+  uint64_t word;
+
+  static constexpr int kTicketBits = 18;
+  CUTE_HOST_DEVICE uint32_t ticket() const { return word & ((1u << kTicketBits) - 1); }
+  CUTE_HOST_DEVICE bool waits() const { return word >> kTicketBits & 1; }  // for all peers, before it stores there
+  CUTE_HOST_DEVICE uint32_t half() const { return word >> (kTicketBits + 1) & 1; }
+  CUTE_HOST_DEVICE uint64_t epoch() const { return word >> (kTicketBits + 2); }
+
+  CUTE_HOST_DEVICE static Clock at(uint64_t epoch, uint32_t half, bool waits) {
+    return {epoch << (kTicketBits + 2) | uint64_t(half) << (kTicketBits + 1) | uint64_t(waits) << kTicketBits};
+  }
+};
+
+// What a rank's workspace begins with.
+struct Control {
+  uint64_t clock;
+  uint64_t last[2];    // the last epoch of each half
+  uint64_t link_free;  // when the last reservation of the link ends
+  uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
+  uint32_t dead;       // not 0: all waits end
+  uint64_t unused[11];
+  uint64_t begun[kRanks];  // the last epoch that each peer has begun
+};
+
+// Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both halves.
+struct Workspaces {
+  uint64_t base[kRanks];
+  uint64_t flags, flags_of_half;  // offset of the first flag; bytes of a half
+  uint64_t slots, slots_of_half;
+  uint32_t rank;
+  bool closed;            // a rank ends a replay only after all ranks have begun it
+  uint8_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
+
+  CUTE_DEVICE Control& control(uint32_t at) const { return *reinterpret_cast<Control*>(base[at]); }
+  CUTE_DEVICE uint64_t flag(uint32_t at, uint32_t half, uint32_t number) const {
+    return base[at] + flags + half * flags_of_half + uint64_t(number) * sizeof(uint64_t);
+  }
+  CUTE_DEVICE uint64_t slot(uint32_t at, uint32_t half, uint64_t offset) const {
+    return base[at] + slots + half * slots_of_half + offset;
+  }
+
+  // Takes a ticket. Nothing waits for it before its first use.
+  CUTE_DEVICE Clock take() const {
+    Clock now;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(now.word) : "l"(&control(rank).clock) : "memory");
+    return now;
+  }
+
+  // Whoever takes the last ticket of a replay calls it: makes the clock ready for the next replay.
+  CUTE_DEVICE void renew(Clock now) const {
+    Control& here = control(rank);
+    uint32_t const next = now.half() ^ 1;
+    here.last[now.half()] = now.epoch();
+    if (!closed) here.last[next] = now.epoch();
+    bool const waits = here.last[next] == now.epoch();
+    *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
+  }
+
+  // Tells all peers that this rank has begun the epoch, and so ended the one before.
+  CUTE_DEVICE void tell_begun(uint32_t ranks, uint64_t epoch) const {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+    for (uint32_t i = 1; i < ranks; ++i) {
+      uint64_t* const at = &control((rank + i) % ranks).begun[rank];
+      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(epoch) : "memory");
+    }
+  }
+
+  // Waits until all peers have begun the epoch: none reads the slots of an earlier one.
+  CUTE_DEVICE void wait_for_peers(uint32_t ranks, uint64_t epoch) const {
+    for (uint32_t i = 1; i < ranks; ++i) {
+      uint64_t const at = reinterpret_cast<uint64_t>(&control(rank).begun[(rank + i) % ranks]);
+      for (uint32_t spins = 1; load(at) < epoch && !ends_(spins); ++spins) continue;
+    }
+  }
+
+  CUTE_DEVICE static uint64_t load(uint64_t flag) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+  }
+
+  // Waits until a flag has this epoch. What TMA reads then is what was stored before the flag.
+  CUTE_DEVICE void wait(uint64_t flag, uint64_t epoch) const {
+    for (uint32_t spins = 1; load(flag) != epoch && !ends_(spins); ++spins) continue;
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+
+  // Whether a wait has spun for some time, and the workspace is dead.
+  CUTE_DEVICE bool ends_(uint32_t spins) const {
+    return spins % 256 == 0 && *static_cast<uint32_t volatile*>(&control(rank).dead) != 0;
+  }
+
+  // Sets flags behind stores of this thread that are complete.
+  CUTE_DEVICE static void set(uint64_t flag, uint64_t epoch) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
+  }
+};
+
+// Limits the rate of stores to other GPUs. Stores that are issued faster than the link takes them fill this GPU's
+// memory queues, and its loads wait in the same queues. So each store reserves time on the link, and waits for it.
+struct LinkPacing {
+  static constexpr uint64_t kTicks = 8;                // per nanosecond: reservations are counted in ticks
+  static constexpr uint64_t kMaxLead = 1'000'000'000;  // nanoseconds. A start further ahead means a reset clock
+
+  uint64_t* link_free;           // the tick at which the last reservation ends
+  uint32_t picoseconds_per_kib;  // 0: no pacing
+
+  // Waits until so many bytes may be stored.
+  CUTE_DEVICE void wait(uint32_t bytes) const {
+    if (!picoseconds_per_kib) return;
+    auto* const at = reinterpret_cast<unsigned long long*>(link_free);
+    uint64_t const now = nanoseconds_();
+    atomicMax(at, now * kTicks);
+    uint64_t const start =
+        atomicAdd(at, bytes * kTicks * picoseconds_per_kib / (1024 * 1000)) / kTicks;
+    if (start >= now + kMaxLead) {
+      atomicExch(at, now * kTicks);
+      return;
+    }
+    while (nanoseconds_() < start) continue;
+  }
+
+ private:
+  CUTE_DEVICE static uint64_t nanoseconds_() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+    return now;
+  }
+};
+
+}  // namespace distgemm

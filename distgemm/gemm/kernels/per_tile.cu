@@ -1,0 +1,933 @@
+// One persistent kernel multiplies all tiles of a rank, and moves data tile by tile: operands that it gathers, or
+// partial sums and results. It is made of CuTe's and CUTLASS's parts for Hopper. docs/per_tile.md explains it.
+//
+//   warp        does                                             waits for
+//   0           takes tickets; loads A and B                     flags of operands; free stages
+//   1           sends pieces of A (DG_GATHER), or takes          tickets of its own; flags of results
+//               peers' results to D (DG_ALL_REDUCE)
+//   2           loads partial sums of own tiles                  flags of partial sums; free buffers
+//   3           stores tiles: to D, or at peers, with flags      full buffers; the link
+//   4..7, 8..11 multiply, add terms and partial sums, and write  full stages; full and free buffers
+//               tiles to shared memory
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/atom/mma_atom.hpp"
+#include "cute/atom/mma_traits_sm90_gmma.hpp"
+#include "cute/arch/cluster_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/float8.h"
+#include "cutlass/half.h"
+#include "cutlass/numeric_conversion.h"
+#include "epochs.cuh"
+#include "facts.cuh"
+#include "tile_order.cuh"
+
+#define DG_GATHER 1
+#define DG_REDUCE_SCATTER 2
+#define DG_ALL_REDUCE 3
+
+namespace distgemm {
+
+using namespace cute;
+
+// ---------------------------------------------------------------- what the macros say
+
+using Element = DG_ELEMENT;    // of A and B
+using Result = DG_RESULT;      // of D, bias and C
+using Partial = DG_PARTIAL;    // of partial sums
+
+constexpr int kPattern = DG_PATTERN;
+constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kSpreads = kPattern == DG_ALL_REDUCE;
+constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
+constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
+constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
+constexpr int kStages = DG_STAGES;    // of operands
+constexpr int kBuffers = DG_BUFFERS;  // of each warp group, for subtiles of sums and results
+
+constexpr int kGroups = 2, kGroupThreads = 128;
+constexpr int kThreads = kGroupThreads * (kGroups + 1);
+constexpr int kParts = kPingpong ? 1 : kGroups;  // a warp group's share of a tile
+constexpr int kPartM = kTileM / kParts, kPartN = kTileN;
+constexpr int kHeight = 64;  // rows of a subtile: those of one wgmma
+constexpr int kDown = kPartM / kHeight;
+constexpr int kLine = 128;  // bytes of a subtile's row
+constexpr int kSubtile = kHeight * kLine;
+constexpr int kStageA = kTileM * kLine, kStageB = kTileN * kLine;
+
+template <class T>
+struct Part {
+  static constexpr int kColumns = kLine / sizeof(T);  // of a subtile
+  static constexpr int kAcross = kPartN / kColumns;
+  static constexpr int kSubtiles = kDown * kAcross;
+  static_assert(kPartN % kColumns == 0);
+};
+
+constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;
+
+// A piece of a shard that is sent: the rows of a tile, and so many bytes of each.
+constexpr int kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
+constexpr int kUnitRows = 16, kUnit = kUnitRows * kPieceBytes;  // what is copied at a time
+
+constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
+
+constexpr bool kCopies = DG_SENDS || kSpreads;  // whether warp 1 copies
+constexpr int kRing = 16;
+static_assert(kStages + 6 < kRing, "a ticket is overwritten before it is read");
+static_assert(DG_SENDS == 0 || kGathers);
+
+struct Terms {
+  float alpha, beta;
+  float const *scale_a, *scale_b;
+  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A, or of B
+  Result const* bias;
+  Result const* c;
+  int64_t c_stride;
+};
+
+struct alignas(128) Params {
+  // TMA descriptors, each of (contiguous mode, other mode, number of the matrix)
+  CUtensorMap a, b, d;
+  CUtensorMap received[2];  // shards of A, in the slots of each half
+  TileOrder order;
+  PieceOrder pieces;
+  Workspaces workspaces;
+  Terms terms;
+  Element const* shard;  // what is sent
+  int64_t shard_stride;  // elements
+  int32_t m, n, k;  // rows of a shard, columns of D, and the extent of the sum
+  uint32_t slices;  // of the sum
+  uint32_t picoseconds_per_kib;
+};
+
+constexpr int kAlignment = 1024;  // of swizzled tiles
+
+struct alignas(kAlignment) Storage {
+  uint8_t a[kStages][kStageA];
+  uint8_t b[kStages][kStageB];
+  uint8_t buffers[kGroups][kBuffers][kSubtile];
+  uint8_t copied[kCopies ? 2 : 0][kUnit];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t written[kGroups][kBuffers];  // a result is in the buffer
+  uint64_t loaded[kGroups][kBuffers];   // a partial sum is in the buffer
+  uint64_t free[kGroups][kBuffers];
+  uint64_t wanted[kGroups];  // a warp group has begun a tile to which it adds sums
+  uint64_t arrived[2];
+  uint64_t ticket_arrived[kRing];
+  uint64_t tickets[kRing];
+};
+static_assert(sizeof(Storage) + kAlignment <= 227 * 1024, "the stages and buffers do not fit");
+static_assert(kUnit == kSubtile);
+
+// ---------------------------------------------------------------- barriers and copies
+
+CUTE_DEVICE uint32_t lane() { return threadIdx.x % 32; }
+
+struct Barrier {
+  CUTE_DEVICE static uint32_t at(uint64_t& barrier) { return cast_smem_ptr_to_uint(&barrier); }
+  CUTE_DEVICE static void init(uint64_t& barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at(barrier)), "r"(arrivals));
+  }
+  CUTE_DEVICE static void arrive(uint64_t& barrier, uint32_t arrivals = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(at(barrier)), "r"(arrivals) : "memory");
+  }
+  CUTE_DEVICE static void expect(uint64_t& barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at(barrier)), "r"(bytes) : "memory");
+  }
+  // At the same barrier of a block of the cluster. It orders no memory: a wider scope would flush caches.
+  CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
+        "r"(block)
+        : "memory");
+  }
+  CUTE_DEVICE static bool test(uint64_t& barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+        : "=r"(done)
+        : "r"(at(barrier)), "r"(phase & 1)
+        : "memory");
+    return done;
+  }
+  CUTE_DEVICE static void wait(uint64_t& barrier, uint32_t phase) {
+    asm volatile(
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE; bra AGAIN; DONE: }" ::"r"(at(barrier)),
+        "r"(phase & 1)
+        : "memory");
+  }
+};
+
+// A ring of barriers, and how often they were used.
+template <int kSize>
+struct Uses {
+  uint32_t count = 0;
+  CUTE_DEVICE uint32_t index() const { return count % kSize; }
+  CUTE_DEVICE uint32_t phase() const { return count / kSize; }  // its lowest bit
+};
+
+// The stage of operands that comes next, and the phase of its barriers.
+struct Stage {
+  uint32_t index = 0, phase = 0;
+  CUTE_DEVICE void advance(uint32_t by = 1) {
+    index += by;
+    phase ^= index / kStages & 1;
+    index %= kStages;
+  }
+};
+
+// For barriers that not every use of a ring completes: a bit for each.
+struct Phases {
+  uint32_t bits = 0;
+  CUTE_DEVICE void flip(uint32_t index) { bits ^= 1u << index; }
+  CUTE_DEVICE bool test(uint64_t& barrier, uint32_t index) const { return Barrier::test(barrier, bits >> index); }
+  CUTE_DEVICE void wait(uint64_t& barrier, uint32_t index) {
+    Barrier::wait(barrier, bits >> index);
+    flip(index);
+  }
+};
+
+CUTE_DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+CUTE_DEVICE void commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kPending>
+CUTE_DEVICE void wait_until_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+CUTE_DEVICE void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+CUTE_DEVICE void release_to_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// A row of tickets that a warp reads one after the other.
+struct Tickets {
+  Storage& storage;
+  Uses<kRing> uses;
+
+  CUTE_DEVICE Clock next() {
+    Barrier::wait(storage.ticket_arrived[uses.index()], uses.phase());
+    Clock const clock{storage.tickets[uses.index()]};
+    ++uses.count;
+    return clock;
+  }
+};
+
+// A tile of this block.
+struct Tile {
+  uint32_t distance, row, column;  // row and column of tiles in the shard
+
+  CUTE_DEVICE static Tile of(TileCluster const& cluster, uint32_t block) {
+    return {
+        cluster.distance, cluster.block * kClusterM + block % kClusterM,
+        cluster.column * kClusterN + block / kClusterM};
+  }
+};
+
+class Kernel {
+ public:
+  CUTE_DEVICE Kernel(Params const& params, Storage& storage)
+      : params_(params), order_(params.order), spaces_(params.workspaces), storage_(storage),
+        block_(kCluster > 1 ? block_rank_in_cluster() : 0),
+        clusters_(gridDim.x / kCluster),
+        depth_((params.k + kTileK - 1) / kTileK) {}
+
+  CUTE_DEVICE void run() {
+    uint32_t const warp = cutlass::canonical_warp_idx_sync();
+    Clock first{};
+    bool const leads = threadIdx.x == 0 && block_ == 0;
+    if (leads) first = spaces_.take();
+    if (warp == 1 && lane() == 0) {
+      prefetch_tma_descriptor(&params_.a);
+      prefetch_tma_descriptor(&params_.b);
+      prefetch_tma_descriptor(&params_.d);
+      if constexpr (kGathers) for (auto const& map : params_.received) prefetch_tma_descriptor(&map);
+    }
+    if (warp == 2 && lane() == 0) initialise_();
+    __syncwarp();
+    if constexpr (kCluster > 1) {
+      cluster_arrive_relaxed();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    if (leads) pass_on_(first, 0);
+    if (warp < kGroupThreads / 32) {
+      cutlass::arch::warpgroup_reg_dealloc<56>();
+      if (warp == 0) load_operands_();
+      if constexpr (DG_SENDS) {
+        if (warp == 1) send_();
+      }
+      if constexpr (kSpreads) {
+        if (warp == 1 && lane() == 0) take_results_();
+      }
+      if constexpr (kReduces) {
+        if (warp == 2 && lane() == 0) load_sums_();
+      }
+      if (warp == 3 && lane() == 0) store_();
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<224>();
+      multiply_(warp / 4 - 1);
+    }
+    if constexpr (kCluster > 1) {  // other blocks load into this one, and arrive at its barriers
+      __syncwarp();
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+
+ private:
+  CUTE_DEVICE void initialise_() {
+    constexpr int sharing = kClusterM + kClusterN - 1;  // blocks that load into one stage
+    for (int i = 0; i < kStages; ++i) {
+      Barrier::init(storage_.full[i], 1);
+      Barrier::init(storage_.empty[i], sharing * kParts * 4);
+    }
+    for (int group = 0; group < kGroups; ++group) {
+      Barrier::init(storage_.wanted[group], 4);
+      for (int i = 0; i < kBuffers; ++i) {
+        Barrier::init(storage_.written[group][i], 4);
+        Barrier::init(storage_.loaded[group][i], 1);
+        Barrier::init(storage_.free[group][i], 4);
+      }
+    }
+    for (int i = 0; i < 2; ++i) Barrier::init(storage_.arrived[i], 1);
+    for (int i = 0; i < kRing; ++i) Barrier::init(storage_.ticket_arrived[i], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // ---------------------------------------------------------------- tickets
+
+  // Gives a ticket to all blocks of the cluster, as the ticket of this number. Each cluster takes one beyond the last
+  // tile, and then no more.
+  CUTE_DEVICE void pass_on_(Clock clock, uint32_t number) {
+    if (clock.ticket() == order_.clusters() + clusters_ - 1) spaces_.renew(clock);
+    uint32_t const index = number % kRing;
+    if constexpr (kCluster == 1) {
+      storage_.tickets[index] = clock.word;
+      Barrier::arrive(storage_.ticket_arrived[index]);
+    } else {
+      for (uint32_t block = 0; block < kCluster; ++block) {
+        asm volatile(
+            "{ .reg .b32 there, arrived; mapa.shared::cluster.u32 there, %0, %2;\n"
+            "mapa.shared::cluster.u32 arrived, %1, %2;\n"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [there], %3, [arrived]; }" ::"r"(
+                cast_smem_ptr_to_uint(&storage_.tickets[index])),
+            "r"(Barrier::at(storage_.ticket_arrived[index])), "r"(block), "l"(clock.word)
+            : "memory");
+      }
+    }
+  }
+
+  CUTE_DEVICE bool exists_(Clock clock) const { return clock.ticket() < order_.clusters(); }
+  CUTE_DEVICE Tile tile_(Clock clock) const { return Tile::of(order_.at<kGathers>(clock.ticket()), block_); }
+
+  CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
+
+  // The number of a part of a tile among those of a shard.
+  CUTE_DEVICE uint32_t part_(Tile const& tile, uint32_t part) const {
+    return (tile.row * order_.columns * kClusterN + tile.column) * kParts + part;
+  }
+  CUTE_DEVICE uint32_t parts_() const {
+    return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
+  }
+  // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results.
+  CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const { return (distance - 1) * parts_() + part; }
+  CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
+    return sum_slot_(order_.ranks - 1 + distance, part);
+  }
+  // The flag of a piece of a shard that a rank receives.
+  CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
+    return ((distance - 1) * params_.pieces.rows + row) * params_.slices + slice;
+  }
+
+  // ---------------------------------------------------------------- warp 0
+
+  CUTE_DEVICE void load_operands_() {
+    Tickets tickets{storage_};
+    Stage stage;
+    uint32_t number = 1;
+    bool const elected = elect_one_sync();
+    auto const next = [&] {
+      if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Clock));
+      __syncwarp();
+      return tickets.next();
+    };
+    for (Clock clock = next(); exists_(clock); clock = next(), ++number) {
+      Tile const tile = tile_(clock);
+      bool const waits = kGathers && tile.distance && tile.row < params_.pieces.rows;  // not outside of A
+      bool const receives = kGathers && tile.distance;
+      CUtensorMap const& map_a = receives ? params_.received[clock.half()] : params_.a;
+      uint32_t const matrix_a = kReduces ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
+      uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
+      // The next ticket arrives while the last slices are loaded.
+      Clock taken{};
+      uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
+      uint32_t const take_at = params_.slices > ahead ? params_.slices - ahead : 0;
+      uint32_t const pass_at = cute::min(take_at + ahead / 2, params_.slices - 1);
+      for (uint32_t slice = 0; slice < params_.slices; ++slice) {
+        if (waits && (slice >= first_slice + 32 || !(arrived >> (slice - first_slice) & 1))) {
+          first_slice = slice;
+          arrived = wait_for_slices_(clock, tile, slice);
+        }
+        if (elected) {
+          if (block_ == 0 && slice == take_at) taken = spaces_.take();
+          if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
+          uint32_t const end = cute::min((slice + 1) * kSliceTiles, depth_);
+          CUTE_NO_UNROLL
+          for (uint32_t k = slice * kSliceTiles; k < end; ++k) {
+            uint64_t& full = storage_.full[stage.index];
+            Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
+            Barrier::expect(full, kStageA + kStageB);
+            load_<kClusterN, kTileM, DG_A_K_MAJOR>(
+                map_a, storage_.a[stage.index], full, block_ / kClusterM, block_ % kClusterM, kClusterM, k, tile.row,
+                matrix_a);
+            load_<kClusterM, kTileN, DG_B_K_MAJOR>(
+                params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
+                tile.column, 0);
+            stage.advance();
+          }
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have.
+  CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) {
+    bool const exists = slice + lane() < params_.slices;
+    uint64_t const flag =
+        spaces_.flag(spaces_.rank, clock.half(), piece_slot_(tile.distance, tile.row, slice + lane()));
+    uint32_t arrived = 0;
+    for (uint32_t spins = 1; !(arrived & 1); ++spins) {
+      bool const ends = spaces_.ends_(spins);
+      arrived = __ballot_sync(0xffffffff, exists && (ends || Workspaces::load(flag) == clock.epoch()));
+    }
+    __syncwarp();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return arrived;
+  }
+
+  // Loads this block's share of a stage of an operand, and gives it to all blocks that need it. The share is one of
+  // kShares. The blocks are `first`, `first + distance`, ...
+  template <int kShares, int kRows, bool kMajor>
+  CUTE_DEVICE void load_(
+      CUtensorMap const& map, uint8_t* to, uint64_t& full, uint32_t share, uint32_t first, uint32_t distance,
+      uint32_t k, uint32_t row, uint32_t matrix) {
+    constexpr int rows = kRows / kShares;
+    uint16_t mask = 0;
+    for (int i = 0; i < kShares; ++i) mask |= 1 << (first + i * distance);
+    auto const copy = [&](uint8_t* at, int32_t x, int32_t y) {
+      if constexpr (kShares == 1) {
+        SM90_TMA_LOAD_3D::copy(&map, &full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), at, x, y, int32_t(matrix));
+      } else {
+        SM90_TMA_LOAD_MULTICAST_3D::copy(
+            &map, &full, mask, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), at, x, y, int32_t(matrix));
+      }
+    };
+    int32_t const begin = row * kRows + share * rows, depth = k * kTileK;
+    if constexpr (kMajor) {
+      copy(to + share * rows * kLine, depth, begin);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < rows; i += kTileK) copy(to + (share * rows + i) * kLine, begin + i, depth);
+    }
+  }
+
+  // ---------------------------------------------------------------- warp 1
+
+  // Sends the shard piece by piece.
+  CUTE_DEVICE void send_() {
+    Tickets tickets{storage_};
+    Clock const clock = tickets.next();
+    if (clock.waits()) spaces_.wait_for_peers(order_.ranks, clock.epoch());
+    uint32_t& counter = spaces_.control(spaces_.rank).tickets;
+    LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
+    uint32_t const count = params_.pieces.pieces(order_);
+    Uses<2> uses;
+    int64_t const row_bytes = int64_t(params_.k) * sizeof(Element), pitch = params_.shard_stride * sizeof(Element);
+    for (;;) {
+      uint32_t ticket = lane() == 0 ? atomicAdd(&counter, 1u) : 0;
+      ticket = __shfl_sync(0xffffffff, ticket, 0);
+      if (ticket >= count) {
+        if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+        return;
+      }
+      auto const piece = params_.pieces.at(order_, ticket);
+      uint32_t const peer = rank_at_(order_.ranks - piece.distance);
+      int64_t const column = int64_t(piece.slice) * kPieceBytes;
+      uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
+      int32_t const begin = piece.row * kTileM, end = cute::min(begin + kTileM, params_.m);
+      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
+      uint64_t const to = spaces_.slot(peer, clock.half(), (piece.distance - 1) * params_.m * row_bytes + column);
+      auto const load = [&](int32_t unit, uint32_t use) {
+        int32_t const rows = cute::min(int32_t(kUnitRows), end - unit);
+        if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
+        __syncwarp();
+        if (int32_t(lane()) < rows) {
+          SM90_BULK_COPY_G2S::copy(
+              from + (unit + lane()) * pitch, &storage_.arrived[use % 2],
+              storage_.copied[use % 2] + lane() * kPieceBytes, bytes);
+        }
+      };
+      load(begin, uses.count);
+      for (int32_t unit = begin; unit < end; unit += kUnitRows, ++uses.count) {
+        if (unit + kUnitRows < end) {
+          wait_until_read<0>();
+          __syncwarp();
+          load(unit + kUnitRows, uses.count + 1);
+        }
+        if (lane() == 0) pacing.wait(kUnit);
+        Barrier::wait(storage_.arrived[uses.index()], uses.phase());
+        __syncwarp();
+        if (int32_t(lane()) < cute::min(int32_t(kUnitRows), end - unit)) {
+          SM90_BULK_COPY_S2G::copy(
+              storage_.copied[uses.index()] + lane() * kPieceBytes,
+              reinterpret_cast<void*>(to + (unit + lane()) * row_bytes), bytes);
+        }
+        commit();
+      }
+      wait_until_stored();
+      __syncwarp();
+      if (lane() == 0) {
+        release_to_system();
+        Workspaces::set(
+            spaces_.flag(peer, clock.half(), piece_slot_(piece.distance, piece.row, piece.slice)), clock.epoch());
+      }
+    }
+  }
+
+  // Takes peers' results from slots to D. One thread.
+  CUTE_DEVICE void take_results_() {
+    Tickets tickets{storage_};
+    Clock const clock = tickets.next();
+    uint32_t& counter = spaces_.control(spaces_.rank).tickets;
+    uint32_t const peers = order_.ranks - 1, count = peers * parts_();
+    Uses<2> uses;
+    for (;;) {
+      uint32_t const ticket = atomicAdd(&counter, 1u);
+      if (ticket >= count) {
+        if (ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+        break;
+      }
+      // The owners finish their tiles in the order of units.
+      uint32_t const distance = ticket % peers + 1, number = ticket / peers, group = number % kParts;
+      Tile const tile =
+          Tile::of(order_.of_unit(distance, number / (kParts * kCluster)), number / kParts % kCluster);
+      uint32_t const slot = result_slot_(distance, part_(tile, group));
+      spaces_.wait(spaces_.flag(spaces_.rank, clock.half(), slot), clock.epoch());
+      uint64_t const from = spaces_.slot(spaces_.rank, clock.half(), uint64_t(slot) * kPartBytes);
+      CUTE_NO_UNROLL
+      for (int i = 0; i < Part<Result>::kSubtiles; ++i, ++uses.count) {
+        wait_until_read<1>();
+        uint64_t& arrived = storage_.arrived[uses.index()];
+        Barrier::expect(arrived, kSubtile);
+        SM90_BULK_COPY_G2S::copy(
+            reinterpret_cast<void const*>(from + i * kSubtile), &arrived, storage_.copied[uses.index()], kSubtile);
+        Barrier::wait(arrived, uses.phase());
+        store_result_(storage_.copied[uses.index()], tile, group, i);
+        commit();
+      }
+    }
+    wait_until_stored();
+  }
+
+  // ---------------------------------------------------------------- warp 2
+
+  // Loads the partial sums of this rank's own tiles. One thread.
+  CUTE_DEVICE void load_sums_() {
+    Tickets tickets{storage_};
+    Uses<kBuffers> uses[kGroups];
+    uint32_t wanted[kGroups] = {};
+    uint32_t number = 0;
+    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
+      Tile const tile = tile_(clock);
+      int const first = kPingpong ? number % kGroups : 0;
+      auto const skip = [&](int subtiles) {
+        for (int part = 0; part < kParts; ++part) uses[first + part].count += subtiles;
+      };
+      if (tile.distance) {
+        skip(Part<Partial>::kSubtiles);
+        continue;
+      }
+      // No earlier: of the uses of a buffer before this one, only the last may not have ended then.
+      for (int part = 0; part < kParts; ++part) Barrier::wait(storage_.wanted[first + part], wanted[first + part]++);
+      for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
+        uint32_t const slot = sum_slot_(distance, part_(tile, 0));
+        for (int part = 0; part < kParts; ++part) {
+          spaces_.wait(spaces_.flag(spaces_.rank, clock.half(), slot + part), clock.epoch());
+        }
+        uint64_t const from = spaces_.slot(spaces_.rank, clock.half(), uint64_t(slot) * kPartBytes);
+        CUTE_NO_UNROLL
+        for (int i = 0; i < Part<Partial>::kSubtiles; ++i) {
+          CUTE_UNROLL
+          for (int part = 0; part < kParts; ++part) {
+            int const group = first + part;
+            uint32_t const buffer = uses[group].index();
+            uint64_t& loaded = storage_.loaded[group][buffer];
+            Barrier::wait(storage_.free[group][buffer], uses[group].phase() ^ 1);
+            Barrier::expect(loaded, kSubtile);
+            SM90_BULK_COPY_G2S::copy(
+                reinterpret_cast<void const*>(from + part * kPartBytes + i * kSubtile), &loaded,
+                storage_.buffers[group][buffer], kSubtile);
+            ++uses[group].count;
+          }
+        }
+      }
+      skip(Part<Result>::kSubtiles);
+    }
+  }
+
+  // ---------------------------------------------------------------- warp 3
+
+  // Stores finished tiles. One thread.
+  CUTE_DEVICE void store_() {
+    Tickets tickets{storage_};
+    Uses<kBuffers> uses[kGroups];
+    Phases written[kGroups];
+    LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
+    uint32_t const peers = order_.ranks - 1;
+    uint32_t number = 0;
+    uint64_t* stored = nullptr;  // the barrier of a buffer from which a store may still read
+    auto const release = [&] {
+      if (!stored) return;
+      wait_until_read<0>();
+      Barrier::arrive(*stored, 4);
+      stored = nullptr;
+    };
+    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
+      if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
+      if (kReduces && number == 0 && clock.waits()) spaces_.wait_for_peers(order_.ranks, clock.epoch());
+      Tile const tile = tile_(clock);
+      bool const own = kReduces && tile.distance == 0, remote = kReduces && tile.distance;
+      int const first = kPingpong ? number % kGroups : 0;
+      uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
+      uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
+      for (int i = 0; own && i < kParts; ++i) uses[first + i].count += peers * Part<Partial>::kSubtiles;
+      CUTE_NO_UNROLL
+      for (int i = 0; i < (remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles); ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < kParts; ++j) {
+          int const group = first + j;
+          uint32_t const buffer = uses[group].index();
+          uint64_t& arrived = storage_.written[group][buffer];
+          uint8_t* const from = storage_.buffers[group][buffer];
+          if (!written[group].test(arrived, buffer)) {
+            release();
+            Barrier::wait(arrived, written[group].bits >> buffer);
+          }
+          written[group].flip(buffer);
+          if (remote) {
+            pacing.wait(kSubtile);
+            store_at_(peer, clock.half(), sum + j, i, from);
+          } else {
+            store_result_(from, tile, j, i);
+            for (uint32_t distance = 1; kSpreads && distance <= peers; ++distance) {
+              pacing.wait(kSubtile);
+              store_at_(
+                  rank_at_(order_.ranks - distance), clock.half(), result_slot_(distance, part + j), i, from);
+            }
+          }
+          commit();
+          if (stored) {  // the one before this one
+            wait_until_read<1>();
+            Barrier::arrive(*stored, 4);
+          }
+          stored = &storage_.free[group][buffer];
+          ++uses[group].count;
+        }
+      }
+      if (!remote && !kSpreads) continue;
+      release();
+      wait_until_stored();
+      release_to_system();
+      for (int j = 0; j < kParts; ++j) {
+        if (remote) Workspaces::set(spaces_.flag(peer, clock.half(), sum + j), clock.epoch());
+        for (uint32_t distance = 1; !remote && distance <= peers; ++distance) {
+          uint32_t const to = rank_at_(order_.ranks - distance);
+          Workspaces::set(spaces_.flag(to, clock.half(), result_slot_(distance, part + j)), clock.epoch());
+        }
+      }
+    }
+    wait_until_stored();
+  }
+
+  CUTE_DEVICE void store_at_(uint32_t rank, uint32_t half, uint32_t slot, int subtile, uint8_t* from) {
+    uint64_t const to = spaces_.slot(rank, half, uint64_t(slot) * kPartBytes + subtile * kSubtile);
+    SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), kSubtile);
+  }
+
+  // Stores a subtile to D.
+  CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
+    int32_t const column = tile.column * kTileN + subtile / kDown * Part<Result>::kColumns;
+    int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
+    int32_t const matrix = kReduces && !kSpreads ? 0 : rank_at_(tile.distance);
+    SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
+  }
+
+  // ---------------------------------------------------------------- the warps that multiply
+
+  static constexpr auto kMajorA = DG_A_K_MAJOR ? GMMA::Major::K : GMMA::Major::MN;
+  static constexpr auto kMajorB = DG_B_K_MAJOR ? GMMA::Major::K : GMMA::Major::MN;
+  using Mma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kPartM>, Int<kTileN>, Int<kTileK>>, kMajorA, kMajorB>(),
+      Layout<Shape<Int<kParts>, _1, _1>>{}));
+
+  template <bool kMajor, int kRows>
+  static constexpr auto stages_() {
+    auto const shape = Shape<Int<kRows>, Int<kTileK>, Int<kStages>>{};
+    if constexpr (kMajor) {
+      return tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, shape);
+    } else {
+      return tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, shape, Step<_2, _1, _3>{});
+    }
+  }
+
+  CUTE_DEVICE void multiply_(int group) {
+    int const thread = threadIdx.x % kGroupThreads;
+    Mma mma;
+    auto const slice = mma.get_slice(kPingpong ? thread : group * kGroupThreads + thread);
+    Tensor a = slice.make_fragment_A(slice.partition_A(make_tensor(
+        make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kTileM>())));
+    Tensor b = slice.make_fragment_B(slice.partition_B(make_tensor(
+        make_smem_ptr(reinterpret_cast<Element*>(storage_.b)), stages_<DG_B_K_MAJOR, kTileN>())));
+    Tensor sums = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});
+
+    Tickets tickets{storage_};
+    Stage stage;
+    Uses<kBuffers> uses;
+    Phases loaded;
+    if (kPingpong && group == 1) turn_arrive_(0);
+    uint32_t number = 0;
+    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
+      if (kPingpong && int(number % kGroups) != group) {
+        stage.advance(depth_);
+        continue;
+      }
+      Tile const tile = tile_(clock);
+      if (kReduces && !tile.distance && lane() == 0) Barrier::arrive(storage_.wanted[group]);
+      __syncwarp();
+      if constexpr (kPingpong) turn_wait_(group);
+      mma.accumulate_ = GMMA::ScaleOut::Zero;
+      uint32_t last = 0;
+      CUTE_NO_UNROLL
+      for (uint32_t k = 0; k < depth_; ++k) {
+        uint32_t const now = stage.index;
+        Barrier::wait(storage_.full[now], stage.phase);
+        warpgroup_fence_operand(sums);
+        warpgroup_arrive();
+        CUTE_UNROLL
+        for (int i = 0; i < size<2>(a); ++i) {
+          gemm(mma, a(_, _, i, now), b(_, _, i, now), sums);
+          mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(sums);
+        if (k) release_(last);
+        last = now;
+        stage.advance();
+      }
+      if constexpr (kPingpong) turn_arrive_(1 - group);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(sums);
+      release_(last);
+
+      if (kReduces && tile.distance) {
+        scale_(sums);
+        write_<Partial>(sums, group, uses, thread);
+      } else {
+        scale_(sums);
+        if constexpr (kReduces) add_sums_(sums, group, uses, loaded, thread);
+        add_terms_(sums, tile, kPingpong ? 0 : group, thread);
+        write_<Result>(sums, group, uses, thread);
+      }
+    }
+  }
+
+  // The warp groups take turns to issue wgmmas: each has the tensor cores for a whole tile.
+  CUTE_DEVICE static void turn_wait_(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+  }
+  CUTE_DEVICE static void turn_arrive_(int group) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+  }
+
+  // Tells all blocks that load into a stage that this warp has read it.
+  CUTE_DEVICE void release_(uint32_t stage) {
+    if constexpr (kCluster == 1) {
+      if (lane() == 0) Barrier::arrive(storage_.empty[stage]);
+    } else {
+      uint32_t const m = block_ % kClusterM, n = block_ / kClusterM, i = lane();
+      if (i < kClusterM) {
+        Barrier::arrive_at(storage_.empty[stage], i + n * kClusterM);
+      } else if (i < kClusterM + kClusterN - 1) {
+        uint32_t const other = i - kClusterM;
+        Barrier::arrive_at(storage_.empty[stage], m + (other + (other >= n)) * kClusterM);
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------- the epilogue
+
+  // The sum of value i of a thread in subtile (m, n), whose rows have so many columns.
+  template <int kColumns, class Sums>
+  CUTE_DEVICE static float& at_(Sums& sums, int m, int n, int i) {
+    constexpr int width = kTileN / size<2>(typename Sums::layout_type{});  // columns of one wgmma
+    int const column = n * kColumns + i / 4 * 8;
+    return sums(column % width / 2 + i % 4, m, column / width);
+  }
+
+  // The address of a 16-byte chunk of a subtile's row, swizzled as TMA does.
+  CUTE_DEVICE static uint32_t chunk_(uint8_t* buffer, uint32_t row, uint32_t chunk) {
+    return cast_smem_ptr_to_uint(buffer) + row * kLine + (chunk ^ row % 8) * 16;
+  }
+
+  template <class Sums>
+  CUTE_DEVICE void scale_(Sums& sums) const {
+    Terms const& terms = params_.terms;
+    float factor = terms.alpha;
+    if (terms.scale_a && !terms.scale_a_step) factor *= *terms.scale_a;
+    if (terms.scale_b && !terms.scale_b_step) factor *= *terms.scale_b;
+    if (factor == 1.0f) return;
+    CUTE_UNROLL
+    for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
+  }
+
+  // Adds the partial sums of all peers, in the order of distances.
+  template <class Sums>
+  CUTE_DEVICE void add_sums_(Sums& sums, int group, Uses<kBuffers>& uses, Phases& loaded, int thread) {
+    constexpr int columns = Part<Partial>::kColumns;
+    int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
+    CUTE_NO_UNROLL
+    for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
+      CUTE_UNROLL
+      for (int number = 0; number < Part<Partial>::kSubtiles; ++number, ++uses.count) {
+        int const n = number / kDown, m = number % kDown;
+        uint32_t const buffer = uses.index();
+        uint8_t* const from = storage_.buffers[group][buffer];
+        loaded.wait(storage_.loaded[group][buffer], buffer);
+        if constexpr (sizeof(Partial) == 2) {
+          CUTE_UNROLL
+          for (int i = 0; i < columns / 2; i += 8) {
+            uint32_t pairs[4];
+            asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                         : "r"(chunk_(from, row, i / 4 + beside))
+                         : "memory");
+            auto const& found = reinterpret_cast<cutlass::Array<Partial, 8> const&>(pairs);
+            CUTE_UNROLL
+            for (int j = 0; j < 8; ++j) at_<columns>(sums, m, n, i + j) += float(found[j]);
+          }
+        } else {
+          CUTE_UNROLL
+          for (int i = 0; i < columns / 2; i += 2) {
+            float x, y;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(x), "=f"(y)
+                         : "r"(pair_(from, thread, i))
+                         : "memory");
+            at_<columns>(sums, m, n, i) += x;
+            at_<columns>(sums, m, n, i + 1) += y;
+          }
+        }
+        fence_shared();  // the reads come before the next load into the buffer
+        __syncwarp();
+        if (lane() == 0) Barrier::arrive(storage_.free[group][buffer]);
+      }
+    }
+  }
+
+  // Where value i and the next one lie, if they have four bytes each.
+  CUTE_DEVICE static uint32_t pair_(uint8_t* buffer, int thread, int i) {
+    uint32_t const row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+    return chunk_(buffer, row, i / 4 * 2 + thread % 4 / 2) + thread % 2 * 8;
+  }
+
+  // Adds what belongs to D: scales of rows, the bias, and C.
+  template <class Sums>
+  CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
+    Terms const& terms = params_.terms;
+    bool const rows_scaled = terms.scale_a_step, columns_scaled = terms.scale_b_step;
+    if (!rows_scaled && !columns_scaled && !terms.bias && !terms.c) return;
+    constexpr int columns = Part<Result>::kColumns;
+    int32_t const first_row = kReduces && !kSpreads ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
+    CUTE_UNROLL
+    for (int m = 0; m < kDown; ++m) {
+      int32_t const row = tile.row * kTileM + (m * kParts + part) * kHeight + thread / 32 * 16 + thread % 32 / 4;
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) {  // rows, 8 apart
+        bool const exists = row + j * 8 < params_.m;
+        int64_t const in_d = first_row + row + j * 8;
+        float const scale = rows_scaled && exists ? terms.scale_a[in_d] : 1.0f;
+        Result const* const c = terms.c && exists ? terms.c + in_d * terms.c_stride : nullptr;
+        CUTE_UNROLL
+        for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
+          int32_t const column = first_column + i / 2 * 8 + i % 2;
+          if (column >= params_.n) continue;
+          float& sum = at_<columns>(sums, m, i / 2 * 8 / columns, i / 2 * 8 % columns / 2 + j * 2 + i % 2);
+          sum *= columns_scaled ? scale * terms.scale_b[column] : scale;
+          if (terms.bias) sum += float(terms.bias[column]);
+          if (c) sum += terms.beta * float(c[column]);
+        }
+      }
+    }
+  }
+
+  // Writes a part of a tile to buffers, from which it is stored.
+  template <class T, class Sums>
+  CUTE_DEVICE void write_(Sums& sums, int group, Uses<kBuffers>& uses, int thread) {
+    constexpr int columns = Part<T>::kColumns;
+    int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
+    CUTE_UNROLL
+    for (int number = 0; number < Part<T>::kSubtiles; ++number, ++uses.count) {
+      int const n = number / kDown, m = number % kDown;
+      uint32_t const buffer = uses.index();
+      uint8_t* const to = storage_.buffers[group][buffer];
+      Barrier::wait(storage_.free[group][buffer], uses.phase() ^ 1);
+      if constexpr (sizeof(T) == 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < columns / 2; i += 8) {
+          cutlass::Array<float, 8> values;
+          CUTE_UNROLL
+          for (int j = 0; j < 8; ++j) values[j] = at_<columns>(sums, m, n, i + j);
+          auto const results = cutlass::NumericArrayConverter<T, float, 8>::convert(values);
+          auto const& words = reinterpret_cast<uint32_t const(&)[4]>(results);
+          asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                           chunk_(to, row, i / 4 + beside)),
+                       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                       : "memory");
+        }
+      } else {
+        CUTE_UNROLL
+        for (int i = 0; i < columns / 2; i += 2) {
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(pair_(to, thread, i)),
+                       "f"(at_<columns>(sums, m, n, i)), "f"(at_<columns>(sums, m, n, i + 1))
+                       : "memory");
+        }
+      }
+      fence_shared();
+      __syncwarp();
+      if (lane() == 0) Barrier::arrive(storage_.written[group][buffer]);
+    }
+  }
+
+  Params const& params_;
+  TileOrder const& order_;
+  Workspaces const& spaces_;
+  Storage& storage_;
+  uint32_t const block_, clusters_, depth_;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
+    distgemm_per_tile(Params const __grid_constant__ params) {
+  extern __shared__ uint8_t memory[];
+  uint64_t const aligned = (reinterpret_cast<uint64_t>(memory) + kAlignment - 1) / kAlignment * kAlignment;
+  Kernel(params, *reinterpret_cast<Storage*>(aligned)).run();
+}
+
+DG_FACTS{DG_KERNEL(kThreads, sizeof(Storage) + kAlignment)};
+
+}  // namespace distgemm

@@ -1,0 +1,234 @@
+"""From tensors to the parameters of a per-tile kernel: how a workspace is laid out, and what a call passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from distgemm.gemm.per_tile import params as structs
+from distgemm.gemm.per_tile.epochs import TICKET_BITS
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
+
+__all__ = ["RankGemm", "Space", "params_of"]
+
+SLOT_ALIGNMENT = 1024
+MAX_TICKETS = 1 << TICKET_BITS
+SMS = 132
+"""SMs of a GPU that the order of tiles is made for."""
+
+
+@dataclass(frozen=True)
+class RankGemm:
+    """What each rank multiplies.
+
+    Attributes:
+        traits: of the kernel.
+        distances: of the other ranks' shards, in the order in which they are multiplied.
+        m: rows of a shard.
+        n: columns of D on a rank.
+        k: extent of the sum on a rank.
+        group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
+            columns.
+
+    Raises:
+        ValueError: for more tiles than there are tickets.
+    """
+
+    traits: KernelTraits
+    distances: tuple[int, ...]
+    m: int
+    n: int
+    k: int
+    group: int = 0
+
+    @cached_property
+    def order(self) -> TileOrder:
+        """The order of tiles."""
+        traits = self.traits
+        height, width = (x * y for x, y in zip(traits.tile, traits.cluster, strict=True))
+        blocks, columns = -(-self.m // height), -(-self.n // width)
+        at_once = SMS // (traits.cluster[0] * traits.cluster[1])
+        gathers = traits.pattern == "ag+gemm"
+        group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / self.ranks)))
+        lead = blocks * columns if gathers else min(blocks * columns, -(-2 * at_once // self.ranks))
+        order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
+        if order.clusters + 1024 > MAX_TICKETS:
+            raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
+        if not gathers:
+            order.raise_if_cyclic()
+        return order
+
+    @cached_property
+    def pieces(self) -> PieceOrder:
+        """The order of pieces of a gather."""
+        rows = -(-self.m // self.traits.tile[0])
+        slices = -(-self.k * BYTES[self.traits.dtype] // PIECE_BYTES)
+        return PieceOrder(self.distances, rows, slices, self.order.group * self.traits.cluster[0])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.distances) + 1
+
+    @property
+    def parts(self) -> int:
+        """Parts of the tiles of a shard."""
+        clusters = self.order.blocks * self.order.columns
+        return clusters * self.traits.cluster[0] * self.traits.cluster[1] * self.traits.parts
+
+    @property
+    def flags(self) -> int:
+        """Number of flags in each half of a workspace."""
+        if self.traits.pattern == "ag+gemm":
+            return self.pieces.pieces
+        return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of slots in each half of a workspace."""
+        if self.traits.pattern == "ag+gemm":
+            return (self.ranks - 1) * self.m * self.k * BYTES[self.traits.dtype]
+        return self.flags * self.traits.part_bytes
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where the workspaces of all ranks are, and how they are laid out.
+
+    Attributes:
+        bases: the address of each rank's workspace, in this rank's address space.
+        rank: this rank.
+        flags: number of flags in each half.
+        slot_bytes: bytes of slots in each half.
+    """
+
+    bases: Sequence[int]
+    rank: int
+    flags: int
+    slot_bytes: int
+
+    @property
+    def flags_at(self) -> int:
+        """Offset of the flags."""
+        return -(-structs.CONTROL_BYTES // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def slots_at(self) -> int:
+        """Offset of the slots."""
+        return self.flags_at + -(-2 * self.flags * 8 // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def slots_of_half(self) -> int:
+        """Bytes from the slots of the first half to those of the second."""
+        return -(-self.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def size(self) -> int:
+        """Bytes of a workspace."""
+        return self.slots_at + 2 * self.slots_of_half
+
+
+def params_of(
+    gemm: RankGemm,
+    space: Space,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    bias: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    beta: float = 0.0,
+    gb_per_s: float = 0.0,
+    closed: bool = True,
+    epochs_a_replay: int = 1,
+) -> structs.Params:
+    """The parameters of a call.
+
+    Args:
+        gemm: what is multiplied.
+        space: the workspaces.
+        a: this rank's A: (m, k) for a gather, else (ranks * m, k).
+        b: (n, k).
+        d: (ranks * m, n), for a reduce-scatter (m, n).
+        alpha: factor of the product.
+        bias: (n,).
+        c: of D's shape.
+        beta: factor of C.
+        gb_per_s: rate at which stores to peers leave; 0: without a limit.
+        closed: whether a rank ends a replay only after all ranks have begun it.
+        epochs_a_replay: by how much a replay raises the epoch.
+
+    Raises:
+        ValueError: for tensors that TMA cannot copy.
+    """
+    traits, ranks = gemm.traits, gemm.ranks
+    gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
+    size = BYTES[traits.dtype]
+    tile_m, tile_n = traits.tile
+    params = structs.Params()
+    params.a = _operand(a, traits.a_major == "k", tile_m // traits.cluster[1], 1 if gathers else ranks, gemm.m, traits)
+    params.b = _operand(b, traits.b_major == "k", tile_n // traits.cluster[0], 1, gemm.n, traits)
+    params.d = _descriptor(d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
+    if gathers:
+        row = gemm.k * size
+        for half in range(2):
+            slots = space.bases[space.rank] + space.slots_at + half * space.slots_of_half
+            params.received[half] = structs.descriptor(
+                slots,
+                traits.dtype,
+                (gemm.k, gemm.m, max(ranks - 1, 1)),
+                row,
+                gemm.m * row,
+                tile_m // traits.cluster[1],
+                size,
+            )
+        params.pieces = structs.Pieces.of(gemm.pieces)
+    params.order = structs.Order.of(gemm.order)
+    spaces = params.workspaces
+    spaces.base[:ranks] = list(space.bases)
+    spaces.flags, spaces.flags_of_half = space.flags_at, space.flags * 8
+    spaces.slots, spaces.slots_of_half = space.slots_at, space.slots_of_half
+    spaces.rank, spaces.closed, spaces.epochs_a_replay = space.rank, closed, epochs_a_replay
+    terms = params.terms
+    terms.alpha, terms.beta = alpha, beta
+    terms.bias = 0 if bias is None else bias.data_ptr()
+    if c is not None and beta:
+        terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
+    params.shard, params.shard_stride = a.data_ptr(), a.stride(0)
+    params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
+    params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
+    return params
+
+
+def _operand(
+    x: torch.Tensor, k_major: bool, rows: int, matrices: int, extent: int, traits: KernelTraits
+) -> structs.Descriptor:
+    """The descriptor of A or B (rows, k), of which each matrix has so many rows."""
+    if k_major:
+        return _descriptor(x, traits.dtype, extent, matrices, rows)
+    size = BYTES[traits.dtype]
+    if x.stride(0) != 1:
+        raise ValueError(f"columns are contiguous, got strides {x.stride()}")
+    return structs.descriptor(
+        x.data_ptr(),
+        traits.dtype,
+        (extent, x.shape[1], matrices),
+        x.stride(1) * size,
+        extent * size,
+        traits.tile_k,
+        size,
+    )
+
+
+def _descriptor(x: torch.Tensor, dtype: str, extent: int, matrices: int, rows: int) -> structs.Descriptor:
+    size = BYTES[dtype]
+    if x.stride(1) != 1:
+        raise ValueError(f"rows are contiguous, got strides {x.stride()}")
+    pitch = x.stride(0) * size
+    return structs.descriptor(x.data_ptr(), dtype, (x.shape[1], extent, matrices), pitch, extent * pitch, rows, size)

@@ -1,0 +1,156 @@
+"""Per-tile kernels: what distinguishes them, what they are compiled from, and a launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.per_tile.params import LINE, Params
+from distgemm.schedulers import Pattern
+
+__all__ = ["BYTES", "PIECE_BYTES", "SUBTILE_ROWS", "KernelTraits", "Launch"]
+
+PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
+CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element."""
+
+SHARED_BYTES = 227 << 10
+"""Shared memory of a thread block."""
+RESERVED_BYTES = 2 << 10
+"""Of these, for the alignment and for barriers."""
+GROUPS = 2
+"""Warp groups that multiply."""
+SUBTILE_ROWS = 64
+SUBTILE_BYTES = SUBTILE_ROWS * LINE
+"""Bytes of what warps pass to each other at a time."""
+PIECE_BYTES = 512
+"""Bytes of each row in a piece of a shard that is sent."""
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class KernelTraits:
+    """What a kernel is compiled for. The operands have 16-bit elements.
+
+    Attributes:
+        pattern: the pattern.
+        tile: rows and columns. A warp group has 64 or 128 rows of a tile, and 64 to 256 columns.
+        cluster: thread blocks along rows and columns that share loads.
+        pingpong: whether each of the two warp groups has tiles of its own. Otherwise both share each tile.
+        dtype: of A and B.
+        out_dtype: of D, C and the bias.
+        partial_dtype: of partial sums.
+        a_major: "k" if rows of A are contiguous, "m" if columns are.
+        b_major: "k" if rows of B are contiguous, "n" if columns are.
+        sends: whether the kernel of a gather sends the shard.
+        buffers: subtiles of sums and results that each warp group has in shared memory.
+
+    Raises:
+        ValueError: for values that do not go together, and if the tile does not fit into shared memory.
+    """
+
+    pattern: Pattern
+    tile: tuple[int, int]
+    cluster: tuple[int, int] = (1, 1)
+    pingpong: bool = False
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    partial_dtype: str = "bfloat16"
+    a_major: Literal["k", "m"] = "k"
+    b_major: Literal["k", "n"] = "k"
+    sends: bool = False
+    buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if BYTES.get(self.dtype) != 2:
+            raise ValueError(f"dtype is bfloat16 or float16, got {self.dtype!r}")
+        if self.sends and (self.pattern != "ag+gemm" or self.a_major != "k"):
+            raise ValueError(f"a kernel sends rows of a gather, got {self.pattern!r} and a_major={self.a_major!r}")
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        if self.tile[0] % self.parts or rows not in (64, 128) or columns not in (64, 128, 192, 256):
+            raise ValueError(
+                "a warp group has 64 or 128 rows and 64, 128, 192 or 256 columns of a tile, got "
+                f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
+            )
+        if self.stages < 3:
+            raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
+
+    @property
+    def stages(self) -> int:
+        """Stages of operands: as many as fit."""
+        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern == "gemm+ar" else 0
+        left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.buffers * SUBTILE_BYTES - copied
+        return min(left // (sum(self.tile) * LINE), MAX_STAGES)
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of k in a stage."""
+        return LINE // BYTES[self.dtype]
+
+    @property
+    def parts(self) -> int:
+        """Parts of a tile: one for each warp group that multiplies it."""
+        return 1 if self.pingpong else GROUPS
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part of a partial sum or result in a slot."""
+        return self.tile[0] * self.tile[1] // self.parts * BYTES[self.partial_dtype]
+
+    @property
+    def name(self) -> str:
+        """A name for messages."""
+        kind = "pingpong" if self.pingpong else "cooperative"
+        return f"per_tile {self.pattern} {self.tile[0]}x{self.tile[1]}_{self.cluster[0]}x{self.cluster[1]}_{kind}"
+
+    def source(self, arch: str = "90a") -> KernelSource:
+        """What the kernel is compiled from."""
+        macros = {
+            "DG_PATTERN": PATTERN_NUMBERS[self.pattern],
+            "DG_TILE_M": self.tile[0],
+            "DG_TILE_N": self.tile[1],
+            "DG_CLUSTER_M": self.cluster[0],
+            "DG_CLUSTER_N": self.cluster[1],
+            "DG_PINGPONG": int(self.pingpong),
+            "DG_STAGES": self.stages,
+            "DG_BUFFERS": self.buffers,
+            "DG_SENDS": int(self.sends),
+            "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
+            "DG_RESULT": CUTLASS_TYPES[self.out_dtype],
+            "DG_PARTIAL": CUTLASS_TYPES[self.partial_dtype],
+            "DG_A_K_MAJOR": int(self.a_major == "k"),
+            "DG_B_K_MAJOR": int(self.b_major == "k"),
+        }
+        pairs = tuple((name, str(value)) for name, value in macros.items())
+        return KernelSource(self.name, pairs, arch, "per_tile.cu", ("epochs.cuh", "facts.cuh", "tile_order.cuh"))
+
+
+class Launch:
+    """A kernel with parameters. Calling it with a stream launches it there.
+
+    Args:
+        traits: of the kernel, which is compiled if need be.
+        params: the parameters.
+        blocks: thread blocks, at most one for each SM.
+        device: number of the GPU.
+    """
+
+    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
+        self.params, self._device = params, device
+        size = traits.cluster[0] * traits.cluster[1]
+        grid = (blocks // size * size, 1, 1)
+        self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
+            device, grid, ctypes.addressof(params)
+        )
+
+    def __call__(self, stream: int | None = None) -> None:
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._launch(stream)

@@ -1,0 +1,201 @@
+"""The order of tiles: which tile of which shard a rank multiplies with each ticket, and in which order it sends.
+
+A shard's clusters of tiles have numbers, the same in each shard: units. Rows of clusters form groups. Within a group
+the columns come one after the other, each with all rows of the group. So tiles that are multiplied at the same time
+share operands.
+
+With each unit a rank multiplies the tiles of all other shards, then one of its own shard. It thereby exchanges data
+with all peers at the same time, and all the time. The shards come in the order of the schedule: at distance d is the
+shard of rank r + d (modulo the number of ranks). Own tiles need no operand of a peer, so those of a gather come some
+units earlier than the others: the lead. Those of a reduction add the sums of all peers, and come later by it.
+
+Order and protocol come to an end, whatever the number of clusters that run at a time:
+
+* A cluster works on its tickets in order, and tickets are handed out in order.
+* A tile waits for sums that peers make with lower tickets (:meth:`TileOrder.raise_if_cyclic`), or for operands, which
+  warps send that wait for nothing.
+
+So the unfinished tile with the lowest ticket, among all ranks, waits for nothing that is not done or under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distgemm.plan.schema import PlanError
+from distgemm.schedulers import DistributedTileScheduler
+
+__all__ = ["RANKS", "Piece", "PieceOrder", "TileCluster", "TileOrder", "distances_of"]
+
+RANKS = 72
+"""The most ranks of one kernel. kRanks of tile_order.cuh."""
+
+
+class TileCluster(NamedTuple):
+    """Tiles that a cluster multiplies together.
+
+    Attributes:
+        distance: the shard is that of the rank so far behind this one.
+        block: the row of clusters in the shard.
+        column: the column of clusters.
+    """
+
+    distance: int
+    block: int
+    column: int
+
+
+class Piece(NamedTuple):
+    """A piece of a rank's own shard, for one receiver.
+
+    Attributes:
+        distance: the receiver is the rank so far before the sender.
+        row: the row of tiles in the shard.
+        slice: the slice along k.
+    """
+
+    distance: int
+    row: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The order of a rank's tiles. All ranks have the same.
+
+    Attributes:
+        distances: of the shards of the other ranks, in the order in which they are multiplied.
+        blocks: rows of clusters in a shard.
+        columns: columns of clusters.
+        group: rows of clusters that are multiplied in turn.
+        lead: units by which own tiles come earlier or later than the tiles of other shards.
+        own_first: whether they come earlier.
+
+    Raises:
+        ValueError: for distances that are not those of all other ranks, and for numbers out of range.
+    """
+
+    distances: tuple[int, ...]
+    blocks: int
+    columns: int
+    group: int
+    lead: int
+    own_first: bool
+
+    def __post_init__(self) -> None:
+        if sorted(self.distances) != list(range(1, self.ranks)) or self.ranks > RANKS:
+            raise ValueError(f"distances are 1 to N - 1 of at most {RANKS} ranks, in any order, got {self.distances}")
+        if min(self.blocks, self.columns, self.group) < 1 or not 0 <= self.lead <= self.units:
+            raise ValueError(
+                "blocks, columns and group are integers >= 1, and lead is one from 0 to blocks * columns; got "
+                f"{self.blocks}, {self.columns}, {self.group} and {self.lead}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, and of shards."""
+        return len(self.distances) + 1
+
+    @property
+    def units(self) -> int:
+        """Number of clusters of tiles in a shard."""
+        return self.blocks * self.columns
+
+    @property
+    def clusters(self) -> int:
+        """Number of clusters of tiles, and of tickets for them."""
+        return self.ranks * self.units
+
+    def at(self, ticket: int) -> TileCluster:
+        """The tiles of a ticket, from 0. tile_order.cuh computes the same."""
+        others, rest = self.ranks - 1, self.units - self.lead
+        alone = self.lead if self.own_first else self.lead * others
+        if ticket < alone:
+            return self.of_unit(0, ticket) if self.own_first else self._other(*divmod(ticket, others))
+        ticket -= alone
+        if ticket < rest * self.ranks:
+            unit, i = divmod(ticket, self.ranks)
+            if i < others:
+                return self._other(unit if self.own_first else unit + self.lead, i)
+            return self.of_unit(0, unit + self.lead if self.own_first else unit)
+        ticket -= rest * self.ranks
+        if self.own_first:
+            unit, i = divmod(ticket, others)
+            return self._other(rest + unit, i)
+        return self.of_unit(0, rest + ticket)
+
+    def of_unit(self, distance: int, unit: int) -> TileCluster:
+        """The tiles of a unit in the shard at a distance."""
+        first = unit // (self.group * self.columns) * self.group
+        column, row = divmod(unit - first * self.columns, min(self.group, self.blocks - first))
+        return TileCluster(distance, first + row, column)
+
+    def _other(self, unit: int, i: int) -> TileCluster:
+        return self.of_unit(self.distances[i], unit)
+
+    def __iter__(self) -> Iterator[TileCluster]:
+        return map(self.at, range(self.clusters))
+
+    def raise_if_cyclic(self) -> None:
+        """Raise PlanError if an own tile comes before the tile of a peer whose sum it adds.
+
+        That tile has the same block and column, and another distance.
+        """
+        tickets = {tile: ticket for ticket, tile in enumerate(self)}
+        for distance, block, column in tickets:
+            if tickets[TileCluster(distance, block, column)] > tickets[TileCluster(0, block, column)]:
+                raise PlanError(
+                    f"the own tile of block {block} and column {column} comes before the one at distance {distance}, "
+                    "whose sum it adds"
+                )
+
+
+@dataclass(frozen=True)
+class PieceOrder:
+    """The order in which a rank sends the pieces of its shard: that in which all receivers need them.
+
+    Attributes:
+        distances: of the receivers, as a :class:`TileOrder` has them.
+        rows: rows of tiles in a shard.
+        slices: slices along k of each row.
+        group: rows whose slices are sent in turn.
+    """
+
+    distances: tuple[int, ...]
+    rows: int
+    slices: int
+    group: int
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return len(self.distances) * self.rows * self.slices
+
+    def at(self, number: int) -> Piece:
+        """A piece, from 0. tile_order.cuh computes the same."""
+        place, receiver = divmod(number, len(self.distances))
+        first = place // (self.group * self.slices) * self.group
+        slice_, row = divmod(place - first * self.slices, min(self.group, self.rows - first))
+        return Piece(self.distances[receiver], first + row, slice_)
+
+
+def distances_of(schedule: DistributedTileScheduler) -> tuple[int, ...]:
+    """The distances of the other shards of mode m in the order in which a schedule multiplies them.
+
+    Raises:
+        PlanError: if ranks differ in them, or if a rank does not multiply one whole shard in each iteration.
+    """
+    ranks = schedule.world_size
+    found = set()
+    for rank in range(ranks):
+        tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
+        found.add(tuple(-1 if tile is None else (tile.m - rank) % ranks for tile in tiles))
+    (distances, *others) = found
+    if others or schedule.grid.m != ranks or sorted(distances) != list(range(ranks)):
+        raise PlanError(
+            f"{schedule.name}: tile by tile, each rank multiplies one shard of rows in each iteration, all ranks at "
+            "the same distances; take a rotating schedule on one axis with chunks=1"
+        )
+    return tuple(x for x in distances if x)

@@ -1,0 +1,149 @@
+"""Per-tile kernels: ranks are streams of one process, on one GPU or on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.local import LocalRanks
+
+pytestmark = pytest.mark.gpu(1)
+
+PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar")
+KINDS = [
+    ((128, 128), (1, 1), True),
+    ((128, 128), (2, 1), True),
+    ((128, 256), (1, 2), False),
+    ((128, 128), (2, 1), False),
+    ((256, 128), (2, 1), False),
+]
+Calls = list[dict[str, Any]]
+
+
+def drawn(there: LocalRanks, seed: int) -> Calls:
+    """The tensors of all ranks; D is NaN."""
+    gemm, traits = there.gemm, there.gemm.traits
+    torch.manual_seed(seed)
+    rows = gemm.m if traits.pattern == "ag+gemm" else gemm.m * gemm.ranks
+    rows_of_d = gemm.m if traits.pattern == "gemm+rs" else gemm.m * gemm.ranks
+    found = []
+    for device in there.devices:
+        a, b = (torch.randn(x, gemm.k, device=device, dtype=torch.bfloat16) for x in (rows, gemm.n))
+        a = a if traits.a_major == "k" else a.mT.contiguous().mT
+        b = b if traits.b_major == "k" else b.mT.contiguous().mT
+        d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
+        found.append({"a": a, "b": b, "d": d})
+    return found
+
+
+def check(there: LocalRanks, calls: Calls) -> None:
+    """Compare each D with products in float64."""
+    pattern = there.gemm.traits.pattern
+    on_first = [{name: x.cuda(0) if isinstance(x, torch.Tensor) else x for name, x in call.items()} for call in calls]
+    if pattern == "ag+gemm":
+        whole = torch.cat([call["a"] for call in on_first]).double()
+        products = [whole @ call["b"].double().T for call in on_first]
+    else:
+        total = torch.stack([call["a"].double() @ call["b"].double().T for call in on_first]).sum(0)
+        products = list(total.chunk(len(calls))) if pattern == "gemm+rs" else [total] * len(calls)
+    for call, product in zip(on_first, products, strict=True):
+        wanted = call.get("alpha", 1.0) * product
+        if "bias" in call:
+            wanted = wanted + call["bias"].double() + call["beta"] * call["c"].double()
+        torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
+def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
+    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern == "ag+gemm", **more)
+
+
+def distances(ranks: int) -> tuple[int, ...]:
+    return tuple(range(1, ranks))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results(pattern: str, kind: tuple, ranks: int) -> None:
+    gemm = RankGemm(traits(pattern, *kind), distances(ranks), 384, 512, 320)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("ranks", [3, 5, 8])
+def test_odd_shapes(pattern: str, ranks: int) -> None:
+    gemm = RankGemm(traits(pattern, *KINDS[1], buffers=3), distances(ranks), 200, 328, 136)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k"), ("m", "n")])
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
+    if pattern == "ag+gemm" and a_major == "m":
+        pytest.skip("a gather sends rows")
+    gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 256, 384, 192)
+    there = LocalRanks(gemm)
+    calls = drawn(there, 0)
+    there.run(there.launches(calls))
+    check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+def test_terms(pattern: str, kind: tuple) -> None:
+    gemm = RankGemm(traits(pattern, *kind), distances(2), 200, 392, 192)
+    there = LocalRanks(gemm)
+    calls = drawn(there, 0)
+    for number, call in enumerate(calls):
+        call["alpha"] = 0.5 + number * (pattern == "ag+gemm")
+        call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
+        call["c"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.75
+    if pattern == "gemm+ar":  # the owner of a tile adds the terms
+        for call in calls:
+            call["bias"], call["c"] = calls[0]["bias"], calls[0]["c"]
+    there.run(there.launches(calls))
+    check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("epoch", [1, 2**32 - 3, 2**40])
+def test_many_replays(pattern: str, epoch: int) -> None:
+    """Ranks run ahead of each other; inputs change between replays; no host waits."""
+    gemm = RankGemm(traits(pattern, *KINDS[1]), distances(4), 256, 384, 128)
+    there = LocalRanks(gemm, epoch=epoch)
+    several = [drawn(there, seed) for seed in range(3)]
+    torch.cuda.synchronize()
+    prepared = [there.launches(calls) for calls in several]
+    for number in range(100):
+        for rank in torch.randperm(4).tolist():
+            with torch.cuda.stream(there.streams[rank]):
+                if number % 7 == rank:
+                    torch.cuda._sleep(200_000)
+                prepared[number % 3][rank]()
+    torch.cuda.synchronize()
+    for calls in several:
+        check(there, calls)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_two_gpus(pattern: str) -> None:
+    gemm = RankGemm(traits(pattern, *KINDS[1]), distances(2), 384, 512, 320)
+    there = LocalRanks(gemm, gpus=2)
+    for seed in range(10):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls), [100_000 * (seed % 3), 100_000 * (seed % 2)])
+        check(there, calls)

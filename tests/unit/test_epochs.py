@@ -1,0 +1,67 @@
+"""The protocol of epochs: every order of events is right, and each rule is needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from distgemm.gemm.per_tile.epochs import Clock
+from tests.epoch_model import Protocol, ProtocolError, check, everyone, walk, without
+
+TWO = (everyone(2), without(2, 0), without(2, 1))
+
+
+def test_two_ranks() -> None:
+    """All sequences of three replays, in which both ranks send, or one; and one of five."""
+    for replays in itertools.product(TWO, repeat=3):
+        assert check(2, replays) > 100
+    assert check(2, [everyone(2)] * 5) > 10000
+
+
+def test_three_ranks() -> None:
+    kinds = (everyone(3), without(3, 0), without(3, 1, 2))
+    for number, replays in enumerate(itertools.product(kinds, repeat=4)):
+        walk(3, replays, number)
+
+
+def test_epochs_beyond_32_bits() -> None:
+    check(2, [everyone(2)] * 4, Protocol(first=2**32 - 2))
+
+
+def half_kept(clock: Clock, closed: bool) -> Clock:
+    """Each replay uses the same half, and nobody waits."""
+    return replace(clock.next(closed), half=0, waits=False)
+
+
+def always_closed(clock: Clock, closed: bool) -> Clock:
+    return clock.next(True)
+
+
+MUTANTS = {
+    "no rank waits": Protocol(waits=False),
+    "one half, no wait": Protocol(next=half_kept),
+    "each replay counts as closed": Protocol(next=always_closed),
+    "a flag overtakes its data": Protocol(ordered=False),
+    "any flag lets pass": Protocol(passes=lambda flag, epoch: True),
+    "an older flag lets pass": Protocol(passes=lambda flag, epoch: flag >= epoch - 2),
+}
+
+
+def every_sequence(mutant: Protocol) -> None:
+    for replays in itertools.product(TWO, repeat=4):
+        check(2, replays, mutant)
+
+
+def random_ways(mutant: Protocol) -> None:
+    for seed in range(3000):
+        walk(3, [everyone(3), without(3, 0), everyone(3), without(3, 1, 2)], seed, mutant)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+@pytest.mark.parametrize("search", [every_sequence, random_ways])
+def test_mutants_fail(search: Callable[[Protocol], None], mutant: Protocol) -> None:
+    with pytest.raises(ProtocolError):
+        search(mutant)
