@@ -49,8 +49,8 @@ class Rank(NamedTuple):
         seen: senders whose flag was seen.
         read: senders whose slot was read.
         begun: by rank, the last epoch that it is known to have begun.
-        slots: by (sender, half), the epoch of the data.
-        flags: by (sender, half), the flag.
+        slots: by (sender, buffer), the epoch of the data.
+        flags: by (sender, buffer), the flag.
     """
 
     replay: int
@@ -70,7 +70,7 @@ class Move(NamedTuple):
     kind: str  # "begun", "data" or "flag"
     sender: int
     receiver: int
-    half: int
+    buffer: int
     epoch: int
 
 
@@ -147,7 +147,7 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
         if any(other[:4] == move[:4] and other.epoch < move.epoch for other in moves):
             continue  # words to one place keep their order
         at = ranks[move.receiver]
-        place = move.sender * 2 + move.half
+        place = move.sender * 2 + move.buffer
         if move.kind == "begun":
             at = at._replace(begun=_set(at.begun, move.sender, move.epoch))
         elif move.kind == "data":
@@ -159,7 +159,7 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
 
 def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: Protocol) -> Iterator[State]:
     ranks, moves = state
-    clock, epoch, half = rank.clock, rank.clock.epoch, rank.clock.half
+    clock, epoch, buffer = rank.clock, rank.clock.epoch, rank.clock.buffer
     others = [other for other in range(len(ranks)) if other != number]
 
     def with_(changed: Rank, added: frozenset[Move] = frozenset()) -> State:
@@ -170,11 +170,11 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
     may_store = not (protocol.waits and clock.waits) or all(rank.begun[x] >= epoch for x in others)
     for receiver in others:
         if (number, receiver) in replay.pairs and receiver not in rank.sent and may_store:
-            stored = {Move(kind, number, receiver, half, epoch) for kind in ("data", "flag")}
+            stored = {Move(kind, number, receiver, buffer, epoch) for kind in ("data", "flag")}
             yield with_(rank._replace(sent=rank.sent | {receiver}), frozenset(stored))
     senders = [x for x in others if (x, number) in replay.pairs]
     for sender in senders:
-        place = sender * 2 + half
+        place = sender * 2 + buffer
         if sender not in rank.seen and protocol.passes(rank.flags[place], epoch):
             yield with_(rank._replace(seen=rank.seen | {sender}))
         if sender in rank.seen and sender not in rank.read:

@@ -80,7 +80,7 @@ def test_results(pattern: str, kind: tuple, ranks: int) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("ranks", [3, 5, 8])
 def test_odd_shapes(pattern: str, ranks: int) -> None:
-    gemm = RankGemm(traits(pattern, *KINDS[1], buffers=3), distances(ranks), 200, 328, 136)
+    gemm = RankGemm(traits(pattern, *KINDS[1], epilogue_stages=3), distances(ranks), 200, 328, 136)
     there = LocalRanks(gemm)
     for seed in range(3):
         calls = drawn(there, seed)

@@ -31,9 +31,9 @@ def test_epochs_beyond_32_bits() -> None:
     check(2, [everyone(2)] * 4, Protocol(first=2**32 - 2))
 
 
-def half_kept(clock: Clock, closed: bool) -> Clock:
-    """Each replay uses the same half, and nobody waits."""
-    return replace(clock.next(closed), half=0, waits=False)
+def buffer_kept(clock: Clock, closed: bool) -> Clock:
+    """Each replay uses the same buffer, and nobody waits."""
+    return replace(clock.next(closed), buffer=0, waits=False)
 
 
 def always_closed(clock: Clock, closed: bool) -> Clock:
@@ -42,7 +42,7 @@ def always_closed(clock: Clock, closed: bool) -> Clock:
 
 MUTANTS = {
     "no rank waits": Protocol(waits=False),
-    "one half, no wait": Protocol(next=half_kept),
+    "one buffer, no wait": Protocol(next=buffer_kept),
     "each replay counts as closed": Protocol(next=always_closed),
     "a flag overtakes its data": Protocol(ordered=False),
     "any flag lets pass": Protocol(passes=lambda flag, epoch: True),

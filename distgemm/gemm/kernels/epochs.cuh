@@ -20,18 +20,18 @@ struct Clock {
   static constexpr int kTicketBits = 18;
   CUTE_HOST_DEVICE uint32_t ticket() const { return word & ((1u << kTicketBits) - 1); }
   CUTE_HOST_DEVICE bool waits() const { return word >> kTicketBits & 1; }  // for all peers, before it stores there
-  CUTE_HOST_DEVICE uint32_t half() const { return word >> (kTicketBits + 1) & 1; }
+  CUTE_HOST_DEVICE uint32_t buffer() const { return word >> (kTicketBits + 1) & 1; }
   CUTE_HOST_DEVICE uint64_t epoch() const { return word >> (kTicketBits + 2); }
 
-  CUTE_HOST_DEVICE static Clock at(uint64_t epoch, uint32_t half, bool waits) {
-    return {epoch << (kTicketBits + 2) | uint64_t(half) << (kTicketBits + 1) | uint64_t(waits) << kTicketBits};
+  CUTE_HOST_DEVICE static Clock at(uint64_t epoch, uint32_t buffer, bool waits) {
+    return {epoch << (kTicketBits + 2) | uint64_t(buffer) << (kTicketBits + 1) | uint64_t(waits) << kTicketBits};
   }
 };
 
 // What a rank's workspace begins with.
 struct Control {
   uint64_t clock;
-  uint64_t last[2];    // the last epoch of each half
+  uint64_t last[2];    // the last epoch of each buffer
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
   uint32_t dead;       // not 0: all waits end
@@ -39,35 +39,38 @@ struct Control {
   uint64_t begun[kRanks];  // the last epoch that each peer has begun
 };
 
-// Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both halves.
+// Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both buffers.
 struct Workspaces {
   uint64_t base[kRanks];
-  uint64_t flags, flags_of_half;  // offset of the first flag; bytes of a half
-  uint64_t slots, slots_of_half;
+  uint64_t flags, flags_of_buffer;  // offset of the first flag; bytes of those of a buffer
+  uint64_t slots, slots_of_buffer;
   uint32_t rank;
   bool closed;            // a rank ends a replay only after all ranks have begun it
   uint8_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
 
   CUTE_DEVICE Control& control(uint32_t at) const { return *reinterpret_cast<Control*>(base[at]); }
-  CUTE_DEVICE uint64_t flag(uint32_t at, uint32_t half, uint32_t number) const {
-    return base[at] + flags + half * flags_of_half + uint64_t(number) * sizeof(uint64_t);
+  CUTE_DEVICE uint64_t flag(uint32_t at, uint32_t buffer, uint32_t number) const {
+    return base[at] + flags + buffer * flags_of_buffer + uint64_t(number) * sizeof(uint64_t);
   }
-  CUTE_DEVICE uint64_t slot(uint32_t at, uint32_t half, uint64_t offset) const {
-    return base[at] + slots + half * slots_of_half + offset;
+  CUTE_DEVICE uint64_t slot(uint32_t at, uint32_t buffer, uint64_t offset) const {
+    return base[at] + slots + buffer * slots_of_buffer + offset;
   }
 
   // Takes a ticket. Nothing waits for it before its first use.
   CUTE_DEVICE Clock take() const {
     Clock now;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(now.word) : "l"(&control(rank).clock) : "memory");
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
+                 : "=l"(now.word)
+                 : "l"(&control(rank).clock)
+                 : "memory");
     return now;
   }
 
   // Whoever takes the last ticket of a replay calls it: makes the clock ready for the next replay.
   CUTE_DEVICE void renew(Clock now) const {
     Control& here = control(rank);
-    uint32_t const next = now.half() ^ 1;
-    here.last[now.half()] = now.epoch();
+    uint32_t const next = now.buffer() ^ 1;
+    here.last[now.buffer()] = now.epoch();
     if (!closed) here.last[next] = now.epoch();
     bool const waits = here.last[next] == now.epoch();
     *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
@@ -128,8 +131,7 @@ struct LinkPacing {
     auto* const at = reinterpret_cast<unsigned long long*>(link_free);
     uint64_t const now = nanoseconds_();
     atomicMax(at, now * kTicks);
-    uint64_t const start =
-        atomicAdd(at, bytes * kTicks * picoseconds_per_kib / (1024 * 1000)) / kTicks;
+    uint64_t const start = atomicAdd(at, bytes * kTicks * picoseconds_per_kib / (1024 * 1000)) / kTicks;
     if (start >= now + kMaxLead) {
       atomicExch(at, now * kTicks);
       return;

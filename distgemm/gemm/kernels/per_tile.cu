@@ -5,21 +5,20 @@
 //   0           takes tickets; loads A and B                     flags of operands; free stages
 //   1           sends pieces of A (DG_GATHER), or takes          tickets of its own; flags of results
 //               peers' results to D (DG_ALL_REDUCE)
-//   2           loads partial sums of own tiles                  flags of partial sums; free buffers
-//   3           stores tiles: to D, or at peers, with flags      full buffers; the link
-//   4..7, 8..11 multiply, add terms and partial sums, and write  full stages; full and free buffers
+//   2           loads partial sums of own tiles                  flags of partial sums; free stages
+//   3           stores tiles: to D, or at peers, with flags      written stages; the link
+//   4..7, 8..11 multiply, add terms and partial sums, and write  loaded stages; free stages
 //               tiles to shared memory
 
 #include <cstdint>
 
+#include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/atom/mma_atom.hpp"
 #include "cute/atom/mma_traits_sm90_gmma.hpp"
-#include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/bfloat16.h"
-#include "cutlass/float8.h"
 #include "cutlass/half.h"
 #include "cutlass/numeric_conversion.h"
 #include "epochs.cuh"
@@ -36,17 +35,17 @@ using namespace cute;
 
 // ---------------------------------------------------------------- what the macros say
 
-using Element = DG_ELEMENT;    // of A and B
-using Result = DG_RESULT;      // of D, bias and C
-using Partial = DG_PARTIAL;    // of partial sums
+using Element = DG_ELEMENT;  // of A and B
+using Result = DG_RESULT;    // of D, bias and C
+using Partial = DG_PARTIAL;  // of partial sums
 
 constexpr int kPattern = DG_PATTERN;
 constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kSpreads = kPattern == DG_ALL_REDUCE;
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
-constexpr int kStages = DG_STAGES;    // of operands
-constexpr int kBuffers = DG_BUFFERS;  // of each warp group, for subtiles of sums and results
+constexpr int kStages = DG_STAGES;                   // of operands
+constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles of sums and results
 
 constexpr int kGroups = 2, kGroupThreads = 128;
 constexpr int kThreads = kGroupThreads * (kGroups + 1);
@@ -91,7 +90,7 @@ struct Terms {
 struct alignas(128) Params {
   // TMA descriptors, each of (contiguous mode, other mode, number of the matrix)
   CUtensorMap a, b, d;
-  CUtensorMap received[2];  // shards of A, in the slots of each half
+  CUtensorMap received[2];  // shards of A, in the slots of each buffer of the workspace
   TileOrder order;
   PieceOrder pieces;
   Workspaces workspaces;
@@ -108,18 +107,18 @@ constexpr int kAlignment = 1024;  // of swizzled tiles
 struct alignas(kAlignment) Storage {
   uint8_t a[kStages][kStageA];
   uint8_t b[kStages][kStageB];
-  uint8_t buffers[kGroups][kBuffers][kSubtile];
+  uint8_t subtiles[kGroups][kEpilogueStages][kSubtile];
   uint8_t copied[kCopies ? 2 : 0][kUnit];
   uint64_t full[kStages], empty[kStages];
-  uint64_t written[kGroups][kBuffers];  // a result is in the buffer
-  uint64_t loaded[kGroups][kBuffers];   // a partial sum is in the buffer
-  uint64_t free[kGroups][kBuffers];
+  uint64_t written[kGroups][kEpilogueStages];  // the stage has a subtile of a result
+  uint64_t loaded[kGroups][kEpilogueStages];   // the stage has a subtile of a partial sum
+  uint64_t free[kGroups][kEpilogueStages];
   uint64_t wanted[kGroups];  // a warp group has begun a tile to which it adds sums
   uint64_t arrived[2];
   uint64_t ticket_arrived[kRing];
   uint64_t tickets[kRing];
 };
-static_assert(sizeof(Storage) + kAlignment <= 227 * 1024, "the stages and buffers do not fit");
+static_assert(sizeof(Storage) + kAlignment <= 227 * 1024, "the stages do not fit");
 static_assert(kUnit == kSubtile);
 
 // ---------------------------------------------------------------- barriers and copies
@@ -286,7 +285,7 @@ class Kernel {
     }
     for (int group = 0; group < kGroups; ++group) {
       Barrier::init(storage_.wanted[group], 4);
-      for (int i = 0; i < kBuffers; ++i) {
+      for (int i = 0; i < kEpilogueStages; ++i) {
         Barrier::init(storage_.written[group][i], 4);
         Barrier::init(storage_.loaded[group][i], 1);
         Barrier::init(storage_.free[group][i], 4);
@@ -358,7 +357,7 @@ class Kernel {
       Tile const tile = tile_(clock);
       bool const waits = kGathers && tile.distance && tile.row < params_.pieces.rows;  // not outside of A
       bool const receives = kGathers && tile.distance;
-      CUtensorMap const& map_a = receives ? params_.received[clock.half()] : params_.a;
+      CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
       uint32_t const matrix_a = kReduces ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
@@ -398,7 +397,7 @@ class Kernel {
   CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) {
     bool const exists = slice + lane() < params_.slices;
     uint64_t const flag =
-        spaces_.flag(spaces_.rank, clock.half(), piece_slot_(tile.distance, tile.row, slice + lane()));
+        spaces_.flag(spaces_.rank, clock.buffer(), piece_slot_(tile.distance, tile.row, slice + lane()));
     uint32_t arrived = 0;
     for (uint32_t spins = 1; !(arrived & 1); ++spins) {
       bool const ends = spaces_.ends_(spins);
@@ -416,14 +415,14 @@ class Kernel {
       CUtensorMap const& map, uint8_t* to, uint64_t& full, uint32_t share, uint32_t first, uint32_t distance,
       uint32_t k, uint32_t row, uint32_t matrix) {
     constexpr int rows = kRows / kShares;
+    auto const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     uint16_t mask = 0;
     for (int i = 0; i < kShares; ++i) mask |= 1 << (first + i * distance);
     auto const copy = [&](uint8_t* at, int32_t x, int32_t y) {
       if constexpr (kShares == 1) {
-        SM90_TMA_LOAD_3D::copy(&map, &full, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), at, x, y, int32_t(matrix));
+        SM90_TMA_LOAD_3D::copy(&map, &full, hint, at, x, y, int32_t(matrix));
       } else {
-        SM90_TMA_LOAD_MULTICAST_3D::copy(
-            &map, &full, mask, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), at, x, y, int32_t(matrix));
+        SM90_TMA_LOAD_MULTICAST_3D::copy(&map, &full, mask, hint, at, x, y, int32_t(matrix));
       }
     };
     int32_t const begin = row * kRows + share * rows, depth = k * kTileK;
@@ -460,7 +459,7 @@ class Kernel {
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
       int32_t const begin = piece.row * kTileM, end = cute::min(begin + kTileM, params_.m);
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
-      uint64_t const to = spaces_.slot(peer, clock.half(), (piece.distance - 1) * params_.m * row_bytes + column);
+      uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
       auto const load = [&](int32_t unit, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kUnitRows), end - unit);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
@@ -493,7 +492,7 @@ class Kernel {
       if (lane() == 0) {
         release_to_system();
         Workspaces::set(
-            spaces_.flag(peer, clock.half(), piece_slot_(piece.distance, piece.row, piece.slice)), clock.epoch());
+            spaces_.flag(peer, clock.buffer(), piece_slot_(piece.distance, piece.row, piece.slice)), clock.epoch());
       }
     }
   }
@@ -516,8 +515,8 @@ class Kernel {
       Tile const tile =
           Tile::of(order_.of_unit(distance, number / (kParts * kCluster)), number / kParts % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
-      spaces_.wait(spaces_.flag(spaces_.rank, clock.half(), slot), clock.epoch());
-      uint64_t const from = spaces_.slot(spaces_.rank, clock.half(), uint64_t(slot) * kPartBytes);
+      spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
+      uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
       CUTE_NO_UNROLL
       for (int i = 0; i < Part<Result>::kSubtiles; ++i, ++uses.count) {
         wait_until_read<1>();
@@ -538,7 +537,7 @@ class Kernel {
   // Loads the partial sums of this rank's own tiles. One thread.
   CUTE_DEVICE void load_sums_() {
     Tickets tickets{storage_};
-    Uses<kBuffers> uses[kGroups];
+    Uses<kEpilogueStages> uses[kGroups];
     uint32_t wanted[kGroups] = {};
     uint32_t number = 0;
     for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
@@ -551,26 +550,26 @@ class Kernel {
         skip(Part<Partial>::kSubtiles);
         continue;
       }
-      // No earlier: of the uses of a buffer before this one, only the last may not have ended then.
+      // No earlier: of the uses of a stage before this one, only the last may not have ended then.
       for (int part = 0; part < kParts; ++part) Barrier::wait(storage_.wanted[first + part], wanted[first + part]++);
       for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
         uint32_t const slot = sum_slot_(distance, part_(tile, 0));
         for (int part = 0; part < kParts; ++part) {
-          spaces_.wait(spaces_.flag(spaces_.rank, clock.half(), slot + part), clock.epoch());
+          spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot + part), clock.epoch());
         }
-        uint64_t const from = spaces_.slot(spaces_.rank, clock.half(), uint64_t(slot) * kPartBytes);
+        uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
         CUTE_NO_UNROLL
         for (int i = 0; i < Part<Partial>::kSubtiles; ++i) {
           CUTE_UNROLL
           for (int part = 0; part < kParts; ++part) {
             int const group = first + part;
-            uint32_t const buffer = uses[group].index();
-            uint64_t& loaded = storage_.loaded[group][buffer];
-            Barrier::wait(storage_.free[group][buffer], uses[group].phase() ^ 1);
+            uint32_t const stage = uses[group].index();
+            uint64_t& loaded = storage_.loaded[group][stage];
+            Barrier::wait(storage_.free[group][stage], uses[group].phase() ^ 1);
             Barrier::expect(loaded, kSubtile);
             SM90_BULK_COPY_G2S::copy(
                 reinterpret_cast<void const*>(from + part * kPartBytes + i * kSubtile), &loaded,
-                storage_.buffers[group][buffer], kSubtile);
+                storage_.subtiles[group][stage], kSubtile);
             ++uses[group].count;
           }
         }
@@ -584,12 +583,12 @@ class Kernel {
   // Stores finished tiles. One thread.
   CUTE_DEVICE void store_() {
     Tickets tickets{storage_};
-    Uses<kBuffers> uses[kGroups];
+    Uses<kEpilogueStages> uses[kGroups];
     Phases written[kGroups];
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
     uint32_t number = 0;
-    uint64_t* stored = nullptr;  // the barrier of a buffer from which a store may still read
+    uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
       if (!stored) return;
       wait_until_read<0>();
@@ -610,23 +609,23 @@ class Kernel {
         CUTE_UNROLL
         for (int j = 0; j < kParts; ++j) {
           int const group = first + j;
-          uint32_t const buffer = uses[group].index();
-          uint64_t& arrived = storage_.written[group][buffer];
-          uint8_t* const from = storage_.buffers[group][buffer];
-          if (!written[group].test(arrived, buffer)) {
+          uint32_t const stage = uses[group].index();
+          uint64_t& arrived = storage_.written[group][stage];
+          uint8_t* const from = storage_.subtiles[group][stage];
+          if (!written[group].test(arrived, stage)) {
             release();
-            Barrier::wait(arrived, written[group].bits >> buffer);
+            Barrier::wait(arrived, written[group].bits >> stage);
           }
-          written[group].flip(buffer);
+          written[group].flip(stage);
           if (remote) {
             pacing.wait(kSubtile);
-            store_at_(peer, clock.half(), sum + j, i, from);
+            store_at_(peer, clock.buffer(), sum + j, i, from);
           } else {
             store_result_(from, tile, j, i);
             for (uint32_t distance = 1; kSpreads && distance <= peers; ++distance) {
               pacing.wait(kSubtile);
               store_at_(
-                  rank_at_(order_.ranks - distance), clock.half(), result_slot_(distance, part + j), i, from);
+                  rank_at_(order_.ranks - distance), clock.buffer(), result_slot_(distance, part + j), i, from);
             }
           }
           commit();
@@ -634,7 +633,7 @@ class Kernel {
             wait_until_read<1>();
             Barrier::arrive(*stored, 4);
           }
-          stored = &storage_.free[group][buffer];
+          stored = &storage_.free[group][stage];
           ++uses[group].count;
         }
       }
@@ -643,18 +642,18 @@ class Kernel {
       wait_until_stored();
       release_to_system();
       for (int j = 0; j < kParts; ++j) {
-        if (remote) Workspaces::set(spaces_.flag(peer, clock.half(), sum + j), clock.epoch());
+        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), sum + j), clock.epoch());
         for (uint32_t distance = 1; !remote && distance <= peers; ++distance) {
           uint32_t const to = rank_at_(order_.ranks - distance);
-          Workspaces::set(spaces_.flag(to, clock.half(), result_slot_(distance, part + j)), clock.epoch());
+          Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
         }
       }
     }
     wait_until_stored();
   }
 
-  CUTE_DEVICE void store_at_(uint32_t rank, uint32_t half, uint32_t slot, int subtile, uint8_t* from) {
-    uint64_t const to = spaces_.slot(rank, half, uint64_t(slot) * kPartBytes + subtile * kSubtile);
+  CUTE_DEVICE void store_at_(uint32_t rank, uint32_t buffer, uint32_t slot, int subtile, uint8_t* from) {
+    uint64_t const to = spaces_.slot(rank, buffer, uint64_t(slot) * kPartBytes + subtile * kSubtile);
     SM90_BULK_COPY_S2G::copy(from, reinterpret_cast<void*>(to), kSubtile);
   }
 
@@ -696,7 +695,7 @@ class Kernel {
 
     Tickets tickets{storage_};
     Stage stage;
-    Uses<kBuffers> uses;
+    Uses<kEpilogueStages> uses;
     Phases loaded;
     if (kPingpong && group == 1) turn_arrive_(0);
     uint32_t number = 0;
@@ -780,8 +779,8 @@ class Kernel {
   }
 
   // The address of a 16-byte chunk of a subtile's row, swizzled as TMA does.
-  CUTE_DEVICE static uint32_t chunk_(uint8_t* buffer, uint32_t row, uint32_t chunk) {
-    return cast_smem_ptr_to_uint(buffer) + row * kLine + (chunk ^ row % 8) * 16;
+  CUTE_DEVICE static uint32_t chunk_(uint8_t* subtile, uint32_t row, uint32_t chunk) {
+    return cast_smem_ptr_to_uint(subtile) + row * kLine + (chunk ^ row % 8) * 16;
   }
 
   template <class Sums>
@@ -797,7 +796,7 @@ class Kernel {
 
   // Adds the partial sums of all peers, in the order of distances.
   template <class Sums>
-  CUTE_DEVICE void add_sums_(Sums& sums, int group, Uses<kBuffers>& uses, Phases& loaded, int thread) {
+  CUTE_DEVICE void add_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, Phases& loaded, int thread) {
     constexpr int columns = Part<Partial>::kColumns;
     int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
     CUTE_NO_UNROLL
@@ -805,9 +804,9 @@ class Kernel {
       CUTE_UNROLL
       for (int number = 0; number < Part<Partial>::kSubtiles; ++number, ++uses.count) {
         int const n = number / kDown, m = number % kDown;
-        uint32_t const buffer = uses.index();
-        uint8_t* const from = storage_.buffers[group][buffer];
-        loaded.wait(storage_.loaded[group][buffer], buffer);
+        uint32_t const stage = uses.index();
+        uint8_t* const from = storage_.subtiles[group][stage];
+        loaded.wait(storage_.loaded[group][stage], stage);
         if constexpr (sizeof(Partial) == 2) {
           CUTE_UNROLL
           for (int i = 0; i < columns / 2; i += 8) {
@@ -832,17 +831,17 @@ class Kernel {
             at_<columns>(sums, m, n, i + 1) += y;
           }
         }
-        fence_shared();  // the reads come before the next load into the buffer
+        fence_shared();  // the reads come before the next load into the stage
         __syncwarp();
-        if (lane() == 0) Barrier::arrive(storage_.free[group][buffer]);
+        if (lane() == 0) Barrier::arrive(storage_.free[group][stage]);
       }
     }
   }
 
   // Where value i and the next one lie, if they have four bytes each.
-  CUTE_DEVICE static uint32_t pair_(uint8_t* buffer, int thread, int i) {
+  CUTE_DEVICE static uint32_t pair_(uint8_t* subtile, int thread, int i) {
     uint32_t const row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
-    return chunk_(buffer, row, i / 4 * 2 + thread % 4 / 2) + thread % 2 * 8;
+    return chunk_(subtile, row, i / 4 * 2 + thread % 4 / 2) + thread % 2 * 8;
   }
 
   // Adds what belongs to D: scales of rows, the bias, and C.
@@ -876,17 +875,17 @@ class Kernel {
     }
   }
 
-  // Writes a part of a tile to buffers, from which it is stored.
+  // Writes a part of a tile to epilogue stages, from which it is stored.
   template <class T, class Sums>
-  CUTE_DEVICE void write_(Sums& sums, int group, Uses<kBuffers>& uses, int thread) {
+  CUTE_DEVICE void write_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     constexpr int columns = Part<T>::kColumns;
     int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
     CUTE_UNROLL
     for (int number = 0; number < Part<T>::kSubtiles; ++number, ++uses.count) {
       int const n = number / kDown, m = number % kDown;
-      uint32_t const buffer = uses.index();
-      uint8_t* const to = storage_.buffers[group][buffer];
-      Barrier::wait(storage_.free[group][buffer], uses.phase() ^ 1);
+      uint32_t const stage = uses.index();
+      uint8_t* const to = storage_.subtiles[group][stage];
+      Barrier::wait(storage_.free[group][stage], uses.phase() ^ 1);
       if constexpr (sizeof(T) == 2) {
         CUTE_UNROLL
         for (int i = 0; i < columns / 2; i += 8) {
@@ -910,7 +909,7 @@ class Kernel {
       }
       fence_shared();
       __syncwarp();
-      if (lane() == 0) Barrier::arrive(storage_.written[group][buffer]);
+      if (lane() == 0) Barrier::arrive(storage_.written[group][stage]);
     }
   }
 

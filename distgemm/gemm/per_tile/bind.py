@@ -83,14 +83,14 @@ class RankGemm:
 
     @property
     def flags(self) -> int:
-        """Number of flags in each half of a workspace."""
+        """Number of flags in each buffer of a workspace."""
         if self.traits.pattern == "ag+gemm":
             return self.pieces.pieces
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of slots in each half of a workspace."""
+        """Bytes of slots in each buffer of a workspace."""
         if self.traits.pattern == "ag+gemm":
             return (self.ranks - 1) * self.m * self.k * BYTES[self.traits.dtype]
         return self.flags * self.traits.part_bytes
@@ -103,8 +103,8 @@ class Space:
     Attributes:
         bases: the address of each rank's workspace, in this rank's address space.
         rank: this rank.
-        flags: number of flags in each half.
-        slot_bytes: bytes of slots in each half.
+        flags: number of flags in each buffer.
+        slot_bytes: bytes of slots in each buffer.
     """
 
     bases: Sequence[int]
@@ -123,14 +123,14 @@ class Space:
         return self.flags_at + -(-2 * self.flags * 8 // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
-    def slots_of_half(self) -> int:
-        """Bytes from the slots of the first half to those of the second."""
+    def slots_of_buffer(self) -> int:
+        """Bytes from the slots of the first buffer to those of the second."""
         return -(-self.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
     def size(self) -> int:
         """Bytes of a workspace."""
-        return self.slots_at + 2 * self.slots_of_half
+        return self.slots_at + 2 * self.slots_of_buffer
 
 
 def params_of(
@@ -177,9 +177,9 @@ def params_of(
     params.d = _descriptor(d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
     if gathers:
         row = gemm.k * size
-        for half in range(2):
-            slots = space.bases[space.rank] + space.slots_at + half * space.slots_of_half
-            params.received[half] = structs.descriptor(
+        for buffer in range(2):
+            slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
+            params.received[buffer] = structs.descriptor(
                 slots,
                 traits.dtype,
                 (gemm.k, gemm.m, max(ranks - 1, 1)),
@@ -192,8 +192,8 @@ def params_of(
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
     spaces.base[:ranks] = list(space.bases)
-    spaces.flags, spaces.flags_of_half = space.flags_at, space.flags * 8
-    spaces.slots, spaces.slots_of_half = space.slots_at, space.slots_of_half
+    spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
+    spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
     spaces.rank, spaces.closed, spaces.epochs_a_replay = space.rank, closed, epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta

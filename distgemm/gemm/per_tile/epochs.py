@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 __all__ = ["TICKET_BITS", "Clock"]
 
 TICKET_BITS = 18
-"""Lowest bits of the clock: tickets of a replay. Above them are the bit of a wait, that of a half, and the epoch."""
+"""Lowest bits of the clock: tickets of a replay. Above them are the bit of a wait, that of a buffer, and the epoch."""
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,20 @@ class Clock:
 
     Attributes:
         epoch: number of the replay, from 1.
-        half: half of the workspace that it uses.
+        buffer: buffer of the workspace that it uses.
         waits: whether it stores at peers only after all of them have begun the epoch.
-        last: of each half, the last epoch that may still be read when a peer begins the next.
+        last: of each buffer, the last epoch that may still be read when a peer begins the next.
     """
 
     epoch: int = 1
-    half: int = 0
+    buffer: int = 0
     waits: bool = False
     last: tuple[int, int] = (0, 0)
 
     @property
     def word(self) -> int:
         """The word from which clusters take tickets, before the first one."""
-        return self.epoch << (TICKET_BITS + 2) | self.half << (TICKET_BITS + 1) | self.waits << TICKET_BITS
+        return self.epoch << (TICKET_BITS + 2) | self.buffer << (TICKET_BITS + 1) | self.waits << TICKET_BITS
 
     def next(self, closed: bool) -> Clock:
         """The clock of the next replay, behind one that is closed or not.
@@ -40,9 +40,9 @@ class Clock:
         A rank that ends a closed replay e knows that all ranks have ended e - 1. So what was last used in e - 1 may be
         written in e + 1. Where e + 1 would use what e did, or may still be in use because e is not closed, it waits.
         """
-        half = 1 - self.half
-        last = (self.epoch, self.epoch) if not closed else _with(self.last, self.half, self.epoch)
-        return replace(self, epoch=self.epoch + 1, half=half, waits=last[half] == self.epoch, last=last)
+        buffer = 1 - self.buffer
+        last = (self.epoch, self.epoch) if not closed else _with(self.last, self.buffer, self.epoch)
+        return replace(self, epoch=self.epoch + 1, buffer=buffer, waits=last[buffer] == self.epoch, last=last)
 
 
 def _with(pair: tuple[int, int], index: int, value: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class KernelTraits:
         a_major: "k" if rows of A are contiguous, "m" if columns are.
         b_major: "k" if rows of B are contiguous, "n" if columns are.
         sends: whether the kernel of a gather sends the shard.
-        buffers: subtiles of sums and results that each warp group has in shared memory.
+        epilogue_stages: subtiles of sums and results that each warp group has in shared memory.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.
@@ -66,7 +66,7 @@ class KernelTraits:
     a_major: Literal["k", "m"] = "k"
     b_major: Literal["k", "n"] = "k"
     sends: bool = False
-    buffers: int = 2
+    epilogue_stages: int = 2
 
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
@@ -86,7 +86,7 @@ class KernelTraits:
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
         copied = 2 * SUBTILE_BYTES if self.sends or self.pattern == "gemm+ar" else 0
-        left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.buffers * SUBTILE_BYTES - copied
+        left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
         return min(left // (sum(self.tile) * LINE), MAX_STAGES)
 
     @property
@@ -120,7 +120,7 @@ class KernelTraits:
             "DG_CLUSTER_N": self.cluster[1],
             "DG_PINGPONG": int(self.pingpong),
             "DG_STAGES": self.stages,
-            "DG_BUFFERS": self.buffers,
+            "DG_EPILOGUE_STAGES": self.epilogue_stages,
             "DG_SENDS": int(self.sends),
             "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
             "DG_RESULT": CUTLASS_TYPES[self.out_dtype],

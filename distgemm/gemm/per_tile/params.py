@@ -85,9 +85,9 @@ class Workspaces(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
         ("flags", ctypes.c_uint64),
-        ("flags_of_half", ctypes.c_uint64),
+        ("flags_of_buffer", ctypes.c_uint64),
         ("slots", ctypes.c_uint64),
-        ("slots_of_half", ctypes.c_uint64),
+        ("slots_of_buffer", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("closed", ctypes.c_bool),
         ("epochs_a_replay", ctypes.c_uint8),
