@@ -118,9 +118,9 @@ def walk(ranks: int, replays: Sequence[Replay], seed: int, protocol: Protocol = 
     Raises:
         ProtocolError: as :func:`check`.
     """
-    choice, state = random.Random(seed), _start(ranks, protocol)
+    rng, state = random.Random(seed), _start(ranks, protocol)
     while following := _following(state, replays, protocol):
-        state = choice.choice(following)
+        state = rng.choice(following)
 
 
 def _start(ranks: int, protocol: Protocol) -> State:
@@ -182,8 +182,8 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
                 raise ProtocolError(f"rank {number} reads epoch {rank.slots[place]} of rank {sender} in epoch {epoch}")
             yield with_(rank._replace(read=rank.read | {sender}))
     receivers = [x for x in others if (number, x) in replay.pairs]
-    delivered = not any(move.sender == number and move.kind != "begun" for move in moves)
-    if rank.told and len(rank.sent) == len(receivers) and len(rank.read) == len(senders) and delivered:
+    arrived = not any(move.sender == number and move.kind != "begun" for move in moves)
+    if rank.told and len(rank.sent) == len(receivers) and len(rank.read) == len(senders) and arrived:
         none = frozenset[int]()
         ended = rank._replace(replay=rank.replay + 1, told=False, sent=none, seen=none, read=none)
         yield with_(ended._replace(clock=protocol.next(clock, replay.closed)))

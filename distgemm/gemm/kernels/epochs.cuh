@@ -13,7 +13,7 @@
 
 namespace distgemm {
 
-// The word from which clusters take tickets for tiles, and which tells them the replay's epoch.
+// The word from which clusters take tickets for tiles, and learn the replay's epoch.
 struct Clock {
   uint64_t word;
 
