@@ -71,7 +71,9 @@ def rows(tokens: Sequence[int]) -> Iterator[Row]:
 
 def kernels(pattern: Pattern, sends: bool) -> list[KernelTraits]:
     gathers = pattern == "ag+gemm"
-    return [KernelTraits(pattern, *kind, sends=sends and gathers, epilogue_stages=count) for kind, count in OPTIONS[pattern]]
+    return [
+        KernelTraits(pattern, *kind, sends=sends and gathers, epilogue_stages=count) for kind, count in OPTIONS[pattern]
+    ]
 
 
 def label(traits: KernelTraits) -> str:

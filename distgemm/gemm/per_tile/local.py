@@ -49,7 +49,9 @@ class LocalRanks:
         for memory in self.memory:
             memory[layout.slots_at :].fill_(0xFF)
             memory[:8].view(torch.int64).fill_(Clock(epoch).word)
-        self.streams = [torch.cuda.Stream(device) for device in self.devices]  # type: ignore[no-untyped-call]
+        self.streams: list[torch.cuda.Stream] = []
+        for device in self.devices:
+            self.streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         sharing = -(-gemm.ranks // gpus)
         self._blocks = sms if sharing == 1 else max(sms // sharing // CLUSTER_BLOCKS, 1) * CLUSTER_BLOCKS
