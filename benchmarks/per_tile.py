@@ -72,7 +72,8 @@ def rows(tokens: Sequence[int]) -> Iterator[Row]:
 def kernels(pattern: Pattern, sends: bool) -> list[KernelTraits]:
     gathers = pattern == "ag+gemm"
     return [
-        KernelTraits(pattern, *kind, sends=sends and gathers, epilogue_stages=count) for kind, count in OPTIONS[pattern]
+        KernelTraits(pattern, *kind, sends=sends and gathers, epilogue_stages=stages)
+        for kind, stages in OPTIONS[pattern]
     ]
 
 
