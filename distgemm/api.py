@@ -13,7 +13,7 @@ from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
-from distgemm.runtime.cuda import CudaExecutable, compile_plan
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_per_tile, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
     ExecutionConfig,
@@ -48,7 +48,7 @@ def compile(
     pattern: Pattern | None = None,
     tune: bool | None = None,
     **options: Any,
-) -> CudaExecutable | UnfusedExecutable:
+) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
 
     This is a collective call. All ranks of the group make it, and all ranks make and call their executables in the same
@@ -68,7 +68,8 @@ def compile(
         execution: "multi_kernel": a kernel for each GEMM. "single_kernel": the fused kernel for all GEMMs of a rank.
             The fused kernel needs chunks of equal size. It executes plans that gather with push, and chains and
             pairwise sums with ``final_add="epilogue"``, either with ``mechanism="store"`` or with enough
-            ``send_slots`` for all partial sums.
+            ``send_slots`` for all partial sums. "per_tile": one kernel that also moves all data, tile by tile, for
+            equal shards on one axis, 16-bit operands and ``chunks=1``; docs/per_tile.md says what else it needs.
         wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel", which sees
             a flag some microseconds earlier.
         merge_copies: True: copy neighbouring chunks as one, and with "multi_kernel" also multiply them as one.
@@ -82,7 +83,8 @@ def compile(
         **options: options of the schedule and of :func:`distgemm.make_plan`, such as ``chunks=2`` or ``mesh=(2, 4)``.
 
     Returns:
-        An executable to call with this rank's shards. With "auto" it may be the unfused program.
+        An executable to call with this rank's shards; with "per_tile" a PerTileExecutable. With "auto" it may be the
+        unfused program.
 
     Raises:
         ValueError: on all ranks if their plans or these arguments differ. Also for arguments that do not go together,
@@ -128,4 +130,6 @@ def compile(
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
+    if given.execution == "per_tile":
+        return compile_per_tile(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

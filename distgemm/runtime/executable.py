@@ -22,7 +22,7 @@ __all__ = [
     "WaitBy",
 ]
 
-ExecutionMode = Literal["multi_kernel", "single_kernel"]
+ExecutionMode = Literal["multi_kernel", "single_kernel", "per_tile"]
 WaitBy = Literal["memory_op", "kernel"]
 Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
 OnTimeout = Literal["raise", "abort"]
@@ -38,7 +38,8 @@ class ExecutionConfig:
         config: name of the provider's tile configuration for all GEMMs; None: the shape decides.
         gemm_streams: streams on which the GEMMs of a rank alternate, 1 or 2.
         execution: "multi_kernel" launches a kernel for each GEMM. "single_kernel" computes all GEMMs of a rank in one
-            persistent kernel, the fused kernel, which waits for each chunk itself.
+            persistent kernel, the fused kernel, which waits for each chunk itself. "per_tile" also moves all data
+            within one persistent kernel, tile by tile; see docs/per_tile.md for what it executes.
         wait_by: with "multi_kernel", who waits for other ranks: a "memory_op" of the stream, or a "kernel" of one
             warp, which needs ``gemm_streams=1``. With "single_kernel" it stays "memory_op".
         merge_copies: copy neighbouring chunks as one; with "multi_kernel" also multiply them as one.
@@ -76,16 +77,22 @@ class ExecutionConfig:
                 f"transport={self.transport!r} goes with execution='single_kernel' and merge_copies=False, "
                 f"got {self.execution!r} and {self.merge_copies}"
             )
-        if self.provider is None and (self.single_kernel or self.config is not None):
-            object.__setattr__(self, "provider", "cutlass")
-        if self.single_kernel and self.provider != "cutlass":
+        if self.execution == "per_tile" and (self.wait_by != "memory_op" or self.merge_copies):
             raise ValueError(
-                f"execution='single_kernel' takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
+                "execution='per_tile' waits and copies in its kernel: it takes wait_by='memory_op' and "
+                f"merge_copies=False, got {self.wait_by!r} and {self.merge_copies}"
+            )
+        in_one_kernel = self.execution != "multi_kernel"
+        if self.provider is None and (in_one_kernel or self.config is not None):
+            object.__setattr__(self, "provider", "cutlass")
+        if in_one_kernel and self.provider != "cutlass":
+            raise ValueError(
+                f"execution={self.execution!r} takes provider 'cutlass', whose kernels can wait, got {self.provider!r}"
             )
 
     @property
     def single_kernel(self) -> bool:
-        """Whether all GEMMs of a rank are one kernel."""
+        """Whether the fused kernel computes all GEMMs of a rank."""
         return self.execution == "single_kernel"
 
     def on(self, device: torch.device, dtype: str = "bfloat16") -> ExecutionConfig:

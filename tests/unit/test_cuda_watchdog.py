@@ -86,7 +86,7 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     workspace = Machine(2, 256).workspaces[0]
-    exe = SimpleNamespace(timeout=2.0, plan=SimpleNamespace(schedule="a schedule"))
+    exe = SimpleNamespace(timeout=2.0, plan=SimpleNamespace(schedule="a schedule"), awaited=lambda values: ("", []))
     workspace.executables.append(lambda: exe)
     values = torch.zeros(2 * (first_plan_flag(2) + 4), dtype=torch.int32)
     watched = watched_without_gpu(workspace, values)
@@ -94,7 +94,6 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     monkeypatch.setattr(watchdog, "reason_of_other_rank", lambda store: None)
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watchdog, "explain_hang", lambda *_: "stuck")
-    monkeypatch.setattr(watchdog, "awaited", lambda *_: ("", []))
     dog = Watchdog()
     monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append(now[0]))
 

@@ -16,6 +16,7 @@ from distgemm.runtime.cuda.processes import ProcessId, this_process
 from distgemm.runtime.cuda.workspace import (
     FLAG_BYTES,
     MAX_GROWTH_BYTES,
+    SharedWorkspace,
     Stage,
     allocate,
     first_plan_flag,
@@ -66,7 +67,7 @@ def test_a_replaced_workspace_is_unused_once_its_executables_are_gone() -> None:
 
 
 @dataclass(eq=False)
-class Memoryless:
+class Memoryless(SharedWorkspace):
     """A workspace without memory."""
 
     group: Any
@@ -81,7 +82,6 @@ class Memoryless:
 @pytest.fixture(autouse=True)
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_WORKSPACES", {})
-    monkeypatch.setattr(workspace, "Workspace", Memoryless)
 
 
 GPU = torch.device("cuda", 0)
@@ -93,34 +93,38 @@ def _group(name: str = "tp") -> Any:
 
 def test_executables_of_a_group_share_a_workspace_that_is_large_enough() -> None:
     group = _group()
-    first = workspace_for(group, GPU, 1024, 4)
-    assert workspace_for(group, GPU, 1024, 4) is first and workspace_for(group, GPU, 100, 2) is first
-    larger = workspace_for(group, GPU, 1025, 4)
+    first = workspace_for(group, GPU, 1024, 4, Memoryless)
+    assert (
+        workspace_for(group, GPU, 1024, 4, Memoryless) is first
+        and workspace_for(group, GPU, 100, 2, Memoryless) is first
+    )
+    larger = workspace_for(group, GPU, 1025, 4, Memoryless)
     assert larger is not first and first.replaced and not larger.replaced
     assert larger.slot_bytes == 1024 + min(1024, MAX_GROWTH_BYTES), "shapes that grow slowly would take a new one each"
-    more_flags = workspace_for(group, GPU, 1024, larger.flags + 1)
+    more_flags = workspace_for(group, GPU, 1024, larger.flags + 1, Memoryless)
     assert more_flags is not larger and more_flags.slot_bytes >= larger.slot_bytes
 
 
 def test_groups_and_gpus_have_workspaces_of_their_own() -> None:
     group = _group()
     found = [
-        workspace_for(*key, 1024, 4) for key in ((group, GPU), (_group("dp"), GPU), (group, torch.device("cuda", 1)))
+        workspace_for(*key, 1024, 4, Memoryless)
+        for key in ((group, GPU), (_group("dp"), GPU), (group, torch.device("cuda", 1)))
     ]
     assert len(set(map(id, found))) == 3 and not any(each.replaced for each in found)
 
 
 def test_a_workspace_that_cannot_be_made_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group = _group()
-    first: Any = workspace_for(group, GPU, 1024, 4)
+    first: Any = workspace_for(group, GPU, 1024, 4, Memoryless)
 
     def no_memory(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(workspace, "Workspace", no_memory)
+    monkeypatch.setattr(Memoryless, "__init__", no_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
-        workspace_for(group, GPU, 4096, 4)
-    assert not first.replaced and workspace_for(group, GPU, 1024, 4) is first
+        workspace_for(group, GPU, 4096, 4, Memoryless)
+    assert not first.replaced and workspace_for(group, GPU, 1024, 4, Memoryless) is first
 
 
 class Exchange:
@@ -175,14 +179,14 @@ def test_workspaces_have_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_workspace_that_has_ended_is_not_used_again(end: str) -> None:
     """A group may take the name of a group that was destroyed, and have other ranks."""
     group: Any = _group()
-    first: Any = workspace_for(group, GPU, 1024, 4)
+    first: Any = workspace_for(group, GPU, 1024, 4, Memoryless)
     if end == "dead":
         first.dead = "rank 1 did not come"
     elif end == "closed":
         first.memory = None
     else:
         group = _group()
-    second = workspace_for(group, GPU, 1024, 4)
+    second = workspace_for(group, GPU, 1024, 4, Memoryless)
     assert second is not first and second.group is group
     assert first.replaced == (end != "closed"), "one that is closed has no memory to give back"
-    assert workspace_for(group, GPU, 1024, 4) is second
+    assert workspace_for(group, GPU, 1024, 4, Memoryless) is second

@@ -34,9 +34,11 @@ struct Control {
   uint64_t last[2];    // the last epoch of each buffer
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
-  uint32_t dead;       // not 0: all waits end
-  uint64_t unused[11];
-  uint64_t begun[kRanks];  // the last epoch that each peer has begun
+  uint32_t dead;       // not 0: all waits end. Kernels that begin then send nothing, and their results are NaN
+  uint32_t running;    // clusters that work; 0 between replays. For the host
+  uint32_t executable; // whose replay began last. For the host
+  uint64_t unused[10];
+  uint64_t begun[kRanks];  // the last epoch that each rank has begun
 };
 
 // Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both buffers.
@@ -45,6 +47,7 @@ struct Workspaces {
   uint64_t flags, flags_of_buffer;  // offset of the first flag; bytes of those of a buffer
   uint64_t slots, slots_of_buffer;
   uint32_t rank;
+  uint32_t executable;
   bool closed;            // a rank ends a replay only after all ranks have begun it
   uint8_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
 
@@ -76,21 +79,25 @@ struct Workspaces {
     *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
   }
 
-  // Tells all peers that this rank has begun the epoch, and so ended the one before.
+  // Tells all ranks that this rank has begun the epoch, and so ended the one before.
   CUTE_DEVICE void tell_begun(uint32_t ranks, uint64_t epoch) const {
+    *static_cast<uint32_t volatile*>(&control(rank).executable) = executable;
     asm volatile("fence.acq_rel.sys;" ::: "memory");
-    for (uint32_t i = 1; i < ranks; ++i) {
+    for (uint32_t i = 0; i < ranks; ++i) {
       uint64_t* const at = &control((rank + i) % ranks).begun[rank];
       asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(epoch) : "memory");
     }
   }
 
-  // Waits until all peers have begun the epoch: none reads the slots of an earlier one.
-  CUTE_DEVICE void wait_for_peers(uint32_t ranks, uint64_t epoch) const {
+  // Waits until all peers have begun the epoch: none reads the slots of an earlier one. False: the workspace is dead.
+  CUTE_DEVICE bool wait_for_peers(uint32_t ranks, uint64_t epoch) const {
     for (uint32_t i = 1; i < ranks; ++i) {
       uint64_t const at = reinterpret_cast<uint64_t>(&control(rank).begun[(rank + i) % ranks]);
-      for (uint32_t spins = 1; load(at) < epoch && !ends_(spins); ++spins) continue;
+      for (uint32_t spins = 1; load(at) < epoch; ++spins) {
+        if (ends_(spins)) return false;
+      }
     }
+    return true;
   }
 
   CUTE_DEVICE static uint64_t load(uint64_t flag) {
@@ -105,10 +112,15 @@ struct Workspaces {
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 
-  // Whether a wait has spun for some time, and the workspace is dead.
-  CUTE_DEVICE bool ends_(uint32_t spins) const {
-    return spins % 256 == 0 && *static_cast<uint32_t volatile*>(&control(rank).dead) != 0;
+  // Whether the workspace is dead. Nothing waits for the answer before its first use.
+  CUTE_DEVICE bool dead() const {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(&control(rank).dead) : "memory");
+    return value;
   }
+
+  // Whether a wait has spun for some time, and the workspace is dead.
+  CUTE_DEVICE bool ends_(uint32_t spins) const { return spins % 256 == 0 && dead(); }
 
   // Sets flags behind stores of this thread that are complete.
   CUTE_DEVICE static void set(uint64_t flag, uint64_t epoch) {

@@ -230,13 +230,17 @@ class Kernel {
       : params_(params), order_(params.order), spaces_(params.workspaces), storage_(storage),
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
-        depth_((params.k + kTileK - 1) / kTileK) {}
+        depth_((params.k + kTileK - 1) / kTileK),
+        dead_(spaces_.dead()) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
     Clock first{};
     bool const leads = threadIdx.x == 0 && block_ == 0;
-    if (leads) first = spaces_.take();
+    if (leads) {
+      atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
+      first = spaces_.take();
+    }
     if (warp == 1 && lane() == 0) {
       prefetch_tma_descriptor(&params_.a);
       prefetch_tma_descriptor(&params_.b);
@@ -273,7 +277,10 @@ class Kernel {
       __syncwarp();
       cluster_arrive();
       cluster_wait();
+    } else {
+      __syncthreads();
     }
+    if (leads) atomicSub(&spaces_.control(spaces_.rank).running, 1u);
   }
 
  private:
@@ -321,6 +328,11 @@ class Kernel {
 
   CUTE_DEVICE bool exists_(Clock clock) const { return clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Clock clock) const { return Tile::of(order_.at<kGathers>(clock.ticket()), block_); }
+
+  // Whether this rank may store at peers in this replay, once it may. If the last replay ended by death, it may not.
+  CUTE_DEVICE bool sends_(Clock clock) const {
+    return !dead_ && (!clock.waits() || spaces_.wait_for_peers(order_.ranks, clock.epoch()));
+  }
 
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
 
@@ -440,7 +452,7 @@ class Kernel {
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next();
-    if (clock.waits()) spaces_.wait_for_peers(order_.ranks, clock.epoch());
+    if (!__all_sync(0xffffffff, sends_(clock))) return;
     uint32_t& counter = spaces_.control(spaces_.rank).tickets;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces(order_);
@@ -504,6 +516,11 @@ class Kernel {
     uint32_t& counter = spaces_.control(spaces_.rank).tickets;
     uint32_t const peers = order_.ranks - 1, count = peers * parts_();
     Uses<2> uses;
+    if (dead_) {  // what comes now may be of an earlier replay
+      auto* const words = reinterpret_cast<uint32_t*>(storage_.copied[0]);
+      for (int i = 0; i < kSubtile / 4; ++i) words[i] = 0xffffffff;
+      fence_shared();
+    }
     for (;;) {
       uint32_t const ticket = atomicAdd(&counter, 1u);
       if (ticket >= count) {
@@ -515,6 +532,11 @@ class Kernel {
       Tile const tile =
           Tile::of(order_.of_unit(distance, number / (kParts * kCluster)), number / kParts % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
+      if (dead_) {
+        for (int i = 0; i < Part<Result>::kSubtiles; ++i) store_result_(storage_.copied[0], tile, group, i);
+        commit();
+        continue;
+      }
       spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
       uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
       CUTE_NO_UNROLL
@@ -588,6 +610,7 @@ class Kernel {
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
     uint32_t number = 0;
+    bool sends = false;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
       if (!stored) return;
@@ -597,7 +620,7 @@ class Kernel {
     };
     for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
-      if (kReduces && number == 0 && clock.waits()) spaces_.wait_for_peers(order_.ranks, clock.epoch());
+      if (kReduces && number == 0) sends = sends_(clock);
       Tile const tile = tile_(clock);
       bool const own = kReduces && tile.distance == 0, remote = kReduces && tile.distance;
       int const first = kPingpong ? number % kGroups : 0;
@@ -617,12 +640,12 @@ class Kernel {
             Barrier::wait(arrived, written[group].bits >> stage);
           }
           written[group].flip(stage);
-          if (remote) {
+          if (remote && sends) {
             pacing.wait(kSubtile);
             store_at_(peer, clock.buffer(), sum + j, i, from);
-          } else {
+          } else if (!remote) {
             store_result_(from, tile, j, i);
-            for (uint32_t distance = 1; kSpreads && distance <= peers; ++distance) {
+            for (uint32_t distance = 1; kSpreads && sends && distance <= peers; ++distance) {
               pacing.wait(kSubtile);
               store_at_(
                   rank_at_(order_.ranks - distance), clock.buffer(), result_slot_(distance, part + j), i, from);
@@ -637,7 +660,7 @@ class Kernel {
           ++uses[group].count;
         }
       }
-      if (!remote && !kSpreads) continue;
+      if (!sends || (!remote && !kSpreads)) continue;
       release();
       wait_until_stored();
       release_to_system();
@@ -786,7 +809,7 @@ class Kernel {
   template <class Sums>
   CUTE_DEVICE void scale_(Sums& sums) const {
     Terms const& terms = params_.terms;
-    float factor = terms.alpha;
+    float factor = dead_ ? __int_as_float(0x7fffffff) : terms.alpha;
     if (terms.scale_a && !terms.scale_a_step) factor *= *terms.scale_a;
     if (terms.scale_b && !terms.scale_b_step) factor *= *terms.scale_b;
     if (factor == 1.0f) return;
@@ -918,6 +941,7 @@ class Kernel {
   Workspaces const& spaces_;
   Storage& storage_;
   uint32_t const block_, clusters_, depth_;
+  bool const dead_;  // since before this replay
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)

@@ -88,6 +88,26 @@ class RankGemm:
             return self.pieces.pieces
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
+    def slot_of(self, number: int) -> tuple[int, str]:
+        """What a flag guards.
+
+        Args:
+            number: of the flag in its buffer.
+
+        Returns:
+            The distance of the rank that sets it, and in words what comes from there.
+        """
+        traits = self.traits
+        if traits.pattern == "ag+gemm":
+            rest, piece = divmod(number, self.pieces.slices)
+            distance, row = divmod(rest, self.pieces.rows)
+            return distance + 1, f"slice {piece} of k, for row {row} of tiles of its shard of A"
+        rest, part = divmod(number, self.parts)
+        result, distance = divmod(rest, self.ranks - 1)
+        row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
+        what, whose = ("result", "its") if result else ("partial sum", "this rank's")
+        return distance + 1, f"the {what} of tile ({row}, {column}) of {whose} shard of D"
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of slots in each buffer of a workspace."""
@@ -145,6 +165,7 @@ def params_of(
     c: torch.Tensor | None = None,
     beta: float = 0.0,
     gb_per_s: float = 0.0,
+    executable: int = 0,
     closed: bool = True,
     epochs_a_replay: int = 1,
 ) -> structs.Params:
@@ -161,6 +182,7 @@ def params_of(
         c: of D's shape.
         beta: factor of C.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
+        executable: its number, by which the watchdog knows it.
         closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
 
@@ -171,18 +193,23 @@ def params_of(
     gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
     size = BYTES[traits.dtype]
     tile_m, tile_n = traits.tile
-    params = structs.Params()
-    params.a = _operand(a, traits.a_major == "k", tile_m // traits.cluster[1], 1 if gathers else ranks, gemm.m, traits)
-    params.b = _operand(b, traits.b_major == "k", tile_n // traits.cluster[0], 1, gemm.n, traits)
-    params.d = _descriptor(d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
+    params = structs.Params.new()
+    _describe(
+        params.a, "A", a, traits.a_major == "k", tile_m // traits.cluster[1], 1 if gathers else ranks, gemm.m, traits
+    )
+    _describe(params.b, "B", b, traits.b_major == "k", tile_n // traits.cluster[0], 1, gemm.n, traits)
+    _describe_rows(params.d, "D", d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
     if gathers:
         row = gemm.k * size
         for buffer in range(2):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            params.received[buffer] = structs.descriptor(
+            extents = (gemm.k, gemm.m, max(ranks - 1, 1))
+            structs.describe(
+                params.received[buffer],
+                "the received A",
                 slots,
                 traits.dtype,
-                (gemm.k, gemm.m, max(ranks - 1, 1)),
+                extents,
                 row,
                 gemm.m * row,
                 tile_m // traits.cluster[1],
@@ -194,41 +221,58 @@ def params_of(
     spaces.base[:ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
-    spaces.rank, spaces.closed, spaces.epochs_a_replay = space.rank, closed, epochs_a_replay
+    spaces.rank, spaces.executable = space.rank, executable
+    spaces.closed, spaces.epochs_a_replay = closed, epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta
-    terms.bias = 0 if bias is None else bias.data_ptr()
+    if bias is not None:
+        if bias.stride(0) != 1:
+            raise ValueError(f"the bias is contiguous, got strides {bias.stride()}")
+        terms.bias = bias.data_ptr()
     if c is not None and beta:
+        if c.stride(1) != 1:
+            raise ValueError(f"rows of C are contiguous, got strides {c.stride()}")
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
-    params.shard, params.shard_stride = a.data_ptr(), a.stride(0)
+    params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 
 
-def _operand(
-    x: torch.Tensor, k_major: bool, rows: int, matrices: int, extent: int, traits: KernelTraits
-) -> structs.Descriptor:
+def _describe(
+    descriptor: structs.Descriptor,
+    name: str,
+    x: torch.Tensor,
+    k_major: bool,
+    rows: int,
+    matrices: int,
+    extent: int,
+    traits: KernelTraits,
+) -> None:
     """The descriptor of A or B (rows, k), of which each matrix has so many rows."""
     if k_major:
-        return _descriptor(x, traits.dtype, extent, matrices, rows)
+        _describe_rows(descriptor, name, x, traits.dtype, extent, matrices, rows)
+        return
     size = BYTES[traits.dtype]
     if x.stride(0) != 1:
-        raise ValueError(f"columns are contiguous, got strides {x.stride()}")
-    return structs.descriptor(
-        x.data_ptr(),
-        traits.dtype,
-        (extent, x.shape[1], matrices),
-        x.stride(1) * size,
-        extent * size,
-        traits.tile_k,
-        size,
+        raise ValueError(f"columns of {name} are contiguous, got strides {x.stride()}")
+    extents = (extent, x.shape[1], matrices)
+    structs.describe(
+        *(descriptor, name, x.data_ptr(), traits.dtype, extents, x.stride(1) * size, extent * size),
+        *(traits.tile_k, size),
     )
 
 
-def _descriptor(x: torch.Tensor, dtype: str, extent: int, matrices: int, rows: int) -> structs.Descriptor:
+def _describe_rows(
+    descriptor: structs.Descriptor, name: str, x: torch.Tensor, dtype: str, extent: int, matrices: int, rows: int
+) -> None:
     size = BYTES[dtype]
     if x.stride(1) != 1:
-        raise ValueError(f"rows are contiguous, got strides {x.stride()}")
-    pitch = x.stride(0) * size
-    return structs.descriptor(x.data_ptr(), dtype, (x.shape[1], extent, matrices), pitch, extent * pitch, rows, size)
+        raise ValueError(f"rows of {name} are contiguous, got strides {x.stride()}")
+    pitch, extents = pitch_of(x) * size, (x.shape[1], extent, matrices)
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, extent * pitch, rows, size)
+
+
+def pitch_of(x: torch.Tensor) -> int:
+    """Elements from row to row. The stride of a single row means nothing."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]

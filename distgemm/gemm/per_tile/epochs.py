@@ -34,6 +34,11 @@ class Clock:
         """The word from which clusters take tickets, before the first one."""
         return self.epoch << (TICKET_BITS + 2) | self.buffer << (TICKET_BITS + 1) | self.waits << TICKET_BITS
 
+    @staticmethod
+    def buffer_of(epoch: int) -> int:
+        """The buffer of an epoch, if the first one is 1, and each replay takes one."""
+        return (epoch - 1) % 2
+
     def next(self, closed: bool) -> Clock:
         """The clock of the next replay, behind one that is closed or not.
 

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distgemm.plan.schema import PlanError
-from distgemm.schedulers import DistributedTileScheduler
+from distgemm.plan.ops import Gemm
+from distgemm.plan.plan import Plan, PlanError, once_for_structure
 
 __all__ = ["RANKS", "Piece", "PieceOrder", "TileCluster", "TileOrder", "distances_of"]
 
@@ -181,21 +181,23 @@ class PieceOrder:
         return Piece(self.distances[receiver], first + row, slice_)
 
 
-def distances_of(schedule: DistributedTileScheduler) -> tuple[int, ...]:
-    """The distances of the other shards of mode m in the order in which a schedule multiplies them.
+@once_for_structure
+def distances_of(plan: Plan) -> tuple[int, ...]:
+    """The distances of the other ranks' shards of mode m, in the order in which a plan multiplies them.
 
     Raises:
         PlanError: if ranks differ in them, or if a rank does not multiply one whole shard in each iteration.
     """
-    ranks = schedule.world_size
-    found = set()
+    ranks, found = plan.world_size, set()
     for rank in range(ranks):
-        tiles = [schedule.work_tile(iteration, rank) for iteration in range(schedule.iterations)]
-        found.add(tuple(-1 if tile is None else (tile.m - rank) % ranks for tile in tiles))
+        tiles = [op.tile.m for op in plan.ops(rank) if isinstance(op, Gemm)]
+        found.add(tuple((tile - rank) % ranks for tile in tiles))
     (distances, *others) = found
-    if others or schedule.grid.m != ranks or sorted(distances) != list(range(ranks)):
+    if others or plan.grid.m != ranks or sorted(distances) != list(range(ranks)):
         raise PlanError(
-            f"{schedule.name}: tile by tile, each rank multiplies one shard of rows in each iteration, all ranks at "
-            "the same distances; take a rotating schedule on one axis with chunks=1"
+            f"{plan.schedule} is not executed per tile: each rank multiplies one shard of rows in each iteration, all "
+            "ranks at the same distances. A schedule like all_gather_1d_tiling_cd_rotating_a, "
+            "reduce_scatter_1d_pairwise_a or all_reduce_1d_pairwise_a with chunks=1 works, or "
+            "execution='multi_kernel'"
         )
     return tuple(x for x in distances if x)

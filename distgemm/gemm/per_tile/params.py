@@ -6,6 +6,7 @@ import ctypes
 
 from cuda.bindings import driver
 
+from distgemm.gemm.driver import error_text, libcuda
 from distgemm.gemm.per_tile.order import RANKS, PieceOrder, TileOrder
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
     "Pieces",
     "Terms",
     "Workspaces",
-    "descriptor",
+    "describe",
 ]
 
 
@@ -71,7 +72,9 @@ class Control(ctypes.Structure):
         ("link_free", ctypes.c_uint64),
         ("tickets", ctypes.c_uint32),
         ("dead", ctypes.c_uint32),
-        ("unused", ctypes.c_uint64 * 11),
+        ("running", ctypes.c_uint32),
+        ("executable", ctypes.c_uint32),
+        ("unused", ctypes.c_uint64 * 10),
         ("begun", ctypes.c_uint64 * RANKS),
     )
 
@@ -89,6 +92,7 @@ class Workspaces(ctypes.Structure):
         ("slots", ctypes.c_uint64),
         ("slots_of_buffer", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
+        ("executable", ctypes.c_uint32),
         ("closed", ctypes.c_bool),
         ("epochs_a_replay", ctypes.c_uint8),
     )
@@ -132,18 +136,49 @@ class Params(ctypes.Structure):
         ("padding", ctypes.c_uint32 * 21),
     )
 
+    @classmethod
+    def new(cls) -> Params:
+        """Zeros, at an address where the driver encodes descriptors."""
+        memory = (ctypes.c_uint8 * (ctypes.sizeof(cls) + ALIGNMENT))()
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
 
+    def move(self, a: int, b: int, d: int, bias: int, c: int) -> None:
+        """Go on with tensors at other addresses, all else being the same. A term that it has not stays 0.
+
+        Raises:
+            ValueError: if TMA cannot read or write there.
+        """
+        at = ctypes.addressof(self)
+        for offset, address in ((type(self).a.offset, a), (type(self).b.offset, b), (type(self).d.offset, d)):
+            if error := libcuda().cuTensorMapReplaceAddress(at + offset, address):
+                raise ValueError(f"TMA cannot go on with a matrix at {address:#x}: {error_text(error)}")
+        self.shard = a
+        terms = self.terms
+        terms.bias = bias if terms.bias else 0
+        terms.c = c if terms.c else 0
+
+
+ALIGNMENT = 128
+"""Of the parameters, in bytes."""
 DATA_TYPES = {
-    "bfloat16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    "float16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    "float32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    "float8_e4m3fn": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    "bfloat16": int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16),
+    "float16": int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
+    "float32": int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
 }
+CHOICES = (
+    int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+    int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+    int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+    int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+)
 LINE = 128
 """Bytes of a row in shared memory, which TMA swizzles."""
+_STEPS = (ctypes.c_uint32 * 3)(1, 1, 1)
 
 
-def descriptor(
+def describe(
+    descriptor: Descriptor,
+    name: str,
     address: int,
     dtype: str,
     extents: tuple[int, int, int],
@@ -151,10 +186,12 @@ def descriptor(
     matrix_pitch: int,
     rows: int,
     element_bytes: int,
-) -> Descriptor:
-    """The TMA descriptor of equal matrices, which are copied in boxes of 128 bytes of so many rows.
+) -> None:
+    """Make the TMA descriptor of equal matrices, which are copied in boxes of 128 bytes of so many rows.
 
     Args:
+        descriptor: a field of parameters that :meth:`Params.new` has made.
+        name: of the matrix, for messages.
         address: of the first matrix, a multiple of 16.
         dtype: of the elements.
         extents: of the contiguous mode, of the other one, and number of matrices.
@@ -168,24 +205,23 @@ def descriptor(
     """
     if address % 16 or pitch % 16 or matrix_pitch % 16:
         raise ValueError(
-            "a matrix begins at a multiple of 16 bytes, and so do its rows; got the address "
-            f"{address}, rows of {pitch} bytes, matrices of {matrix_pitch}"
+            f"{name} begins at a multiple of 16 bytes, and so does each of its rows (or columns, where these are "
+            f"contiguous); got the address {address:#x}, {pitch} bytes from one to the next, and {matrix_pitch} from "
+            "shard to shard"
         )
-    status, found = driver.cuTensorMapEncodeTiled(
+    error = libcuda().cuTensorMapEncodeTiled(
+        ctypes.addressof(descriptor),
         DATA_TYPES[dtype],
         3,
         address,
-        [driver.cuuint64_t(x) for x in extents],
-        [driver.cuuint64_t(x) for x in (pitch, max(matrix_pitch, 16))],
-        [driver.cuuint32_t(x) for x in (LINE // element_bytes, rows, 1)],
-        [driver.cuuint32_t(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        (ctypes.c_uint64 * 3)(*extents),
+        (ctypes.c_uint64 * 2)(pitch, max(matrix_pitch, 16)),
+        (ctypes.c_uint32 * 3)(LINE // element_bytes, rows, 1),
+        _STEPS,
+        *CHOICES,
     )
-    if status:
+    if error:
         raise ValueError(
-            f"TMA cannot describe {extents} of {dtype} with {pitch} and {matrix_pitch} bytes: {status.name}"
+            f"TMA cannot describe {name}: {extents} of {dtype} with {pitch} and {matrix_pitch} bytes: "
+            f"{error_text(error)}"
         )
-    return Descriptor.from_buffer_copy(ctypes.string_at(int(found.getPtr()), ctypes.sizeof(Descriptor)))

@@ -39,7 +39,8 @@ from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_s
 from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
-from distgemm.runtime.cuda.workspace import BUFFERS, Workspace, workspace_for
+from distgemm.runtime.cuda.watched import awaited
+from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace, workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 from distgemm.runtime.gathering import GatheredChunk, check_gathers
 from distgemm.runtime.groups import occupied
@@ -115,7 +116,7 @@ class CudaExecutable:
         check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
         flags = most_flags(plan, execution)
         self.workspace: Workspace = workspace_for(
-            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags
+            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags, Workspace
         )
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
@@ -147,6 +148,10 @@ class CudaExecutable:
     def workspace_bytes(self) -> int:
         """Bytes that the plan needs of the workspace on this rank: ``plan.workspace_bytes(rank)``."""
         return self.plan.workspace_bytes(self.rank)
+
+    def awaited(self, values: FlagValues) -> tuple[str, list[int]]:
+        """What a replay waits for, in words, and the ranks that it waits for."""
+        return awaited(self, values)
 
     def release(self) -> None:
         """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
@@ -560,12 +565,33 @@ def compile_plan(
         ValueError, PlanError, CompileError, CompilerNotFoundError, RuntimeError: as :func:`distgemm.compile` raises
             them.
     """
-    whole = resolve_group(group)
     execution = ExecutionConfig() if execution is None else execution
-    member("on_timeout", on_timeout, get_args(OnTimeout))
-    timeout = None if timeout is None else finite("timeout", timeout, above=0)
+    if execution.execution == "per_tile":
+        raise ValueError(
+            "this makes executables of GEMMs and copies; distgemm.compile makes those with per-tile kernels"
+        )
     if execution.provider is not None:
         get_provider(execution.provider)
+    whole, at, timeout = place(plan, group, device, timeout, on_timeout)
+    kernels = {"fallback": fallback, "turned_b": turned_b}
+    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **kernels)
+
+
+def place(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | int | None,
+    timeout: float | None,
+    on_timeout: OnTimeout,
+) -> tuple[dist.ProcessGroup, torch.device, float | None]:
+    """The group, this rank's GPU and the timeout of an executable, checked.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`distgemm.compile` raises them.
+    """
+    whole = resolve_group(group)
+    member("on_timeout", on_timeout, get_args(OnTimeout))
+    timeout = None if timeout is None else finite("timeout", timeout, above=0)
     if plan.world_size != dist.get_world_size(whole):
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
     at = torch.device("cuda" if device is None else device)
@@ -582,8 +608,7 @@ def compile_plan(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs with streams that wait for other "
             "ranks have not been shown to come to an end; unset it, or set it to 8"
         )
-    kernels = {"fallback": fallback, "turned_b": turned_b}
-    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **kernels)
+    return whole, at, timeout
 
 
 def agree_on_kernels(choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device) -> None:

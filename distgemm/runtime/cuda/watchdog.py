@@ -10,6 +10,9 @@ rank whose process has ended. Then the watchdog takes these steps:
 4. It fills the slots with NaN. Only then does it set flags in the place of ranks that set none any more, until all
    calls that were issued have ended. At last it fills D of these calls with NaN.
 
+On a workspace with epochs, one flag lets all waits end, once the slots are NaN: the kernels that begin after that send
+nothing, and their results are NaN.
+
 So no caller gets the result of a stuck call as if it were right, and neither does a kernel that is queued behind the
 call: what it reads came in this replay, or is NaN. A rank that comes late finds the workspace dead, and the entry into
 its next replay closed. For a graph that the caller captured, the watchdog knows neither the thread nor D: there, only
@@ -32,8 +35,8 @@ from cuda.bindings import runtime
 
 from distgemm.gemm.cuda_errors import raise_on
 from distgemm.runtime.cuda.processes import has_ended
-from distgemm.runtime.cuda.watched import WatchedExecutable, WatchedWorkspace, awaited, owed_flags
-from distgemm.runtime.cuda.workspace import FlagValues, Stage, Workspace, close_workspaces
+from distgemm.runtime.cuda.watched import WatchedExecutable, WatchedWorkspace, owed_flags
+from distgemm.runtime.cuda.workspace import FlagValues, SharedWorkspace, Values, Workspace, close_workspaces
 
 __all__ = ["ReplayTimeoutError", "Watchdog", "close_workspace", "watchdog"]
 
@@ -63,12 +66,12 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self.watched: dict[Workspace, WatchedWorkspace] = {}
+        self.watched: dict[SharedWorkspace, WatchedWorkspace] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
-    def add(self, workspace: Workspace) -> WatchedWorkspace:
+    def add(self, workspace: SharedWorkspace) -> WatchedWorkspace:
         """Watch a workspace. A collective call: all ranks make it in the same order.
 
         Returns:
@@ -158,7 +161,7 @@ class Watchdog:
             executable = watched.under_way or executable
         if watched.under_way is not None or flags is None:
             message = explain_hang(executable, values, min(executable.timeout, unchanged))
-            missing = workspace.peers if values is None else awaited(executable, values)[1]
+            missing = workspace.peers if values is None else executable.awaited(values)[1]
             if gone := sorted(ended & set(missing)):
                 self._die(watched, f"{message}; the processes of ranks {gone} have ended", first=True)
                 return
@@ -220,14 +223,15 @@ class Watchdog:
         workspace = watched.workspace
         rank, everyone = workspace.rank, set(workspace.peers)
         watched.poison(rank)
-        for peer in silent:
-            watched.poison(peer)  # where plans read the slots of other ranks
-            watched.write_flags([buffer.left(peer, rank) for buffer in workspace.buffers], 0)  # it enters no more
+        ranks, flags, value = workspace.closing(silent)
+        for peer in ranks:
+            watched.poison(peer)
+        watched.write_flags(flags, value)
         start, finished = time.monotonic(), set[int]()
         while True:
             _, values = read(watched)
             pending = list(watched.pending)
-            if values is not None and values.stage is Stage.IDLE and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
+            if values is not None and values.idle and all(call.end.query() for call in pending):  # type: ignore[no-untyped-call]
                 break
             seconds = time.monotonic() - start
             if seconds > FREE_TIMEOUT_S:
@@ -237,7 +241,8 @@ class Watchdog:
             if now - finished:
                 finished = now
                 watched.poison(rank)  # what came from them was for other calls
-            if values is not None and watched.under_way is not None:
+            if isinstance(values, FlagValues) and watched.under_way is not None:
+                assert isinstance(workspace, Workspace)
                 owed = owed_flags(workspace.buffers[values.buffer], values, watched.under_way.actions, finished)
                 watched.write_flags(owed, 1)
             time.sleep(FREE_INTERVAL_S)
@@ -253,20 +258,20 @@ class Watchdog:
         watched.under_way = None
 
 
-def read(watched: WatchedWorkspace) -> tuple[list[int] | None, FlagValues | None]:
-    """The flags with the count of replays, and what the flags say. Both are None where they cannot be read.
+def read(watched: WatchedWorkspace) -> tuple[list[int] | None, Values | None]:
+    """The flags with all else that is watched, and what the flags say. Both are None where they cannot be read.
 
     It notes the executable whose replay the flags name, also for a graph that the caller captured.
     """
     flags = watched.read_flags()
     if flags is None:
         return None, None
-    values = watched.workspace.read(torch.tensor(flags[:-1]))
+    values = watched.workspace.values(torch.tensor(flags, dtype=torch.int32))
     watched.under_way = watched.executable_of(values)
     return flags, values
 
 
-def explain_hang(executable: WatchedExecutable, flags: FlagValues | None, seconds: float) -> str:
+def explain_hang(executable: WatchedExecutable, flags: Values | None, seconds: float) -> str:
     """What a stuck replay waits for, for the error.
 
     Args:
@@ -278,7 +283,7 @@ def explain_hang(executable: WatchedExecutable, flags: FlagValues | None, second
     head = f"{head} has not ended within {seconds:.3g} s"
     if flags is None:
         return f"{head}; its flags cannot be read, the GPU does not answer"
-    return f"{head}: {awaited(executable, flags)[0]}"
+    return f"{head}: {executable.awaited(flags)[0]}"
 
 
 def reason_of_other_rank(store: Any) -> str | None:
@@ -297,7 +302,7 @@ def finished_ranks(store: Any, ranks: set[int]) -> set[int]:
         return set()  # as above: their time ends
 
 
-def store_of(workspace: Workspace) -> Any:
+def store_of(workspace: SharedWorkspace) -> Any:
     """A part of the default group's store, the same on all ranks, for this workspace alone.
 
     A store may outlive its groups, and groups take names that others had, so the key has the workspace's token.

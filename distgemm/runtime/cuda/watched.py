@@ -15,7 +15,7 @@ from distgemm.gemm.streams import new_stream
 from distgemm.plan.plan import Plan
 from distgemm.runtime.cuda.lowering.actions import Action, waits_of
 from distgemm.runtime.cuda.side_queue import SideQueue
-from distgemm.runtime.cuda.workspace import FlagValues, Stage, Workspace, WorkspaceBuffer
+from distgemm.runtime.cuda.workspace import FlagValues, SharedWorkspace, Stage, Values, WorkspaceBuffer
 from distgemm.runtime.executable import OnTimeout
 
 __all__ = ["PendingCall", "WatchedExecutable", "WatchedWorkspace", "awaited", "owed_flags"]
@@ -28,17 +28,30 @@ POISON_BYTES = 1 << 20
 
 
 class WatchedExecutable(Protocol):
-    """What the watchdog knows of a :class:`distgemm.CudaExecutable`."""
+    """What the watchdog knows of an executable on GPUs.
+
+    Attributes:
+        actions: what it puts on streams, with flags that count no epochs.
+    """
 
     plan: Plan
     rank: int
     device: torch.device
-    workspace: Workspace
     timeout: float
     on_timeout: OnTimeout
 
     @property
+    def workspace(self) -> SharedWorkspace: ...
+
+    @property
     def actions(self) -> Sequence[Action]: ...
+
+    def awaited(self, values: Any) -> tuple[str, list[int]]:
+        """What its replay waits for, in words, and the ranks that it waits for.
+
+        Args:
+            values: what its workspace makes of its memory.
+        """
 
     def raise_if_dead(self) -> None: ...
 
@@ -76,7 +89,7 @@ class WatchedWorkspace:
     """
 
     @torch.inference_mode(False)  # the tensors are written outside of inference mode too
-    def __init__(self, workspace: Workspace, store: Any) -> None:
+    def __init__(self, workspace: SharedWorkspace, store: Any) -> None:
         self.workspace, self.store = workspace, store
         self.pending: deque[PendingCall] = deque()
         self.ended = 0
@@ -157,7 +170,7 @@ class WatchedWorkspace:
             LOG.warning("distgemm's watchdog goes on without a CUDA context of its own: %s", error)
 
     def read_flags(self) -> list[int] | None:
-        """The flags and the count of replays now; None where even a copy does not end."""
+        """What the watchdog looks at, as it is now; None where even a copy does not end."""
         copy = self.copies[int(self.has_own_context)]
         if self.queue.ended(COPY_TIMEOUT_S):
             self.queue.copy(copy, self.workspace.watched_memory())
@@ -175,9 +188,9 @@ class WatchedWorkspace:
             self.queue.copy(part, self.poison_source[: part.numel()])
         self.queue.ended(COPY_TIMEOUT_S)
 
-    def executable_of(self, values: FlagValues) -> WatchedExecutable | None:
+    def executable_of(self, values: Values) -> WatchedExecutable | None:
         """The executable whose replay the flags name; None: they name none, or it is gone."""
-        return None if values.stage is Stage.IDLE else self.workspace.executables[values.executable - 1]()
+        return None if values.idle else self.workspace.executables[values.executable - 1]()
 
 
 def awaited(executable: WatchedExecutable, flags: FlagValues) -> tuple[str, list[int]]:

@@ -29,8 +29,8 @@ from __future__ import annotations
 import enum
 import secrets
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,10 @@ __all__ = [
     "BUFFERS",
     "FLAG_BYTES",
     "FlagValues",
+    "SharedWorkspace",
     "Stage",
     "Step",
+    "Values",
     "Workspace",
     "WorkspaceBuffer",
     "close_workspaces",
@@ -101,6 +103,11 @@ class FlagValues(NamedTuple):
     left: list[int]
     entered: list[int]
     plan_flags: list[int]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no replay is under way that waits."""
+        return self.stage is Stage.IDLE
 
 
 class WorkspaceBuffer:
@@ -176,22 +183,33 @@ def _even(count: int) -> int:
     return count + count % 2
 
 
-class Workspace:
-    """Symmetric memory of a group: the flags of both buffers, then their slots.
+class Values(Protocol):
+    """What a rank's flags say to the watchdog."""
 
-    Executables that share it are issued in one order, the same on all ranks, and one after the other. Calls on several
-    streams at once take groups of their own.
+    @property
+    def executable(self) -> int: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+
+class SharedWorkspace:
+    """Symmetric memory of a group, and the executables that share it.
+
+    They are issued in one order, the same on all ranks, and one after the other. Calls on several streams at once take
+    groups of their own.
 
     Args:
         group: its ranks all make the workspace, with the same sizes.
         device: this rank's GPU.
-        slot_bytes: bytes for slots on each rank, in each buffer.
-        flags: number of plan flags of each buffer.
+        size: bytes on each rank.
 
     Attributes:
         memory: this rank's part; None once it is closed.
-        counters: what the fused kernel counts in, on this rank alone.
         processes: by rank.
+        peers: the other ranks.
+        slot_bytes: bytes for slots on each rank, in each buffer.
+        flags: number of the plan's flags in each buffer.
         dead: why no replay can be made any more; None while that is not so.
         replaced: whether a larger workspace has taken its place.
 
@@ -199,53 +217,26 @@ class Workspace:
         RuntimeError: on all ranks where one has no memory.
     """
 
-    @torch.inference_mode(False)  # the memory is written outside of inference mode too
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = MIN_PLAN_FLAGS
-    ) -> None:
+    slot_bytes: int
+    flags: int
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
-        self._flags_of_buffer = first_plan_flag(self.world_size) + _even(flags)
-        self._slots_at = _aligned((BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES)
+        self.peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self.memory: torch.Tensor | None = None
-        self.memory, self.token, self.processes = allocate(self._slots_at + BUFFERS * self.slot_bytes, group, device)
+        self.memory, self.token, self.processes = allocate(size, group, device)
         self._handle: Any = symmetric_memory.rendezvous(self.memory, group)
-        bases = self._handle.buffer_ptrs
-        self.buffers = tuple(
-            WorkspaceBuffer(self.rank, [base + number * self._flags_of_buffer * FLAG_BYTES for base in bases])
-            for number in range(BUFFERS)
-        )
-        self.current_buffer = 0
-        self.peers = self.buffers[0].peers
-        # Of the fused kernels of all executables: a kernel leaves all counters at 0 for the next one.
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        # For copies, a second stream of GEMMs, and sums. Executables run one after the other, and share them.
-        self.streams = [new_stream(device) for _ in range(3)]
-        self.capture_stream = new_stream(device)
         self.dead: str | None = None
         self.replaced = False
         self.executables: list[weakref.ref[Any]] = []
         self.kept: list[Any] = []
-        self.memory.fill_(0xFF)  # slots begin as NaN
-        self.watched_memory().zero_().add_(1).zero_()  # add_ loads the kernel that graphs of callers have
-        for values in self.flag_memory().view(BUFFERS, -1):
-            values[: self.world_size] = 1  # left
-        torch.cuda.synchronize(device)
+
+    def await_others(self) -> None:
+        """Wait until all ranks have written what their memory begins with."""
+        torch.cuda.synchronize(self.device)
+        group, device = self.group, self.device
         dist.barrier(group, device_ids=[device.index] if dist.get_backend(group) == "nccl" else None)
-
-    @property
-    def next_buffer(self) -> int:
-        """The number of the buffer that the next replay takes.
-
-        It is the same on all ranks, because all issue replays in one order.
-        """
-        return (self.current_buffer + 1) % BUFFERS
-
-    def flip(self) -> int:
-        """Make the next buffer the current one, and return its number."""
-        self.current_buffer = self.next_buffer
-        return self.current_buffer
 
     def register(self, executable: Any) -> int:
         """The number by which an executable is known here, from 1."""
@@ -265,6 +256,100 @@ class Workspace:
     def unused(self) -> bool:
         """Whether no executable can make a replay on it any more."""
         return self.replaced and not self.kept and all(ref() is None for ref in self.executables)
+
+    def watched_memory(self) -> torch.Tensor:
+        """All that the watchdog looks at, int32. One copy reads it, also from another CUDA context."""
+        raise NotImplementedError
+
+    def slots_of(self, rank: int) -> torch.Tensor:
+        """The bytes of all slots of a rank, of both buffers, as a tensor on this device."""
+        raise NotImplementedError
+
+    def values(self, memory: torch.Tensor) -> Values:
+        """What a copy of :meth:`watched_memory` says."""
+        raise NotImplementedError
+
+    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+        """How no replay begins on it any more that could give wrong results.
+
+        Args:
+            silent: the ranks that do not answer.
+
+        Returns:
+            The ranks whose slots become NaN, besides this rank; then the addresses of flags, and what is written there.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give the memory back, once no executable on it is called any more.
+
+        Raises:
+            RuntimeError: during a capture.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the stream is being captured: memory is given back before or after that")
+        self.memory = None
+        self._handle = None
+        self.kept.clear()
+
+
+class Workspace(SharedWorkspace):
+    """The flags of both buffers, then their slots.
+
+    Args:
+        group: its ranks all make the workspace, with the same sizes.
+        device: this rank's GPU.
+        slot_bytes: bytes for slots on each rank, in each buffer.
+        flags: number of plan flags of each buffer.
+
+    Attributes:
+        counters: what the fused kernel counts in, on this rank alone.
+
+    Raises:
+        RuntimeError: on all ranks where one has no memory.
+    """
+
+    @torch.inference_mode(False)  # the memory is written outside of inference mode too
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int = MIN_PLAN_FLAGS
+    ) -> None:
+        self.slot_bytes, self.flags = _aligned(max(slot_bytes, 1)), flags
+        self._flags_of_buffer = first_plan_flag(dist.get_world_size(group)) + _even(flags)
+        self._slots_at = _aligned((BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES)
+        super().__init__(group, device, self._slots_at + BUFFERS * self.slot_bytes)
+        assert self.memory is not None
+        bases = self._handle.buffer_ptrs
+        self.buffers = tuple(
+            WorkspaceBuffer(self.rank, [base + number * self._flags_of_buffer * FLAG_BYTES for base in bases])
+            for number in range(BUFFERS)
+        )
+        self.current_buffer = 0
+        # Of the fused kernels of all executables: a kernel leaves all counters at 0 for the next one.
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        # For copies, a second stream of GEMMs, and sums. Executables run one after the other, and share them.
+        self.streams = [new_stream(device) for _ in range(3)]
+        self.capture_stream = new_stream(device)
+        self.memory.fill_(0xFF)  # slots begin as NaN
+        self.watched_memory().zero_().add_(1).zero_()  # add_ loads the kernel that graphs of callers have
+        for values in self.flag_memory().view(BUFFERS, -1):
+            values[: self.world_size] = 1  # left
+        self.await_others()
+
+    @property
+    def next_buffer(self) -> int:
+        """The number of the buffer that the next replay takes.
+
+        It is the same on all ranks, because all issue replays in one order.
+        """
+        return (self.current_buffer + 1) % BUFFERS
+
+    def flip(self) -> int:
+        """Make the next buffer the current one, and return its number."""
+        self.current_buffer = self.next_buffer
+        return self.current_buffer
+
+    def values(self, memory: torch.Tensor) -> FlagValues:
+        return self.read(memory[:-1])
 
     def read(self, flags: torch.Tensor) -> FlagValues:
         """The values in the buffer that a replay is on; in the first buffer if there is no replay.
@@ -286,6 +371,10 @@ class Workspace:
             values[first_plan_flag(size) :],
         )
 
+    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+        # Plans may read the slots of other ranks. Those enter no more.
+        return silent, [buffer.left(peer, self.rank) for peer in sorted(silent) for buffer in self.buffers], 0
+
     def slot(self, buffer: int, rank: int, offset: int, size: int) -> torch.Tensor:
         """Bytes of a rank's slots in one buffer, as a tensor on this device."""
         if self.memory is None:
@@ -295,14 +384,10 @@ class Workspace:
         return found
 
     def slots_of(self, rank: int) -> torch.Tensor:
-        """The bytes of all slots of a rank, of both buffers, as a tensor on this device."""
         return self.slot(0, rank, 0, BUFFERS * self.slot_bytes)
 
     def watched_memory(self) -> torch.Tensor:
-        """All that the watchdog looks at, int32: this rank's flags, then the count of :attr:`replays`.
-
-        It is one piece of symmetric memory, so that one copy reads it, also from another CUDA context.
-        """
+        """This rank's flags, int32, then the count of :attr:`replays`."""
         if self.memory is None:
             raise RuntimeError("the workspace is closed")
         return self.memory[: (BUFFERS * self._flags_of_buffer + 1) * FLAG_BYTES].view(torch.int32)
@@ -315,18 +400,6 @@ class Workspace:
     def replays(self) -> torch.Tensor:
         """How many replays of graphs that callers captured have begun, int32."""
         return self.watched_memory()[-1:]
-
-    def close(self) -> None:
-        """Give the memory back, once no executable on it is called any more.
-
-        Raises:
-            RuntimeError: during a capture.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the stream is being captured: memory is given back before or after that")
-        self.memory = None
-        self._handle = None
-        self.kept.clear()
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, int, list[ProcessId]]:
@@ -357,25 +430,32 @@ def _aligned(size: int) -> int:
     return -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-_WORKSPACES: dict[tuple[str, int], Workspace] = {}
+_WORKSPACES: dict[tuple[str, int, Any], Any] = {}
+AnyWorkspace = TypeVar("AnyWorkspace", bound=SharedWorkspace)
 
 
-def workspace_for(group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> Workspace:
-    """The workspace of a group, which all its executables share. It stays until it is closed.
+def workspace_for(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    slot_bytes: int,
+    flags: int,
+    kind: Callable[[dist.ProcessGroup, torch.device, int, int], AnyWorkspace],
+) -> AnyWorkspace:
+    """The workspace of a kind of a group, which all its executables share. It stays until it is closed.
 
     A new one is made where the last one is too small, or has died, or belongs to a group that is gone and whose name
     came again. Executables keep the workspace that they were made with. A collective call: sizes are the same on all
     ranks.
     """
-    key = (group.group_name, device.index)
-    found = _WORKSPACES.get(key)
+    key = (group.group_name, device.index, kind)
+    found: AnyWorkspace | None = _WORKSPACES.get(key)
     if found is not None and found.memory is not None and found.dead is None and found.group is group:
         if found.slot_bytes >= slot_bytes and found.flags >= flags:
             return found
         # Some more than is asked for: shapes that grow slowly would take a new one each.
         slot_bytes = max(slot_bytes, found.slot_bytes + min(found.slot_bytes, MAX_GROWTH_BYTES))
         flags = max(flags, found.flags)
-    made = _WORKSPACES[key] = Workspace(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags))
+    made = _WORKSPACES[key] = kind(group, device, slot_bytes, max(MIN_PLAN_FLAGS, flags))
     if found is not None and found.memory is not None:
         found.replaced = True
     return made

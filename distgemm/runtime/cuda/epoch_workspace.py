@@ -1,0 +1,91 @@
+"""The workspace of per-tile kernels: flags hold epochs, and nobody resets them. See docs/per_tile.md."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distgemm.gemm.per_tile.bind import Space
+from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
+from distgemm.runtime.cuda.workspace import SharedWorkspace
+
+__all__ = ["EpochValues", "EpochWorkspace"]
+
+
+class EpochValues(NamedTuple):
+    """What a rank's workspace says.
+
+    Attributes:
+        running: clusters that work now.
+        executable: number of the executable whose replay began last; 0: none did.
+        begun: by rank, the last epoch that it has begun, as far as this rank knows.
+        flags: of the buffer that this rank's last replay uses.
+    """
+
+    running: int
+    executable: int
+    begun: list[int]
+    flags: list[int]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no replay is under way."""
+        return not self.running or not self.executable
+
+
+class EpochWorkspace(SharedWorkspace):
+    """Control, then flags and slots of two buffers, as :class:`distgemm.gemm.per_tile.bind.Space` lays them out.
+
+    Executables of different plans share it, with flags and slots at the same places: what another one left in a flag
+    is an older epoch.
+
+    Args:
+        group: its ranks all make the workspace, with the same sizes.
+        device: this rank's GPU.
+        slot_bytes: bytes for slots on each rank, in each buffer.
+        flags: number of flags of each buffer.
+
+    Attributes:
+        space: where all ranks' memory is.
+
+    Raises:
+        RuntimeError: on all ranks where one has no memory.
+    """
+
+    @torch.inference_mode(False)  # the memory is written outside of inference mode too
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int, flags: int) -> None:
+        self.slot_bytes, self.flags = slot_bytes, flags
+        super().__init__(group, device, Space((), 0, flags, slot_bytes).size)
+        self.space = Space(tuple(self._handle.buffer_ptrs), self.rank, flags, slot_bytes)
+        assert self.memory is not None
+        self.memory.fill_(0xFF)  # slots begin as NaN
+        self.watched_memory().zero_()
+        self.memory[:8].view(torch.int64).fill_(Clock().word)
+        self.await_others()
+
+    def watched_memory(self) -> torch.Tensor:
+        return self._own()[: self.space.slots_at].view(torch.int32)
+
+    def slots_of(self, rank: int) -> torch.Tensor:
+        if rank != self.rank:
+            raise ValueError(f"no rank reads the slots of another one, got rank {rank} on rank {self.rank}")
+        return self._own()[self.space.slots_at :]
+
+    def _own(self) -> torch.Tensor:
+        if self.memory is None:
+            raise RuntimeError("the workspace is closed")
+        return self.memory
+
+    def values(self, memory: torch.Tensor) -> EpochValues:
+        content = memory.view(torch.uint8)
+        control = Control.from_buffer_copy(bytes(content[:CONTROL_BYTES].tolist()))
+        begun = list(control.begun[: self.world_size])
+        first = self.space.flags_at + Clock.buffer_of(begun[self.rank]) * self.flags * 8
+        flags = content[first : first + self.flags * 8].view(torch.int64).tolist()
+        return EpochValues(control.running, control.executable, begun, flags)
+
+    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+        return set(), [self.space.bases[self.rank] + Control.dead.offset], 1

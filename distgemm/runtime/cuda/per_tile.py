@@ -1,0 +1,432 @@
+"""A plan whose ranks each execute one per-tile kernel: a call is one launch. See docs/per_tile.md."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distgemm.gemm import GemmConfig
+from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.nvcc import KernelSource, build_together
+from distgemm.gemm.per_tile.bind import RankGemm, params_of
+from distgemm.gemm.per_tile.kernel import BYTES, Launch, select_traits
+from distgemm.gemm.per_tile.order import distances_of
+from distgemm.gemm.per_tile.params import Params
+from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.runtime.checks import (
+    check_agreement,
+    check_bias,
+    check_gradients,
+    check_shards,
+    group_timeout,
+    shard_dtype,
+)
+from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
+from distgemm.runtime.cuda.executable import describe_kernels, place
+from distgemm.runtime.cuda.lowering.actions import Action
+from distgemm.runtime.cuda.order import call_order
+from distgemm.runtime.cuda.recording import layout_of
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
+from distgemm.runtime.cuda.workspace import workspace_for
+from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
+from distgemm.schedulers import Pattern
+
+__all__ = ["PerTileExecutable", "PerTileReplay", "compile_per_tile", "gemm_of"]
+
+Tensor = torch.Tensor
+
+RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
+"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
+MAX_CALLS = 32
+"""Layouts of calls whose parameters an executable keeps."""
+HOPPER = 9
+"""Major compute capability of the GPUs that the kernels are for."""
+ROW_BYTES = 16
+"""Bytes that divide each row which TMA copies."""
+
+
+class BoundCall(NamedTuple):
+    """The launch of calls of one layout, and the addresses of the tensors that its parameters have now."""
+
+    launch: Launch
+    addresses: tuple[int, ...]
+
+
+class PerTileExecutable:
+    """This rank's part of a plan on its GPU, with ``execution="per_tile"``; :func:`distgemm.compile` makes it.
+
+    The plan gives the shards, and the order in which ranks multiply them. Its routes, slots and flags are not used: all
+    ranks exchange pieces and partial sums directly. It satisfies :class:`distgemm.runtime.executable.Executable`.
+
+    Attributes:
+        plan: what it executes.
+        rank: this rank in the group.
+        group: the ranks.
+        device: this rank's GPU.
+        execution: how GPUs execute the plan.
+        gemm: what each rank multiplies, for calls with dense tensors.
+        workspace: the memory that it shares with the group's other executables of this kind.
+        kernels: where its kernel comes from.
+        timeout: seconds without a change after which a replay counts as stuck.
+        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        execution: ExecutionConfig,
+        *,
+        timeout: float | None = None,
+        on_timeout: OnTimeout = "raise",
+    ) -> None:
+        self.timeout = group_timeout(group, device) if timeout is None else timeout
+        self.on_timeout = on_timeout
+        self.plan, self.group, self.device, self.execution = plan, group, device, execution
+        self.rank, self.kernels = dist.get_rank(group), ""
+        problem: Exception | None = None
+        try:
+            self.gemm = gemm_of(plan, execution.config)
+            properties = torch.cuda.get_device_properties(device)
+            if properties.major != HOPPER:
+                raise ValueError(f"execution='per_tile' is for Hopper GPUs, got {properties.name}")
+            self._blocks = properties.multi_processor_count
+            sources = self.sources()
+            build_together(sources, self.rank, plan.world_size)
+            self.kernels = describe_kernels(sources, [])
+            for source in sources:  # a first call could not: it may be captured
+                open_cubin(source, Params).load_on(device.index or 0)
+        except Exception as error:  # raised below, once all ranks know of it
+            problem = error
+        check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
+        self.workspace = workspace_for(group, device, self.gemm.slot_bytes, self.gemm.flags, EpochWorkspace)
+        self.number = self.workspace.register(self)
+        self._watched = watchdog().add(self.workspace)
+        self._order = call_order(device)
+        self._calls: OrderedDict[Any, BoundCall] = OrderedDict()
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Nothing: its kernel does all."""
+        return ()
+
+    @property
+    def provider(self) -> str:
+        """The provider of its GEMMs."""
+        return str(self.execution.provider)
+
+    @property
+    def transfers(self) -> str:
+        """Who moves data between ranks."""
+        return "per-tile kernel"
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of slots that it needs in each buffer of the workspace."""
+        return self.gemm.slot_bytes
+
+    def sources(self) -> list[KernelSource]:
+        """The kernels of calls with dense tensors. Another layout of A or B compiles its own at its first call."""
+        return [self.gemm.traits.source()]
+
+    def release(self) -> None:
+        """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
+        self.workspace.release(self)
+
+    def __call__(
+        self,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        c_shard: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        out: Tensor | None = None,
+        gathered: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's shard of D, as :meth:`distgemm.CudaExecutable.__call__` computes it, with these exceptions.
+
+        Partial sums of all ranks are added in float32. A call is one launch, recorded or not. A captured call stays
+        right for ever, whatever other calls come between its replays.
+
+        Raises:
+            ValueError: as there. Also for scales and ``gathered``, which per-tile kernels do not have, and for matrices
+                that TMA cannot copy: their addresses and rows are multiples of 16 bytes.
+            ReplayTimeoutError: as there.
+        """
+        self.raise_if_dead()
+        tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
+        check_gradients(self.rank, *tensors)
+        if out is None:
+            out = self._new_out()
+            tensors = (*tensors[:6], out, gathered)
+        with self._order.lock:
+            self._order.raise_if_occupied()
+            self._issue(self._launch_of(tensors, alpha, beta), weakref.ref(out))
+        return out
+
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> PerTileReplay:
+        """A call on these tensors, to be replayed any number of times. It needs no graph.
+
+        Args:
+            a_shard: as a call takes it.
+            b_shard: as a call takes it.
+            c_shard: as a call takes it.
+            **options: the keyword arguments of a call. Where ``out`` is None, D is a new tensor: ``replay.out``.
+        """
+        given = {name: options.pop(name, None) for name in ("bias", "scale_a", "scale_b", "out", "gathered")}
+        if given["out"] is None:
+            given["out"] = self._new_out()
+        tensors = (a_shard, b_shard, c_shard, *given.values())
+        check_gradients(self.rank, *tensors)
+        return PerTileReplay(self, self._bind(tensors, **options), tensors)
+
+    def raise_if_dead(self) -> None:
+        """Raise where this executable cannot be called any more.
+
+        Raises:
+            ReplayTimeoutError: once a replay on this workspace has not ended in time, on any rank.
+            RuntimeError: once the workspace is closed.
+        """
+        if self.workspace.memory is None:
+            raise RuntimeError("the workspace of this executable is closed; compile it anew")
+        if self.workspace.dead is not None:
+            self._watched.raises_itself()
+            raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
+
+    def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
+        """What a replay waits for, in words, and the ranks that it waits for."""
+        ranks, epoch = self.plan.world_size, values.begun[self.rank]
+        late = [rank for rank, begun in enumerate(values.begun) if begun < epoch]
+        missing = [number for number, flag in enumerate(values.flags[: self.gemm.flags]) if flag != epoch]
+        text = "all that it waits for has come, but its kernel has not ended"
+        peers = set(late)
+        if missing:
+            found = [self.gemm.slot_of(number) for number in missing]
+            senders = [(self.rank + distance) % ranks for distance, _ in found]
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            text = f"it waits for rank {senders[0]} at {found[0][1]}{more}"
+            peers |= set(senders)
+        if late:
+            text += f"; ranks {late} have not begun this replay"
+        return text, sorted(peers)
+
+    def _new_out(self) -> Tensor:
+        dtype = shard_dtype(self.plan, "D")
+        return torch.empty(self.plan.shard_shape("D", self.rank), dtype=dtype, device=self.device)
+
+    def _launch_of(self, tensors: Sequence[Tensor | None], alpha: float, beta: float) -> Launch:
+        """The launch of a call. Its parameters are those of the last call of this layout, with other addresses."""
+        layout = layout_of(tensors, alpha, beta)
+        found = self._calls.get(layout.key)
+        if found is None or not layout.disjoint:  # the key has all that is checked, unless tensors share bytes
+            found = BoundCall(self._bind(tensors, alpha, beta), layout.addresses)
+        elif found.addresses != layout.addresses:
+            a, b, c, bias, _, _, d, _ = layout.addresses
+            found.launch.params.move(a, b, d, bias, c)
+            found = found._replace(addresses=layout.addresses)
+        self._calls[layout.key] = found
+        self._calls.move_to_end(layout.key)
+        if len(self._calls) > MAX_CALLS:
+            self._calls.popitem(last=False)
+        return found.launch
+
+    def _bind(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> Launch:
+        a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered = tensors
+        for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b), ("gathered", gathered)):
+            if tensor is not None:
+                raise ValueError(f"execution='per_tile' takes no {name}; execution='multi_kernel' does")
+        assert a_shard is not None and b_shard is not None
+        given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
+        check_bias(self.rank, bias, given["D"])
+        traits = replace(
+            self.gemm.traits,
+            a_major="k" if self._has_rows("A", given["A"]) else "m",
+            b_major="k" if self._has_rows("B", given["B"]) else "n",
+        )
+        gemm = replace(self.gemm, traits=traits)
+        params = params_of(
+            gemm,
+            self.workspace.space,
+            *(given[name] for name in "ABD"),
+            alpha=float(alpha),
+            bias=bias,
+            c=given.get("C"),
+            beta=float(beta),
+            gb_per_s=RATES[traits.pattern],
+            executable=self.number,
+        )
+        return Launch(traits, params, self._blocks, self.device.index or 0)
+
+    def _has_rows(self, name: str, x: Tensor) -> bool:
+        """Whether rows of A or B are contiguous; otherwise columns are."""
+        (rows, columns), (row_stride, column_stride) = x.shape, x.stride()
+        if column_stride == 1 and (row_stride >= columns or rows == 1):
+            return True
+        sent = name == "A" and self.gemm.traits.sends
+        if row_stride == 1 and column_stride >= rows and not sent:
+            return False
+        raise ValueError(
+            f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
+            f"overlap, got strides {x.stride()}; pass it as .contiguous()"
+        )
+
+    def _issue(self, launch: Launch, out: Callable[[], Tensor | None]) -> None:
+        """Put a call on the current stream of this device."""
+        with torch.cuda.device(self.device):
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+            if torch.cuda.is_current_stream_capturing():
+                self.workspace.keep(self)
+                self._order.begin_captured(stream)
+                launch(stream)  # the graph has a copy of the parameters
+                self._order.end_captured(stream)
+                return
+            self._order.begin(stream)
+            try:
+                launch(stream)
+            except Exception as error:
+                reason = f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}"
+                self._watched.give_up(reason)
+                raise
+            self._order.end(stream)
+            self._watched.issued(self, out, stream)
+
+
+class PerTileReplay:
+    """A call on given tensors. Calling it makes the call on the current stream, captured or not.
+
+    Attributes:
+        out: the tensor that it writes.
+    """
+
+    def __init__(self, executable: PerTileExecutable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+        self._executable, self._launch, self._tensors = executable, launch, tensors
+        out = tensors[6]
+        assert out is not None
+        self.out = out
+        self._watched_out = weakref.ref(out)
+
+    def __call__(self) -> Tensor:
+        executable = self._executable
+        executable.raise_if_dead()
+        check_gradients(executable.rank, *self._tensors)
+        with executable._order.lock:
+            executable._order.raise_if_occupied()
+            executable._issue(self._launch, self._watched_out)
+        return self.out
+
+
+def compile_per_tile(
+    plan: Plan,
+    execution: ExecutionConfig,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | int | None = None,
+    timeout: float | None = None,
+    on_timeout: OnTimeout = "raise",
+) -> PerTileExecutable:
+    """This rank's executable for a plan, with ``execution="per_tile"``. The arguments are those of
+    :func:`distgemm.compile`, which documents them and the errors.
+    """
+    whole, at, timeout = place(plan, group, device, timeout, on_timeout)
+    return PerTileExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout)
+
+
+def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
+    """What each rank of a plan multiplies, tile by tile, if its tensors are dense.
+
+    Args:
+        plan: the plan.
+        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
+
+    Raises:
+        PlanError: for a plan that is not executed per tile. The message says why, and what would work.
+        ValueError: for a configuration that no per-tile kernel has, and for more tiles than a kernel has tickets.
+    """
+    problem, ranks = plan.problem, plan.world_size
+
+    def refuse(why: str, instead: str = "execution='multi_kernel' executes it") -> PlanError:
+        return PlanError(f"{plan.schedule} is not executed per tile: {why}; {instead}")
+
+    if ranks == 1:
+        raise refuse("one rank exchanges nothing")
+    if problem.l != 1:
+        raise refuse(f"it takes one matrix, got {problem.l} batches")
+    if max(plan.mesh) != prod(plan.mesh):
+        raise refuse(f"its ranks lie along one axis, got the mesh {plan.mesh}")
+    if BYTES.get(problem.dtype) != 2:
+        raise refuse(f"its operands are bfloat16 or float16, got {problem.dtype}")
+    out_dtype, partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
+    for name, dtype in (("out_dtype", out_dtype), ("partial_dtype", partial_dtype)):
+        if dtype not in BYTES:
+            raise refuse(f"{name} is one of {', '.join(BYTES)}, got {dtype}")
+    pattern = _pattern_of(plan)
+    if pattern is None:
+        raise refuse(
+            "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
+            f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
+            f"m={problem.m}, n={problem.n}, k={problem.k}",
+            "take chunk_mode='m', a schedule that gathers A, and extents that the number of ranks divides; or "
+            "execution='multi_kernel'",
+        )
+    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
+    n = plan.shard_shape("B", 0)[0]
+    for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
+        if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
+            raise refuse(
+                f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
+                f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
+            )
+    tiles = None if config is None else GemmConfig.parse(config)
+    distances = distances_of(plan)
+    try:
+        traits = select_traits(pattern, problem.m, n, k, tiles, problem.dtype, out_dtype, partial_dtype)
+    except ValueError as error:
+        raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
+    gemm = RankGemm(traits, distances, m, n, k)
+    assert gemm.order.ranks == ranks  # it is made, and checked
+    return gemm
+
+
+def _pattern_of(plan: Plan) -> Pattern | None:
+    """The pattern whose equal shards the ranks of a plan hold; None: of no pattern."""
+    problem, ranks = plan.problem, plan.world_size
+    m, n, k = problem.m, problem.n, problem.k
+
+    def held(rows: int, columns: int, by_rows: bool, by_columns: bool, name: str) -> bool:
+        if rows % (ranks if by_rows else 1) or columns % (ranks if by_columns else 1):
+            return False
+        height, width = rows // ranks if by_rows else rows, columns // ranks if by_columns else columns
+        return all(
+            plan.box(name, rank)[1:]
+            == (
+                (rank * height * by_rows, rank * height * by_rows + height),
+                (rank * width * by_columns, rank * width * by_columns + width),
+            )
+            for rank in range(ranks)
+        )
+
+    if held(m, k, True, False, "A") and held(n, k, True, False, "B") and held(m, n, False, True, "D"):
+        return "ag+gemm"
+    if m % ranks == 0 and held(m, k, False, True, "A") and held(n, k, False, True, "B"):
+        if held(m, n, True, False, "D"):
+            return "gemm+rs"
+        if held(m, n, False, False, "D"):
+            return "gemm+ar"
+    return None
+
+
+if TYPE_CHECKING:
+    _satisfies_protocol: type[Executable] = PerTileExecutable
