@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distgemm.gemm.per_tile.order import PieceOrder, TileCluster, TileOrder, distances_of
+from distgemm.gemm.per_tile.order import PieceOrder, TileCluster, TileOrder
 from distgemm.plan.schema import PlanError
-from distgemm.schedulers import get_schedule
 
 
 @st.composite
@@ -54,23 +53,3 @@ def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int) -> N
     pieces = PieceOrder(order.distances, rows, slices, order.group)
     found = [pieces.at(number) for number in range(pieces.pieces)]
     assert sorted(found) == [(d, row, s) for d in range(1, order.ranks) for row in range(rows) for s in range(slices)]
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("all_gather_1d_tiling_cd_rotating_a", (1, 2, 3)),
-        ("reduce_scatter_1d_pairwise_a", (1, 2, 3)),
-        ("all_reduce_1d_pairwise_a", (1, 2, 3)),
-        ("all_gather_1d_ring_a", (3, 2, 1)),
-    ],
-)
-def test_distances_are_those_of_the_schedule(name: str, wanted: tuple[int, ...]) -> None:
-    assert distances_of(get_schedule(name, 4)) == wanted
-
-
-def test_other_schedules_are_refused() -> None:
-    with pytest.raises(PlanError, match="rotating schedule"):
-        distances_of(get_schedule("all_gather_1d_pairwise_xor_a", 4))
-    with pytest.raises(PlanError, match="chunks=1"):
-        distances_of(get_schedule("ag+gemm", 4, chunks=2))

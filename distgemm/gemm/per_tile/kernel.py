@@ -170,9 +170,12 @@ def select_traits(
     if config is None:
         large = -(-m // LARGE.tile[0]) * -(-n // LARGE.tile[1]) >= FEW_TILES if gathers else k >= SHORT_K
         config = LARGE if large else SMALL
-    elif (
-        config != GemmConfig((*config.tile[:2], 64), config.cluster, config.kernel_schedule)
-        or config.kernel_schedule == "plain"
+    elif (config.tile[2], config.epilogue, config.raster, config.swizzle, config.share) != (
+        64,
+        "tma",
+        "heuristic",
+        1,
+        1,
     ):
         raise ValueError(
             "a per-tile kernel has 64 elements of k in a stage, and a configuration like 128x256x64_2x1_cooperative or "

@@ -378,7 +378,7 @@ def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
             "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
             f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
             f"m={problem.m}, n={problem.n}, k={problem.k}",
-            "take chunk_mode='m', a schedule that gathers A, and extents that the number of ranks divides; or "
+            "take a schedule that gathers A or scatters rows of D, and extents that the number of ranks divides; or "
             "execution='multi_kernel'",
         )
     m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]

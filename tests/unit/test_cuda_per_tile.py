@@ -1,0 +1,615 @@
+"""Executables of per-tile kernels without a GPU: plans, parameters, calls, the workspace and the watchdog."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import deque
+from contextlib import nullcontext
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import distgemm
+from distgemm import GemmProblem, PlanError
+from distgemm.gemm.per_tile import params as structs
+from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
+from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
+from distgemm.runtime.cuda import epoch_workspace, per_tile, watchdog
+from distgemm.runtime.cuda import workspace as workspaces
+from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
+from distgemm.runtime.cuda.per_tile import PerTileExecutable, compile_per_tile, gemm_of
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, explain_hang
+from distgemm.runtime.cuda.watched import WatchedWorkspace
+from distgemm.runtime.cuda.workspace import workspace_for
+from distgemm.runtime.executable import ExecutionConfig
+from distgemm.schedulers import list_schedules, schedule_mesh_rank
+from tests.unit.test_gemm_parameters import Recorded, RecordingDriver
+
+GATHER, SCATTER, ALL_REDUCE = (
+    "all_gather_1d_tiling_cd_rotating_a",
+    "reduce_scatter_1d_pairwise_a",
+    "all_reduce_1d_pairwise_a",
+)
+SCHEDULES = {"ag+gemm": GATHER, "gemm+rs": SCATTER, "gemm+ar": ALL_REDUCE}
+EXECUTION = ExecutionConfig(execution="per_tile")
+
+# --- from plans to GEMMs --------------------------------------------------------------------------------
+
+ACCEPTED = {
+    "all_gather_1d_bidirectional_full_a": ("ag+gemm", (3, 1, 2)),
+    "all_gather_1d_bidirectional_split_a": ("ag+gemm", (2, 3, 1)),
+    "all_gather_1d_ring_a": ("ag+gemm", (3, 2, 1)),
+    GATHER: ("ag+gemm", (1, 2, 3)),
+    "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
+    "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
+    SCATTER: ("gemm+rs", (1, 2, 3)),
+    "reduce_scatter_1d_tiling_a_rotating_c": ("gemm+rs", (3, 2, 1)),
+}
+REFUSED = {
+    "all_gather_1d_pairwise_xor_a": "all ranks at the same distances",
+    "all_gather_1d_tiling_cd_rotating_b": "a schedule that gathers A",
+    "all_gather_1d_tiling_k_rotating_a": "a schedule that gathers A",
+    "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
+    "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
+    "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
+}
+
+
+@pytest.mark.parametrize("schedule", list_schedules())
+def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
+    axes = schedule_mesh_rank(schedule)
+    mesh = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}[axes]
+    plan = distgemm.make_plan(GemmProblem(512, 256, 1024), schedule, mesh=mesh, sync="barrier")
+    if schedule in ACCEPTED:
+        gemm = gemm_of(plan)
+        assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
+        a, b = plan.shard_shape("A", 1), plan.shard_shape("B", 1)
+        assert (gemm.m, gemm.n, gemm.k) == (128, b[0], a[1]) and gemm.traits.sends == (a[0] == 128)
+    else:
+        message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
+        with pytest.raises(PlanError, match=rf"^{schedule} is not executed per tile: .*{message}"):
+            gemm_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("problem", "options", "message"),
+    [
+        (GemmProblem(512, 256, 1024, 2), {}, "one matrix, got 2 batches; execution='multi_kernel'"),
+        (GemmProblem(512, 256, 1024, dtype="float8_e4m3fn"), {}, "bfloat16 or float16, got float8_e4m3fn"),
+        (GemmProblem(512, 256, 1024, dtype="float32"), {}, "bfloat16 or float16, got float32"),
+        (GemmProblem(514, 256, 1024), {}, "extents that the number of ranks divides"),
+        (GemmProblem(400, 256, 1024, m_per_rank=(100, 200, 50, 50)), {}, "equal shards"),
+        (GemmProblem(512, 256, 1024), {"chunks": 2}, "chunks=1"),
+        (GemmProblem(512, 256, 1020), {}, "1020 columns of bfloat16 on a rank; pad them to a multiple of 8"),
+        (GemmProblem(512, 16, 1024), {}, "rows of D are multiples of 16 bytes, got 4 columns"),
+    ],
+    ids=str,
+)
+def test_gathers_that_are_refused(problem: GemmProblem, options: dict[str, Any], message: str) -> None:
+    plan = distgemm.make_plan(problem, GATHER, 4, sync="barrier", **options)
+    with pytest.raises(PlanError, match=message):
+        gemm_of(plan)
+
+
+def test_other_plans_that_are_refused() -> None:
+    with pytest.raises(PlanError, match="one rank exchanges nothing; execution='multi_kernel'"):
+        gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 1, sync="barrier"))
+    with pytest.raises(PlanError, match="one shard of rows in each iteration.* with chunks=1 works"):
+        gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), SCATTER, 4, sync="barrier", chunks=2, chunk_mode="n"))
+    problem = GemmProblem(512, 256, 1024, out_dtype="float32", partial_dtype="bfloat16")
+    with pytest.raises(ValueError, match="partial_dtype has as many bytes as out_dtype"):
+        gemm_of(distgemm.make_plan(problem, ALL_REDUCE, 4, sync="barrier"))
+    assert gemm_of(distgemm.make_plan(problem, SCATTER, 4, sync="barrier")).traits.out_dtype == "float32"
+    with pytest.raises(ValueError, match="at most 262144 clusters"):
+        gemm_of(distgemm.make_plan(GemmProblem(1 << 20, 1 << 18, 1024), GATHER, 4, sync="barrier"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "kernel", "stages"),
+    [
+        (GATHER, (2048, 4 * 2304, 16384), "128x128_2x1_pingpong", 2),
+        (GATHER, (2048, 4 * 3584, 4096), "128x256_2x1_cooperative", 1),
+        (SCATTER, (2048, 8192, 4 * 1024), "128x128_2x1_pingpong", 4),
+        (SCATTER, (2048, 16384, 4 * 2048), "128x256_2x1_cooperative", 3),
+        (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128_2x1_pingpong", 3),
+    ],
+)
+def test_the_shape_decides_about_the_kernel(
+    schedule: str, shape: tuple[int, int, int], kernel: str, stages: int
+) -> None:
+    plan = distgemm.make_plan(GemmProblem(*shape), schedule, 4, sync="barrier")
+    traits = gemm_of(plan).traits
+    assert traits.name.split()[-1] == kernel and traits.epilogue_stages == stages
+    assert gemm_of(plan, "64x128x64_1x2_pingpong").traits.name.endswith("64x128_1x2_pingpong")
+    for config in ("128x128x32_2x1_pingpong", "128x128x64_2x1_pingpong_swizzle_2", "16x32x16_1x1_plain"):
+        with pytest.raises(ValueError, match="a per-tile kernel has 64 elements of k in a stage"):
+            gemm_of(plan, config)
+
+
+# --- the flags of a GEMM --------------------------------------------------------------------------------
+
+
+def small_gemm(pattern: Any, ranks: int = 3, cluster: tuple[int, int] = (2, 1)) -> RankGemm:
+    traits = KernelTraits(pattern, (128, 128), cluster, True, sends=pattern == "ag+gemm")
+    return RankGemm(traits, tuple(range(1, ranks)), 200, 328, 640)
+
+
+@pytest.mark.parametrize("pattern", SCHEDULES)
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)])
+def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple[int, int]) -> None:
+    """piece_slot_, sum_slot_ and result_slot_ of per_tile.cu."""
+    gemm = small_gemm(pattern, cluster=cluster)
+    rows, columns = (-(-2 // cluster[0]) * cluster[0], -(-3 // cluster[1]) * cluster[1])  # of whole clusters
+    wanted: list[tuple[int, str]] = []
+    if pattern == "ag+gemm":
+        for distance, row, piece in itertools.product((1, 2), range(2), range(3)):
+            wanted.append((distance, f"slice {piece} of k, for row {row} of tiles of its shard of A"))
+    else:
+        kinds = ["the partial sum of tile {} of this rank's shard of D", "the result of tile {} of its shard of D"]
+        for kind in kinds[: 1 + (pattern == "gemm+ar")]:
+            for distance, row, column in itertools.product((1, 2), range(rows), range(columns)):
+                wanted.append((distance, kind.format((row, column))))
+    assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
+
+
+# --- parameters -----------------------------------------------------------------------------------------
+
+
+class Driver(RecordingDriver):
+    """A driver that notes what it encodes, at addresses that it would take."""
+
+    def cuTensorMapEncodeTiled(self, at: int, *given: Any) -> int:  # noqa: N802
+        assert at % 64 == 0
+        return super().cuTensorMapEncodeTiled(at, *given)
+
+    def cuTensorMapReplaceAddress(self, at: int, address: int) -> int:  # noqa: N802
+        assert at % 64 == 0
+        Recorded.from_address(at).address = address
+        return 0
+
+
+@pytest.fixture
+def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structs, "libcuda", Driver)
+
+
+def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
+    gathers, scatters = gemm.traits.pattern == "ag+gemm", gemm.traits.pattern == "gemm+rs"
+    all_rows = gemm.ranks * gemm.m
+    found: dict[str, Any] = {
+        "a": torch.zeros(gemm.m if gathers else all_rows, gemm.k, dtype=torch.bfloat16),
+        "b": torch.zeros(gemm.n, gemm.k, dtype=torch.bfloat16),
+        "d": torch.zeros(gemm.m if scatters else all_rows, gemm.n, dtype=torch.bfloat16),
+    }
+    if terms:
+        found |= {"bias": torch.zeros(gemm.n, dtype=torch.bfloat16), "c": torch.zeros_like(found["d"]), "beta": 0.5}
+    return found
+
+
+def space_of(gemm: RankGemm, rank: int) -> Space:
+    return Space([1 << 40, 2 << 40, 3 << 40], rank, gemm.flags + 5, gemm.slot_bytes + 3000)
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("pattern", SCHEDULES)
+@pytest.mark.parametrize("terms", [False, True])
+def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
+    gemm = small_gemm(pattern)
+    first, other = tensors_of(gemm, terms), tensors_of(gemm, terms)
+    moved, wanted = (params_of(gemm, space_of(gemm, 1), **given, alpha=2.0, executable=3) for given in (first, other))
+    assert bytes(moved) != bytes(wanted)
+    terms_at = [other[name].data_ptr() if terms else 77 for name in ("bias", "c")]
+    moved.move(other["a"].data_ptr(), other["b"].data_ptr(), other["d"].data_ptr(), *terms_at)
+    assert bytes(moved) == bytes(wanted)
+    assert (moved.workspaces.rank, moved.workspaces.executable, moved.terms.alpha) == (1, 3, 2.0)
+
+
+@pytest.mark.usefixtures("_driver")
+@pytest.mark.parametrize("pattern", SCHEDULES)
+def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
+    gemm, given = small_gemm(pattern), tensors_of(small_gemm(pattern))
+    space = space_of(gemm, 2)
+    params = params_of(gemm, space, **given)
+    for name, x in (("a", given["a"]), ("b", given["b"]), ("d", given["d"])):
+        found = Recorded.from_buffer_copy(getattr(params, name))
+        columns, rows, matrices = found.extents
+        assert found.address == x.data_ptr() and columns == x.shape[1] and rows * matrices == x.shape[0]
+        assert tuple(found.strides) == (x.shape[1] * 2, rows * x.shape[1] * 2)
+    spaces = params.workspaces
+    assert spaces.flags >= CONTROL_BYTES and spaces.flags + 2 * spaces.flags_of_buffer <= spaces.slots
+    assert spaces.slots + 2 * spaces.slots_of_buffer == space.size
+    if pattern == "ag+gemm":
+        for buffer, descriptor in enumerate(params.received):
+            found = Recorded.from_buffer_copy(descriptor)
+            start = (3 << 40) + spaces.slots + buffer * spaces.slots_of_buffer
+            assert (found.address, *found.extents) == (start, gemm.k, gemm.m, 2)
+            assert found.strides[1] * 2 <= spaces.slots_of_buffer
+
+
+@pytest.mark.usefixtures("_driver")
+def test_matrices_that_tma_cannot_copy_are_refused() -> None:
+    gemm = small_gemm("gemm+rs")
+    given = tensors_of(gemm)
+    wide = torch.zeros(gemm.n, gemm.k + 4, dtype=torch.bfloat16)
+    for name, x in (
+        ("b", wide[:, : gemm.k]),
+        ("a", torch.zeros(600 * 640 + 1, dtype=torch.bfloat16)[1:].view(600, 640)),
+    ):
+        with pytest.raises(ValueError, match=f"{name.upper()} begins at a multiple of 16 bytes"):
+            params_of(gemm, space_of(gemm, 0), **(given | {name: x}))
+    for name, x in (("bias", torch.zeros(gemm.n, 2)[:, 0]), ("c", torch.zeros(gemm.n, gemm.m).T)):
+        with pytest.raises(ValueError, match="contiguous, got strides"):
+            params_of(gemm, space_of(gemm, 0), **given, **{name: x}, beta=1.0)
+
+
+# --- the workspace --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of rank 1 of three."""
+
+    def allocate(size: int, group: Any, device: Any) -> Any:
+        return torch.empty(size, dtype=torch.uint8), 5, [0, 1, 2]
+
+    def rendezvous(memory: torch.Tensor, group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[1 << 40, memory.data_ptr(), 3 << 40])
+
+    monkeypatch.setattr(workspaces, "_WORKSPACES", {})
+    monkeypatch.setattr(workspaces, "allocate", allocate)
+    monkeypatch.setattr(workspaces.symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(workspaces.torch.cuda, "synchronize", lambda device: None)
+    for name, value in {"get_rank": 1, "get_world_size": 3, "barrier": None, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(workspaces.dist, name, lambda *_, value=value, **__: value)
+
+
+CPU = torch.device("cpu")
+GROUP: Any = SimpleNamespace(group_name="tp")
+
+
+def control_of(workspace: EpochWorkspace) -> Control:
+    assert workspace.memory is not None
+    return Control.from_address(workspace.memory.data_ptr())
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
+    workspace = workspace_for(GROUP, CPU, 3000, 7, EpochWorkspace)
+    assert workspace.memory is not None and workspace.flags == 1024
+    control = control_of(workspace)
+    assert control.clock == Clock().word
+    assert not any(bytes(control)[8:]) and not workspace.memory[CONTROL_BYTES : workspace.space.slots_at].any()
+    slots = workspace.slots_of(1)
+    assert slots.numel() == 2 * 3072 and (slots == 0xFF).all()
+    assert bool(slots.view(torch.bfloat16).isnan().all() and slots.view(torch.float32).isnan().all())
+    assert workspace_for(GROUP, CPU, 3000, 1024, EpochWorkspace) is workspace
+    larger = workspace_for(GROUP, CPU, 3001, 1025, EpochWorkspace)
+    assert larger is not workspace and workspace.replaced and larger.flags == 1025
+    assert workspace.peers == [0, 2]
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("epoch", [1, 2, 2**40])
+def test_what_the_memory_says(epoch: int) -> None:
+    workspace = workspace_for(GROUP, CPU, 3000, 1025, EpochWorkspace)
+    control, clock = control_of(workspace), Clock()
+    assert workspace.values(workspace.watched_memory()).idle
+    control.running, control.executable, control.begun[1], control.begun[2] = 66, 4, epoch, epoch - 1
+    for _ in range(min(epoch, 4) - 1):
+        clock = clock.next(closed=True)
+    buffer = clock.buffer if epoch < 4 else 1  # even epochs are in the second buffer
+    flags = workspace.watched_memory()[workspace.space.flags_at // 4 :].view(torch.int64)
+    first = buffer * 1025
+    flags[first : first + 1025] = torch.arange(1025) + epoch
+    values = workspace.values(workspace.watched_memory())
+    assert values == EpochValues(66, 4, [0, epoch, epoch - 1], [epoch + number for number in range(1025)])
+    assert not values.idle and values._replace(running=0).idle
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+class PretendedLaunch:
+    """A launch that notes its parameters and its stream."""
+
+    launched: list[tuple[KernelTraits, bytes, int]]
+
+    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
+        self.traits, self.params, self.blocks = traits, params, blocks
+
+    def __call__(self, stream: int) -> None:
+        self.launched.append((self.traits, bytes(self.params), stream))
+
+
+class Pretended:
+    """An executable of rank 1 of three on pretended streams.
+
+    Attributes:
+        exe: the executable.
+        launched: what it launched.
+        noted: what the order of calls and the watchdog got to know.
+        capturing: whether the current stream is captured.
+    """
+
+    def __init__(self, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched, self.noted, self.capturing = list[Any](), list[str](), False
+        self.built: list[Any] = []
+        PretendedLaunch.launched = self.launched
+        order = SimpleNamespace(lock=RLock(), raise_if_occupied=lambda: None)
+        for name in ("begin", "end", "begin_captured", "end_captured"):
+            setattr(order, name, lambda stream, name=name: self.noted.append(name))
+        watched = SimpleNamespace(
+            issued=lambda exe, out, stream: self.noted.append("issued"),
+            raises_itself=lambda: None,
+            give_up=lambda reason: self.noted.append(f"gave up: {reason}"),
+        )
+        cubin = SimpleNamespace(load_on=lambda device: self.built.append("loaded"))
+        for name, value in {
+            "check_agreement": self._agree,
+            "build_together": lambda sources, rank, ranks: self.built.extend(sources),
+            "describe_kernels": lambda sources, choices: "compiled",
+            "open_cubin": lambda source, parameter: cubin,
+            "call_order": lambda device: order,
+            "watchdog": lambda: SimpleNamespace(add=lambda workspace: watched),
+            "Launch": PretendedLaunch,
+        }.items():
+            monkeypatch.setattr(per_tile, name, value)
+        properties = SimpleNamespace(major=9, multi_processor_count=132)
+        for name, value in {
+            "get_device_properties": lambda device: properties,
+            "device": lambda device: nullcontext(),
+            "is_current_stream_capturing": lambda: self.capturing,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+        self.plan = distgemm.make_plan(GemmProblem(600, 336, 1920), SCHEDULES[pattern], 3, sync="barrier")
+        self.exe = PerTileExecutable(self.plan, GROUP, CPU, EXECUTION, timeout=5.0)
+
+    def _agree(self, plan: Any, arguments: str, group: Any, device: Any, problem: Exception | None) -> None:
+        self.noted.append(arguments)
+        if problem is not None:
+            raise problem
+
+    def tensors(self) -> list[torch.Tensor]:
+        """A, B and D."""
+        return [torch.zeros(self.plan.shard_shape(name, 1), dtype=torch.bfloat16) for name in "ABD"]
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+@pytest.mark.parametrize("pattern", SCHEDULES)
+def test_a_call_is_one_launch(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended(pattern, monkeypatch)
+    exe, launched = there.exe, there.launched
+    assert there.built == [*exe.sources(), "loaded"] and "execution='per_tile'" in there.noted.pop()
+    assert (exe.provider, exe.transfers, exe.number) == ("cutlass", "per-tile kernel", 1)
+    sets = [there.tensors() for _ in range(3)]
+    for a, b, d in (*sets, *sets):
+        assert exe(a, b, out=d) is d
+        traits, params, stream = launched.pop()
+        assert traits == exe.gemm.traits and stream == 7 and not launched
+        assert params == bytes(
+            params_of(exe.gemm, exe.workspace.space, a, b, d, gb_per_s=per_tile.RATES[pattern], executable=1)
+        )
+        assert there.noted == ["begin", "end", "issued"]
+        there.noted.clear()
+    assert len(exe._calls) == 1
+    a, b, d = sets[0]
+    new = exe(a, b)
+    assert new.shape == d.shape and new.dtype == d.dtype
+    bias = torch.zeros(d.shape[1], dtype=torch.bfloat16)
+    exe(a, b, d.clone(), alpha=0.5, beta=2.0, bias=bias, out=d)
+    terms = Params.from_buffer_copy(launched[-1][1]).terms
+    assert (terms.alpha, terms.beta, terms.bias) == (0.5, 2.0, bias.data_ptr()) and terms.c
+    turned = exe(a, b.T.contiguous().T)
+    assert launched[-1][0].b_major == "n" and turned.shape == d.shape
+    for number in range(40):
+        exe(a, b, alpha=float(number))
+    assert len(exe._calls) == per_tile.MAX_CALLS
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_tensors_that_share_bytes_are_checked_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended("gemm+rs", monkeypatch)
+    a, b, d = there.tensors()
+    c = torch.zeros(400, 336, dtype=torch.bfloat16)
+    there.exe(a, b, c[:200], beta=1.0, out=d)
+    with pytest.raises(ValueError, match="out shares memory with C's shard"):
+        there.exe(a, b, c[:200], beta=1.0, out=c[100:300])
+    assert len(there.launched) == 1
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_captured_calls_keep_the_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended("ag+gemm", monkeypatch)
+    exe, (a, b, d) = there.exe, there.tensors()
+    there.noted.clear()
+    there.capturing = True
+    exe(a, b, out=d)
+    assert there.noted == ["begin_captured", "end_captured"] and exe.workspace.kept == [exe]
+    there.capturing = False
+    replay = exe.capture(a, b)
+    first = there.launched[0][1]
+    for _ in range(2):
+        assert replay() is replay.out
+    exe(a, torch.zeros_like(b), out=d)  # a call with other tensors moves other parameters
+    replay()
+    assert there.launched[1] == there.launched[2] == there.launched[4] and there.launched[1][1] != first
+    exe.release()
+    assert not exe.workspace.kept
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_calls_that_are_refused_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended("ag+gemm", monkeypatch)
+    exe, (a, b, d) = there.exe, there.tensors()
+    there.noted.clear()
+    one = torch.ones(1)
+    whole = torch.zeros(600, 1920, dtype=torch.bfloat16)
+    for message, options in (
+        ("takes no scale_a; execution='multi_kernel' does", {"scale_a": one}),
+        ("takes no scale_b", {"scale_b": one}),
+        ("takes no gathered", {"gathered": whole}),
+        ("beta is not 0", {"beta": 1.0}),
+        ("bias on rank 1 is", {"bias": torch.zeros(3, dtype=torch.bfloat16)}),
+        ("A's shard on rank 1 has contiguous rows that do not overlap, got strides", {"a": a.T.contiguous().T}),
+        ("A's shard on rank 1 has contiguous rows", {"a": a[:1].expand(200, 1920)}),
+        ("rows of D are contiguous", {"out": d.T.contiguous().T}),
+        ("A begins at a multiple of 16 bytes", {"a": torch.zeros(384001, dtype=torch.bfloat16)[1:].view(200, 1920)}),
+        ("A's shard on rank 1 has shape", {"a": a[1:]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exe(options.pop("a", a), b, **{"out": d, **options})
+        assert not there.launched and not there.noted, message
+    assert not exe._calls
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_a_launch_that_fails_ends_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretended("ag+gemm", monkeypatch)
+    exe, (a, b, _) = there.exe, there.tensors()
+
+    def fail(self: Any, stream: int) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(PretendedLaunch, "__call__", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        exe(a, b)
+    assert there.noted[-1] == f"gave up: {GATHER} on rank 1 failed as it was issued: no memory"
+    exe.workspace.dead = "rank 0 did not come"
+    with pytest.raises(ReplayTimeoutError, match="rank 0 did not come; no executable on this workspace"):
+        exe(a, b)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_all_ranks_learn_of_a_plan_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is compiled for it."""
+    there = Pretended("ag+gemm", monkeypatch)
+    there.built.clear()
+    plan = distgemm.make_plan(GemmProblem(600, 336, 1920), GATHER, 3, sync="barrier", chunks=2)
+    with pytest.raises(PlanError, match="chunks=1"):
+        PerTileExecutable(plan, GROUP, CPU, EXECUTION, timeout=5.0)
+    assert there.built == [] and "execution='per_tile'" in there.noted[-1]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=10, name="B200"))
+    with pytest.raises(ValueError, match="for Hopper GPUs, got B200"):
+        PerTileExecutable(there.plan, GROUP, CPU, EXECUTION, timeout=5.0)
+    assert there.built == []
+
+
+def test_options_that_do_not_go_together() -> None:
+    for given in ({"wait_by": "kernel"}, {"merge_copies": True}, {"transport": "sm"}, {"provider": "cublas"}):
+        with pytest.raises(ValueError, match=r"per_tile|single_kernel"):
+            ExecutionConfig(execution="per_tile", **given)  # type: ignore[arg-type]
+    assert EXECUTION.provider == "cutlass" and not EXECUTION.single_kernel
+
+
+# --- the watchdog ---------------------------------------------------------------------------------------
+
+
+def values_of(exe: PerTileExecutable, epoch: int, missing: list[int], begun: list[int]) -> EpochValues:
+    flags = [epoch] * (exe.gemm.flags + 9)
+    for number in missing:
+        flags[number] = epoch - 2
+    return EpochValues(66, exe.number, begun, flags)
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_the_message_says_what_a_replay_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    exe = Pretended("gemm+rs", monkeypatch).exe
+    text, ranks = exe.awaited(values_of(exe, 8, [0, 1], [8, 8, 8]))
+    assert ranks == [2] and text == (
+        "it waits for rank 2 at the partial sum of tile (0, 0) of this rank's shard of D (and 1 more)"
+    )
+    text, ranks = exe.awaited(values_of(exe, 8, [exe.gemm.flags - 1], [7, 8, 8]))
+    assert (
+        ranks == [0] and "rank 0 at the partial sum" in text and text.endswith("; ranks [0] have not begun this replay")
+    )
+    text, ranks = exe.awaited(values_of(exe, 8, [], [9, 8, 8]))
+    assert ranks == [] and "its kernel has not ended" in text
+    found = explain_hang(exe, values_of(exe, 8, [0], [8, 8, 8]), 2.0)
+    assert found.startswith(f"{SCATTER} on rank 1 of 3 has not ended within 2 s: it waits for rank 2 at")
+
+
+def watched_of(workspace: EpochWorkspace) -> Any:
+    watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
+    watched.workspace, watched.store, watched.lock, watched.under_way = workspace, SimpleNamespace(), RLock(), None
+    watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
+    watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
+    watched.read_flags = lambda: workspace.watched_memory().tolist()
+    watched.use_own_context = lambda: None
+    watched.store.set, watched.stream = lambda *_: None, None
+    return watched
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_replay_is_stuck_once_nothing_has_changed(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a graph that the caller captured, which nobody has issued."""
+    exe = Pretended("gemm+ar", monkeypatch).exe
+    exe.timeout = 20.0
+    workspace, control = exe.workspace, control_of(exe.workspace)
+    now, died = [0.0], list[tuple[float, str]]()
+    monkeypatch.setattr(watchdog, "reason_of_other_rank", lambda store: None)
+    monkeypatch.setattr(watchdog, "has_ended", lambda process: gone and process == 0)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog, watched = Watchdog(), watched_of(workspace)
+    monkeypatch.setattr(dog, "_die", lambda watched, message, first: died.append((now[0], message)))
+
+    def look(until: float) -> None:
+        while now[0] < until and not died:
+            now[0] += 0.5
+            dog.look(watched)
+
+    look(40)  # nothing is under way
+    control.running, control.executable, control.begun[1], control.begun[2] = 66, exe.number, 1, 1
+    look(42)
+    control.clock += 5
+    look(44)
+    assert not died
+    look(100)
+    ((at, message),) = died
+    assert "on rank 1 of 3" in message and "ranks [0] have not begun this replay" in message
+    if gone:
+        assert at < 50 and message.endswith("the processes of ranks [0] have ended")
+    else:
+        assert 62 <= at <= 65
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then its results become NaN, and nothing else is written: the other ranks have their own watchdogs."""
+    exe = Pretended("gemm+rs", monkeypatch).exe
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(watchdog, "finished_ranks", lambda store, ranks: set())
+    workspace, control = exe.workspace, control_of(exe.workspace)
+    control.running, control.executable, control.begun[1] = 66, exe.number, 1
+    watched, did = watched_of(workspace), list[str]()
+    watched.poison = lambda rank: did.append(f"poison {rank}")
+
+    def write(addresses: list[int], value: int) -> None:
+        did.append("write")
+        for address in addresses:
+            ctypes.c_uint32.from_address(address).value = value
+        control.running = 0  # the kernel ends
+
+    watched.write_flags = write
+    out = torch.zeros(2)
+    end = SimpleNamespace(query=lambda: control.dead == 1)
+    watched.pending.append(SimpleNamespace(executable=exe, end=end, out=lambda: out))
+    Watchdog().free(watched, {0})
+    assert did == ["poison 1", "write", "poison 1"] and control.dead == 1
+    assert out.isnan().all() and not watched.pending and watched.under_way is None
+
+
+def test_the_graph_runtime_refuses_it() -> None:
+    plan = distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 4, sync="barrier")
+    from distgemm.runtime.cuda import compile_plan
+
+    with pytest.raises(ValueError, match=r"distgemm\.compile makes those with per-tile kernels"):
+        compile_plan(plan, EXECUTION)
+    assert callable(compile_per_tile) and epoch_workspace.EpochWorkspace is EpochWorkspace
