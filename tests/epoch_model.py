@@ -3,6 +3,9 @@
 Each rank makes the same replays one after the other. In a replay it says that it has begun, sends one slot to each
 receiver, waits for the flag of each sender and reads its slot. What is stored at a peer arrives some time later: a flag
 behind its data, all else in any order. A slot holds the epoch of its data.
+
+Where ranks are mortal, each may die at any time: it closes, its slots become NaN, then all its waits end. Replays that
+it begins once it is closed are mute: they send nothing, and their results are NaN, whatever they read.
 """
 
 from __future__ import annotations
@@ -51,6 +54,10 @@ class Rank(NamedTuple):
         begun: by rank, the last epoch that it is known to have begun.
         slots: by (sender, buffer), the epoch of the data.
         flags: by (sender, buffer), the flag.
+        closed: whether replays that it begins are mute.
+        poisoned: whether its slots were filled with NaN.
+        dead: whether its waits end.
+        mute: whether this replay sends nothing and gives NaN.
     """
 
     replay: int
@@ -62,6 +69,14 @@ class Rank(NamedTuple):
     begun: tuple[int, ...]
     slots: tuple[int, ...]
     flags: tuple[int, ...]
+    closed: bool = False
+    poisoned: bool = False
+    dead: bool = False
+    mute: bool = False
+
+
+NAN = -1
+"""What a slot holds that the watchdog has filled."""
 
 
 class Move(NamedTuple):
@@ -87,6 +102,11 @@ class Protocol:
         waits: whether a rank heeds the clock's word that it waits.
         ordered: whether a flag arrives behind its data.
         first: the first epoch.
+        mortal: whether ranks die.
+        poisons: whether slots are NaN before waits end.
+        closes: whether replays become mute before slots become NaN; otherwise with the end of the waits.
+        mute_sends: whether mute replays send.
+        mute_counts: whether the results of mute replays are taken for right.
     """
 
     next: Callable[[Clock, bool], Clock] = Clock.next
@@ -94,6 +114,11 @@ class Protocol:
     waits: bool = True
     ordered: bool = True
     first: int = 1
+    mortal: bool = False
+    poisons: bool = True
+    closes: bool = True
+    mute_sends: bool = False
+    mute_counts: bool = False
 
 
 def check(ranks: int, replays: Sequence[Replay], protocol: Protocol = Protocol()) -> int:
@@ -165,9 +190,18 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
     def with_(changed: Rank, added: frozenset[Move] = frozenset()) -> State:
         return _set(ranks, number, changed), moves | added
 
+    if protocol.mortal and not rank.closed and (protocol.closes or rank.dead):
+        yield with_(rank._replace(closed=True))
+    if protocol.mortal and not rank.poisoned and (rank.closed or not protocol.closes):
+        yield with_(rank._replace(poisoned=True, slots=(NAN,) * len(rank.slots) if protocol.poisons else rank.slots))
+    if rank.poisoned and not rank.dead:
+        yield with_(rank._replace(dead=True))
     if not rank.told:
         yield with_(rank._replace(told=True), frozenset(Move("begun", number, x, 0, epoch) for x in others))
     may_store = not (protocol.waits and clock.waits) or all(rank.begun[x] >= epoch for x in others)
+    if rank.dead and not rank.mute and not may_store:
+        yield with_(rank._replace(mute=True))
+    may_store = may_store and (protocol.mute_sends or not rank.mute)
     for receiver in others:
         if (number, receiver) in replay.pairs and receiver not in rank.sent and may_store:
             stored = {Move(kind, number, receiver, buffer, epoch) for kind in ("data", "flag")}
@@ -175,17 +209,18 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
     senders = [x for x in others if (x, number) in replay.pairs]
     for sender in senders:
         place = sender * 2 + buffer
-        if sender not in rank.seen and protocol.passes(rank.flags[place], epoch):
+        if sender not in rank.seen and (rank.dead or protocol.passes(rank.flags[place], epoch)):
             yield with_(rank._replace(seen=rank.seen | {sender}))
         if sender in rank.seen and sender not in rank.read:
-            if rank.slots[place] != epoch:
+            if rank.slots[place] not in (epoch, NAN) and (protocol.mute_counts or not rank.mute):
                 raise ProtocolError(f"rank {number} reads epoch {rank.slots[place]} of rank {sender} in epoch {epoch}")
             yield with_(rank._replace(read=rank.read | {sender}))
     receivers = [x for x in others if (number, x) in replay.pairs]
     arrived = not any(move.sender == number and move.kind != "begun" for move in moves)
-    if rank.told and len(rank.sent) == len(receivers) and len(rank.read) == len(senders) and arrived:
+    sent = len(rank.sent) == len(receivers) or (rank.mute and not protocol.mute_sends)
+    if rank.told and sent and len(rank.read) == len(senders) and arrived:
         none = frozenset[int]()
-        ended = rank._replace(replay=rank.replay + 1, told=False, sent=none, seen=none, read=none)
+        ended = rank._replace(replay=rank.replay + 1, told=False, sent=none, seen=none, read=none, mute=rank.closed)
         yield with_(ended._replace(clock=protocol.next(clock, replay.closed)))
 
 

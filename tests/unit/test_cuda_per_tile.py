@@ -592,17 +592,17 @@ def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -
     watched.poison = lambda rank: did.append(f"poison {rank}")
 
     def write(addresses: list[int], value: int) -> None:
-        did.append("write")
+        did.append(f"write {value}")
         for address in addresses:
             ctypes.c_uint32.from_address(address).value = value
-        control.running = 0  # the kernel ends
+        control.running *= value != 2  # the kernel ends
 
     watched.write_flags = write
     out = torch.zeros(2)
-    end = SimpleNamespace(query=lambda: control.dead == 1)
+    end = SimpleNamespace(query=lambda: control.dead == 2)
     watched.pending.append(SimpleNamespace(executable=exe, end=end, out=lambda: out))
     Watchdog().free(watched, {0})
-    assert did == ["poison 1", "write", "poison 1"] and control.dead == 1
+    assert did == ["write 1", "poison 1", "write 2", "poison 1"] and control.dead == 2
     assert out.isnan().all() and not watched.pending and watched.under_way is None
 
 

@@ -27,6 +27,12 @@ def test_three_ranks() -> None:
         walk(3, replays, number)
 
 
+def test_ranks_that_die() -> None:
+    """No order of events gives a wrong result that is not NaN, and no replay of a dead rank hangs."""
+    assert check(2, [everyone(2)] * 2, Protocol(mortal=True)) > 100_000
+    random_deaths(Protocol(mortal=True))
+
+
 def test_epochs_beyond_32_bits() -> None:
     check(2, [everyone(2)] * 4, Protocol(first=2**32 - 2))
 
@@ -48,6 +54,27 @@ MUTANTS = {
     "any flag lets pass": Protocol(passes=lambda flag, epoch: True),
     "an older flag lets pass": Protocol(passes=lambda flag, epoch: flag >= epoch - 2),
 }
+
+
+def random_deaths(protocol: Protocol) -> None:
+    for seed in range(1000):
+        walk(2, [everyone(2)] * 4, seed, protocol)
+    for number, replays in enumerate(itertools.product((everyone(3), without(3, 0), without(3, 1, 2)), repeat=4)):
+        walk(3, replays, number, protocol)
+
+
+MORTAL_MUTANTS = {
+    "replays become mute late": Protocol(mortal=True, closes=False),
+    "slots keep their data": Protocol(mortal=True, poisons=False),
+    "mute replays send": Protocol(mortal=True, mute_sends=True),
+    "results of mute replays count": Protocol(mortal=True, mute_counts=True),
+}
+
+
+@pytest.mark.parametrize("mutant", MORTAL_MUTANTS.values(), ids=MORTAL_MUTANTS)
+def test_mutants_that_die_fail(mutant: Protocol) -> None:
+    with pytest.raises(ProtocolError, match="reads epoch"):
+        random_deaths(mutant)
 
 
 def every_sequence(mutant: Protocol) -> None:

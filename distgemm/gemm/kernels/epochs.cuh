@@ -28,15 +28,21 @@ struct Clock {
   }
 };
 
+// How a workspace dies. The watchdog writes NaN to all slots after the first value, and then the second one.
+enum Death : uint32_t {
+  kMute = 1,  // kernels that begin send nothing, and their results are NaN
+  kFree = 2,  // all waits end
+};
+
 // What a rank's workspace begins with.
 struct Control {
   uint64_t clock;
   uint64_t last[2];    // the last epoch of each buffer
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
-  uint32_t dead;       // not 0: all waits end. Kernels that begin then send nothing, and their results are NaN
-  uint32_t running;    // clusters that work; 0 between replays. For the host
-  uint32_t executable; // whose replay began last. For the host
+  uint32_t dead;       // 0, or a value of Death
+  uint32_t running;    // clusters that work; 0 between replays. The watchdog reads it
+  uint32_t executable; // whose replay began last. The watchdog reads it
   uint64_t unused[10];
   uint64_t begun[kRanks];  // the last epoch that each rank has begun
 };
@@ -112,15 +118,15 @@ struct Workspaces {
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 
-  // Whether the workspace is dead. Nothing waits for the answer before its first use.
-  CUTE_DEVICE bool dead() const {
+  // Whether the workspace has died so far. Nothing waits for the answer before its first use.
+  CUTE_DEVICE bool dead(Death far) const {
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(&control(rank).dead) : "memory");
-    return value;
+    return value >= far;
   }
 
   // Whether a wait has spun for some time, and the workspace is dead.
-  CUTE_DEVICE bool ends_(uint32_t spins) const { return spins % 256 == 0 && dead(); }
+  CUTE_DEVICE bool ends_(uint32_t spins) const { return spins % 256 == 0 && dead(kFree); }
 
   // Sets flags behind stores of this thread that are complete.
   CUTE_DEVICE static void set(uint64_t flag, uint64_t epoch) {

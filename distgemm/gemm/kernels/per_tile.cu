@@ -231,7 +231,7 @@ class Kernel {
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
         depth_((params.k + kTileK - 1) / kTileK),
-        dead_(spaces_.dead()) {}
+        mute_(spaces_.dead(kMute)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -329,9 +329,9 @@ class Kernel {
   CUTE_DEVICE bool exists_(Clock clock) const { return clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Clock clock) const { return Tile::of(order_.at<kGathers>(clock.ticket()), block_); }
 
-  // Whether this rank may store at peers in this replay, once it may. If the last replay ended by death, it may not.
+  // Waits until this rank may store at peers in this replay. False: it may not at all.
   CUTE_DEVICE bool sends_(Clock clock) const {
-    return !dead_ && (!clock.waits() || spaces_.wait_for_peers(order_.ranks, clock.epoch()));
+    return !mute_ && (!clock.waits() || spaces_.wait_for_peers(order_.ranks, clock.epoch()));
   }
 
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
@@ -516,7 +516,7 @@ class Kernel {
     uint32_t& counter = spaces_.control(spaces_.rank).tickets;
     uint32_t const peers = order_.ranks - 1, count = peers * parts_();
     Uses<2> uses;
-    if (dead_) {  // what comes now may be of an earlier replay
+    if (mute_) {  // what comes now may be of an earlier replay
       auto* const words = reinterpret_cast<uint32_t*>(storage_.copied[0]);
       for (int i = 0; i < kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
@@ -532,7 +532,7 @@ class Kernel {
       Tile const tile =
           Tile::of(order_.of_unit(distance, number / (kParts * kCluster)), number / kParts % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
-      if (dead_) {
+      if (mute_) {
         for (int i = 0; i < Part<Result>::kSubtiles; ++i) store_result_(storage_.copied[0], tile, group, i);
         commit();
         continue;
@@ -809,7 +809,7 @@ class Kernel {
   template <class Sums>
   CUTE_DEVICE void scale_(Sums& sums) const {
     Terms const& terms = params_.terms;
-    float factor = dead_ ? __int_as_float(0x7fffffff) : terms.alpha;
+    float factor = mute_ ? __int_as_float(0x7fffffff) : terms.alpha;
     if (terms.scale_a && !terms.scale_a_step) factor *= *terms.scale_a;
     if (terms.scale_b && !terms.scale_b_step) factor *= *terms.scale_b;
     if (factor == 1.0f) return;
@@ -941,7 +941,7 @@ class Kernel {
   Workspaces const& spaces_;
   Storage& storage_;
   uint32_t const block_, clusters_, depth_;
-  bool const dead_;  // since before this replay
+  bool const mute_;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)

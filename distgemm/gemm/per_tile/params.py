@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 
 from cuda.bindings import driver
 
@@ -12,6 +13,7 @@ from distgemm.gemm.per_tile.order import RANKS, PieceOrder, TileOrder
 __all__ = [
     "CONTROL_BYTES",
     "Control",
+    "Death",
     "Descriptor",
     "Order",
     "Params",
@@ -61,6 +63,13 @@ class Pieces(ctypes.Structure):
     def of(cls, order: PieceOrder) -> Pieces:
         """The struct of an order."""
         return cls(order.rows, order.slices, order.group)
+
+
+class Death(enum.IntEnum):
+    """enum Death."""
+
+    MUTE = 1
+    FREE = 2
 
 
 class Control(ctypes.Structure):

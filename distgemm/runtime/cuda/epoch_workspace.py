@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distgemm.gemm.per_tile.bind import Space
 from distgemm.gemm.per_tile.epochs import Clock
-from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
+from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Death
 from distgemm.runtime.cuda.workspace import SharedWorkspace
 
 __all__ = ["EpochValues", "EpochWorkspace"]
@@ -87,5 +87,12 @@ class EpochWorkspace(SharedWorkspace):
         flags = content[first : first + self.flags * 8].view(torch.int64).tolist()
         return EpochValues(control.running, control.executable, begun, flags)
 
-    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
-        return set(), [self.space.bases[self.rank] + Control.dead.offset], 1
+    def closing(self) -> tuple[list[int], int]:
+        return [self._death], Death.MUTE
+
+    def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+        return set(), [self._death], Death.FREE
+
+    @property
+    def _death(self) -> int:
+        return self.space.bases[self.rank] + Control.dead.offset

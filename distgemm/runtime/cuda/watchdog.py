@@ -10,8 +10,8 @@ rank whose process has ended. Then the watchdog takes these steps:
 4. It fills the slots with NaN. Only then does it set flags in the place of ranks that set none any more, until all
    calls that were issued have ended. At last it fills D of these calls with NaN.
 
-On a workspace with epochs, one flag lets all waits end, once the slots are NaN: the kernels that begin after that send
-nothing, and their results are NaN.
+On a workspace with epochs, kernels that begin are mute from step 4 on: they send nothing, and their results are NaN.
+Once the slots are NaN, one flag ends all waits.
 
 So no caller gets the result of a stuck call as if it were right, and neither does a kernel that is queued behind the
 call: what it reads came in this replay, or is NaN. A rank that comes late finds the workspace dead, and the entry into
@@ -222,8 +222,11 @@ class Watchdog:
         """
         workspace = watched.workspace
         rank, everyone = workspace.rank, set(workspace.peers)
+        flags, value = workspace.closing()
+        if flags:
+            watched.write_flags(flags, value)
         watched.poison(rank)
-        ranks, flags, value = workspace.closing(silent)
+        ranks, flags, value = workspace.ending(silent)
         for peer in ranks:
             watched.poison(peer)
         watched.write_flags(flags, value)

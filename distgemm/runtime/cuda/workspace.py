@@ -269,14 +269,18 @@ class SharedWorkspace:
         """What a copy of :meth:`watched_memory` says."""
         raise NotImplementedError
 
-    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
-        """How no replay begins on it any more that could give wrong results.
+    def closing(self) -> tuple[list[int], int]:
+        """Addresses of flags, and what is written there, before the slots of this rank become NaN."""
+        return [], 0
+
+    def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+        """What follows: no wait is left that nobody ends, and no replay begins that could give wrong results.
 
         Args:
             silent: the ranks that do not answer.
 
         Returns:
-            The ranks whose slots become NaN, besides this rank; then the addresses of flags, and what is written there.
+            The ranks whose slots become NaN, too; then addresses of flags, and what is written there.
         """
         raise NotImplementedError
 
@@ -371,7 +375,7 @@ class Workspace(SharedWorkspace):
             values[first_plan_flag(size) :],
         )
 
-    def closing(self, silent: set[int]) -> tuple[set[int], list[int], int]:
+    def ending(self, silent: set[int]) -> tuple[set[int], list[int], int]:
         # Plans may read the slots of other ranks. Those enter no more.
         return silent, [buffer.left(peer, self.rank) for peer in sorted(silent) for buffer in self.buffers], 0
 
