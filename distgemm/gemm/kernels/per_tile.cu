@@ -273,8 +273,8 @@ class Kernel {
       cutlass::arch::warpgroup_reg_alloc<224>();
       multiply_(warp / 4 - 1);
     }
+    __syncwarp();
     if constexpr (kCluster > 1) {  // other blocks load into this one, and arrive at its barriers
-      __syncwarp();
       cluster_arrive();
       cluster_wait();
     } else {

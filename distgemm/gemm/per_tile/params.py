@@ -142,7 +142,7 @@ class Params(ctypes.Structure):
         ("k", ctypes.c_int32),
         ("slices", ctypes.c_uint32),
         ("picoseconds_per_kib", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 21),
+        ("padding", ctypes.c_uint32 * 19),
     )
 
     @classmethod
