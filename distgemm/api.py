@@ -13,7 +13,7 @@ from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
-from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_per_tile, compile_plan
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan, place
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
     ExecutionConfig,
@@ -131,5 +131,6 @@ def compile(
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
     if given.execution == "per_tile":
-        return compile_per_tile(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)
+        whole, at, timeout = place(plan, whole, device, timeout, on_timeout)
+        return PerTileExecutable(plan, whole, at, given, timeout=timeout, on_timeout=on_timeout)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

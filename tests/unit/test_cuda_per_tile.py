@@ -20,10 +20,10 @@ from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
-from distgemm.runtime.cuda import epoch_workspace, per_tile, watchdog
+from distgemm.runtime.cuda import compile_plan, per_tile, watchdog
 from distgemm.runtime.cuda import workspace as workspaces
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
-from distgemm.runtime.cuda.per_tile import PerTileExecutable, compile_per_tile, gemm_of
+from distgemm.runtime.cuda.per_tile import PerTileExecutable, gemm_of
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, explain_hang
 from distgemm.runtime.cuda.watched import WatchedWorkspace
 from distgemm.runtime.cuda.workspace import workspace_for
@@ -608,8 +608,5 @@ def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_graph_runtime_refuses_it() -> None:
     plan = distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 4, sync="barrier")
-    from distgemm.runtime.cuda import compile_plan
-
     with pytest.raises(ValueError, match=r"distgemm\.compile makes those with per-tile kernels"):
         compile_plan(plan, EXECUTION)
-    assert callable(compile_per_tile) and epoch_workspace.EpochWorkspace is EpochWorkspace

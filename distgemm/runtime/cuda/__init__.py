@@ -1,7 +1,7 @@
 """The CUDA runtime: a plan on GPUs with symmetric memory, as one CUDA graph for each rank."""
 
-from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile_plan
-from distgemm.runtime.cuda.per_tile import PerTileExecutable, compile_per_tile
+from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile_plan, place
+from distgemm.runtime.cuda.per_tile import PerTileExecutable
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, close_workspace
 from distgemm.runtime.cuda.workspace import Workspace
 
@@ -12,6 +12,6 @@ __all__ = [
     "ReplayTimeoutError",
     "Workspace",
     "close_workspace",
-    "compile_per_tile",
     "compile_plan",
+    "place",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -34,11 +33,12 @@ from distgemm.runtime.checks import (
     shard_dtype,
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
+from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
 from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
-from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
+from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.runtime.cuda.watched import awaited
 from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace, workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
@@ -56,10 +56,13 @@ MAX_RECORDED_CALLS = 32
 where graphs cannot go on with others."""
 
 
-class CudaExecutable:
+class CudaExecutable(GpuExecutable):
     """This rank's part of a plan on its GPU; :func:`distgemm.compile` makes it.
 
-    It satisfies :class:`distgemm.runtime.executable.Executable`.
+    It satisfies :class:`distgemm.runtime.executable.Executable`. Calls on tensors of the same layout are served by
+    graphs: the second and third calls record one graph for each buffer of the workspace, and later calls replay them,
+    with the addresses of their tensors. Graphs of GEMMs by cuBLAS, and of copies of rows with gaps, serve the tensors that they
+    were recorded with.
 
     Attributes:
         plan: what it executes.
@@ -73,6 +76,8 @@ class CudaExecutable:
         timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
         on_timeout: what happens then, as :func:`distgemm.compile` takes it.
     """
+
+    workspace: Workspace
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class CudaExecutable:
             problem = error
         check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
         flags = most_flags(plan, execution)
-        self.workspace: Workspace = workspace_for(
+        self.workspace = workspace_for(
             group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags, Workspace
         )
         self.number = self.workspace.register(self)
@@ -135,11 +140,6 @@ class CudaExecutable:
         return self.binder.actions
 
     @property
-    def provider(self) -> str:
-        """The provider of its GEMMs."""
-        return str(self.execution.provider)
-
-    @property
     def transfers(self) -> str:
         """Who moves data between ranks."""
         return "CUDA runtime"
@@ -153,91 +153,41 @@ class CudaExecutable:
         """What a replay waits for, in words, and the ranks that it waits for."""
         return awaited(self, values)
 
-    def release(self) -> None:
-        """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
-        self.workspace.release(self)
+    def _put_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        buffer = self.workspace.next_buffer
+        layout = layout_of(tensors, alpha, beta)
+        key: Any = layout.key
+        if not layout.disjoint or key in self._fixed:
+            key = key, layout.addresses
+        recordings = self._recorded.get(key)
+        if recordings is None:
+            self._put_eager(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
+            self._recorded[key] = {}  # not for a call that has raised
+            while len(self._recorded) > MAX_RECORDED_CALLS:
+                self._recorded.popitem(last=False)
+        else:
+            recording = recordings.get(buffer)
+            if recording is None:
+                recording = self._record(self._checked(tensors, alpha, beta), buffer, layout)
+                if not recording.movable and key is layout.key:
+                    self._fixed.add(key)
+                    del self._recorded[key]
+                    key, recordings = (key, layout.addresses), {}
+                    self._recorded[key] = recordings
+                recordings[buffer] = recording
+                self.graphs += 1
+            elif recording.addresses != layout.addresses:
+                recording.move(layout.addresses)  # the key has all else that was checked
+            self._recorded.move_to_end(key)
+            self._replay(recording, stream)
 
-    def __call__(
-        self,
-        a_shard: Tensor,
-        b_shard: Tensor,
-        c_shard: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        bias: Tensor | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-        out: Tensor | None = None,
-        gathered: Tensor | None = None,
-    ) -> Tensor:
-        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it in one order.
-
-        :class:`distgemm.CollectiveExecutable` shows the unfused program. Sums accumulate in float32. Partial sums are
-        rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
-
-        A call does not wait for the GPU. Calls of all executables on a device run one after the other, in the order in
-        which they are issued, also on several streams. Calls on tensors of the same layout are served by graphs: the
-        second and third calls record one graph for each buffer of the workspace, and later calls replay them, with
-        the addresses of their tensors. Graphs of GEMMs by cuBLAS, and of copies of rows with gaps, serve the tensors
-        that they were recorded with. While the current stream is captured, the ops become part of that graph.
-
-        Args:
-            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
-            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
-            c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
-            alpha: factor of A @ B.T.
-            beta: factor of C.
-            bias: one row of D's shard, of ``problem.out_dtype``.
-            scale_a: float32 factor of the whole A, or one for each row of the whole A.
-            scale_b: float32 factor of the whole B, or one for each row of the whole B.
-            out: where D goes, instead of a new tensor. It shares no memory with the shards.
-            gathered: where all of A goes, where the plan gathers it: (m, k), of A's dtype, with contiguous rows.
-
-        Raises:
-            ValueError: for tensors of another shape, dtype or device, and for tensors that require grad outside of
-                torch.no_grad(), before anything is sent.
-            ReplayTimeoutError: once a replay on this workspace has not ended in time on any rank.
-        """
-        self.raise_if_dead()
-        check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
-        if out is None:
-            out = torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
-        tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
-        with self._order.lock:
-            self._order.raise_if_occupied()
-            buffer = self.workspace.next_buffer
-            if torch.cuda.is_current_stream_capturing():
-                self._put_captured(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
-                return out
-            layout = layout_of(tensors, alpha, beta)
-            key: Any = layout.key
-            if not layout.disjoint or key in self._fixed:
-                key = key, layout.addresses
-            recordings = self._recorded.get(key)
-            if recordings is None:
-                self._put_eager(self.binder.bind(self._checked(tensors, alpha, beta), buffer), stream)
-                self._recorded[key] = {}  # not for a call that has raised
-                while len(self._recorded) > MAX_RECORDED_CALLS:
-                    self._recorded.popitem(last=False)
-            else:
-                recording = recordings.get(buffer)
-                if recording is None:
-                    recording = self._record(self._checked(tensors, alpha, beta), buffer, layout)
-                    if not recording.movable and key is layout.key:
-                        self._fixed.add(key)
-                        del self._recorded[key]
-                        key, recordings = (key, layout.addresses), {}
-                        self._recorded[key] = recordings
-                    recordings[buffer] = recording
-                    self.graphs += 1
-                elif recording.addresses != layout.addresses:
-                    recording.move(layout.addresses)  # the key has all else that was checked
-                self._recorded.move_to_end(key)
-                self._replay(recording, stream)
-            self._watched.issued(self, weakref.ref(out), stream)
-        return out
+    def _put_captured_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        bound = self.binder.bind(self._checked(tensors, alpha, beta), self.workspace.next_buffer)
+        self.workspace.keep(self)
+        self.workspace.flip()
+        self._order.begin_captured(stream)
+        self._put(bound, counted=True)
+        self._order.end_captured(stream)
 
     def gather(self, a_shard: Tensor) -> Iterator[GatheredChunk]:
         """The chunks of the gathered A, in the order in which the plan multiplies them. The caller multiplies.
@@ -314,19 +264,6 @@ class CudaExecutable:
     def _current_stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index or 0))
 
-    def raise_if_dead(self) -> None:
-        """Raise where this executable cannot be called any more.
-
-        Raises:
-            ReplayTimeoutError: once a replay on this workspace has not ended in time, on any rank.
-            RuntimeError: once the workspace is closed.
-        """
-        if self.workspace.memory is None:
-            raise RuntimeError("the workspace of this executable is closed; compile it anew")
-        if self.workspace.dead is not None:
-            self._watched.raises_itself()
-            raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
-
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> Replay:
         """A graph of one call on these tensors, to be replayed any number of times.
 
@@ -344,7 +281,7 @@ class CudaExecutable:
             call = self._checked(tensors, **options)
             layout = layout_of(tensors, call.alpha, call.beta)
             recordings = [self._record(call, buffer, layout) for buffer in range(BUFFERS)]
-            return Replay(self, recordings, call.out, tensors)
+            return Replay(self, recordings, (*tensors[:6], call.out, tensors[7]))
 
     def _checked(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> CallTensors:
         """The tensors of a call, once they are known to fit; in the order of ``TENSORS_OF_A_CALL``."""
@@ -416,34 +353,11 @@ class CudaExecutable:
     def _put_eager(self, bound: Bound, stream: int) -> None:
         # Not before: a rank that has raised until here has sent nothing, and may call again.
         self.workspace.flip()
-        self._order.begin(stream)
-        try:
-            self._put(bound)
-        except Exception as error:
-            self._give_up(error)
-            raise
-        self._order.end(stream)
+        self._launch(lambda _: self._put(bound), stream)
 
     def _replay(self, recording: Recording, stream: int) -> None:
         self.workspace.flip()
-        self._order.begin(stream)
-        try:
-            recording.replay(stream)
-        except Exception as error:
-            self._give_up(error)
-            raise
-        self._order.end(stream)
-
-    def _put_captured(self, bound: Bound, stream: int) -> None:
-        self.workspace.keep(self)
-        self.workspace.flip()
-        self._order.begin_captured(stream)
-        self._put(bound, counted=True)
-        self._order.end_captured(stream)
-
-    def _give_up(self, error: BaseException) -> None:
-        """End the workspace on all ranks: a part of a call may have been sent when it failed."""
-        self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
+        self._launch(recording.replay, stream)
 
     def _put(self, bound: Bound, counted: bool = False, nodes: list[tuple[MovableLaunch, int]] | None = None) -> None:
         """Put all actions on streams that begin and end with the current stream of this device.
@@ -497,7 +411,7 @@ def copied_buffers(plan: Plan, rank: int) -> set[str]:
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 
 
-class Replay:
+class Replay(PreparedCall):
     """A recorded call. Calling it replays it on the current stream.
 
     Attributes:
@@ -506,34 +420,17 @@ class Replay:
     """
 
     def __init__(
-        self,
-        executable: CudaExecutable,
-        recordings: list[Recording],
-        out: Tensor,
-        tensors: Sequence[Tensor | None],
+        self, executable: CudaExecutable, recordings: list[Recording], tensors: Sequence[Tensor | None]
     ) -> None:
-        self._executable, self.recordings, self.out, self._tensors = executable, recordings, out, tensors
-        self._watched_out = weakref.ref(out)
+        self.recordings, workspace = recordings, executable.workspace
+        super().__init__(
+            executable, lambda stream: executable._replay(recordings[workspace.next_buffer], stream), tensors
+        )
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
         """The graph for the first buffer, to look at."""
         return self.recordings[0].graph
-
-    def __call__(self) -> Tensor:
-        executable = self._executable
-        executable.raise_if_dead()
-        check_gradients(executable.rank, *self._tensors)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a replay cannot become part of a graph: call the executable while the stream is captured"
-            )
-        stream = executable._current_stream()
-        with executable._order.lock:
-            executable._order.raise_if_occupied()
-            executable._replay(self.recordings[executable.workspace.next_buffer], stream)
-            executable._watched.issued(executable, self._watched_out, stream)
-        return self.out
 
 
 def compile_plan(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,17 +28,17 @@ from distgemm.runtime.checks import (
     group_timeout,
     shard_dtype,
 )
+from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
-from distgemm.runtime.cuda.executable import describe_kernels, place
-from distgemm.runtime.cuda.lowering.actions import Action
+from distgemm.runtime.cuda.executable import describe_kernels
 from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.recording import layout_of
-from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
+from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.runtime.cuda.workspace import workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 from distgemm.schedulers import Pattern
 
-__all__ = ["PerTileExecutable", "PerTileReplay", "compile_per_tile", "gemm_of"]
+__all__ = ["PerTileExecutable", "gemm_of"]
 
 Tensor = torch.Tensor
 
@@ -60,24 +59,21 @@ class BoundCall(NamedTuple):
     addresses: tuple[int, ...]
 
 
-class PerTileExecutable:
+class PerTileExecutable(GpuExecutable):
     """This rank's part of a plan on its GPU, with ``execution="per_tile"``; :func:`distgemm.compile` makes it.
 
     The plan gives the shards, and the order in which ranks multiply them. Its routes, slots and flags are not used: all
-    ranks exchange pieces and partial sums directly. It satisfies :class:`distgemm.runtime.executable.Executable`.
+    ranks exchange pieces and partial sums directly, and add partial sums in float32. A call is one launch, captured or
+    not. It satisfies :class:`distgemm.runtime.executable.Executable`.
+
+    Calls raise ValueError for scales and ``gathered``, which per-tile kernels do not have, and for matrices that TMA
+    cannot copy: their addresses and rows are multiples of 16 bytes.
 
     Attributes:
-        plan: what it executes.
-        rank: this rank in the group.
-        group: the ranks.
-        device: this rank's GPU.
-        execution: how GPUs execute the plan.
         gemm: what each rank multiplies, for calls with dense tensors.
-        workspace: the memory that it shares with the group's other executables of this kind.
-        kernels: where its kernel comes from.
-        timeout: seconds without a change after which a replay counts as stuck.
-        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
     """
+
+    workspace: EpochWorkspace
 
     def __init__(
         self,
@@ -112,17 +108,8 @@ class PerTileExecutable:
         self.number = self.workspace.register(self)
         self._watched = watchdog().add(self.workspace)
         self._order = call_order(device)
+        self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         self._calls: OrderedDict[Any, BoundCall] = OrderedDict()
-
-    @property
-    def actions(self) -> Sequence[Action]:
-        """Nothing: its kernel does all."""
-        return ()
-
-    @property
-    def provider(self) -> str:
-        """The provider of its GEMMs."""
-        return str(self.execution.provider)
 
     @property
     def transfers(self) -> str:
@@ -138,46 +125,7 @@ class PerTileExecutable:
         """The kernels of calls with dense tensors. Another layout of A or B compiles its own at its first call."""
         return [self.gemm.traits.source()]
 
-    def release(self) -> None:
-        """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
-        self.workspace.release(self)
-
-    def __call__(
-        self,
-        a_shard: Tensor,
-        b_shard: Tensor,
-        c_shard: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        bias: Tensor | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-        out: Tensor | None = None,
-        gathered: Tensor | None = None,
-    ) -> Tensor:
-        """This rank's shard of D, as :meth:`distgemm.CudaExecutable.__call__` computes it, with these exceptions.
-
-        Partial sums of all ranks are added in float32. A call is one launch, recorded or not. A captured call stays
-        right for ever, whatever other calls come between its replays.
-
-        Raises:
-            ValueError: as there. Also for scales and ``gathered``, which per-tile kernels do not have, and for matrices
-                that TMA cannot copy: their addresses and rows are multiples of 16 bytes.
-            ReplayTimeoutError: as there.
-        """
-        self.raise_if_dead()
-        tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
-        check_gradients(self.rank, *tensors)
-        if out is None:
-            out = self._new_out()
-            tensors = (*tensors[:6], out, gathered)
-        with self._order.lock:
-            self._order.raise_if_occupied()
-            self._issue(self._launch_of(tensors, alpha, beta), weakref.ref(out))
-        return out
-
-    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> PerTileReplay:
+    def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> PreparedCall:
         """A call on these tensors, to be replayed any number of times. It needs no graph.
 
         Args:
@@ -191,20 +139,8 @@ class PerTileExecutable:
             given["out"] = self._new_out()
         tensors = (a_shard, b_shard, c_shard, *given.values())
         check_gradients(self.rank, *tensors)
-        return PerTileReplay(self, self._bind(tensors, **options), tensors)
-
-    def raise_if_dead(self) -> None:
-        """Raise where this executable cannot be called any more.
-
-        Raises:
-            ReplayTimeoutError: once a replay on this workspace has not ended in time, on any rank.
-            RuntimeError: once the workspace is closed.
-        """
-        if self.workspace.memory is None:
-            raise RuntimeError("the workspace of this executable is closed; compile it anew")
-        if self.workspace.dead is not None:
-            self._watched.raises_itself()
-            raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
+        launch = self._bind(tensors, **options)
+        return PreparedCall(self, lambda stream: self._launch(launch, stream), tensors)
 
     def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
         """What a replay waits for, in words, and the ranks that it waits for."""
@@ -223,9 +159,20 @@ class PerTileExecutable:
             text += f"; ranks {late} have not begun this replay"
         return text, sorted(peers)
 
-    def _new_out(self) -> Tensor:
-        dtype = shard_dtype(self.plan, "D")
-        return torch.empty(self.plan.shard_shape("D", self.rank), dtype=dtype, device=self.device)
+    def _put_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        self._launch(self._launch_of(tensors, alpha, beta), stream)
+
+    def _launch(self, launch: Callable[[int], None], stream: int) -> None:
+        with torch.cuda.device(self.device):
+            super()._launch(launch, stream)
+
+    def _put_captured_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        launch = self._launch_of(tensors, alpha, beta)
+        self.workspace.keep(self)
+        self._order.begin_captured(stream)
+        with torch.cuda.device(self.device):
+            launch(stream)  # the graph has a copy of the parameters
+        self._order.end_captured(stream)
 
     def _launch_of(self, tensors: Sequence[Tensor | None], alpha: float, beta: float) -> Launch:
         """The launch of a call. Its parameters are those of the last call of this layout, with other addresses."""
@@ -282,66 +229,6 @@ class PerTileExecutable:
             f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
             f"overlap, got strides {x.stride()}; pass it as .contiguous()"
         )
-
-    def _issue(self, launch: Launch, out: Callable[[], Tensor | None]) -> None:
-        """Put a call on the current stream of this device."""
-        with torch.cuda.device(self.device):
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
-            if torch.cuda.is_current_stream_capturing():
-                self.workspace.keep(self)
-                self._order.begin_captured(stream)
-                launch(stream)  # the graph has a copy of the parameters
-                self._order.end_captured(stream)
-                return
-            self._order.begin(stream)
-            try:
-                launch(stream)
-            except Exception as error:
-                reason = f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}"
-                self._watched.give_up(reason)
-                raise
-            self._order.end(stream)
-            self._watched.issued(self, out, stream)
-
-
-class PerTileReplay:
-    """A call on given tensors. Calling it makes the call on the current stream, captured or not.
-
-    Attributes:
-        out: the tensor that it writes.
-    """
-
-    def __init__(self, executable: PerTileExecutable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
-        self._executable, self._launch, self._tensors = executable, launch, tensors
-        out = tensors[6]
-        assert out is not None
-        self.out = out
-        self._watched_out = weakref.ref(out)
-
-    def __call__(self) -> Tensor:
-        executable = self._executable
-        executable.raise_if_dead()
-        check_gradients(executable.rank, *self._tensors)
-        with executable._order.lock:
-            executable._order.raise_if_occupied()
-            executable._issue(self._launch, self._watched_out)
-        return self.out
-
-
-def compile_per_tile(
-    plan: Plan,
-    execution: ExecutionConfig,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str | int | None = None,
-    timeout: float | None = None,
-    on_timeout: OnTimeout = "raise",
-) -> PerTileExecutable:
-    """This rank's executable for a plan, with ``execution="per_tile"``. The arguments are those of
-    :func:`distgemm.compile`, which documents them and the errors.
-    """
-    whole, at, timeout = place(plan, group, device, timeout, on_timeout)
-    return PerTileExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout)
 
 
 def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
@@ -400,31 +287,29 @@ def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
     return gemm
 
 
+SHARDED: dict[Pattern, tuple[str, str, str]] = {
+    "ag+gemm": ("rows", "rows", "columns"),
+    "gemm+rs": ("columns", "columns", "rows"),
+    "gemm+ar": ("columns", "columns", "nothing"),
+}
+"""Which mode of A, B and D the ranks share."""
+
+
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern."""
     problem, ranks = plan.problem, plan.world_size
-    m, n, k = problem.m, problem.n, problem.k
+    wholes = {"A": (problem.m, problem.k), "B": (problem.n, problem.k), "D": (problem.m, problem.n)}
 
-    def held(rows: int, columns: int, by_rows: bool, by_columns: bool, name: str) -> bool:
-        if rows % (ranks if by_rows else 1) or columns % (ranks if by_columns else 1):
-            return False
-        height, width = rows // ranks if by_rows else rows, columns // ranks if by_columns else columns
-        return all(
-            plan.box(name, rank)[1:]
-            == (
-                (rank * height * by_rows, rank * height * by_rows + height),
-                (rank * width * by_columns, rank * width * by_columns + width),
-            )
-            for rank in range(ranks)
-        )
+    def held(name: str, shared: str) -> bool:
+        rows, columns = wholes[name]
+        height, width = rows // (ranks if shared == "rows" else 1), columns // (ranks if shared == "columns" else 1)
+        places = [(rank * height % rows, rank * width % columns) for rank in range(ranks)]
+        boxes = [((row, row + height), (column, column + width)) for row, column in places]
+        return boxes == [plan.box(name, rank)[1:] for rank in range(ranks)]
 
-    if held(m, k, True, False, "A") and held(n, k, True, False, "B") and held(m, n, False, True, "D"):
-        return "ag+gemm"
-    if m % ranks == 0 and held(m, k, False, True, "A") and held(n, k, False, True, "B"):
-        if held(m, n, True, False, "D"):
-            return "gemm+rs"
-        if held(m, n, False, False, "D"):
-            return "gemm+ar"
+    for pattern, shared in SHARDED.items():
+        if problem.m % ranks == 0 and all(map(held, "ABD", shared)):
+            return pattern
     return None
 
 

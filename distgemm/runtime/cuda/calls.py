@@ -1,0 +1,203 @@
+"""Calls of executables on GPUs: what all kinds of executables share."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distgemm.plan.plan import Plan
+from distgemm.runtime.checks import check_gradients
+from distgemm.runtime.cuda.lowering.actions import Action
+from distgemm.runtime.cuda.order import CallOrder
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
+from distgemm.runtime.cuda.watched import WatchedWorkspace
+from distgemm.runtime.cuda.workspace import SharedWorkspace
+from distgemm.runtime.executable import ExecutionConfig, OnTimeout
+
+__all__ = ["GpuExecutable", "PreparedCall"]
+
+Tensor = torch.Tensor
+
+
+class GpuExecutable(ABC):
+    """An executable on this rank's GPU: its calls are issued in order, and watched.
+
+    Attributes:
+        plan: what it executes.
+        rank: this rank in the group.
+        group: the ranks.
+        device: this rank's GPU.
+        workspace: the memory that it shares with the group's other executables of its kind.
+        execution: how GPUs execute the plan.
+        kernels: where the kernels come from that were compiled ahead.
+        timeout: seconds without a change after which a replay counts as stuck.
+        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
+    """
+
+    plan: Plan
+    rank: int
+    group: dist.ProcessGroup
+    device: torch.device
+    workspace: SharedWorkspace
+    execution: ExecutionConfig
+    kernels: str
+    timeout: float
+    on_timeout: OnTimeout
+    _watched: WatchedWorkspace
+    _order: CallOrder
+    _shape_of_d: tuple[int, ...]
+    _dtype_of_d: torch.dtype
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """What it puts on streams, in order; none: its kernel does all."""
+        return ()
+
+    @abstractmethod
+    def awaited(self, values: Any) -> tuple[str, list[int]]:
+        """What a replay waits for, in words, and the ranks that it waits for.
+
+        Args:
+            values: what its workspace makes of its memory.
+        """
+
+    @abstractmethod
+    def _put_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        """Put a call on the current stream."""
+
+    @abstractmethod
+    def _put_captured_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        """Put a call on the current stream, which is captured."""
+
+    @property
+    def provider(self) -> str:
+        """The provider of its GEMMs."""
+        return str(self.execution.provider)
+
+    def release(self) -> None:
+        """Tell the workspace that the caller's graphs with this executable are gone, so that it may go too."""
+        self.workspace.release(self)
+
+    def raise_if_dead(self) -> None:
+        """Raise where this executable cannot be called any more.
+
+        Raises:
+            ReplayTimeoutError: once a replay on this workspace has not ended in time, on any rank.
+            RuntimeError: once the workspace is closed.
+        """
+        if self.workspace.memory is None:
+            raise RuntimeError("the workspace of this executable is closed; compile it anew")
+        if self.workspace.dead is not None:
+            self._watched.raises_itself()
+            raise ReplayTimeoutError(f"{self.workspace.dead}; no executable on this workspace can be called any more")
+
+    def __call__(
+        self,
+        a_shard: Tensor,
+        b_shard: Tensor,
+        c_shard: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        out: Tensor | None = None,
+        gathered: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's shard of D = alpha * A @ B.T + beta * C + bias; all ranks of the group call it in one order.
+
+        :class:`distgemm.CollectiveExecutable` shows the unfused program. Sums accumulate in float32. Partial sums are
+        rounded to ``problem.partial_dtype``, D to ``problem.out_dtype``.
+
+        A call does not wait for the GPU. Calls of all executables on a device run one after the other, in the order in
+        which they are issued, also on several streams. While the current stream is captured, a call becomes part
+        of that graph.
+
+        Args:
+            a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
+            c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
+            alpha: factor of A @ B.T.
+            beta: factor of C.
+            bias: one row of D's shard, of ``problem.out_dtype``.
+            scale_a: float32 factor of the whole A, or one for each row of the whole A.
+            scale_b: float32 factor of the whole B, or one for each row of the whole B.
+            out: where D goes, instead of a new tensor. It shares no memory with the shards.
+            gathered: where all of A goes, where the plan gathers it: (m, k), of A's dtype, with contiguous rows.
+
+        Raises:
+            ValueError: for tensors of another shape, dtype or device, and for tensors that require grad outside of
+                torch.no_grad(), before anything is sent.
+            ReplayTimeoutError: once a replay on this workspace has not ended in time on any rank.
+        """
+        self.raise_if_dead()
+        check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
+        if out is None:
+            out = self._new_out()
+        tensors = (a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+        with self._order.lock:
+            self._order.raise_if_occupied()
+            if torch.cuda.is_current_stream_capturing():
+                self._put_captured_call(tensors, alpha, beta, stream)
+            else:
+                self._put_call(tensors, alpha, beta, stream)
+                self._watched.issued(self, weakref.ref(out), stream)
+        return out
+
+    def _new_out(self) -> Tensor:
+        return torch.empty(self._shape_of_d, dtype=self._dtype_of_d, device=self.device)
+
+    def _launch(self, launch: Callable[[int], None], stream: int) -> None:
+        """Put a launch on the current stream behind the last call on this device."""
+        self._order.begin(stream)
+        try:
+            launch(stream)
+        except Exception as error:
+            self._give_up(error)
+            raise
+        self._order.end(stream)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the workspace on all ranks: a part of a call may have been sent when it failed."""
+        self._watched.give_up(f"{self.plan.schedule} on rank {self.rank} failed as it was issued: {error}")
+
+
+class PreparedCall:
+    """A call on given tensors. Calling it makes the call on the current stream.
+
+    Args:
+        executable: whose call it is.
+        put: puts it on a stream, which is the current one.
+        tensors: of the call, with D, in the order of ``TENSORS_OF_A_CALL``.
+
+    Attributes:
+        out: the tensor that it writes.
+    """
+
+    def __init__(self, executable: GpuExecutable, put: Callable[[int], None], tensors: Sequence[Tensor | None]) -> None:
+        out = tensors[6]
+        assert out is not None
+        self._executable, self._put, self._tensors, self.out = executable, put, tensors, out
+        self._watched_out = weakref.ref(out)
+
+    def __call__(self) -> Tensor:
+        executable = self._executable
+        executable.raise_if_dead()
+        check_gradients(executable.rank, *self._tensors)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a replay cannot become part of a graph: call the executable while the stream is captured"
+            )
+        stream = torch._C._cuda_getCurrentRawStream(executable.device.index or 0)
+        with executable._order.lock:
+            executable._order.raise_if_occupied()
+            self._put(stream)
+            executable._watched.issued(executable, self._watched_out, stream)
+        return self.out
