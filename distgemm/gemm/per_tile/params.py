@@ -53,11 +53,7 @@ class Order(ctypes.Structure):
 class Pieces(ctypes.Structure):
     """struct PieceOrder."""
 
-    _fields_ = (
-        ("rows", ctypes.c_uint32),
-        ("slices", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-    )
+    _fields_ = (("rows", ctypes.c_uint32), ("slices", ctypes.c_uint32), ("group", ctypes.c_uint32))
 
     @classmethod
     def of(cls, order: PieceOrder) -> Pieces:

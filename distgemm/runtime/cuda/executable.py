@@ -61,8 +61,8 @@ class CudaExecutable(GpuExecutable):
 
     It satisfies :class:`distgemm.runtime.executable.Executable`. Calls on tensors of the same layout are served by
     graphs: the second and third calls record one graph for each buffer of the workspace, and later calls replay them,
-    with the addresses of their tensors. Graphs of GEMMs by cuBLAS, and of copies of rows with gaps, serve the tensors that they
-    were recorded with.
+    with the addresses of their tensors. Graphs of GEMMs by cuBLAS, and of copies of rows with gaps, serve the tensors
+    that they were recorded with.
 
     Attributes:
         plan: what it executes.
