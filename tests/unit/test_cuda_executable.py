@@ -613,9 +613,10 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
     for options, message in (
         ({"plan": distgemm.make_plan(problem, GATHERS[1], 3)}, "the plan is for 3 ranks, the group has 2"),
         ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
-        ({"execution": "events"}, "execution is one of multi_kernel, single_kernel, got 'events'"),
+        ({"execution": "events"}, "execution is one of multi_kernel, single_kernel, per_tile, got 'events'"),
         ({"wait_by": "events"}, "wait_by is one of memory_op, kernel, got 'events'"),
         ({"wait_by": "kernel", "execution": "single_kernel"}, "goes with execution='multi_kernel'"),
+        ({"wait_by": "kernel", "execution": "per_tile"}, "execution='per_tile' waits and copies in its kernel"),
         ({"merge_copies": 1}, "merge_copies is True or False, got 1"),
         ({"transport": "nccl"}, "transport is one of copy_engine, copy_engine_slices, sm, got 'nccl'"),
         (

@@ -205,15 +205,8 @@ def params_of(
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
             extents = (gemm.k, gemm.m, max(ranks - 1, 1))
             structs.describe(
-                params.received[buffer],
-                "the received A",
-                slots,
-                traits.dtype,
-                extents,
-                row,
-                gemm.m * row,
-                tile_m // traits.cluster[1],
-                size,
+                *(params.received[buffer], "the received A", slots, traits.dtype, extents, row, gemm.m * row),
+                *(tile_m // traits.cluster[1], size),
             )
         params.pieces = structs.Pieces.of(gemm.pieces)
     params.order = structs.Order.of(gemm.order)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Iterator
+from typing import Any
 
 from cuda.bindings import driver
 
@@ -24,6 +26,10 @@ __all__ = [
 ]
 
 
+def _fields(kind: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    return ((name, kind) for name in names)
+
+
 class Descriptor(ctypes.Structure):
     """A CUtensorMap."""
 
@@ -34,11 +40,7 @@ class Order(ctypes.Structure):
     """struct TileOrder."""
 
     _fields_ = (
-        ("ranks", ctypes.c_uint32),
-        ("blocks", ctypes.c_uint32),
-        ("columns", ctypes.c_uint32),
-        ("group", ctypes.c_uint32),
-        ("lead", ctypes.c_uint32),
+        *_fields(ctypes.c_uint32, "ranks", "blocks", "columns", "group", "lead"),
         ("distances", ctypes.c_uint8 * RANKS),
     )
 
@@ -75,10 +77,7 @@ class Control(ctypes.Structure):
         ("clock", ctypes.c_uint64),
         ("last", ctypes.c_uint64 * 2),
         ("link_free", ctypes.c_uint64),
-        ("tickets", ctypes.c_uint32),
-        ("dead", ctypes.c_uint32),
-        ("running", ctypes.c_uint32),
-        ("executable", ctypes.c_uint32),
+        *_fields(ctypes.c_uint32, "tickets", "dead", "running", "executable"),
         ("unused", ctypes.c_uint64 * 10),
         ("begun", ctypes.c_uint64 * RANKS),
     )
@@ -92,12 +91,8 @@ class Workspaces(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
-        ("flags", ctypes.c_uint64),
-        ("flags_of_buffer", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("slots_of_buffer", ctypes.c_uint64),
-        ("rank", ctypes.c_uint32),
-        ("executable", ctypes.c_uint32),
+        *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer"),
+        *_fields(ctypes.c_uint32, "rank", "executable"),
         ("closed", ctypes.c_bool),
         ("epochs_a_replay", ctypes.c_uint8),
     )
@@ -109,12 +104,9 @@ class Terms(ctypes.Structure):
     _fields_ = (
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        ("scale_a", ctypes.c_uint64),
-        ("scale_b", ctypes.c_uint64),
-        ("scale_a_step", ctypes.c_int32),
-        ("scale_b_step", ctypes.c_int32),
-        ("bias", ctypes.c_uint64),
-        ("c", ctypes.c_uint64),
+        *_fields(ctypes.c_uint64, "scale_a", "scale_b"),
+        *_fields(ctypes.c_int32, "scale_a_step", "scale_b_step"),
+        *_fields(ctypes.c_uint64, "bias", "c"),
         ("c_stride", ctypes.c_int64),
     )
 
@@ -133,11 +125,8 @@ class Params(ctypes.Structure):
         ("terms", Terms),
         ("shard", ctypes.c_uint64),
         ("shard_stride", ctypes.c_int64),
-        ("m", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("slices", ctypes.c_uint32),
-        ("picoseconds_per_kib", ctypes.c_uint32),
+        *_fields(ctypes.c_int32, "m", "n", "k"),
+        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
         ("padding", ctypes.c_uint32 * 19),
     )
 
@@ -215,15 +204,9 @@ def describe(
             "shard to shard"
         )
     error = libcuda().cuTensorMapEncodeTiled(
-        ctypes.addressof(descriptor),
-        DATA_TYPES[dtype],
-        3,
-        address,
-        (ctypes.c_uint64 * 3)(*extents),
-        (ctypes.c_uint64 * 2)(pitch, max(matrix_pitch, 16)),
-        (ctypes.c_uint32 * 3)(LINE // element_bytes, rows, 1),
-        _STEPS,
-        *CHOICES,
+        *(ctypes.addressof(descriptor), DATA_TYPES[dtype], 3, address, (ctypes.c_uint64 * 3)(*extents)),
+        *((ctypes.c_uint64 * 2)(pitch, max(matrix_pitch, 16)), (ctypes.c_uint32 * 3)(LINE // element_bytes, rows, 1)),
+        *(_STEPS, *CHOICES),
     )
     if error:
         raise ValueError(
