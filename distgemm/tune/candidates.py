@@ -124,7 +124,7 @@ def register_candidate(
         ValueError: for an unknown pattern, schedule, option, execution or transport, for a schedule that needs a mesh,
             and for a candidate that is registered already.
     """
-    ExecutionConfig(execution=execution, transport=transport)
+    TunedConfig("plan", schedule, execution=ExecutionConfig(execution=execution, transport=transport))
     known = (*schedule_options(schedule), *PLAN_OPTIONS)
     for name, value in options.items():
         if name not in known:

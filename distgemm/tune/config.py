@@ -60,6 +60,10 @@ class TunedConfig:
         member("method", self.method, get_args(Method))
         instance("execution", self.execution, ExecutionConfig, "an ExecutionConfig")
         member("source", self.source, get_args(Source))
+        if self.execution.execution == "per_tile":
+            raise ValueError(
+                "a tuned configuration has no per-tile kernels: distgemm.compile(..., execution='per_tile')"
+            )
         if self.fallback is not None:
             instance("fallback", self.fallback, TunedConfig, "a TunedConfig or None")
         if not isinstance(self.schedule, str):

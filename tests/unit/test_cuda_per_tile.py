@@ -29,6 +29,8 @@ from distgemm.runtime.cuda.watched import WatchedWorkspace
 from distgemm.runtime.cuda.workspace import workspace_for
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import list_schedules, schedule_mesh_rank
+from distgemm.tune.candidates import register_candidate
+from distgemm.tune.config import TunedConfig
 from tests.unit.test_gemm_parameters import Recorded, RecordingDriver
 
 GATHER, SCATTER, ALL_REDUCE = (
@@ -604,6 +606,15 @@ def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -
     Watchdog().free(watched, {0})
     assert did == ["write 1", "poison 1", "write 2", "poison 1"] and control.dead == 2
     assert out.isnan().all() and not watched.pending and watched.under_way is None
+
+
+def test_tuning_refuses_it() -> None:
+    for refused in (
+        lambda: TunedConfig.parse(f"{GATHER} execution=per_tile"),
+        lambda: register_candidate("ag+gemm", GATHER, execution="per_tile"),
+    ):
+        with pytest.raises(ValueError, match=r"no per-tile kernels: distgemm\.compile"):
+            refused()
 
 
 def test_the_graph_runtime_refuses_it() -> None:
