@@ -26,7 +26,7 @@ help:
 	@echo "make test-all  the same with all cases of exhaustive tests"
 	@echo "make docs      the documentation, in site/"
 	@echo "make tables    the generated tables in docs/, anew"
-	@echo "make kernels   the wheel distgemm-kernels, in dist/; it compiles for some 13 minutes on 8 cores"
+	@echo "make kernels   the wheel distgemm-kernels, in dist/; it compiles for some minutes on many cores"
 
 demo: $(STAMP)
 	$(RUN) -m distgemm demo

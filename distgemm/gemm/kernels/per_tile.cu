@@ -65,12 +65,12 @@ struct Part {
   static_assert(kPartN % kColumns == 0);
 };
 
-constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;
+constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
+static_assert(!kSpreads || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
 
 // A piece of a shard that is sent: the rows of a tile, and so many bytes of each.
 constexpr int kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
 constexpr int kUnitRows = 16, kUnit = kUnitRows * kPieceBytes;  // what is copied at a time
-
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 
 constexpr bool kCopies = DG_SENDS || kSpreads;  // whether warp 1 copies
@@ -97,8 +97,8 @@ struct alignas(128) Params {
   Terms terms;
   Element const* shard;  // what is sent
   int64_t shard_stride;  // elements
-  int32_t m, n, k;  // rows of a shard, columns of D, and the extent of the sum
-  uint32_t slices;  // of the sum
+  int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
+  uint32_t slices;       // of the sum
   uint32_t picoseconds_per_kib;
 };
 

@@ -33,6 +33,8 @@ SUBTILE_BYTES = SUBTILE_ROWS * LINE
 PIECE_BYTES = 512
 """Bytes of each row in a piece of a shard that is sent."""
 MAX_STAGES = 8
+MAX_PART = 128 * 128
+"""Accumulators of a warp group that fit into its registers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class KernelTraits:
 
     Attributes:
         pattern: the pattern.
-        tile: rows and columns. A warp group has 64 or 128 rows of a tile, and 64 to 256 columns.
+        tile: rows and columns. A warp group has 64 rows of a tile and 64 to 256 columns, or 128 rows and 64 or 128.
         cluster: thread blocks along rows and columns that share loads.
         pingpong: whether each of the two warp groups has tiles of its own. Otherwise both share each tile.
         dtype: of A and B.
@@ -73,10 +75,16 @@ class KernelTraits:
             raise ValueError(f"dtype is bfloat16 or float16, got {self.dtype!r}")
         if self.sends and (self.pattern != "ag+gemm" or self.a_major != "k"):
             raise ValueError(f"a kernel sends rows of a gather, got {self.pattern!r} and a_major={self.a_major!r}")
-        rows, columns = self.tile[0] // self.parts, self.tile[1]
-        if self.tile[0] % self.parts or rows not in (64, 128) or columns not in (64, 128, 192, 256):
+        if self.pattern == "gemm+ar" and BYTES[self.out_dtype] > BYTES[self.partial_dtype]:
             raise ValueError(
-                "a warp group has 64 or 128 rows and 64, 128, 192 or 256 columns of a tile, got "
+                f"results of an all-reduce are no wider than partial sums, whose slots they take: got {self.out_dtype} "
+                f"and {self.partial_dtype}"
+            )
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        shapes = rows in {64, 128} and columns in {64, 128, 192, 256} and rows * columns <= MAX_PART
+        if self.tile[0] % self.parts or not shapes:
+            raise ValueError(
+                "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
         if self.stages < 3:

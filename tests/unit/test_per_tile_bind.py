@@ -1,0 +1,84 @@
+"""What per-tile kernels are compiled for, and how a workspace is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distgemm.gemm.cubins import open_cubin
+from distgemm.gemm.per_tile.bind import RankGemm, Space
+from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.order import TileOrder
+from distgemm.gemm.per_tile.params import Control, Order, Params
+
+GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
+REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_stages=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float32"}, "dtype is bfloat16 or float16"),
+        ({"tile": (96, 256)}, "64 rows and 64"),
+        ({"tile": (128, 200)}, "128 rows and 64 or 128"),
+        ({"tile": (256, 256)}, "got 256x256"),
+        ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
+        ({"a_major": "m"}, "sends rows of a gather"),
+        ({"pattern": "gemm+rs"}, "sends rows of a gather"),
+        ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
+    ],
+)
+def test_other_kernels_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(GATHER, **changes)
+
+
+def test_too_many_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 262144 clusters"):
+        _ = RankGemm(REDUCE, tuple(range(1, 8)), 1 << 18, 1 << 15, 64).order
+
+
+def test_slots_and_flags_lie_behind_each_other() -> None:
+    gemm = RankGemm(REDUCE, (1, 2, 3), 300, 500, 64)
+    tiles = 4 * 4  # 2 rows and 4 columns of clusters of 256x128
+    assert gemm.flags == 3 * tiles
+    assert gemm.slot_bytes == gemm.flags * 128 * 128 * 2
+    both = RankGemm(replace(REDUCE, pattern="gemm+ar", epilogue_stages=3), (1, 2, 3), 300, 500, 64)
+    assert both.flags == 2 * gemm.flags
+    gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
+    assert gather.flags == 3 * 3 * 3  # peers, rows of tiles, slices of 256
+    assert gather.slot_bytes == 3 * 300 * 640 * 2
+    for each in (gemm, both, gather):
+        space = Space((), 0, each.flags, each.slot_bytes)
+        assert space.flags_at >= Control.begun.offset + 72 * 8
+        assert space.slots_at >= space.flags_at + 2 * 8 * each.flags
+        assert space.slots_of_buffer >= each.slot_bytes
+        assert space.size == space.slots_at + 2 * space.slots_of_buffer
+        assert space.slots_at % 1024 == space.slots_of_buffer % 1024 == 0
+
+
+def test_the_struct_of_an_order() -> None:
+    order = TileOrder((2, 1), 3, 5, 2, 4, False)
+    struct = Order.of(order)
+    assert (struct.ranks, struct.blocks, struct.columns, struct.group, struct.lead) == (3, 3, 5, 2, 4)
+    assert [*struct.distances[:2]] == [2, 1]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "traits",
+    [
+        GATHER,
+        REDUCE,
+        replace(REDUCE, pattern="gemm+ar", tile=(256, 128), pingpong=False, epilogue_stages=3, b_major="n"),
+        replace(REDUCE, partial_dtype="float32", dtype="float16", out_dtype="float16", a_major="m"),
+    ],
+    ids=lambda traits: traits.name,
+)
+def test_kernels_compile(traits: KernelTraits) -> None:
+    """ptxas serialises no wgmma, and the kernel has the parameters that Python passes."""
+    cubin = open_cubin(traits.source(), Params)
+    assert cubin.threads == 384
+    assert cubin.shared_bytes <= 227 << 10
