@@ -1,0 +1,69 @@
+"""The kernels that are worth a try, by name, and what a rank multiplies with one of them for a schedule."""
+
+from __future__ import annotations
+
+import re
+
+from distgemm.arguments import wrong
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.order import distances_of
+from distgemm.plan.patterns import schedule_does_pattern
+from distgemm.schedulers import PATTERNS, DistributedTileScheduler, Pattern
+
+__all__ = ["KERNELS", "rank_gemm", "traits_of"]
+
+KERNELS = ("128x256_2x1_cooperative", "128x128_2x1_pingpong", "64x256_2x1_pingpong", "64x128_2x1_pingpong")
+"""Tile, cluster and kernel schedule: from large products to small ones."""
+
+NAME = re.compile(r"(\d+)x(\d+)_(\d)x(\d)_(cooperative|pingpong)")
+
+
+def traits_of(name: str, pattern: Pattern, sends: bool = True) -> KernelTraits:
+    """The kernel of a name such as ``128x256_2x1_cooperative``.
+
+    Args:
+        name: tile, cluster and kernel schedule.
+        pattern: the pattern.
+        sends: whether the kernel of a gather sends the shard.
+
+    Raises:
+        ValueError: for a name that is none, and for a tile that does not fit.
+    """
+    found = NAME.fullmatch(name)
+    if not found:
+        raise wrong("per_tile", f"a kernel such as {KERNELS[0]}", name)
+    tile_m, tile_n, cluster_m, cluster_n = map(int, found.groups()[:4])
+    gathers = pattern == "ag+gemm"
+    large = tile_m * tile_n > 128 * 128
+    return KernelTraits(
+        pattern,
+        (tile_m, tile_n),
+        (cluster_m, cluster_n),
+        found[5] == "pingpong",
+        sends=sends and gathers,
+        epilogue_stages=1 if large and sends and gathers else 2,
+    )
+
+
+def rank_gemm(schedule: DistributedTileScheduler, kernel: str, m: int, n: int, k: int) -> RankGemm:
+    """What each rank multiplies for a schedule, with a kernel of KERNELS or of another such name.
+
+    Args:
+        schedule: one of :data:`distgemm.schedulers.PATTERNS` on one axis, tile by tile.
+        kernel: its name.
+        m: rows of A, of all ranks. Shards have as many rows as the largest.
+        n: columns of D, of all ranks.
+        k: extent of the sum, of all ranks.
+
+    Raises:
+        ValueError: for a name that is none, and for a schedule of another pattern.
+        PlanError: for a schedule with other orders on other ranks.
+    """
+    pattern = next((each for each in PATTERNS if schedule_does_pattern(schedule.name, each)), None)
+    if pattern is None:
+        raise ValueError(f"per-tile kernels do {', '.join(PATTERNS)} of rows, and {schedule.name} does none of them")
+    ranks = schedule.world_size
+    rows = -(-m // ranks)
+    n, k = (-(-n // ranks), k) if pattern == "ag+gemm" else (n, -(-k // ranks))
+    return RankGemm(traits_of(kernel, pattern), distances_of(schedule), rows, n, k)
