@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from distgemm.arguments import boolean, instance, integer
+from distgemm.gemm.per_tile.order import TileCluster, TileOrder
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
-__all__ = ["op_text", "show_plan", "show_schedule"]
+__all__ = ["op_text", "show_plan", "show_schedule", "show_tile_order"]
 
 LIMIT = 16
 """Default number of rows and columns of a table; a line below it says what is left out."""
@@ -253,6 +254,51 @@ def _box_rows(row: str, column: str, first: int, cells: list[list[list[str]]], m
 def _stack(tokens: list[str], width: int, count: int) -> list[str]:
     rest = [token.ljust(width) for token in tokens[1:]]
     return [tokens[0], *(" ".join(rest[at : at + count]).rstrip() for at in range(0, len(rest), count))]
+
+
+# --- tiles ----------------------------------------------------------------------------------------------
+
+
+def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, width: int | None = None) -> str:
+    """The order of a rank's tiles as text: the units of a shard, and the ticket of each cluster of tiles of D.
+
+    Args:
+        order: what is shown.
+        rank: whose tickets.
+        limit: rows and columns of each table; a line says what is left out.
+        width: characters of a line; wider tables continue below with further columns. None: no limit.
+
+    Raises:
+        ValueError: for a rank that the order does not have, and for a limit or a width that is none.
+    """
+    rank = integer("rank", rank, 0, order.ranks - 1)
+    limit, width = _sizes(limit, width)
+    blocks, columns, ranks = range(order.blocks), range(order.columns), order.ranks
+    units = {order.of_unit(0, unit): unit for unit in range(order.units)}
+    tickets = {tile: ticket for ticket, tile in enumerate(order)}
+    head = (
+        f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
+        f"{_count(order.group, 'row')} of clusters in turn; own tiles come {_count(order.lead, 'unit')} "
+        f"{'earlier' if order.own_first else 'later'}; shards in the order "
+        f"{', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
+    )
+    titles = ["", *map(str, columns[:limit])]
+    table = [titles]
+    for block in blocks[:limit]:
+        cells = (str(units[TileCluster(0, block, column)]) for column in columns[:limit])
+        table.append([f"block {block}", *cells])
+    left_out = _left_out(("blocks", blocks), ("columns", columns), limit)
+    parts = ["\n".join(["units of a shard, by row and column of clusters", *_table(table, width), *left_out])]
+    table = [titles]
+    rows = [(shard, block) for shard in range(ranks) for block in blocks]
+    for shard, block in rows[:limit]:
+        found = (tickets[TileCluster((shard - rank) % ranks, block, column)] for column in columns[:limit])
+        cells = (f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)
+        table.append([f"shard {shard}, block {block}", *cells])
+    lines = [line.rstrip() for line in _table(table, width)]
+    left_out = _left_out(("rows", range(len(rows))), ("columns", columns), limit)
+    parts.append("\n".join([f"tickets of D; [t]: own shard, of rank {rank}", *lines, *left_out]))
+    return "\n\n".join([_wrapped(head, width), *parts])
 
 
 # --- plans ----------------------------------------------------------------------------------------------
