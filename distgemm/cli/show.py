@@ -20,6 +20,7 @@ from distgemm.cli.options import (
 from distgemm.cli.output import check_files, console_width, is_page, write_file
 from distgemm.plan.derive import make_plan
 from distgemm.plan.options import parse_options
+from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import get_schedule
 from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.viz.page import EXAMPLE, PAGE_SUFFIX, page_model, save_page
@@ -70,7 +71,7 @@ def show_command(
 
         if paths:
             raise ValueError("-o draws a schedule, and --per-tile shows text only")
-        typer.echo(show_tile_order(rank_gemm(scheduler, per_tile, m, n, 1).order, rank, limit=limit, width=width))
+        typer.echo(show_tile_order(rank_gemm(scheduler, per_tile, GemmProblem(m, n, n)).order, rank, limit=limit, width=width))
         return
     typer.echo(show_schedule(scheduler, limit=limit, width=width))
     for path in paths:

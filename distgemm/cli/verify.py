@@ -169,7 +169,7 @@ def _verify_per_tile(
         start = time.perf_counter()
         facts, result, reason = ["-", "-", "-"], "skipped", ""
         try:
-            gemm = rank_gemm(get_schedule(schedule, mesh=on, **options), name, problem.m, problem.n, problem.k)
+            gemm = rank_gemm(get_schedule(schedule, mesh=on, **options), name, problem)
         except (ValueError, PlanError) as error:
             reason = " ".join(str(error).split())
         else:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_BYTES
 from distgemm.gemm.per_tile.order import TileCluster
-from distgemm.simulator.machine import Machine
+from distgemm.simulator.machine import MAX_FIGURE, Machine
 
-__all__ = ["Costs", "TileCosts", "predict_per_tile"]
+__all__ = ["TILES", "Costs", "TileCosts", "TileTimes", "predict_per_tile"]
 
 
 class TileCosts(NamedTuple):
@@ -80,8 +80,27 @@ class Costs:
     cache: float = 30e6
 
 
-def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> float:
-    """The predicted time of a replay, us.
+class TileTimes(NamedTuple):
+    """Predicted times of a replay, us.
+
+    Attributes:
+        time: of the replay.
+        tiles: of the replay, if stores and flags took no time.
+        link: from the begin of the replay until the link has carried all that a rank sends, without a pause.
+    """
+
+    time: float
+    tiles: float
+    link: float
+
+    @property
+    def bound(self) -> str:
+        """What takes longer alone: "tiles" or "link"."""
+        return "tiles" if self.tiles >= self.link else "link"
+
+
+def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> TileTimes:
+    """The predicted times of a replay, with all ranks alike.
 
     Args:
         gemm: what each rank multiplies.
@@ -94,10 +113,16 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
     if gemm.traits.tile not in TILES:
         known = ", ".join(f"{m}x{n}" for m, n in TILES)
         raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.tile))}")
-    return _Replay(gemm, costs, arrived).run()
+    at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
+    gathers = gemm.traits.pattern == "ag+gemm"
+    moved = 0 if gathers and arrived else gemm.slot_bytes
+    link = costs.start + moved / (1e3 * (costs.send_gb_per_s if gathers else costs.store_gb_per_s))
+    return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
 
 
 class _Replay:
+    """One replay of one rank."""
+
     def __init__(self, gemm: RankGemm, costs: Costs, arrived: bool) -> None:
         traits, order = gemm.traits, gemm.order
         self.gemm, self.costs, self.arrived = gemm, costs, arrived
@@ -117,6 +142,7 @@ class _Replay:
         self.latency = costs.stored + costs.flag
 
     def run(self) -> float:
+        """The time of the replay, us."""
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
         gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
         write = self.subtiles * costs.write_subtile

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from distgemm.arguments import wrong
 from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.plan.patterns import schedule_does_pattern
+from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import PATTERNS, DistributedTileScheduler, Pattern
 
 __all__ = ["KERNELS", "rank_gemm", "traits_of"]
@@ -46,24 +48,28 @@ def traits_of(name: str, pattern: Pattern, sends: bool = True) -> KernelTraits:
     )
 
 
-def rank_gemm(schedule: DistributedTileScheduler, kernel: str, m: int, n: int, k: int) -> RankGemm:
+def rank_gemm(schedule: DistributedTileScheduler, kernel: str, problem: GemmProblem) -> RankGemm:
     """What each rank multiplies for a schedule, with a kernel of KERNELS or of another such name.
 
     Args:
         schedule: one of :data:`distgemm.schedulers.PATTERNS` on one axis, tile by tile.
         kernel: its name.
-        m: rows of A, of all ranks. Shards have as many rows as the largest.
-        n: columns of D, of all ranks.
-        k: extent of the sum, of all ranks.
+        problem: of all ranks. Shards have as many rows as the largest.
 
     Raises:
-        ValueError: for a name that is none, and for a schedule of another pattern.
+        ValueError: for a name that is none, for a schedule of another pattern, and for what these kernels cannot do.
         PlanError: for a schedule with other orders on other ranks.
     """
     pattern = next((each for each in PATTERNS if schedule_does_pattern(schedule.name, each)), None)
     if pattern is None:
         raise ValueError(f"per-tile kernels do {', '.join(PATTERNS)} of rows, and {schedule.name} does none of them")
+    types = {"dtype": problem.dtype, "out_dtype": problem.out_dtype, "partial_dtype": problem.partial_dtype}
+    if problem.l != 1 or problem.m_per_rank is not None or not set(types.values()) <= set(BYTES):
+        raise ValueError(
+            f"per-tile kernels take one batch, equal shards, and types of {', '.join(BYTES)}; got l {problem.l}, "
+            f"m_per_rank {problem.m_per_rank} and {', '.join(map(str, types.values()))}"
+        )
     ranks = schedule.world_size
-    rows = -(-m // ranks)
+    m, n, k = -(-problem.m // ranks), problem.n, problem.k
     n, k = (-(-n // ranks), k) if pattern == "ag+gemm" else (n, -(-k // ranks))
-    return RankGemm(traits_of(kernel, pattern), distances_of(schedule), rows, n, k)
+    return RankGemm(replace(traits_of(kernel, pattern), **types), distances_of(schedule), m, n, k)
