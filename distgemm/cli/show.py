@@ -71,7 +71,9 @@ def show_command(
 
         if paths:
             raise ValueError("-o draws a schedule, and --per-tile shows text only")
-        typer.echo(show_tile_order(rank_gemm(scheduler, per_tile, GemmProblem(m, n, n)).order, rank, limit=limit, width=width))
+        typer.echo(
+            show_tile_order(rank_gemm(scheduler, per_tile, GemmProblem(m, n, n)).order, rank, limit=limit, width=width)
+        )
         return
     typer.echo(show_schedule(scheduler, limit=limit, width=width))
     for path in paths:

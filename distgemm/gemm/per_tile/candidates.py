@@ -15,8 +15,14 @@ from distgemm.schedulers import PATTERNS, DistributedTileScheduler, Pattern
 
 __all__ = ["KERNELS", "rank_gemm", "traits_of"]
 
-KERNELS = ("128x256_2x1_cooperative", "128x128_2x1_pingpong", "64x256_2x1_pingpong", "64x128_2x1_pingpong")
-"""Tile, cluster and kernel schedule: from large products to small ones."""
+KERNELS = (
+    "128x256_2x1_cooperative",
+    "128x128_2x1_pingpong",
+    "64x256_2x1_pingpong",
+    "64x128_2x1_pingpong",
+    "64x128_1x2_pingpong",
+)
+"""Tile, cluster and kernel schedule: from large products to small ones. The last is for shards of 64 rows."""
 
 NAME = re.compile(r"(\d+)x(\d+)_(\d)x(\d)_(cooperative|pingpong)")
 
@@ -63,13 +69,15 @@ def rank_gemm(schedule: DistributedTileScheduler, kernel: str, problem: GemmProb
     pattern = next((each for each in PATTERNS if schedule_does_pattern(schedule.name, each)), None)
     if pattern is None:
         raise ValueError(f"per-tile kernels do {', '.join(PATTERNS)} of rows, and {schedule.name} does none of them")
-    types = {"dtype": problem.dtype, "out_dtype": problem.out_dtype, "partial_dtype": problem.partial_dtype}
-    if problem.l != 1 or problem.m_per_rank is not None or not set(types.values()) <= set(BYTES):
+    types = (problem.dtype, str(problem.out_dtype), str(problem.partial_dtype))
+    if problem.l != 1 or problem.m_per_rank is not None or not set(types) <= set(BYTES):
         raise ValueError(
             f"per-tile kernels take one batch, equal shards, and types of {', '.join(BYTES)}; got l {problem.l}, "
-            f"m_per_rank {problem.m_per_rank} and {', '.join(map(str, types.values()))}"
+            f"m_per_rank {problem.m_per_rank} and {', '.join(types)}"
         )
     ranks = schedule.world_size
     m, n, k = -(-problem.m // ranks), problem.n, problem.k
     n, k = (-(-n // ranks), k) if pattern == "ag+gemm" else (n, -(-k // ranks))
-    return RankGemm(replace(traits_of(kernel, pattern), **types), distances_of(schedule), m, n, k)
+    dtype, out_dtype, partial_dtype = types
+    traits = replace(traits_of(kernel, pattern), dtype=dtype, out_dtype=out_dtype, partial_dtype=partial_dtype)
+    return RankGemm(traits, distances_of(schedule), m, n, k)
