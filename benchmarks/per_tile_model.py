@@ -19,8 +19,8 @@ from typing import Any
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.candidates import KERNELS, traits_of
 from distgemm.gemm.per_tile.kernel import KernelTraits
+from distgemm.gemm.per_tile.model import Costs, TileTimes, predict_per_tile
 from distgemm.simulator import Machine
-from distgemm.simulator.per_tile import Costs, TileTimes, predict_per_tile
 
 RESULTS = Path(__file__).parent / "results"
 TP = 8

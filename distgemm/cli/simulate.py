@@ -146,8 +146,8 @@ def simulate_command(
     13 % at most; its figures were set with these times known. Other numbers of ranks and several hosts are
     extrapolated.
 
-    With --per-tile, it predicts the time of that kernel instead, or of each (all). docs/per_tile.md says how far that
-    model is off.
+    With --per-tile, it predicts the time of that kernel instead, or of each (all). Compared with 42 measured times of
+    two H100s, that model is off by 4 % on average and 17 % at most; 4 and 8 GPUs and the H200 are extrapolated.
     """
     paths = output or []
     check_files(paths, PAGE_SUFFIX, ".json")
@@ -218,7 +218,7 @@ def _simulate_per_tile(
     json: Path | None,
 ) -> None:
     from distgemm.gemm.per_tile.candidates import KERNELS, rank_gemm
-    from distgemm.simulator.per_tile import Costs, predict_per_tile
+    from distgemm.gemm.per_tile.model import Costs, predict_per_tile
 
     scheduler = get_schedule(schedule, mesh=on, **options)
     found = []

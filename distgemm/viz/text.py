@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from distgemm.arguments import boolean, instance, integer
-from distgemm.gemm.per_tile.order import TileCluster, TileOrder
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
@@ -259,6 +259,29 @@ def _stack(tokens: list[str], width: int, count: int) -> list[str]:
 # --- tiles ----------------------------------------------------------------------------------------------
 
 
+Place = tuple[int, int, int]
+"""A cluster of tiles: how far behind a rank its shard is, and its row and column of clusters there."""
+
+
+class TileOrder(Protocol):
+    """What is drawn of a :class:`distgemm.gemm.per_tile.order.TileOrder`."""
+
+    @property
+    def distances(self) -> tuple[int, ...]: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def lead(self) -> int: ...
+    @property
+    def own_first(self) -> bool: ...
+    def of_unit(self, distance: int, unit: int) -> Place: ...
+    def __iter__(self) -> Iterator[Place]: ...
+
+
 def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, width: int | None = None) -> str:
     """The order of a rank's tiles as text: the units of a shard, and the ticket of each cluster of tiles of D.
 
@@ -271,10 +294,10 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     Raises:
         ValueError: for a rank that the order does not have, and for a limit or a width that is none.
     """
-    rank = integer("rank", rank, 0, order.ranks - 1)
+    ranks, blocks, columns = len(order.distances) + 1, range(order.blocks), range(order.columns)
+    rank = integer("rank", rank, 0, ranks - 1)
     limit, width = _sizes(limit, width)
-    blocks, columns, ranks = range(order.blocks), range(order.columns), order.ranks
-    units = {order.of_unit(0, unit): unit for unit in range(order.units)}
+    units = {order.of_unit(0, unit): unit for unit in range(order.blocks * order.columns)}
     tickets = {tile: ticket for ticket, tile in enumerate(order)}
     head = (
         f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
@@ -285,14 +308,14 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     titles = ["", *map(str, columns[:limit])]
     table = [titles]
     for block in blocks[:limit]:
-        cells = (str(units[TileCluster(0, block, column)]) for column in columns[:limit])
+        cells = (str(units[0, block, column]) for column in columns[:limit])
         table.append([f"block {block}", *cells])
     left_out = _left_out(("blocks", blocks), ("columns", columns), limit)
     parts = ["\n".join(["units of a shard, by row and column of clusters", *_table(table, width), *left_out])]
     table = [titles]
     rows = [(shard, block) for shard in range(ranks) for block in blocks]
     for shard, block in rows[:limit]:
-        found = (tickets[TileCluster((shard - rank) % ranks, block, column)] for column in columns[:limit])
+        found = (tickets[(shard - rank) % ranks, block, column] for column in columns[:limit])
         cells = (f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)
         table.append([f"shard {shard}, block {block}", *cells])
     lines = [line.rstrip() for line in _table(table, width)]

@@ -13,11 +13,11 @@ import pytest
 
 from distgemm.gemm.per_tile.bind import RankGemm
 from distgemm.gemm.per_tile.candidates import KERNELS, traits_of
+from distgemm.gemm.per_tile.model import TILES, Costs, predict_per_tile
 from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.schedulers import Pattern
 from distgemm.simulator import Machine
 from distgemm.simulator.machine import MAX_FIGURE, Rate
-from distgemm.simulator.per_tile import TILES, Costs, predict_per_tile
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Machine.load("h200")

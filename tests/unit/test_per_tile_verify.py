@@ -160,6 +160,31 @@ def test_mutants_of_the_order_are_refused(
         prove(replace(gemm, tiles=tiles))
 
 
+def test_the_error_names_both_ranks() -> None:
+    """The rank that makes a sum at distance 1 stands one rank before the one that adds it."""
+
+    def late(tiles: list[TileCluster]) -> list[TileCluster]:
+        return sorted(tiles, key=lambda tile: tile == TileCluster(1, 0, 0))
+
+    wanted = r"rank 0 multiplies its own tile of row 0 and column 0 .* rank 3 makes with ticket 39"
+    with pytest.raises(PlanError, match=wanted):
+        prove(Changed(traits_of("gemm+rs"), (1, 2, 3), 512, 640, 256, tiles=late))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_does_not_cover_a_shard_is_refused(pattern: Pattern) -> None:
+    gemm = RankGemm(traits_of(pattern), (1, 2, 3), 512, 640, 1024)
+    smaller = RankGemm(gemm.traits, gemm.distances, 256, 640, 512)
+    other = RankGemm(gemm.traits, gemm.distances, 512, 640, 1024)
+    vars(other)["order"] = smaller.order
+    with pytest.raises(PlanError, match="2x5 tiles of 128x128 do not cover a shard of 512x640"):
+        prove(other)
+    if pattern == "ag+gemm":
+        vars(other).update(order=gemm.order, pieces=smaller.pieces)
+        with pytest.raises(PlanError, match="2x2 pieces do not cover a shard of 512x1024"):
+            prove(other)
+
+
 def same_receiver(pieces: list[Piece]) -> list[Piece]:
     return [piece._replace(distance=1) for piece in pieces]
 
