@@ -9,17 +9,20 @@ the bytes at 376 GB/s. Predictions are of the fastest kernel by the model.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean, mean
 from typing import Any
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.candidates import KERNELS, traits_of
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.model import Costs, TileTimes, predict_per_tile
+from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.simulator import Machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -122,6 +125,62 @@ def predictions() -> Iterator[dict[str, Any]]:
                 }
 
 
+@dataclass(frozen=True)
+class Changed(RankGemm):
+    """A product with another lead, in waves. None: as many as there are."""
+
+    waves: float | None = None
+
+    @cached_property
+    def order(self) -> TileOrder:
+        order, cluster = super().order, self.traits.cluster
+        lead = order.units if self.waves is None else round(self.waves * SMS / (cluster[0] * cluster[1]) / self.ranks)
+        return replace(order, lead=min(order.units, lead))
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    **{f"lead {waves} waves": {"waves": waves} for waves in (1, 3)},
+    "lead all": {"waves": None},
+    **{f"group {group}": {"group": group} for group in (1, 2, 4, 8)},
+}
+FASTER = {
+    "pace 374 GB/s": {"send_gb_per_s": 374.0, "store_gb_per_s": 374.0},
+    "33 senders": {"senders": 33},
+    "half the latencies": {"stored": 1.0, "flag": 1.0},
+    "take 2 us": {"take": 2.0},
+    "start 2.5 us": {"start": 2.5},
+    "sums at a fifth": {"sum_subtile": 0.22},
+}
+
+
+def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Times over those predicted, for other orders and faster parts: geometric mean, least, and most."""
+    costs = Costs(h100())
+    every = {key: value for change in FASTER.values() for key, value in change.items()}
+    for name, change in {**ORDERS, **FASTER, "all of these": every}.items():
+        for pattern, ranks in itertools.product(("ag+gemm", "gemm+rs", "gemm+ar"), RANKS):
+            ratios, holds = [], 0
+            for row in predicted:
+                if (row["gpu"], row["pattern"], row["ranks"]) != ("H100", pattern, ranks):
+                    continue
+                gemm = gemm_of(row, traits_of(row["kernel"], pattern), ranks)
+                if "waves" in change:
+                    us = predict_per_tile(Changed(**{**vars_of(gemm), **change}), costs).time
+                elif "group" in change:
+                    us = predict_per_tile(replace(gemm, **change), costs).time
+                else:
+                    us = predict_per_tile(gemm, replace(costs, **change)).time
+                ratios.append(us / row["time_us"])
+                holds += us <= row["law_us"]
+            found = {"mean": geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
+            numbers = {key: round(value, 3) for key, value in found.items()}
+            yield {"change": name, "pattern": pattern, "ranks": ranks, **numbers, "holds": holds}
+
+
+def vars_of(gemm: RankGemm) -> dict[str, Any]:
+    return {each.name: getattr(gemm, each.name) for each in fields(gemm)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
@@ -130,6 +189,9 @@ def main() -> None:
     for file in ("per_tile_h100", "per_tile_2xh100"):
         print(file, {key: value for key, value in found[file].items() if key != "rows"})
     found["predictions"] = list(predictions())
+    found["what_if"] = list(what_if(found["predictions"]))
+    for row in found["what_if"]:
+        print(*row.values())
     for gpu in ("H100", "H200"):
         for ranks in RANKS:
             rows = [row for row in found["predictions"] if (row["gpu"], row["ranks"]) == (gpu, ranks)]

@@ -42,15 +42,22 @@ def traits_of(name: str, pattern: Pattern, sends: bool = True) -> KernelTraits:
     if not found:
         raise wrong("per_tile", f"a kernel such as {KERNELS[0]}", name)
     tile_m, tile_n, cluster_m, cluster_n = map(int, found.groups()[:4])
-    gathers = pattern == "ag+gemm"
-    large = tile_m * tile_n > 128 * 128
+    gathers, pingpong, size = pattern == "ag+gemm", found[5] == "pingpong", tile_m * tile_n
+    # What was measured to be best: a large tile that sends needs room for operands, and sums of peers come sooner with
+    # more stages.
+    if gathers:
+        epilogue_stages = 1 if sends and size > 128 * 128 else 2
+    elif pingpong and size == 128 * 128:
+        epilogue_stages = 4 if pattern == "gemm+rs" else 3
+    else:
+        epilogue_stages = 2
     return KernelTraits(
         pattern,
         (tile_m, tile_n),
         (cluster_m, cluster_n),
-        found[5] == "pingpong",
+        pingpong,
         sends=sends and gathers,
-        epilogue_stages=1 if large and sends and gathers else 2,
+        epilogue_stages=epilogue_stages,
     )
 
 
