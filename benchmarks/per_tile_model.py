@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -197,7 +198,9 @@ def main() -> None:
             rows = [row for row in found["predictions"] if (row["gpu"], row["ranks"]) == (gpu, ranks)]
             print(f"{ranks} {gpu}s: the law holds in {sum(row['holds'] for row in rows)} of {len(rows)} rows")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        text = json.dumps(found, indent=1)
+        rows = re.sub(r"\{\n([^{}]*)\n *\}", lambda row: "{" + " ".join(row[1].split()) + "}", text)  # a line for each
+        args.json.write_text(rows + "\n")
 
 
 if __name__ == "__main__":
