@@ -161,8 +161,8 @@ def simulate_command(
             raise ValueError("-o draws the timeline of a plan, and --per-tile predicts a kernel")
         if chunks or every_chunks or gemm_streams is not None or ranks_per_host is not None:
             raise ValueError(
-                "--chunks, --every-chunks, --gemm-streams and --ranks-per-host are about plans, and --per-tile predicts "
-                "a kernel"
+                "--chunks, --every-chunks, --gemm-streams and --ranks-per-host are about plans, and --per-tile "
+                "predicts a kernel"
             )
         _simulate_per_tile(name, arrangement(name, ranks, mesh), options, problem, per_tile, machine, json)
         return

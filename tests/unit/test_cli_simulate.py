@@ -468,6 +468,6 @@ def test_per_tile_kernels() -> None:
         (("--dtype", "float64"), "types of bfloat16, float16, float32; got l 1, --m-per-rank None and float64"),
         (("--l", "2"), "take one batch"),
         (("-o", "x.svg"), "-o draws the timeline of a plan"),
-        (("--chunks", "2"), "are about plans, and --per-tile predicts"),
+        (("--chunks", "2"), "are about plans, and --per-tile"),
     ):
         assert said in refusal(*one, *more)
