@@ -206,7 +206,7 @@ class _Replay:
         return found
 
     def _read_us(self) -> list[float]:
-        """The time, us, in which memory delivers what each tile's wave reads. Panels that were read last stay in L2."""
+        """The time, us, in which memory provides what each tile's wave reads. Panels that were read last stay in L2."""
         traits = self.gemm.traits
         row = self.gemm.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
