@@ -238,6 +238,15 @@ MachineOption = Annotated[
         autocompletion=_complete(list_machines()),
     ),
 ]
+PerTile = Annotated[
+    str | None,
+    typer.Option(
+        "--per-tile",
+        metavar="KERNEL",
+        help="Tile by tile, with a kernel such as 128x256_2x1_cooperative.",
+        show_default=False,
+    ),
+]
 
 # --- layers of models -----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -20,6 +21,7 @@ from distgemm.cli.options import (
     N,
     OutDtype,
     PartialDtype,
+    PerTile,
     Ranks,
     RowsPerRank,
     ScheduleNameOrAll,
@@ -51,9 +53,9 @@ from distgemm.plan.ops import Gemm, accesses, box_size, link_of
 from distgemm.plan.options import Mesh, parse_options
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import Pattern, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import Pattern, get_schedule, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS, BuilderError
-from distgemm.simulator import MAX_STREAMS, Timeline, predict_unfused, simulate
+from distgemm.simulator import MAX_STREAMS, Machine, Timeline, predict_unfused, simulate
 from distgemm.viz.explorer import predicted_track
 from distgemm.viz.page import PAGE_SUFFIX, page_model, save_page
 
@@ -128,6 +130,7 @@ def simulate_command(
     every_chunks: Annotated[
         bool, typer.Option("--every-chunks", help="With all: try and show every value of --chunks, not only the best.")
     ] = False,
+    per_tile: PerTile = None,
     json: JsonFile = None,
     output: Timelines = None,
 ) -> None:
@@ -142,6 +145,9 @@ def simulate_command(
     latencies of signals. Compared with 51 measured times of 4 and 8 H200s, the model is off by 4 % on average and
     13 % at most; its figures were set with these times known. Other numbers of ranks and several hosts are
     extrapolated.
+
+    With --per-tile, it predicts the time of that kernel instead, or of each (all). Compared with 42 measured times of
+    two H100s, that model is off by 4 % on average and 17 % at most; 4 and 8 GPUs and the H200 are extrapolated.
     """
     paths = output or []
     check_files(paths, PAGE_SUFFIX, ".json")
@@ -150,6 +156,16 @@ def simulate_command(
     if ranks_per_host is not None:
         machine = dataclasses.replace(machine, ranks_per_host=ranks_per_host)
     options = parse_options(option)
+    if per_tile is not None:
+        if paths:
+            raise ValueError("-o draws the timeline of a plan, and --per-tile predicts a kernel")
+        if chunks or every_chunks or gemm_streams is not None or ranks_per_host is not None:
+            raise ValueError(
+                "--chunks, --every-chunks, --gemm-streams and --ranks-per-host are about plans, and --per-tile "
+                "predicts a kernel"
+            )
+        _simulate_per_tile(name, arrangement(name, ranks, mesh), options, problem, per_tile, machine, json)
+        return
     given = _chunks(chunks, options)
     several = name == "all" or len(given) > 1
     if several and paths:
@@ -192,6 +208,35 @@ def simulate_command(
     write_json(json, timeline.to_dict())
     for path in paths:
         write_file(path, lambda path: _write_timeline(timeline, path))
+
+
+# --- per-tile kernels -----------------------------------------------------------------------------------
+
+
+def _simulate_per_tile(
+    schedule: str,
+    on: Mesh,
+    options: dict[str, Any],
+    problem: GemmProblem,
+    kernel: str,
+    machine: Machine,
+    json: Path | None,
+) -> None:
+    from distgemm.gemm.per_tile.candidates import KERNELS, rank_gemm
+    from distgemm.gemm.per_tile.model import Costs, predict_per_tile
+
+    scheduler = get_schedule(schedule, mesh=on, **options)
+    found = []
+    for name in KERNELS if kernel == "all" else [kernel]:
+        gemm = rank_gemm(scheduler, name, problem)
+        found.append((name, predict_per_tile(gemm, Costs(machine))))
+    found.sort(key=lambda pair: pair[1].time)
+    if wants_text(json):
+        print_wrapped(f"{_about(problem)}: {scheduler.world_size} ranks on {machine.name}")
+        rows = [Line(name, [*(f"{us:.1f}" for us in times), times.bound]) for name, times in found]
+        print_figures(["kernel", "us", "tiles alone", "link alone", "bound by"], rows)
+        print_wrapped(PREDICTED)
+    write_json(json, [{"kernel": name, **times._asdict(), "bound": times.bound} for name, times in found])
 
 
 # --- chunks ---------------------------------------------------------------------------------------------

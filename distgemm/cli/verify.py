@@ -13,6 +13,7 @@ import typer
 from distgemm.cli.options import (
     JsonFile,
     MeshSides,
+    PerTile,
     ScheduleOptions,
     cases_of,
     check_ranks_of_mesh,
@@ -33,7 +34,7 @@ from distgemm.cli.output import (
     write_json,
 )
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES, make_plan
-from distgemm.plan.options import parse_options
+from distgemm.plan.options import Mesh, parse_options
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.schedulers import get_schedule
@@ -69,6 +70,7 @@ def verify_command(
     workspace: Annotated[str, _modes("--workspace", WORKSPACES, "Slots of the plan")] = "all",
     sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
     mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",
+    per_tile: PerTile = None,
     json: JsonFile = None,
     output: Annotated[
         Path | None,
@@ -86,6 +88,9 @@ def verify_command(
     A proof shows that every tile is right, without race or deadlock, in one replay and from each replay to the
     next. Exit status 1 when a plan fails, or cannot be built. A schedule that cannot take a number of ranks, a mesh
     or an option is skipped, with the reason. It is an error if all schedules are skipped.
+
+    With --per-tile, it proves executions by that kernel instead of plans: each rank multiplies each tile once, each
+    slot has one writer, and no tile waits for a later one of any rank. Shards have as many rows as the largest.
     """
     from rich.progress import Progress
 
@@ -96,6 +101,11 @@ def verify_command(
         check_ranks_of_mesh(size, mesh)
     cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), mesh)
     problem, options = GemmProblem(m, n, k), parse_options(option)
+    if per_tile is not None:
+        if output is not None:
+            raise ValueError("-o draws plans, and --per-tile proves none")
+        _verify_per_tile(per_tile, cases, options, problem, json)
+        return
     values = {"workspace": (workspace, WORKSPACES), "sync": (sync, SYNCS), "mechanism": (mechanism, MECHANISMS)}
     each = [[(mode, one) for one in (known if value == "all" else (value,))] for mode, (value, known) in values.items()]
     modes: list[dict[str, Any]] = [dict(mode) for mode in product(*each)]
@@ -142,5 +152,42 @@ def verify_command(
     write_json(json, found)
     if output is not None and failed is not None:
         write_file(output, partial(save_page, [predicted_model(failed)]))
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+def _verify_per_tile(
+    kernel: str, cases: list[tuple[str, Mesh]], options: dict[str, Any], problem: GemmProblem, json: Path | None
+) -> None:
+    from distgemm.gemm.per_tile.candidates import KERNELS, rank_gemm
+    from distgemm.gemm.per_tile.verify import prove
+
+    rows: list[Line] = []
+    found: list[dict[str, Any]] = []
+    counts = {"proved": 0, "failed": 0, "skipped": 0}
+    for (schedule, on), name in product(cases, KERNELS if kernel == "all" else [kernel]):
+        start = time.perf_counter()
+        facts, result, reason = ["-", "-", "-"], "skipped", ""
+        try:
+            gemm = rank_gemm(get_schedule(schedule, mesh=on, **options), name, problem)
+        except (ValueError, PlanError) as error:
+            reason = " ".join(str(error).split())
+        else:
+            try:
+                facts, result = list(map(str, prove(gemm))), "proved"
+            except PlanError as error:
+                result, reason = "failed", str(error)
+                say(f"{schedule} on {mesh_text(on)}, {name}: {reason}")
+        counts[result] += 1
+        ms = "-" if result == "skipped" else f"{1e3 * (time.perf_counter() - start):.0f}"
+        below = [reason] if result == "skipped" else []
+        rows.append(Line(f"{schedule}, {name}", [mesh_text(on), *facts, ms, result], below=below))
+        found.append({"schedule": schedule, "mesh": on, "kernel": name, "result": result, "reason": reason})
+    if counts["skipped"] == len(rows):
+        raise ValueError(found[-1]["reason"])
+    if wants_text(json):
+        print_figures(["schedule, kernel", "mesh", "tiles", "slots", "waits", "ms", "result"], rows)
+        typer.echo(", ".join(f"{count} {result}" for result, count in counts.items()))
+    write_json(json, found)
     if counts["failed"]:
         raise typer.Exit(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from distgemm.arguments import boolean, instance, integer
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
@@ -14,7 +15,7 @@ from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
-__all__ = ["op_text", "show_plan", "show_schedule"]
+__all__ = ["op_text", "show_plan", "show_schedule", "show_tile_order"]
 
 LIMIT = 16
 """Default number of rows and columns of a table; a line below it says what is left out."""
@@ -253,6 +254,74 @@ def _box_rows(row: str, column: str, first: int, cells: list[list[list[str]]], m
 def _stack(tokens: list[str], width: int, count: int) -> list[str]:
     rest = [token.ljust(width) for token in tokens[1:]]
     return [tokens[0], *(" ".join(rest[at : at + count]).rstrip() for at in range(0, len(rest), count))]
+
+
+# --- tiles ----------------------------------------------------------------------------------------------
+
+
+Place = tuple[int, int, int]
+"""A cluster of tiles: how far behind a rank its shard is, and its row and column of clusters there."""
+
+
+class TileOrder(Protocol):
+    """What is drawn of a :class:`distgemm.gemm.per_tile.order.TileOrder`."""
+
+    @property
+    def distances(self) -> tuple[int, ...]: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def lead(self) -> int: ...
+    @property
+    def own_first(self) -> bool: ...
+    def of_unit(self, distance: int, unit: int) -> Place: ...
+    def __iter__(self) -> Iterator[Place]: ...
+
+
+def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, width: int | None = None) -> str:
+    """The order of a rank's tiles as text: the units of a shard, and the ticket of each cluster of tiles of D.
+
+    Args:
+        order: what is shown.
+        rank: whose tickets.
+        limit: rows and columns of each table; a line says what is left out.
+        width: characters of a line; wider tables continue below with further columns. None: no limit.
+
+    Raises:
+        ValueError: for a rank that the order does not have, and for a limit or a width that is none.
+    """
+    ranks, blocks, columns = len(order.distances) + 1, range(order.blocks), range(order.columns)
+    rank = integer("rank", rank, 0, ranks - 1)
+    limit, width = _sizes(limit, width)
+    units = {order.of_unit(0, unit): unit for unit in range(order.blocks * order.columns)}
+    tickets = {tile: ticket for ticket, tile in enumerate(order)}
+    head = (
+        f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
+        f"{_count(order.group, 'row')} of clusters in turn; own tiles come {_count(order.lead, 'unit')} "
+        f"{'earlier' if order.own_first else 'later'}; shards in the order "
+        f"{', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
+    )
+    titles = ["", *map(str, columns[:limit])]
+    table = [titles]
+    for block in blocks[:limit]:
+        cells = (str(units[0, block, column]) for column in columns[:limit])
+        table.append([f"block {block}", *cells])
+    left_out = _left_out(("blocks", blocks), ("columns", columns), limit)
+    parts = ["\n".join(["units of a shard, by row and column of clusters", *_table(table, width), *left_out])]
+    table = [titles]
+    rows = [(shard, block) for shard in range(ranks) for block in blocks]
+    for shard, block in rows[:limit]:
+        found = (tickets[(shard - rank) % ranks, block, column] for column in columns[:limit])
+        cells = (f"[{ticket}]" if shard == rank else f"{ticket} " for ticket in found)
+        table.append([f"shard {shard}, block {block}", *cells])
+    lines = [line.rstrip() for line in _table(table, width)]
+    left_out = _left_out(("rows", range(len(rows))), ("columns", columns), limit)
+    parts.append("\n".join([f"tickets of D; [t]: own shard, of rank {rank}", *lines, *left_out]))
+    return "\n\n".join([_wrapped(head, width), *parts])
 
 
 # --- plans ----------------------------------------------------------------------------------------------

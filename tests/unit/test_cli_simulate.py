@@ -20,7 +20,7 @@ from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 from distgemm.plan.ops import Copy
 from distgemm.schedulers import registry
 from distgemm.simulator import Machine, predict_unfused, simulate
-from tests.unit.command import invoke, succeed
+from tests.unit.command import invoke, refusal, succeed
 from tests.unit.test_cli import schedule_2d
 
 __all__ = ["schedule_2d"]  # a fixture
@@ -453,3 +453,21 @@ def test_progress_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = invoke("simulate", "all", "--mesh", "2", "--m", "64", "--n", "64", "--k", "64")
     assert disabled == [True, False] and "simulate" in done.stderr
+
+
+def test_per_tile_kernels() -> None:
+    problem = ("--m", "2048", "--n", "4096", "--k", "4096")
+    text = succeed("simulate", "gemm+rs", "--ranks", "8", "--per-tile", "all", *problem)
+    assert "predictions of a model, not measurements" in text
+    found = json.loads(succeed("simulate", "gemm+rs", "--ranks", "8", "--per-tile", "all", *problem, "--json", "-"))
+    times = [row["time"] for row in found]
+    assert times == sorted(times) and len(times) == 5
+    assert f"{found[0]['kernel']} " in text and f" {times[0]:.1f} " in text
+    one = ("simulate", "gemm+rs", "--ranks", "8", "--per-tile", "128x256_2x1_cooperative")
+    for more, said in (
+        (("--dtype", "float64"), "types of bfloat16, float16, float32; got l 1, --m-per-rank None and float64"),
+        (("--l", "2"), "take one batch"),
+        (("-o", "x.svg"), "-o draws the timeline of a plan"),
+        (("--chunks", "2"), "are about plans, and --per-tile"),
+    ):
+        assert said in refusal(*one, *more)

@@ -7,10 +7,11 @@ import re
 import pytest
 
 from distgemm import GemmProblem, get_schedule, list_schedules, make_plan
+from distgemm.gemm.per_tile.order import TileOrder
 from distgemm.layouts import Axis, Modulo, TVLayout
 from distgemm.schedulers import WHOLE, Direct, DistributedTileScheduler, Partition, Route
 from distgemm.schedulers.scheduler import MODES
-from distgemm.viz.text import show_plan, show_schedule
+from distgemm.viz.text import show_plan, show_schedule, show_tile_order
 
 LEGEND = """\
 [r]: r holds the tile of A or B at the start, owns the tile of D at the end
@@ -377,3 +378,43 @@ def test_plan_without_movement_and_large_plans() -> None:
     large = show_plan(make_plan(GemmProblem(64, 64, 64), "ag+gemm", 18))
     assert large.count("... 16 of 18 ranks shown") == 3
     assert "... 16 of 18 senders and 16 of 18 receivers shown, 68 of 324 cells left out" in large
+
+
+def test_order_of_tiles() -> None:
+    order = TileOrder((1, 2), blocks=3, columns=2, group=2, lead=2, own_first=False)
+    assert show_tile_order(order, 1) == (
+        """\
+rank 1 of 3: 3x2 clusters of tiles in each shard, 2 rows of clusters in turn; own tiles come 2 units later; \
+shards in the order 2, 0
+
+units of a shard, by row and column of clusters
+         0  1
+block 0  0  2
+block 1  1  3
+block 2  4  5
+
+tickets of D; [t]: own shard, of rank 1
+                     0     1
+shard 0, block 0    1     5
+shard 0, block 1    3     8
+shard 0, block 2   11    14
+shard 1, block 0   [6]  [12]
+shard 1, block 1   [9]  [15]
+shard 1, block 2  [16]  [17]
+shard 2, block 0    0     4
+shard 2, block 1    2     7
+shard 2, block 2   10    13"""
+    )
+    gather = show_tile_order(TileOrder((1, 2), 3, 2, 1, 1, own_first=True), 2)
+    assert "1 row of clusters in turn; own tiles come 1 unit earlier; shards in the order 0, 1\n" in gather
+    assert "\nshard 2, block 0   [0]   [3]\n" in gather
+    with pytest.raises(ValueError, match=r"rank is an integer from 0 to 2, got 3"):
+        show_tile_order(order, 3)
+
+
+def test_orders_of_many_tiles_are_cut() -> None:
+    order = TileOrder((1, 2, 3), blocks=2, columns=30, group=2, lead=4, own_first=False)
+    text = show_tile_order(order, limit=3, width=70)
+    assert max(map(len, text.splitlines())) <= 70
+    assert "... 3 of 30 columns shown, 54 of 60 cells left out" in text
+    assert "... 3 of 8 rows and 3 of 30 columns shown, 231 of 240 cells left out" in text

@@ -1,0 +1,224 @@
+"""A model of per-tile kernels: the time of a replay, from the order of tiles and what tiles, stores and flags cost.
+
+All ranks do the same at the same time, so one rank is simulated: what its peers send arrives when it has sent the same
+itself. Clusters take tickets in order, and a tile takes its share of the GPU's rate. Panels of A and B that no recent
+wave has read come from memory. Finished tiles leave over the link one after the other. Pieces of a shard leave in
+batches: each SM sends one, all share the link, and so they arrive together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_BYTES
+from distgemm.gemm.per_tile.order import TileCluster
+from distgemm.simulator.machine import MAX_FIGURE, Machine
+
+__all__ = ["TILES", "Costs", "TileCosts", "TileTimes", "predict_per_tile"]
+
+
+class TileCosts(NamedTuple):
+    """What tiles of one size cost.
+
+    Attributes:
+        peak: the rate of an SM, as a share of the machine's.
+        power: the rate of the GPU at its power limit, as a share of the machine's.
+        overhead: of each tile, us. With pingpong tiles the other warp group multiplies meanwhile.
+    """
+
+    peak: float
+    power: float
+    overhead: float
+
+
+TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
+    {
+        (128, 256): TileCosts(0.963, 0.933, 3.0),
+        (128, 128): TileCosts(0.804, 0.813, 1.5),
+        (64, 256): TileCosts(0.633, 0.787, 1.4),
+        (64, 128): TileCosts(0.579, 0.613, 1.5),
+    }
+)
+MEMORY_SHARE = 0.77
+"""Of the machine's rate of memory, what operands reach that several waves of tiles read."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a per-tile kernel costs on a machine. ``benchmarks/per_tile_model.py`` compares it with measurements.
+
+    Attributes:
+        machine: rates, SMs and memory.
+        start: from the begin of a replay to the first load, with the launch, us.
+        ticket: the shortest time from tile to tile, us.
+        stored: from a store's last byte until it is known to be complete, us.
+        flag: from there until a waiting warp has seen the flag, us.
+        sum_subtile: of a subtile of a partial sum that is added, divided by the epilogue stages, us.
+        write_subtile: of a subtile that is written, us.
+        take: from the arrival of a result to its place in D, us.
+        send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave.
+        senders: pieces that are sent at a time; 0: one for each SM.
+        cache: bytes of panels that stay in L2.
+    """
+
+    machine: Machine
+    start: float = 4.5
+    ticket: float = 2.3
+    stored: float = 2.0
+    flag: float = 2.0
+    sum_subtile: float = 1.1
+    write_subtile: float = 0.17
+    take: float = 6.8
+    send_gb_per_s: float = 340.0
+    store_gb_per_s: float = 360.0
+    senders: int = 0
+    cache: float = 30e6
+
+
+class TileTimes(NamedTuple):
+    """Predicted times of a replay, us.
+
+    Attributes:
+        time: of the replay.
+        tiles: of the replay, if stores and flags took no time.
+        link: from the begin of the replay until the link has carried all that a rank sends, without a pause.
+    """
+
+    time: float
+    tiles: float
+    link: float
+
+    @property
+    def bound(self) -> str:
+        """What takes longer alone: "tiles" or "link"."""
+        return "tiles" if self.tiles >= self.link else "link"
+
+
+def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> TileTimes:
+    """The predicted times of a replay, with all ranks alike.
+
+    Args:
+        gemm: what each rank multiplies.
+        costs: of the machine.
+        arrived: whether all flags are raised before. A gather sends nothing then.
+
+    Raises:
+        ValueError: for tiles of a size that TILES does not have, and for types that the machine does not multiply.
+    """
+    if gemm.traits.tile not in TILES:
+        known = ", ".join(f"{m}x{n}" for m, n in TILES)
+        raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.tile))}")
+    at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
+    gathers = gemm.traits.pattern == "ag+gemm"
+    moved = 0 if gathers and arrived else gemm.slot_bytes
+    link = costs.start + moved / (1e3 * (costs.send_gb_per_s if gathers else costs.store_gb_per_s))
+    return TileTimes(_Replay(gemm, costs, arrived).run(), _Replay(gemm, at_once, arrived).run(), link)
+
+
+class _Replay:
+    """One replay of one rank."""
+
+    def __init__(self, gemm: RankGemm, costs: Costs, arrived: bool) -> None:
+        traits, order = gemm.traits, gemm.order
+        self.gemm, self.costs, self.arrived = gemm, costs, arrived
+        self.order: Sequence[TileCluster] = list(order)
+        size = traits.cluster[0] * traits.cluster[1]
+        self.clusters = costs.machine.sms // size
+        self.peers = gemm.ranks - 1
+        self.tile = TILES[traits.tile]
+        rate = costs.machine.rate(traits.dtype)
+        sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
+        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * gemm.k / sm, costs.ticket)
+        flop = 2.0 * gemm.ranks * gemm.m * gemm.n * gemm.k
+        self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
+        self.subtiles = traits.part_bytes // SUBTILE_BYTES
+        self.store_us = size * traits.parts * traits.part_bytes / (costs.store_gb_per_s * 1e3)
+        self.kept = min(1.0, traits.epilogue_stages / self.subtiles)  # share of a tile that fits into the stages
+        self.latency = costs.stored + costs.flag
+
+    def run(self) -> float:
+        """The time of the replay, us."""
+        costs, traits, latency = self.costs, self.gemm.traits, self.latency
+        gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
+        write = self.subtiles * costs.write_subtile
+        add = self.peers * self.subtiles * costs.sum_subtile / traits.epilogue_stages
+        operands = self._operands() if gathers and not self.arrived else {}
+        link = end = costs.start  # when the link is free, and when all is done
+        if operands:
+            end += self.gemm.pieces.pieces * self._piece_us() + costs.stored
+        clusters = [(costs.start, cluster) for cluster in range(self.clusters)]
+        groups = [[costs.start] * (2 if pingpong else 1) for _ in clusters]  # when warp groups are free
+        numbers, storers = [0] * self.clusters, [costs.start] * self.clusters
+        sums: dict[tuple[int, int], float] = {}  # when the last sum of an own tile arrives
+
+        def store(cluster: int, ready: float, copies: int) -> tuple[float, float]:
+            """When a tile has left, and when its warp group has written all of it."""
+            nonlocal link
+            us = copies * self.store_us
+            link = max(link, ready, storers[cluster]) + us
+            storers[cluster] = link + costs.stored
+            return link, max(ready, link - self.kept * us)
+
+        for tile, read_us in zip(self.order, self._read_us(), strict=True):
+            begins, cluster = heapq.heappop(clusters)
+            group = numbers[cluster] % len(groups[cluster])
+            numbers[cluster] += 1
+            multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
+            multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
+            free = multiplied + self.tile.overhead
+            if gathers:
+                free += write
+            elif tile.distance:
+                place = tile.block, tile.column
+                left, written = store(cluster, multiplied if pingpong else free, 1)
+                free = max(free + write, written)
+                sums[place] = max(sums.get(place, 0.0), 0.0 if self.arrived else left + latency)
+            else:
+                free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
+                if spreads and self.peers:
+                    left, free = store(cluster, free, self.peers)
+                    end = max(end, left + costs.stored, 0.0 if self.arrived else left + latency + costs.take)
+            groups[cluster][group] = free
+            end = max(end, free + costs.stored, storers[cluster])
+            heapq.heappush(clusters, (multiplied if pingpong else free, cluster))
+        # Received operands that a benchmark does not fill are zeros, with which the GPU does not reach its power limit.
+        return end if gathers and self.arrived else max(end, self.least_us)
+
+    def _piece_us(self) -> float:
+        return self.gemm.traits.tile[0] * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+
+    def _operands(self) -> dict[tuple[int, int], float]:
+        """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
+        pieces, us = self.gemm.pieces, self._piece_us()
+        batch = self.costs.senders or self.costs.machine.sms
+        found: dict[tuple[int, int], float] = {}
+        for number in range(pieces.pieces):
+            piece = pieces.at(number)
+            arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
+            rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
+            block = piece.distance, piece.row // self.gemm.traits.cluster[0]
+            found[block] = max(found.get(block, 0.0), arrives + rest)
+        return found
+
+    def _read_us(self) -> list[float]:
+        """The time, us, in which memory provides what each tile's wave reads. Panels that were read last stay in L2."""
+        traits = self.gemm.traits
+        row = self.gemm.k * BYTES[traits.dtype]
+        high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
+        rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
+        cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
+        found: list[float] = []
+        for first in range(0, len(self.order), self.clusters):
+            wave = self.order[first : first + self.clusters]
+            panels = {(x.distance, x.block): high for x in wave} | {(x.column,): wide for x in wave}
+            missing = sum(size for panel, size in panels.items() if panel not in cached)
+            cached = {panel: size for panel, size in cached.items() if panel not in panels} | panels
+            while sum(cached.values()) > self.costs.cache:
+                del cached[next(iter(cached))]
+            found += [missing / rate] * len(wave)
+        return found

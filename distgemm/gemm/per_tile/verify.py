@@ -1,0 +1,178 @@
+"""The proof of a per-tile execution: all tiles are made, each slot has one writer, and no wait lasts for ever.
+
+The proof reads the order of tiles and pieces as the kernel does, ticket by ticket. It knows nothing of units, groups
+and leads. Slots have the numbers that ``part_``, ``sum_slot_``, ``result_slot_`` and ``piece_slot_`` of per_tile.cu
+give them. It goes through all ranks, and shows:
+
+* A rank multiplies each tile of each shard once.
+* Each slot is written once, by one peer, and read: a sum by one tile, a result by one taker, a piece by all tiles of
+  its row. So each wait has one flag that ends it.
+* Sums that a tile adds are made with lower tickets than its own. Pieces of a gather are sent by warps that wait for no
+  tile. Takers of an all-reduce hold no tile back.
+
+A cluster works on its tickets in order, and clusters take tickets in order. So of all tiles that are not finished, on
+all ranks, the one with the lowest ticket waits for nothing, however few clusters run. All ranks have the same order,
+so this condition is also necessary: if a tile waited for a higher ticket of a peer, that peer's tile with its own
+ticket would wait for the next peer, and so on around all ranks.
+
+Epochs, which keep replays apart, have a proof of their own: ``tests/unit/test_epochs.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES
+from distgemm.plan.schema import PlanError
+
+__all__ = ["Proof", "prove"]
+
+Numbers = NDArray[np.int64]
+
+
+class Proof(NamedTuple):
+    """What was proved, of all ranks.
+
+    Attributes:
+        tiles: tiles that are multiplied.
+        slots: slots that are written at peers.
+        waits: waits of tiles and takers for slots.
+    """
+
+    tiles: int
+    slots: int
+    waits: int
+
+
+def prove(gemm: RankGemm) -> Proof:
+    """Prove that an execution on all ranks makes all tiles, and comes to an end.
+
+    Args:
+        gemm: what each rank multiplies. The time grows with the square of the number of ranks: 8 ranks take less than
+            a second, with the layers of Llama 405B.
+
+    Raises:
+        PlanError: naming what is wrong, and the first rank and tile of which that is so.
+    """
+    tiles = _Tiles(gemm)
+    if gemm.traits.pattern == "ag+gemm":
+        return _prove_gather(gemm, tiles)
+    return _prove_reduction(gemm, tiles)
+
+
+class _Tiles:
+    """The tiles of the blocks of all clusters, each with its ticket. All ranks have the same.
+
+    Attributes:
+        distance, row, column: of each tile, the shard, and the row and column of tiles in it.
+        ticket: of each tile.
+        rows, columns: of tiles in a shard.
+    """
+
+    def __init__(self, gemm: RankGemm) -> None:
+        order, (down, across) = gemm.order, gemm.traits.cluster
+        found = np.array(list(order), dtype=np.int64).reshape(-1, 3)
+        blocks = np.arange(down * across)
+        self.rows, self.columns = order.blocks * down, order.columns * across
+        self.ticket = np.repeat(np.arange(len(found)), down * across)
+        self.distance = np.repeat(found[:, 0], down * across)
+        self.row = (found[:, 1, None] * down + blocks % down).ravel()
+        self.column = (found[:, 2, None] * across + blocks // down).ravel()
+        tile_m, tile_n = gemm.traits.tile
+        if self.rows * tile_m < gemm.m or self.columns * tile_n < gemm.n:
+            raise PlanError(
+                f"{self.rows}x{self.columns} tiles of {tile_m}x{tile_n} do not cover a shard of {gemm.m}x{gemm.n}"
+            )
+        shape = (order.ranks, self.rows, self.columns)
+        _once("each rank multiplies", _index((self.distance, self.row, self.column), shape, "a tile"), shape)
+
+    def numbers(self) -> Numbers:
+        """Of each tile, its number within a shard."""
+        return self.row * self.columns + self.column
+
+
+def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
+    pieces, ranks = gemm.pieces, gemm.ranks
+    size = BYTES[gemm.traits.dtype]
+    if pieces.rows * gemm.traits.tile[0] < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
+        raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.m}x{gemm.k}")
+    sent = np.array([pieces.at(number) for number in range(pieces.pieces)], dtype=np.int64).reshape(-1, 3)
+    distance, row, piece = sent.T
+    shape = (ranks, ranks - 1, pieces.rows, pieces.slices)
+    senders = np.arange(ranks)[:, None]
+    slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
+    _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
+    # Tiles of rows that do not exist wait for nothing.
+    receives = (tiles.distance > 0) & (tiles.row < pieces.rows)
+    found = np.zeros((ranks - 1, pieces.rows), dtype=np.int64)
+    np.add.at(found, (tiles.distance[receives] - 1, tiles.row[receives]), 1)
+    if (found != tiles.columns).any():
+        raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
+    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(receives.sum()) * pieces.slices)
+
+
+def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:
+    ranks, parts = gemm.ranks, gemm.traits.parts
+    own = tiles.distance == 0
+    shape = (ranks, ranks - 1, tiles.rows, tiles.columns)
+    number, of_rank = tiles.numbers(), np.arange(ranks)[:, None]
+    # Partial sums: rank r stores at the rank d behind it, for which r is N - d behind.
+    distance, ticket = tiles.distance[~own], tiles.ticket[~own]
+    slots = _index(
+        ((of_rank + distance) % ranks, ranks - distance - 1, tiles.row[~own], tiles.column[~own]), shape, "a sum"
+    )
+    _once("at (rank, peer - 1, row, column), peers store sums", slots, shape)
+    made = np.empty(slots.size, dtype=np.int64)
+    made[slots] = np.tile(ticket, ranks)
+    made = made.reshape(ranks, ranks - 1, tiles.rows * tiles.columns)[:, :, number[own]]
+    late = np.argwhere(made >= tiles.ticket[own])
+    if len(late):
+        rank, peer, tile = late[0]
+        row, column, waits = (int(x[own][tile]) for x in (tiles.row, tiles.column, tiles.ticket))
+        raise PlanError(
+            f"rank {rank} multiplies its own tile of row {row} and column {column} with ticket {waits}, and waits for "
+            f"the sum that rank {(rank + peer + 1) % ranks} makes with ticket {made[rank, peer, tile]}: it may wait "
+            "for ever"
+        )
+    count = slots.size * parts
+    proof = Proof(ranks * len(tiles.ticket), count, count)
+    if gemm.traits.pattern == "gemm+rs":
+        return proof
+    # Results: the owner stores at the ranks before it. Their takers know the order of its units.
+    distances = np.arange(1, ranks)[:, None, None]
+    results = _index(
+        ((of_rank - distances) % ranks, distances - 1, tiles.row[own], tiles.column[own]), shape, "a result"
+    )
+    _once("at (rank, peer - 1, row, column), owners store results", results, shape)
+    order, (down, across) = gemm.order, gemm.traits.cluster
+    taken = []
+    for unit in range(order.units):
+        _, block, column = order.of_unit(1, unit)
+        taken += [(block * down + i % down, column * across + i // down) for i in range(down * across)]
+    takes = np.array(taken, dtype=np.int64).T
+    _once("takers take", _index((takes[0], takes[1]), shape[2:], "a result"), shape[2:])
+    return Proof(proof.tiles, 2 * count, 2 * count)
+
+
+def _index(places: tuple[Numbers, ...], shape: tuple[int, ...], what: str) -> Numbers:
+    """The flat numbers of places in a shape. Raises PlanError for one outside."""
+    every = np.broadcast_arrays(*places)
+    for places_of_axis, extent in zip(every, shape, strict=True):
+        if places_of_axis.size and not 0 <= places_of_axis.min() <= places_of_axis.max() < extent:
+            raise PlanError(
+                f"{what} has a place from 0 to {extent - 1}, got {places_of_axis.min()} to {places_of_axis.max()}"
+            )
+    return np.ravel_multi_index(tuple(every), shape).ravel() if every[0].size else np.empty(0, dtype=np.int64)
+
+
+def _once(what: str, found: Numbers, shape: tuple[int, ...]) -> None:
+    """Raise PlanError if not each place in a shape was found once."""
+    times = np.bincount(found, minlength=int(np.prod(shape)))
+    wrong = np.flatnonzero(times != 1)
+    if len(wrong):
+        place = tuple(map(int, np.unravel_index(wrong[0], shape)))
+        raise PlanError(f"{what} each of {shape} once, got {times[wrong[0]]} times {place}")

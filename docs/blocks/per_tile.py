@@ -1,0 +1,72 @@
+"""Per-tile kernels: the drawing of an order, and what the model says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from blocks import read, rows_of, table
+from distgemm.gemm.per_tile.order import TileOrder
+from distgemm.viz.text import show_tile_order
+
+CASES = ((2, "H100"), (4, "H100"), (8, "H100"), (4, "H200"), (8, "H200"))
+
+
+@table
+def tile_order(own: str) -> str:
+    """The order of a small gather (own tiles "first") or reduction ("last")."""
+    order = TileOrder((1, 2), blocks=2, columns=6, group=2, lead=4, own_first=own == "first")
+    return f"```text\n{show_tile_order(order, 1, width=100)}\n```"
+
+
+@table
+def per_tile_errors() -> str:
+    """How far the model is off."""
+    two, one = (_of(file) for file in ("per_tile_2xh100", "per_tile_h100"))
+    return (
+        f"For the fastest kernel of each row, the mean absolute error is {two} with two H100s, and {one} with one, "
+        "where everything has arrived."
+    )
+
+
+def _of(file: str) -> str:
+    found = read("per_tile_model")[file]
+    return (
+        f"{100 * found['mean_abs_error']:.1f} % ({100 * found['max_abs_error']:.0f} % at most, {len(found['rows'])} "
+        f"rows; the kernel that the model selects takes {100 * found['selected_costs_mean']:.1f} % longer on average)"
+    )
+
+
+@table
+def per_tile_predictions() -> str:
+    """Predictions of all rows, with what was measured on two H100s."""
+    model = read("per_tile_model")
+    rows = []
+    for known in model["per_tile_2xh100"]["rows"]:
+        found = {
+            (row["ranks"], row["gpu"]): row
+            for row in model["predictions"]
+            if all(row[key] == known[key] for key in ("layer", "pattern", "m"))
+        }
+        last = found[8, "H200"]
+        rows.append(
+            [
+                f"{known['layer'].replace('b ', 'B ')}, {known['m']}",
+                f"`{known['pattern']}`",
+                f"{known['us']:.1f}",
+                f"{100 * known['error']:+.0f}",
+                *(_time(found[case]) for case in CASES),
+                last["bound"],
+                last["kernel"].replace("_cooperative", "").replace("_pingpong", "").replace("_", " "),
+            ]
+        )
+    heads = " | ".join(f"{ranks} {gpu}s" for ranks, gpu in CASES)
+    head = f"layer, rows | pattern | 2 H100s, measured | error, % | {heads} | bound by | kernel"
+    holds = Counter((row["ranks"], row["gpu"]) for row in model["predictions"] if row["holds"])
+    counts = [f"{holds[ranks, gpu]} with {ranks} {gpu}s" for ranks, gpu in CASES]
+    return f"{rows_of(head, rows)}\n\nOf {len(rows)} rows, the law holds in {', '.join(counts)}."
+
+
+def _time(row: dict[str, Any]) -> str:
+    time = f"{row['time_us']:.0f}"
+    return f"{f'**{time}**' if row['holds'] else time} / {row['law_us']:.0f}"
