@@ -20,10 +20,10 @@ from statistics import geometric_mean, mean
 from typing import Any
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
-from distgemm.gemm.per_tile.candidates import KERNELS, traits_of
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.model import Costs, TileTimes, predict_per_tile
 from distgemm.gemm.per_tile.order import TileOrder
+from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.simulator import Machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,8 +58,8 @@ def measured(file: str) -> Iterator[tuple[dict[str, Any], dict[str, float], dict
             parts = label.split("_")
             if label == "cublas" or parts[-1] == "sends" or parts[1] != "2x1":  # of these there are few
                 continue
-            name = f"{parts[0]}_{parts[1]}_{SCHEDULES[parts[2]]}"
-            traits = replace(traits_of(name, row["pattern"], not alone), epilogue_stages=int(parts[4][1:]))
+            traits = traits_of(f"{parts[0]}x64_{parts[1]}_{SCHEDULES[parts[2]]}", row["pattern"])
+            traits = replace(traits, sends=traits.sends and not alone, epilogue_stages=int(parts[4][1:]))
             gemm = gemm_of(row, traits, TP if alone else found["gpus"])
             times[label], predicted[label] = us, predict_per_tile(gemm, costs, arrived=alone)
         yield row, times, predicted
@@ -107,7 +107,7 @@ def predictions() -> Iterator[dict[str, Any]]:
             gemm_us = alone.get((row["layer"], row["m"]), recorded) if gpu == "H100" else recorded
             for ranks in RANKS:
                 found = []
-                for name in KERNELS:
+                for name in CONFIGS:
                     gemm = gemm_of(row, traits_of(name, row["pattern"]), ranks)
                     found.append((predict_per_tile(gemm, Costs(machine)), name))
                 times, name = min(found, key=lambda pair: pair[0].time)

@@ -243,7 +243,7 @@ PerTile = Annotated[
     typer.Option(
         "--per-tile",
         metavar="KERNEL",
-        help="Tile by tile, with a kernel such as 128x256_2x1_cooperative.",
+        help="Tile by tile, with a kernel such as 128x256x64_2x1_cooperative.",
         show_default=False,
     ),
 ]

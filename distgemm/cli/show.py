@@ -67,13 +67,12 @@ def show_command(
     scheduler = get_schedule(name, mesh=arrangement(name, ranks, mesh), **parse_options(option))
     width = min(WIDTH, console_width())
     if per_tile is not None:
-        from distgemm.gemm.per_tile.candidates import rank_gemm
+        from distgemm.gemm.per_tile.select import gemm_of
 
         if paths:
             raise ValueError("-o draws a schedule, and --per-tile shows text only")
-        typer.echo(
-            show_tile_order(rank_gemm(scheduler, per_tile, GemmProblem(m, n, n)).order, rank, limit=limit, width=width)
-        )
+        order = gemm_of(make_plan(GemmProblem(m, n, n), scheduler), per_tile).order
+        typer.echo(show_tile_order(order, rank, limit=limit, width=width))
         return
     typer.echo(show_schedule(scheduler, limit=limit, width=width))
     for path in paths:

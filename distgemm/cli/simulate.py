@@ -222,17 +222,16 @@ def _simulate_per_tile(
     machine: Machine,
     json: Path | None,
 ) -> None:
-    from distgemm.gemm.per_tile.candidates import KERNELS, rank_gemm
     from distgemm.gemm.per_tile.model import Costs, predict_per_tile
+    from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
 
-    scheduler = get_schedule(schedule, mesh=on, **options)
+    plan = make_plan(problem, get_schedule(schedule, mesh=on, **options))
     found = []
-    for name in KERNELS if kernel == "all" else [kernel]:
-        gemm = rank_gemm(scheduler, name, problem)
-        found.append((name, predict_per_tile(gemm, Costs(machine))))
+    for name in CONFIGS if kernel == "all" else [kernel]:
+        found.append((name, predict_per_tile(gemm_of(plan, name), Costs(machine))))
     found.sort(key=lambda pair: pair[1].time)
     if wants_text(json):
-        print_wrapped(f"{_about(problem)}: {scheduler.world_size} ranks on {machine.name}")
+        print_wrapped(f"{_about(problem)}: {plan.world_size} ranks on {machine.name}")
         rows = [Line(name, [*(f"{us:.1f}" for us in times), times.bound]) for name, times in found]
         print_figures(["kernel", "us", "tiles alone", "link alone", "bound by"], rows)
         print_wrapped(PREDICTED)

@@ -51,6 +51,16 @@ def _modes(option: str, known: tuple[str, ...], what: str) -> Any:
     )
 
 
+EXTENTS = (101, 77, 59)
+PER_TILE_EXTENT = 8192
+
+
+def _extent(option: str, metavar: str, what: str, mode: int) -> Any:
+    """An option for an extent, whose default is another one with --per-tile."""
+    help_text = f"{what}. [default: {EXTENTS[mode]}; with --per-tile {PER_TILE_EXTENT}]"
+    return typer.Option(option, metavar=metavar, parser=number(1), help=help_text, show_default=False)
+
+
 def verify_command(
     name: Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule, or all.")] = "all",
     ranks: Annotated[
@@ -64,9 +74,9 @@ def verify_command(
     ] = None,
     mesh: MeshSides = None,
     option: ScheduleOptions = None,
-    m: Annotated[int, typer.Option("--m", metavar="M", parser=number(1), help="Rows of A and D.")] = 101,
-    n: Annotated[int, typer.Option("--n", metavar="N", parser=number(1), help="Rows of B, columns of D.")] = 77,
-    k: Annotated[int, typer.Option("--k", metavar="K", parser=number(1), help="Columns of A and B.")] = 59,
+    m: Annotated[int | None, _extent("--m", "M", "Rows of A and D", 0)] = None,
+    n: Annotated[int | None, _extent("--n", "N", "Rows of B, columns of D", 1)] = None,
+    k: Annotated[int | None, _extent("--k", "K", "Columns of A and B", 2)] = None,
     workspace: Annotated[str, _modes("--workspace", WORKSPACES, "Slots of the plan")] = "all",
     sync: Annotated[str, _modes("--sync", SYNCS, "How replays are kept apart")] = "all",
     mechanism: Annotated[str, _modes("--mechanism", MECHANISMS, "How data moves")] = "all",
@@ -90,7 +100,7 @@ def verify_command(
     or an option is skipped, with the reason. It is an error if all schedules are skipped.
 
     With --per-tile, it proves executions by that kernel instead of plans: each rank multiplies each tile once, each
-    slot has one writer, and no tile waits for a later one of any rank. Shards have as many rows as the largest.
+    slot has one writer, and no tile waits for a later one of any rank. Other schedules are skipped.
     """
     from rich.progress import Progress
 
@@ -100,7 +110,8 @@ def verify_command(
     for size in ranks or []:
         check_ranks_of_mesh(size, mesh)
     cases = cases_of(name, sorted(each_once(ranks, list(range(1, 9)))), mesh)
-    problem, options = GemmProblem(m, n, k), parse_options(option)
+    usual = EXTENTS if per_tile is None else (PER_TILE_EXTENT,) * 3
+    problem, options = GemmProblem(m or usual[0], n or usual[1], k or usual[2]), parse_options(option)
     if per_tile is not None:
         if output is not None:
             raise ValueError("-o draws plans, and --per-tile proves none")
@@ -159,17 +170,17 @@ def verify_command(
 def _verify_per_tile(
     kernel: str, cases: list[tuple[str, Mesh]], options: dict[str, Any], problem: GemmProblem, json: Path | None
 ) -> None:
-    from distgemm.gemm.per_tile.candidates import KERNELS, rank_gemm
+    from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
     from distgemm.gemm.per_tile.verify import prove
 
     rows: list[Line] = []
     found: list[dict[str, Any]] = []
     counts = {"proved": 0, "failed": 0, "skipped": 0}
-    for (schedule, on), name in product(cases, KERNELS if kernel == "all" else [kernel]):
+    for (schedule, on), name in product(cases, CONFIGS if kernel == "all" else [kernel]):
         start = time.perf_counter()
         facts, result, reason = ["-", "-", "-"], "skipped", ""
         try:
-            gemm = rank_gemm(get_schedule(schedule, mesh=on, **options), name, problem)
+            gemm = gemm_of(make_plan(problem, get_schedule(schedule, mesh=on, **options)), name)
         except (ValueError, PlanError) as error:
             reason = " ".join(str(error).split())
         else:

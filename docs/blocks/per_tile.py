@@ -57,7 +57,11 @@ def per_tile_predictions() -> str:
                 f"{100 * known['error']:+.0f}",
                 *(_time(found[case]) for case in CASES),
                 last["bound"],
-                last["kernel"].replace("_cooperative", "").replace("_pingpong", "").replace("_", " "),
+                last["kernel"]
+                .replace("x64_", " ")
+                .replace("_cooperative", "")
+                .replace("_pingpong", "")
+                .replace("_", " "),
             ]
         )
     heads = " | ".join(f"{ranks} {gpu}s" for ranks, gpu in CASES)

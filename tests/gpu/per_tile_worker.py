@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distgemm.gemm.nvcc import build
+from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.runtime.cuda import PerTileExecutable, ReplayTimeoutError
-from distgemm.runtime.cuda.per_tile import gemm_of
 from tests.gpu.cuda_worker import Case, Data, compiled
 
 SCHEDULES = {

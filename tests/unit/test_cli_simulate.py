@@ -463,10 +463,10 @@ def test_per_tile_kernels() -> None:
     times = [row["time"] for row in found]
     assert times == sorted(times) and len(times) == 5
     assert f"{found[0]['kernel']} " in text and f" {times[0]:.1f} " in text
-    one = ("simulate", "gemm+rs", "--ranks", "8", "--per-tile", "128x256_2x1_cooperative")
+    one = ("simulate", "gemm+rs", "--ranks", "8", "--per-tile", "128x256x64_2x1_cooperative")
     for more, said in (
-        (("--dtype", "float64"), "types of bfloat16, float16, float32; got l 1, --m-per-rank None and float64"),
-        (("--l", "2"), "take one batch"),
+        (("--dtype", "float64"), "its operands are bfloat16 or float16, got float64"),
+        (("--l", "2"), "it takes one matrix, got 2 batches"),
         (("-o", "x.svg"), "-o draws the timeline of a plan"),
         (("--chunks", "2"), "are about plans, and --per-tile"),
     ):

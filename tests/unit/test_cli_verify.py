@@ -166,24 +166,20 @@ def test_all_goes_on_after_a_builder_that_is_wrong(broken_builders: None) -> Non
 def test_verify_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are proved for schedules that have an order of tiles, others are skipped, and a failure is told."""
     gemm = ("--m", "1024", "--n", "1024", "--k", "512")
-    text = succeed("verify", "all", "--ranks", "4", "--per-tile", "128x128_2x1_pingpong", *gemm)
-    proved = r"^reduce_scatter_1d_pairwise_a, 128x128_2x1_pingpong +4 +256 +192 +192 +\d+ +proved"
+    text = succeed("verify", "all", "--ranks", "4", "--per-tile", "128x128x64_2x1_pingpong", *gemm)
+    proved = r"^reduce_scatter_1d_pairwise_a, 128x128x64_2x1_pingpong +4 +256 +192 +192 +\d+ +proved"
     assert re.search(proved, text, re.MULTILINE)
-    assert "all_gather_1d_pairwise_xor_a: tile by tile, each rank multiplies one shard" in text
+    assert "all_gather_1d_pairwise_xor_a is not executed per tile: each rank multiplies one shard" in text
     assert "8 proved, 0 failed, 11 skipped" in text
-    assert succeed("verify", "gemm+ar", *ranks(1, 8), "--per-tile", "all").endswith(
-        "\n10 proved, 0 failed, 0 skipped\n"
-    )
-    assert "--per-tile is a kernel such as 128x256_2x1_cooperative, got" in refusal(
-        "verify", "gemm+rs", "--ranks", "4", "--per-tile", "128x256"
-    )
+    assert succeed("verify", "gemm+ar", *ranks(1, 8), "--per-tile", "all").endswith("\n5 proved, 0 failed, 5 skipped\n")
+    assert "128x256" in refusal("verify", "gemm+rs", "--ranks", "4", "--per-tile", "128x256")
     monkeypatch.setattr(TileOrder, "at", lambda order, ticket: order.of_unit(0, ticket % order.units))
-    failed = invoke("verify", "gemm+rs", "--ranks", "2", "--per-tile", "128x128_2x1_pingpong", *gemm)
+    failed = invoke("verify", "gemm+rs", "--ranks", "2", "--per-tile", "128x128x64_2x1_pingpong", *gemm)
     assert failed.exit_code == 1 and "each rank multiplies each of" in failed.stderr
 
 
 def test_show_per_tile() -> None:
     text = succeed(
-        "show", "gemm+rs", "--ranks", "2", "--per-tile", "128x256_2x1_cooperative", "--m", "512", "--n", "512"
+        "show", "gemm+rs", "--ranks", "2", "--per-tile", "128x256x64_2x1_cooperative", "--m", "512", "--n", "512"
     )
     assert text.startswith("rank 0 of 2: 1x2 clusters of tiles in each shard") and "shard 0, block 0  [2]  [3]" in text

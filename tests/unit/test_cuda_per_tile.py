@@ -20,10 +20,11 @@ from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
+from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.runtime.cuda import compile_plan, per_tile, watchdog
 from distgemm.runtime.cuda import workspace as workspaces
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
-from distgemm.runtime.cuda.per_tile import PerTileExecutable, gemm_of
+from distgemm.runtime.cuda.per_tile import PerTileExecutable
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, Watchdog, explain_hang
 from distgemm.runtime.cuda.watched import WatchedWorkspace
 from distgemm.runtime.cuda.workspace import workspace_for
@@ -115,11 +116,11 @@ def test_other_plans_that_are_refused() -> None:
 @pytest.mark.parametrize(
     ("schedule", "shape", "kernel", "stages"),
     [
-        (GATHER, (2048, 4 * 2304, 16384), "128x128_2x1_pingpong", 2),
-        (GATHER, (2048, 4 * 3584, 4096), "128x256_2x1_cooperative", 1),
-        (SCATTER, (2048, 8192, 4 * 1024), "128x128_2x1_pingpong", 4),
-        (SCATTER, (2048, 16384, 4 * 2048), "128x256_2x1_cooperative", 3),
-        (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128_2x1_pingpong", 3),
+        (GATHER, (2048, 4 * 2304, 16384), "128x128x64_2x1_pingpong", 2),
+        (GATHER, (2048, 4 * 3584, 4096), "128x256x64_2x1_cooperative", 1),
+        (SCATTER, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 4),
+        (SCATTER, (2048, 16384, 4 * 2048), "128x256x64_2x1_cooperative", 3),
+        (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 3),
     ],
 )
 def test_the_shape_decides_about_the_kernel(
@@ -128,7 +129,7 @@ def test_the_shape_decides_about_the_kernel(
     plan = distgemm.make_plan(GemmProblem(*shape), schedule, 4, sync="barrier")
     traits = gemm_of(plan).traits
     assert traits.name.split()[-1] == kernel and traits.epilogue_stages == stages
-    assert gemm_of(plan, "64x128x64_1x2_pingpong").traits.name.endswith("64x128_1x2_pingpong")
+    assert gemm_of(plan, "64x128x64_1x2_pingpong").traits.name.endswith("64x128x64_1x2_pingpong")
     for config in ("128x128x32_2x1_pingpong", "128x128x64_2x1_pingpong_swizzle_2", "16x32x16_1x1_plain"):
         with pytest.raises(ValueError, match="a per-tile kernel has 64 elements of k in a stage"):
             gemm_of(plan, config)

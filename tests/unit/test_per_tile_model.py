@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.candidates import KERNELS, traits_of
 from distgemm.gemm.per_tile.model import TILES, Costs, predict_per_tile
 from distgemm.gemm.per_tile.order import TileOrder
+from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.schedulers import Pattern
 from distgemm.simulator import Machine
 from distgemm.simulator.machine import MAX_FIGURE, Rate
@@ -25,7 +25,7 @@ UNLIMITED = replace(MACHINE, memory=MAX_FIGURE, rates={"bfloat16": Rate(930.0, M
 """A machine that only its SMs limit."""
 
 
-def gemm(pattern: Pattern, ranks: int, m: int, n: int, k: int, kernel: str = KERNELS[0]) -> RankGemm:
+def gemm(pattern: Pattern, ranks: int, m: int, n: int, k: int, kernel: str = CONFIGS[0]) -> RankGemm:
     return RankGemm(traits_of(kernel, pattern), tuple(range(1, ranks)), m // ranks, n, k)
 
 
@@ -44,7 +44,7 @@ def test_one_rank_is_waves_of_tiles(m: int) -> None:
 def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     """The last that a rank waits for is the last byte of the link, and what it does with it."""
     slow = Costs(MACHINE, send_gb_per_s=5.0, store_gb_per_s=5.0)
-    for kernel in KERNELS:
+    for kernel in CONFIGS:
         found = predict_per_tile(gemm(pattern, ranks, 4096, 4096, 1024, kernel), slow)
         passes = 2 if pattern == "gemm+ar" else 1
         size = 4096 * (1024 if pattern == "ag+gemm" else 4096) * 2 / ranks * (ranks - 1) * passes
@@ -56,7 +56,7 @@ def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
 def test_pieces_of_a_batch_arrive_together() -> None:
     """Two ranks, whose shards are one batch: no tile of the other shard begins to end before all pieces are there."""
     costs = Costs(UNLIMITED)
-    small = gemm("ag+gemm", 2, 2048, 768, 4096, "128x128_2x1_pingpong")
+    small = gemm("ag+gemm", 2, 2048, 768, 4096, "128x128x64_2x1_pingpong")
     assert small.pieces.pieces == 128
     found = predict_per_tile(small, costs)
     multiply = 2 * 128 * 128 * 4096 / (930e6 / 132 * TILES[128, 128].peak)
@@ -66,7 +66,7 @@ def test_pieces_of_a_batch_arrive_together() -> None:
 
 def test_memory_holds_back_what_is_read_once() -> None:
     """Few rows: B is read from memory, and sets the time."""
-    few = gemm("gemm+rs", 1, 64, 16384, 16384, "64x128_2x1_pingpong")
+    few = gemm("gemm+rs", 1, 64, 16384, 16384, "64x128x64_2x1_pingpong")
     slow = replace(MACHINE, memory=100.0)
     assert predict_per_tile(few, Costs(slow)).time > 16384 * 16384 * 2 / 100e3
     assert predict_per_tile(few, Costs(slow)).time > 5 * predict_per_tile(few, Costs(MACHINE)).time
@@ -85,13 +85,13 @@ class Led(RankGemm):
 
 def test_own_tiles_at_once_wait_for_sums() -> None:
     """Without a lead, each wave waits for the flags of its own sums; the order's lead avoids that."""
-    usual = gemm("gemm+rs", 4, 8192, 4096, 512, "128x128_2x1_pingpong")
+    usual = gemm("gemm+rs", 4, 8192, 4096, 512, "128x128x64_2x1_pingpong")
     at_once = Led(usual.traits, usual.distances, usual.m, usual.n, usual.k)
     assert predict_per_tile(at_once, Costs(MACHINE)).time > 1.2 * predict_per_tile(usual, Costs(MACHINE)).time
 
 
 def test_other_tiles_are_refused() -> None:
-    other = gemm("gemm+rs", 2, 512, 512, 512, "128x192_2x1_cooperative")
+    other = gemm("gemm+rs", 2, 512, 512, 512, "128x192x64_2x1_cooperative")
     with pytest.raises(ValueError, match=r"tiles of 128x256, 128x128, 64x256, 64x128, got 128x192"):
         predict_per_tile(other, Costs(MACHINE))
 

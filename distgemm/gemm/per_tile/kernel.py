@@ -15,7 +15,7 @@ from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
 from distgemm.schedulers import Pattern
 
-__all__ = ["BYTES", "PIECE_BYTES", "SUBTILE_ROWS", "KernelTraits", "Launch", "select_traits"]
+__all__ = ["BYTES", "PIECE_BYTES", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
@@ -116,8 +116,8 @@ class KernelTraits:
     @property
     def name(self) -> str:
         """A name for messages."""
-        kind = "pingpong" if self.pingpong else "cooperative"
-        return f"per_tile {self.pattern} {self.tile[0]}x{self.tile[1]}_{self.cluster[0]}x{self.cluster[1]}_{kind}"
+        config = GemmConfig((*self.tile, self.tile_k), self.cluster, "pingpong" if self.pingpong else "cooperative")
+        return f"per_tile {self.pattern} {config}"
 
     def source(self, arch: str = "90a") -> KernelSource:
         """What the kernel is compiled from."""
@@ -139,57 +139,6 @@ class KernelTraits:
         }
         pairs = tuple((name, str(value)) for name, value in macros.items())
         return KernelSource(self.name, pairs, arch, "per_tile.cu", ("epochs.cuh", "facts.cuh", "tile_order.cuh"))
-
-
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (3, 4), "gemm+ar": (3, 3)}
-"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
-LARGE = GemmConfig((128, 256, 64), (2, 1), "cooperative")
-SMALL = GemmConfig((128, 128, 64), (2, 1), "pingpong")
-FEW_TILES = 198
-"""Tiles of 128x256, below which a gather has tiles of 128x128: one and a half for each SM."""
-SHORT_K = 2048
-"""Elements of k, below which a reduction has tiles of 128x128."""
-
-
-def select_traits(
-    pattern: Pattern, m: int, n: int, k: int, config: GemmConfig | None, dtype: str, out_dtype: str, partial_dtype: str
-) -> KernelTraits:
-    """The kernel for a shape, for dense tensors.
-
-    Args:
-        pattern: the pattern.
-        m: rows of all shards together.
-        n: columns of D on a rank.
-        k: extent of the sum on a rank.
-        config: tile, cluster and schedule; None: the shape decides.
-        dtype: as in :class:`KernelTraits`.
-        out_dtype: as there.
-        partial_dtype: as there.
-
-    Raises:
-        ValueError: for a configuration that no per-tile kernel has.
-    """
-    gathers = pattern == "ag+gemm"
-    if config is None:
-        large = -(-m // LARGE.tile[0]) * -(-n // LARGE.tile[1]) >= FEW_TILES if gathers else k >= SHORT_K
-        config = LARGE if large else SMALL
-    elif (config.tile[2], config.epilogue, config.raster, config.swizzle, config.share) != (
-        64,
-        "tma",
-        "heuristic",
-        1,
-        1,
-    ):
-        raise ValueError(
-            "a per-tile kernel has 64 elements of k in a stage, and a configuration like 128x256x64_2x1_cooperative or "
-            f"128x128x64_2x1_pingpong with nothing behind it, got {config}"
-        )
-    pingpong = config.kernel_schedule == "pingpong"
-    stages = EPILOGUE_STAGES[pattern][pingpong]
-    tile, cluster = config.tile[:2], config.cluster
-    return KernelTraits(
-        *(pattern, tile, cluster, pingpong, dtype, out_dtype, partial_dtype), sends=gathers, epilogue_stages=stages
-    )
 
 
 class Launch:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distgemm.gemm import GemmConfig
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
-from distgemm.gemm.per_tile.bind import RankGemm, params_of
-from distgemm.gemm.per_tile.kernel import BYTES, Launch, select_traits
-from distgemm.gemm.per_tile.order import distances_of
+from distgemm.gemm.per_tile.bind import params_of
+from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
-from distgemm.plan.plan import Plan, PlanError
-from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     check_agreement,
     check_bias,
@@ -38,7 +35,7 @@ from distgemm.runtime.cuda.workspace import workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 from distgemm.schedulers import Pattern
 
-__all__ = ["PerTileExecutable", "gemm_of"]
+__all__ = ["PerTileExecutable"]
 
 Tensor = torch.Tensor
 
@@ -48,8 +45,6 @@ MAX_CALLS = 32
 """Layouts of calls whose parameters an executable keeps."""
 HOPPER = 9
 """Major compute capability of the GPUs that the kernels are for."""
-ROW_BYTES = 16
-"""Bytes that divide each row which TMA copies."""
 
 
 class BoundCall(NamedTuple):
@@ -229,88 +224,6 @@ class PerTileExecutable(GpuExecutable):
             f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
             f"overlap, got strides {x.stride()}; pass it as .contiguous()"
         )
-
-
-def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
-    """What each rank of a plan multiplies, tile by tile, if its tensors are dense.
-
-    Args:
-        plan: the plan.
-        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
-
-    Raises:
-        PlanError: for a plan that is not executed per tile. The message says why, and what would work.
-        ValueError: for a configuration that no per-tile kernel has, and for more tiles than a kernel has tickets.
-    """
-    problem, ranks = plan.problem, plan.world_size
-
-    def refuse(why: str, instead: str = "execution='multi_kernel' executes it") -> PlanError:
-        return PlanError(f"{plan.schedule} is not executed per tile: {why}; {instead}")
-
-    if ranks == 1:
-        raise refuse("one rank exchanges nothing")
-    if problem.l != 1:
-        raise refuse(f"it takes one matrix, got {problem.l} batches")
-    if max(plan.mesh) != prod(plan.mesh):
-        raise refuse(f"its ranks lie along one axis, got the mesh {plan.mesh}")
-    if BYTES.get(problem.dtype) != 2:
-        raise refuse(f"its operands are bfloat16 or float16, got {problem.dtype}")
-    out_dtype, partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
-    for name, dtype in (("out_dtype", out_dtype), ("partial_dtype", partial_dtype)):
-        if dtype not in BYTES:
-            raise refuse(f"{name} is one of {', '.join(BYTES)}, got {dtype}")
-    pattern = _pattern_of(plan)
-    if pattern is None:
-        raise refuse(
-            "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
-            f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
-            f"m={problem.m}, n={problem.n}, k={problem.k}",
-            "take a schedule that gathers A or scatters rows of D, and extents that the number of ranks divides; or "
-            "execution='multi_kernel'",
-        )
-    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("B", 0)[0]
-    for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
-        if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
-            raise refuse(
-                f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
-                f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
-            )
-    tiles = None if config is None else GemmConfig.parse(config)
-    distances = distances_of(plan)
-    try:
-        traits = select_traits(pattern, problem.m, n, k, tiles, problem.dtype, out_dtype, partial_dtype)
-    except ValueError as error:
-        raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k)
-    assert gemm.order.ranks == ranks  # it is made, and checked
-    return gemm
-
-
-SHARDED: dict[Pattern, tuple[str, str, str]] = {
-    "ag+gemm": ("rows", "rows", "columns"),
-    "gemm+rs": ("columns", "columns", "rows"),
-    "gemm+ar": ("columns", "columns", "nothing"),
-}
-"""Which mode of A, B and D the ranks share."""
-
-
-def _pattern_of(plan: Plan) -> Pattern | None:
-    """The pattern whose equal shards the ranks of a plan hold; None: of no pattern."""
-    problem, ranks = plan.problem, plan.world_size
-    wholes = {"A": (problem.m, problem.k), "B": (problem.n, problem.k), "D": (problem.m, problem.n)}
-
-    def held(name: str, shared: str) -> bool:
-        rows, columns = wholes[name]
-        height, width = rows // (ranks if shared == "rows" else 1), columns // (ranks if shared == "columns" else 1)
-        places = [(rank * height % rows, rank * width % columns) for rank in range(ranks)]
-        boxes = [((row, row + height), (column, column + width)) for row, column in places]
-        return boxes == [plan.box(name, rank)[1:] for rank in range(ranks)]
-
-    for pattern, shared in SHARDED.items():
-        if problem.m % ranks == 0 and all(map(held, "ABD", shared)):
-            return pattern
-    return None
 
 
 if TYPE_CHECKING:

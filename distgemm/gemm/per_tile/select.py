@@ -1,0 +1,161 @@
+"""Which kernel executes a plan tile by tile, and what each rank multiplies with it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
+from distgemm.gemm.per_tile.order import distances_of
+from distgemm.gemm.spec import GemmConfig
+from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.schedulers import Pattern
+
+__all__ = ["CONFIGS", "gemm_of", "select_config", "traits_of"]
+
+CONFIGS = (
+    "128x256x64_2x1_cooperative",
+    "128x128x64_2x1_pingpong",
+    "64x256x64_2x1_pingpong",
+    "64x128x64_2x1_pingpong",
+    "64x128x64_1x2_pingpong",
+)
+"""Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
+LARGE, SMALL = CONFIGS[:2]
+FEW_TILES = 198
+"""Tiles of 128x256, below which a gather has tiles of 128x128: one and a half for each SM."""
+SHORT_K = 2048
+"""Elements of k, below which a reduction has tiles of 128x128."""
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (3, 4), "gemm+ar": (3, 3)}
+"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
+ROW_BYTES = 16
+"""Bytes that divide each row which TMA copies."""
+SHARDED: dict[Pattern, tuple[str, str, str]] = {
+    "ag+gemm": ("rows", "rows", "columns"),
+    "gemm+rs": ("columns", "columns", "rows"),
+    "gemm+ar": ("columns", "columns", "nothing"),
+}
+"""Which mode of A, B and D the ranks share."""
+
+
+def select_config(pattern: Pattern, m: int, n: int, k: int) -> str:
+    """The tile, cluster and kernel schedule for a shape.
+
+    Args:
+        pattern: the pattern.
+        m: rows of all shards together.
+        n: columns of D on a rank.
+        k: extent of the sum on a rank.
+    """
+    tile_m, tile_n, _ = GemmConfig.parse(LARGE).tile
+    large = -(-m // tile_m) * -(-n // tile_n) >= FEW_TILES if pattern == "ag+gemm" else k >= SHORT_K
+    return LARGE if large else SMALL
+
+
+def traits_of(
+    config: str,
+    pattern: Pattern,
+    dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    partial_dtype: str = "bfloat16",
+) -> KernelTraits:
+    """The kernel of a configuration, for dense tensors.
+
+    Args:
+        config: tile, cluster and kernel schedule, such as ``128x256x64_2x1_cooperative``.
+        pattern: the pattern.
+        dtype: as in :class:`KernelTraits`.
+        out_dtype: as there.
+        partial_dtype: as there.
+
+    Raises:
+        ValueError: for a configuration that no per-tile kernel has.
+    """
+    found = GemmConfig.parse(config)
+    other = (found.tile[2], found.epilogue, found.raster, found.swizzle, found.share)
+    if other != (64, "tma", "heuristic", 1, 1):
+        raise ValueError(
+            f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL} with "
+            f"nothing behind it, got {config}"
+        )
+    pingpong, gathers = found.kernel_schedule == "pingpong", pattern == "ag+gemm"
+    return KernelTraits(
+        *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
+        sends=gathers,
+        epilogue_stages=EPILOGUE_STAGES[pattern][pingpong],
+    )
+
+
+def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
+    """What each rank of a plan multiplies, tile by tile, if its tensors are dense.
+
+    Args:
+        plan: the plan.
+        config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
+
+    Raises:
+        PlanError: for a plan that is not executed per tile. The message says why, and what would work.
+        ValueError: for a configuration that no per-tile kernel has, and for more tiles than a kernel has tickets.
+    """
+    problem, ranks = plan.problem, plan.world_size
+
+    def refuse(why: str, instead: str = "execution='multi_kernel' executes it") -> PlanError:
+        return PlanError(f"{plan.schedule} is not executed per tile: {why}; {instead}")
+
+    if ranks == 1:
+        raise refuse("one rank exchanges nothing")
+    if problem.l != 1:
+        raise refuse(f"it takes one matrix, got {problem.l} batches")
+    if max(plan.mesh) != prod(plan.mesh):
+        raise refuse(f"its ranks lie along one axis, got the mesh {plan.mesh}")
+    if BYTES.get(problem.dtype) != 2:
+        raise refuse(f"its operands are bfloat16 or float16, got {problem.dtype}")
+    out_dtype, partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
+    for name, dtype in (("out_dtype", out_dtype), ("partial_dtype", partial_dtype)):
+        if dtype not in BYTES:
+            raise refuse(f"{name} is one of {', '.join(BYTES)}, got {dtype}")
+    pattern = _pattern_of(plan)
+    if pattern is None:
+        raise refuse(
+            "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
+            f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
+            f"m={problem.m}, n={problem.n}, k={problem.k}",
+            "take a schedule that gathers A or scatters rows of D, and extents that the number of ranks divides; or "
+            "execution='multi_kernel'",
+        )
+    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
+    n = plan.shard_shape("B", 0)[0]
+    for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
+        if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
+            raise refuse(
+                f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
+                f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
+            )
+    distances = distances_of(plan)
+    config = config or select_config(pattern, problem.m, n, k)
+    try:
+        traits = traits_of(config, pattern, dtype=problem.dtype, out_dtype=out_dtype, partial_dtype=partial_dtype)
+    except ValueError as error:
+        raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
+    gemm = RankGemm(traits, distances, m, n, k)
+    assert gemm.order.ranks == ranks  # it is made, and checked
+    return gemm
+
+
+def _pattern_of(plan: Plan) -> Pattern | None:
+    """The pattern whose equal shards the ranks of a plan hold; None: of no pattern."""
+    problem, ranks = plan.problem, plan.world_size
+    wholes = {"A": (problem.m, problem.k), "B": (problem.n, problem.k), "D": (problem.m, problem.n)}
+
+    def held(name: str, shared: str) -> bool:
+        rows, columns = wholes[name]
+        height, width = rows // (ranks if shared == "rows" else 1), columns // (ranks if shared == "columns" else 1)
+        places = [(rank * height % rows, rank * width % columns) for rank in range(ranks)]
+        boxes = [((row, row + height), (column, column + width)) for row, column in places]
+        return boxes == [plan.box(name, rank)[1:] for rank in range(ranks)]
+
+    for pattern, shared in SHARDED.items():
+        if problem.m % ranks == 0 and all(map(held, "ABD", shared)):
+            return pattern
+    return None
