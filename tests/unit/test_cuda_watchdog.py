@@ -71,13 +71,18 @@ def test_the_message_knows_slices() -> None:
         assert re.search(rf"waits for rank 1 at .*arrival flag {missing}@0, from rank 1$", found), found
 
 
+def content(flags: torch.Tensor) -> bytes:
+    """What a copy of flags has, and a word behind them."""
+    return flags.to(torch.int32).numpy().tobytes() + bytes(4)
+
+
 def watched_without_gpu(workspace: Any, values: torch.Tensor) -> Any:
     """What the watchdog looks at, with flags that a test sets."""
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.lock, watched.under_way = workspace, None, Lock(), None
     watched.pending, watched.free_events, watched.ended, watched.failure = deque(), deque(), 0, None
     watched.warned, watched.failed, watched.last_change, watched.informed = False, False, (None, 0.0), set()
-    watched.read_flags = lambda: [*values.tolist(), 0]
+    watched.read_flags = lambda: content(values)
     watched.use_own_context = lambda: None
     return watched
 
@@ -116,7 +121,7 @@ def test_a_call_is_stuck_once_nothing_has_changed(
     look(10.5)
     assert died == [10.5]
     died.clear()
-    watched.read_flags = lambda: [*values.tolist(), 0]
+    watched.read_flags = lambda: content(values)
     values[stage_index(2)] = stage_value(1, Stage.BODY)
     look(12)
     values[first_plan_flag(2)] = 1  # a flag is set
@@ -177,7 +182,7 @@ def test_flags_that_cannot_be_read_are_read_in_a_context_of_its_own(
     values[stage_index(3)] = stage_value(1, Stage.ENTRY)
     now, used, died = [0.0], list[float](), list[tuple[float, str]]()
     watched = watched_without_gpu(workspace, values)
-    watched.read_flags = lambda: [*values.tolist(), 0] if used else None
+    watched.read_flags = lambda: content(values) if used else None
     watched.use_own_context = lambda: used.append(now[0])
     watched.pending.append(SimpleNamespace(executable=exe, end=SimpleNamespace(query=lambda: False)))
     monkeypatch.setattr(watchdog, "has_ended", lambda process: ended and process == 2)
@@ -381,7 +386,7 @@ def test_results_of_stuck_calls_become_nan_also_in_inference_mode(monkeypatch: p
     watched: Any = WatchedWorkspace.__new__(WatchedWorkspace)
     watched.workspace, watched.store, watched.under_way = workspace, SimpleNamespace(set=lambda *_: None), None
     watched.stream = None
-    watched.read_flags = lambda: [*flags.flatten().tolist(), 0]
+    watched.read_flags = lambda: content(flags)
     did: list[Any] = []
     watched.poison = lambda rank: did.append(("poison", rank))
 

@@ -22,13 +22,13 @@ class EpochValues(NamedTuple):
         running: clusters that work now.
         executable: number of the executable whose replay began last; 0: none did.
         begun: by rank, the last epoch that it has begun, as far as this rank knows.
-        flags: of the buffer that this rank's last replay uses.
+        flags: int64, of the buffer that this rank's last replay uses.
     """
 
     running: int
     executable: int
     begun: list[int]
-    flags: list[int]
+    flags: torch.Tensor
 
     @property
     def idle(self) -> bool:
@@ -84,7 +84,7 @@ class EpochWorkspace(SharedWorkspace):
         control = Control.from_buffer_copy(bytes(content[:CONTROL_BYTES].tolist()))
         begun = list(control.begun[: self.world_size])
         first = self.space.flags_at + Clock.buffer_of(begun[self.rank]) * self.flags * 8
-        flags = content[first : first + self.flags * 8].view(torch.int64).tolist()
+        flags = content[first : first + self.flags * 8].view(torch.int64)
         return EpochValues(control.running, control.executable, begun, flags)
 
     def closing(self) -> tuple[list[int], int]:

@@ -141,7 +141,7 @@ class PerTileExecutable(GpuExecutable):
         """What a replay waits for, in words, and the ranks that it waits for."""
         ranks, epoch = self.plan.world_size, values.begun[self.rank]
         late = [rank for rank, begun in enumerate(values.begun) if begun < epoch]
-        missing = [number for number, flag in enumerate(values.flags[: self.gemm.flags]) if flag != epoch]
+        missing = torch.nonzero(values.flags[: self.gemm.flags] != epoch).flatten().tolist()
         text = "all that it waits for has come, but its kernel has not ended"
         peers = set(late)
         if missing:

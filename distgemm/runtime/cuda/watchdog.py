@@ -261,7 +261,7 @@ class Watchdog:
         watched.under_way = None
 
 
-def read(watched: WatchedWorkspace) -> tuple[list[int] | None, Values | None]:
+def read(watched: WatchedWorkspace) -> tuple[bytes | None, Values | None]:
     """The flags with all else that is watched, and what the flags say. Both are None where they cannot be read.
 
     It notes the executable whose replay the flags name, also for a graph that the caller captured.
@@ -269,7 +269,7 @@ def read(watched: WatchedWorkspace) -> tuple[list[int] | None, Values | None]:
     flags = watched.read_flags()
     if flags is None:
         return None, None
-    values = watched.workspace.values(torch.tensor(flags, dtype=torch.int32))
+    values = watched.workspace.values(torch.frombuffer(bytearray(flags), dtype=torch.int32))
     watched.under_way = watched.executable_of(values)
     return flags, values
 

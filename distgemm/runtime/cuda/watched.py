@@ -169,13 +169,13 @@ class WatchedWorkspace:
         except RuntimeError as error:
             LOG.warning("distgemm's watchdog goes on without a CUDA context of its own: %s", error)
 
-    def read_flags(self) -> list[int] | None:
+    def read_flags(self) -> bytes | None:
         """What the watchdog looks at, as it is now; None where even a copy does not end."""
         copy = self.copies[int(self.has_own_context)]
         if self.queue.ended(COPY_TIMEOUT_S):
             self.queue.copy(copy, self.workspace.watched_memory())
             if self.queue.ended(COPY_TIMEOUT_S):
-                return list(copy.tolist())
+                return copy.numpy().tobytes()
         return None
 
     def write_flags(self, addresses: Iterable[int], value: int) -> None:
