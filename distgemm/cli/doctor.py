@@ -61,6 +61,7 @@ def doctor_command(
     require: Annotated[
         list[str] | None,
         typer.Option(
+            "--require",
             metavar="RUNTIME",
             help="Exit with status 1 unless this runtime works: reference, collective or cuda; repeatable.",
             show_default=False,

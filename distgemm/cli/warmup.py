@@ -38,6 +38,7 @@ def warmup_command(
     scope: Annotated[
         str | None,
         typer.Option(
+            "--scope",
             parser=one_of(SCOPES),
             metavar="SCOPE",
             help='"selected": what layers need if nothing is measured; "measured": also what schedule="auto" measures; '
@@ -47,7 +48,7 @@ def warmup_command(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=number(1), help="Compilers at a time. [default: one for each core]"),
+        typer.Option("--jobs", metavar="N", parser=number(1), help="Compilers at a time. [default: one for each core]"),
     ] = None,
 ) -> None:
     """Compile the kernels of models' layers, forward and backward, all at once.
@@ -57,7 +58,7 @@ def warmup_command(
     names = (models_of(model), each_once(layer, list(LAYERS)), each_once(pattern, ["ag+gemm", "gemm+rs"]))
     found = cases(*names, each_once(m, [DEFAULT_M]), ranks or tp, tp, dtype)
 
-    from distgemm.gemm.nvcc import build, missing
+    from distgemm.gemm.nvcc import KernelSource, build, missing
     from distgemm.gemm.select import gpu_name
     from distgemm.gemm.target import compiling_for
     from distgemm.torch_ops.kernels import group_of, layer_needs, sources_for
@@ -74,7 +75,13 @@ def warmup_command(
         ]
     arch = arch_of_gpu()
     with compiling_for(arch, gpu_name()), compiler_errors():
-        sources = sources_for(dict.fromkeys(needs), wanted)
-        absent = missing(sources)
-        build(sources, jobs)
-    typer.echo(f"sm_{arch}: {len(absent)} compiled, {len(sources) - len(absent)} there already")
+        listed: list[KernelSource] = []
+        absent: list[KernelSource] = []
+
+        def noted(source: KernelSource) -> KernelSource:
+            listed.append(source)
+            absent.extend(missing([source]))
+            return source
+
+        build(map(noted, sources_for(dict.fromkeys(needs), wanted)), jobs)
+    typer.echo(f"sm_{arch}: {len(absent)} compiled, {len(listed) - len(absent)} there already")

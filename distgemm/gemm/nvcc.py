@@ -22,11 +22,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -65,6 +65,8 @@ LOG = logging.getLogger("distgemm")
 
 # Without NDEBUG, ptxas serialises wgmma.
 FLAGS = ("-O3", "-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr", "-cubin")
+T = TypeVar("T")
+
 SERIALISED = "C7510"
 """The number of ptxas's warning that it serialised wgmma."""
 TOOLKIT = "/usr/local/cuda"
@@ -394,13 +396,13 @@ def cubin_path(source: KernelSource) -> Path:
     return path
 
 
-def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
+def build(sources: Iterable[KernelSource], jobs: int | None = None, progress: bool = True) -> list[Path]:
     """The paths of the compiled cubins of all sources. Missing ones are compiled, several at a time.
 
     Those that the pack has are unpacked.
 
     Args:
-        sources: the sources; they may repeat.
+        sources: the sources; they may repeat. The first ones are compiled while an iterator still lists others.
         jobs: compilers that run at a time; None: one for each core that this process may use.
         progress: whether a progress bar is drawn.
 
@@ -409,14 +411,38 @@ def build(sources: Sequence[KernelSource], jobs: int | None = None, progress: bo
         CompileError: if the compiler fails.
         CacheError: if the cache folder cannot be written.
     """
-    for source in dict.fromkeys(sources):
-        if _packed(source) and not _is_intact(_cached(source)[0]):
-            _make_once(source)
-    lacking = missing(sources)
-    if lacking:
-        check_writable(cache_dir() / "kernels")  # before the bar is drawn
-        _build(lacking, jobs, progress)
-    return [_cached(source)[0] for source in sources]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=_console(), disable=not progress)
+    task = bar.add_task("compiling kernels", total=0)
+
+    def one(source: KernelSource) -> None:
+        _make_once(source)
+        bar.advance(task)
+
+    listed: list[KernelSource] = []
+    known = set[KernelSource]()
+    with contextlib.ExitStack() as drawn, ThreadPoolExecutor(jobs or cores()) as pool:
+        futures: list[Future[None]] = []
+        try:
+            for source in sources:
+                listed.append(source)
+                if source in known:
+                    continue
+                known.add(source)
+                if missing([source]):
+                    if not futures:
+                        check_writable(cache_dir() / "kernels")  # before the bar is drawn
+                        drawn.enter_context(bar)
+                    futures.append(pool.submit(one, source))
+                    bar.update(task, total=len(futures))
+                elif not _is_intact(_cached(source)[0]):
+                    _make_once(source)  # the pack has it
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+    return [_cached(source)[0] for source in listed]
 
 
 def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, background: bool = False) -> None:
@@ -430,27 +456,19 @@ def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, backg
         ranks: number of ranks.
         background: whether the ranks do something else meanwhile. Then no bar is drawn, and each rank keeps a core.
     """
-    first = rank * len(sources) // ranks
-    rotated = [*sources[first:], *sources[:first]]
-    build(rotated, jobs=max(1, cores() // ranks - background), progress=rank == 0 and not background)
+    jobs = max(1, cores() // ranks - background)
+    build(turned(sources, rank, ranks), jobs, progress=rank == 0 and not background)
+
+
+def turned(items: Sequence[T], rank: int, ranks: int) -> list[T]:
+    """The items, so that each rank begins with another one."""
+    first = rank * len(items) // ranks
+    return [*items[first:], *items[:first]]
 
 
 def missing(sources: Sequence[KernelSource]) -> list[KernelSource]:
     """The sources that are neither compiled yet nor in the pack, each once."""
     return [source for source in dict.fromkeys(sources) if not _packed(source) and not _is_intact(_cached(source)[0])]
-
-
-def _build(sources: Sequence[KernelSource], jobs: int | None, drawn: bool) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=_console(), disable=not drawn)
-    with bar as progress, ThreadPoolExecutor(jobs or cores()) as pool:
-        task = progress.add_task("compiling kernels", total=len(sources))
-
-        def one(source: KernelSource) -> None:
-            _make_once(source)
-            progress.advance(task)
-
-        list(pool.map(one, sources))
 
 
 def cached() -> Iterator[tuple[Path, dict[str, Any] | None]]:

@@ -112,8 +112,8 @@ def group_of(ranks: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def sources_for(needs: Iterable[Need], scope: Scope) -> list[KernelSource]:
-    """The sources of all kernels that these calls can ask for, each once.
+def sources_for(needs: Iterable[Need], scope: Scope) -> Iterator[KernelSource]:
+    """The sources of all kernels that these calls can ask for, each once, while they are found.
 
     Args:
         needs: the calls.
@@ -122,18 +122,20 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> list[KernelSource]:
     Raises:
         ValueError: for a call whose schedule does not fit.
     """
-    found: dict[KernelSource, None] = {}
+    known = set[KernelSource]()
     for need in needs:
         if need.device not in ("cuda", "meta"):
             continue  # CPUs need no kernels
         pattern, ranks = need.pattern, need.ranks
         terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
+        found: list[KernelSource] = []
         if need.schedule == "auto" and need.chunks is None:
             configs = configs_of(need.problem, pattern, ranks, scope)
             if scope == "measured":  # a search measures at other rows
                 rounded = bucketed(need.problem)
-                found |= dict.fromkeys(sources_of(rounded, pattern, ranks, configs_of(rounded, pattern, ranks, scope)))
+                found = sources_of(rounded, pattern, ranks, configs_of(rounded, pattern, ranks, scope))
         else:
             configs = [named_config(pattern, need.problem, need.schedule, need.chunks)]
-        found |= dict.fromkeys(sources_of(need.problem, pattern, ranks, configs, tiles=scope == "tiles", **terms))
-    return list(found)
+        found += sources_of(need.problem, pattern, ranks, configs, tiles=scope == "tiles", **terms)
+        yield from (source for source in dict.fromkeys(found) if source not in known)
+        known.update(found)

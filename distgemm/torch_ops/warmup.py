@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: PLC2701  (to
 
 from distgemm.arguments import boolean, instance
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.nvcc import build_together
+from distgemm.gemm.nvcc import build, turned
 from distgemm.gemm.select import gpu_name
 from distgemm.gemm.target import compiling_for
-from distgemm.system import switch
+from distgemm.system import cores, switch
 from distgemm.torch_ops.kernels import sources_for
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.tune.kernels import Scope
@@ -52,9 +52,10 @@ def warmup(model: nn.Module, *inputs: Any, backward: bool = True, **options: Any
     """
     needs = needs_of(model, *inputs, backward=boolean("backward", backward), **options)
     if any(need.device == "cuda" for need in needs):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         with compiling_for(CutlassProvider().arch, gpu_name()):  # the best, whatever is there
-            sources = sources_for(needs, scope_of_calls())
-        build_together(sources, dist.get_rank(), dist.get_world_size())
+            sources = sources_for(turned(needs, rank, ranks), scope_of_calls())
+            build(sources, max(1, cores() // ranks), progress=rank == 0)
     return needs
 
 

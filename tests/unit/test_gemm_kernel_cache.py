@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from distgemm.gemm.nvcc import (
     cached,
     cubin_path,
     find_nvcc,
+    is_there,
     missing,
 )
 
@@ -501,6 +502,29 @@ def test_build_compiles_what_is_missing(nvcc: Nvcc, capsys: pytest.CaptureFixtur
     assert {(path, manifest and manifest["macros"]["DG_TILE_M"]) for path, manifest in cached()} == set(
         zip(paths, ("64", "128", "256"), strict=False)
     )
+
+
+def test_the_first_kernels_are_compiled_while_others_are_listed(nvcc: Nvcc) -> None:
+    first, second = (replace(SOURCE, macros=(("DG_TILE_M", str(tile)),)) for tile in (64, 128))
+
+    def listed() -> Iterator[KernelSource]:
+        yield first
+        deadline = time.monotonic() + 20
+        while not is_there(first):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield second
+
+    assert len(build(listed(), jobs=1)) == len(nvcc.calls) == 2
+
+
+def test_an_error_of_the_listing_ends_the_build(nvcc: Nvcc) -> None:
+    def listed() -> Iterator[KernelSource]:
+        yield SOURCE
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        build(listed())
 
 
 @pytest.mark.parametrize("usable", [1, 3])

@@ -18,10 +18,12 @@ from typer.testing import CliRunner
 
 import distgemm
 from distgemm.cli import main as cli
+from distgemm.gemm import nvcc as compiler
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.nvcc import CompilerNotFoundError, is_there
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import Layer
+from distgemm.system import cores
 from distgemm.torch_ops import library, warmup
 from distgemm.torch_ops.kernels import layer_needs, sources_for
 from distgemm.torch_ops.needs import Need
@@ -103,7 +105,7 @@ def test_the_calls_of_a_step(make: Any, mesh: Any) -> None:
 def test_cpus_need_no_kernels(mesh: Any, nvcc: Nvcc) -> None:
     x = torch.ones(TOKENS // 2, HIDDEN)
     assert distgemm.warmup(layers(mesh), x) == [*FORWARD, *BACKWARD]
-    assert not nvcc.calls and not sources_for(FORWARD, "selected")
+    assert not nvcc.calls and not list(sources_for(FORWARD, "selected"))
     with pytest.raises(ValueError, match=r"model is an nn\.Module"):
         distgemm.warmup(lambda: x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backward is"):
@@ -127,15 +129,21 @@ def test_all_kernels_at_once(tuning: str, scope: Any, mesh: Any, nvcc: Nvcc, mon
     monkeypatch.setenv("DISTGEMM_TUNE", tuning)
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     builds: list[Any] = []
-    real = warmup.build_together
-    monkeypatch.setattr(warmup, "build_together", lambda *given: builds.append(given) or real(*given))
+
+    def build(sources: Any, jobs: int, progress: bool) -> None:
+        builds.append((list(sources), jobs, progress))
+        compiler.build(builds[-1][0], jobs, progress)
+
+    monkeypatch.setattr(warmup, "build", build)
     monkeypatch.setattr(warmup, "needs_of", lambda *given, **more: bfloat16())
     needs = distgemm.warmup(nn.Identity())
     assert len(needs) == 5 and {each.turned_b for each in needs} == {False, True}
-    ((sources, *ranks),) = builds
+    ((sources, jobs, progress),) = builds
     with compiling_for("90a"):
-        assert sources == sources_for(needs, scope)
-    assert ranks == [1, 2] and len(nvcc.calls) == len(set(sources)) == len(sources) and all(map(is_there, sources))
+        assert set(sources) == set(sources_for(needs, scope))
+        assert sources == list(sources_for([*needs[2:], *needs[:2]], scope))  # rank 1 of 2 begins in the middle
+    assert jobs == max(1, cores() // 2) and not progress
+    assert len(nvcc.calls) == len(set(sources)) == len(sources) and all(map(is_there, sources))
     distgemm.warmup(nn.Identity())
     assert len(nvcc.calls) == len(sources)
 
@@ -148,12 +156,12 @@ def test_a_named_schedule(mesh: Any) -> None:
         pinned = Need("ag+gemm", problem, 2, f"{name} provider=cutlass config={tile}")
         assert [tile in source.name for source in sources_for([pinned], "measured")] == [True]
         assert (
-            sources_for([Need("ag+gemm", problem, 2, "ag+gemm", 2)], "selected")
-            == sources_for([Need("ag+gemm", problem, 2, name)], "tiles")[:1]
+            list(sources_for([Need("ag+gemm", problem, 2, "ag+gemm", 2)], "selected"))
+            == list(sources_for([Need("ag+gemm", problem, 2, name)], "tiles"))[:1]
         )
-        assert sources_for([Need("ag+gemm", problem, 2, "unfused")], "tiles") == []
+        assert list(sources_for([Need("ag+gemm", problem, 2, "unfused")], "tiles")) == []
         with pytest.raises(ValueError, match="both set the number of chunks"):
-            sources_for([Need("ag+gemm", problem, 2, name, 4)], "selected")
+            list(sources_for([Need("ag+gemm", problem, 2, name, 4)], "selected"))
 
 
 # --- the command ----------------------------------------------------------------------------------------
