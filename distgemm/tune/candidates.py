@@ -480,22 +480,28 @@ def providers() -> dict[str, Any]:
 
 def specs_of(plan: Plan) -> list[GemmSpec]:
     """The distinct GEMMs of all ranks for dense shards, without C and bias."""
-    p = plan.problem
+    dtype = plan.problem.dtype
 
-    def matrix(view: View) -> MatrixSpec:
+    def extents(view: View, dtype: str) -> tuple[Any, ...]:
         batches, rows, columns = box_extents(view.box)
         _, frame_rows, _ = box_extents(view.frame)
         between = frame_rows * view.pitch if batches > 1 else 0
-        return MatrixSpec(plan.dtype(view), rows, columns, batches, stride=view.pitch, batch_stride=between,
-                          padded=view.buffer == "slot")  # fmt: skip
+        return dtype, rows, columns, batches, view.pitch, between, view.buffer == "slot"
 
-    found: dict[GemmSpec, None] = {}
+    found: dict[tuple[Any, Any, Any, Any], None] = {}
     for op in (op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)):
-        d = matrix(op.out)
-        a, b = (replace(matrix(view), dtype=p.dtype) for view in (op.a, op.b))
-        partial = matrix(op.sources[0]) if op.sources else None
-        found[GemmSpec(a, b, d, partial=partial)] = None
-    return list(found)
+        partial = extents(op.sources[0], plan.dtype(op.sources[0])) if op.sources else None
+        d = extents(op.out, plan.dtype(op.out))
+        found[extents(op.a, dtype), extents(op.b, dtype), d, partial] = None
+
+    def matrix(dtype: str, rows: int, columns: int, batches: int, pitch: int, between: int, padded: bool) -> MatrixSpec:
+        return MatrixSpec(dtype, rows, columns, batches, stride=pitch, batch_stride=between, padded=padded)
+
+    # Plans have thousands of ops and few distinct GEMMs, so specs are made last.
+    return [
+        GemmSpec(matrix(*a), matrix(*b), matrix(*d), partial=matrix(*partial) if partial else None)
+        for a, b, d, partial in found
+    ]
 
 
 _register_defaults()

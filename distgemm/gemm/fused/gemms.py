@@ -221,7 +221,7 @@ class FusedGemms:
         common = replace(
             template, **{name: replace(getattr(template, name), alignment=x) for name, x in alignments.items()}
         )
-        for spec, remote in zip(specs, self.remote, strict=True):
+        for spec, remote in dict.fromkeys(zip(specs, self.remote, strict=True)):
             # GEMMs may differ in alignment, in the stride of a remote D, and with partial sums in their terms.
             adapted: dict[str, Any] = {
                 name: replace(matrix, alignment=x) for name, x in alignments.items() if (matrix := getattr(spec, name))
