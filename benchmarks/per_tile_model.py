@@ -61,7 +61,9 @@ def measured(file: str) -> Iterator[tuple[dict[str, Any], dict[str, float], dict
             traits = traits_of(f"{parts[0]}x64_{parts[1]}_{SCHEDULES[parts[2]]}", row["pattern"])
             traits = replace(traits, sends=traits.sends and not alone, epilogue_stages=int(parts[4][1:]))
             gemm = gemm_of(row, traits, TP if alone else found["gpus"])
-            times[label], predicted[label] = us, predict_per_tile(gemm, costs, arrived=alone)
+            senders = SMS * traits.tile[0] // traits.piece_rows  # a piece had the rows of a tile then
+            times[label] = us
+            predicted[label] = predict_per_tile(gemm, replace(costs, senders=senders), arrived=alone)
         yield row, times, predicted
 
 

@@ -27,6 +27,8 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
+        ({"tile": (128, 192), "b_major": "n"}, "multiples of 64 columns of B"),
+        ({"tile": (64, 128), "cluster": (1, 2), "pingpong": True, "a_major": "m", "sends": False}, "columns of A"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
     ],
 )
@@ -48,7 +50,7 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
     both = RankGemm(replace(REDUCE, pattern="gemm+ar", epilogue_stages=3), (1, 2, 3), 300, 500, 64)
     assert both.flags == 2 * gemm.flags
     gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
-    assert gather.flags == 3 * 3 * 3  # peers, rows of tiles, slices of 256
+    assert gather.flags == 3 * 10 * 3  # peers, rows of pieces, slices of 256
     assert gather.slot_bytes == 3 * 300 * 640 * 2
     for each in (gemm, both, gather):
         space = Space((), 0, each.flags, each.slot_bytes)

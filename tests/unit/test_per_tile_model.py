@@ -55,9 +55,8 @@ def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
 
 def test_pieces_of_a_batch_arrive_together() -> None:
     """Two ranks, whose shards are one batch: no tile of the other shard begins to end before all pieces are there."""
-    costs = Costs(UNLIMITED)
     small = gemm("ag+gemm", 2, 2048, 768, 4096, "128x128x64_2x1_pingpong")
-    assert small.pieces.pieces == 128
+    costs = Costs(UNLIMITED, senders=small.pieces.pieces)
     found = predict_per_tile(small, costs)
     multiply = 2 * 128 * 128 * 4096 / (930e6 / 132 * TILES[128, 128].peak)
     assert found.time > found.link + costs.stored + costs.flag + multiply

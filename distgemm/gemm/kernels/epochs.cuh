@@ -41,7 +41,7 @@ struct Control {
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
   uint32_t dead;       // 0, or a value of Death
-  uint32_t running;    // clusters that work; 0 between replays. The watchdog reads it
+  uint32_t running;    // thread blocks that work; 0 between replays. The watchdog reads it
   uint32_t executable; // whose replay began last. The watchdog reads it
   uint64_t unused[10];
   uint64_t begun[kRanks];  // the last epoch that each rank has begun
@@ -65,12 +65,13 @@ struct Workspaces {
     return base[at] + slots + buffer * slots_of_buffer + offset;
   }
 
-  // Takes a ticket. Nothing waits for it before its first use.
+  // Takes a ticket: lane 0. Nothing waits for it before its first use. (Of a constant the compiler makes one addition
+  // for all lanes, and waits for the sum at once.)
   CUTE_DEVICE Clock take() const {
     Clock now;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(now.word)
-                 : "l"(&control(rank).clock)
+                 : "l"(&control(rank).clock), "l"(uint64_t(threadIdx.x % 32 + 1))
                  : "memory");
     return now;
   }

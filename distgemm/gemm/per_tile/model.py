@@ -190,18 +190,20 @@ class _Replay:
         return end if gathers and self.arrived else max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return self.gemm.traits.tile[0] * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        return self.gemm.traits.piece_rows * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
         pieces, us = self.gemm.pieces, self._piece_us()
         batch = self.costs.senders or self.costs.machine.sms
+        traits = self.gemm.traits
+        high = traits.tile[0] * traits.cluster[0] // traits.piece_rows  # rows of pieces in a row of clusters
         found: dict[tuple[int, int], float] = {}
         for number in range(pieces.pieces):
             piece = pieces.at(number)
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
-            block = piece.distance, piece.row // self.gemm.traits.cluster[0]
+            block = piece.distance, piece.row // high
             found[block] = max(found.get(block, 0.0), arrives + rest)
         return found
 
