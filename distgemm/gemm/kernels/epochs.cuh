@@ -82,7 +82,7 @@ struct Workspaces {
     uint32_t const next = now.buffer() ^ 1;
     here.last[now.buffer()] = now.epoch();
     if (!closed) here.last[next] = now.epoch();
-    bool const waits = here.last[next] == now.epoch();
+    bool const waits = epochs_a_replay && here.last[next] == now.epoch();
     *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
   }
 

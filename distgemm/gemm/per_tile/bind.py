@@ -68,12 +68,13 @@ class RankGemm:
 
     @cached_property
     def pieces(self) -> PieceOrder:
-        """The order of pieces of a gather."""
-        traits = self.traits
+        """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
+        traits, order = self.traits, self.order
         rows = -(-self.m // traits.piece_rows)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
-        together = self.order.group * traits.cluster[0] * traits.tile[0] // traits.piece_rows
-        return PieceOrder(self.distances, rows, slices, together)
+        at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
+        blocks = max(order.group, min(order.blocks, at_once))
+        return PieceOrder(self.distances, rows, slices, blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows)
 
     @property
     def ranks(self) -> int:

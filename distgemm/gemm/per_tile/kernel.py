@@ -92,7 +92,10 @@ class KernelTraits:
                 "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
-        shares = (("A", self.a_major, self.tile[0] // self.cluster[1]), ("B", self.b_major, self.tile[1] // self.cluster[0]))
+        shares = (
+            ("A", self.a_major, self.tile[0] // self.cluster[1]),
+            ("B", self.b_major, self.tile[1] // self.cluster[0]),
+        )
         for name, major, share in shares:
             if major != "k" and share % self.tile_k:
                 raise ValueError(

@@ -58,7 +58,7 @@ class Costs:
         ticket: the shortest time from tile to tile, us.
         stored: from a store's last byte until it is known to be complete, us.
         flag: from there until a waiting warp has seen the flag, us.
-        sum_subtile: of a subtile of a partial sum that is added, divided by the epilogue stages, us.
+        sum_subtile: of a subtile of a partial sum that a warp group adds, us.
         write_subtile: of a subtile that is written, us.
         take: from the arrival of a result to its place in D, us.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave.
@@ -67,13 +67,13 @@ class Costs:
     """
 
     machine: Machine
-    start: float = 4.5
+    start: float = 3.7
     ticket: float = 2.3
     stored: float = 2.0
     flag: float = 2.0
-    sum_subtile: float = 1.1
+    sum_subtile: float = 0.25
     write_subtile: float = 0.17
-    take: float = 6.8
+    take: float = 3.0
     send_gb_per_s: float = 340.0
     store_gb_per_s: float = 360.0
     senders: int = 0
@@ -146,7 +146,7 @@ class _Replay:
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
         gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
         write = self.subtiles * costs.write_subtile
-        add = self.peers * self.subtiles * costs.sum_subtile / traits.epilogue_stages
+        add = self.peers * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
