@@ -129,20 +129,20 @@ class _ByGroup(RankGemm):
 PLAIN = Variant("plain")
 EARLY = Variant("early", early=True)
 STORES = (
-    Variant("each subtile paced", {"macros": (("DG_PACE_TILES", "0"),)}),
+    Variant("pace subtiles", {"macros": (("DG_PACE_TILES", "0"),)}),
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
-    Variant("epilogue stages 1", {"epilogue_stages": 1}),
-    Variant("epilogue stages 3", {"epilogue_stages": 3}),
+    Variant("b1", {"epilogue_stages": 1}),
+    Variant("b3", {"epilogue_stages": 3}),
     EARLY,
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
     "ag+gemm": (
         *(Variant(f"{count} senders", call={"senders": count}, sends=True) for count in (33, 66)),
-        *(Variant(f"pieces of {rows} rows", {"piece_rows": rows}) for rows in (16, 64)),
-        Variant("pieces of 64 rows, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
+        *(Variant(f"piece {rows}", {"piece_rows": rows}) for rows in (16, 64)),
+        Variant("piece 64, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
         *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
-        Variant("pieces by groups of tiles", by_group=True),
+        Variant("by group", by_group=True),
         EARLY,
     ),
     "gemm+rs": STORES,
@@ -167,7 +167,9 @@ def kernels(row: Row, ranks: int, sends: bool) -> list[Traits]:
 
 
 def label(traits: KernelTraits) -> str:
-    return f"{traits.name.split()[-1]}, {traits.epilogue_stages} epilogue stages, {traits.stages} stages"
+    """Tile, cluster, stages and epilogue stages."""
+    config = traits.name.split()[-1].replace("x64_", "_").replace("cooperative", "co").replace("pingpong", "pp")
+    return f"{config}_s{traits.stages}_b{traits.epilogue_stages}"
 
 
 def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[Traits]:
@@ -202,27 +204,19 @@ def main() -> None:
     build(list(dict.fromkeys(sources)), jobs=os.cpu_count())
     if args.build:
         return
+    about = {"gpu": torch.cuda.get_device_name(), "gpus": args.gpus, "torch": torch.__version__}
     found: list[dict[str, Any]] = []
-    for row in TINY if args.tiny else ():
-        found.append({**row._asdict(), "us": (us := tiny(row, args.rounds))})
-        show(row, us)
-    for row in measured:
+    for row in [*(TINY if args.tiny else ()), *measured]:
         if time.monotonic() - began > args.limit:
             print(f"no time for {row.layer} {row.pattern} {row.m}", flush=True)
             continue
-        us = measure(row, args.gpus, args.rounds, args.variants)
+        us = tiny(row, args.rounds) if row in TINY else measure(row, args.gpus, args.rounds, args.variants)
         found.append({**row._asdict(), "link_us": row.link_us(TP if args.gpus == 1 else args.gpus), "us": us})
-        show(row, us)
+        print(f"{row.layer} {row.pattern} {row.m}x{row.n}x{row.k}:", *(f"{x} {y};" for x, y in us.items()), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    if args.json:
-        about = {"gpu": torch.cuda.get_device_name(), "gpus": args.gpus, "torch": torch.__version__}
-        args.json.write_text(json.dumps({"benchmark": "per_tile", **about, "rows": found}, indent=1) + "\n")
-
-
-def show(row: Row, us: Mapping[str, Any]) -> None:
-    words = (f"{name} {value}" for name, value in us.items())
-    print(f"{row.layer:9} {row.pattern} {row.m}x{row.n}x{row.k}: {'; '.join(words)}", flush=True)
+        if args.json:  # what was found is kept if a later row fails
+            args.json.write_text(json.dumps({"benchmark": "per_tile", **about, "rows": found}, indent=1) + "\n")
 
 
 def measure(row: Row, gpus: int, rounds: int, variants: bool) -> dict[str, float]:
@@ -281,7 +275,7 @@ class _OneGpu(_Place):
         return Launch(gemm.traits, params, sms, 0, variant.early), memory
 
     def time(self, which: Mapping[str, tuple[Traits, Variant]], rounds: int) -> dict[str, float]:
-        launches: dict[str, Any] = {"cuBLAS": lambda: torch.mm(self.a, self.b.T, out=self.d)}
+        launches: dict[str, Any] = {"cublas": lambda: torch.mm(self.a, self.b.T, out=self.d)}
         kept = []
         for name, (traits, variant) in which.items():
             launches[name], memory = self.launch(traits, variant)
