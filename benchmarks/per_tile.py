@@ -48,9 +48,9 @@ EPOCH = 7
 """Of all replays on one GPU."""
 LARGE, MIDDLE, SMALL = ((128, 256), (2, 1), False), ((128, 192), (2, 1), False), ((128, 128), (2, 1), True)
 OPTIONS: dict[Pattern, Sequence[tuple[Any, int]]] = {
-    "ag+gemm": [(SMALL, 2), (LARGE, 1), (MIDDLE, 2), (((64, 128), (2, 1), True), 2)],
-    "gemm+rs": [(SMALL, 4), (LARGE, 2), (MIDDLE, 3), (((64, 128), (2, 1), True), 2)],
-    "gemm+ar": [(SMALL, 3), (LARGE, 1), (MIDDLE, 2), (((64, 128), (2, 1), True), 2)],
+    "ag+gemm": [(SMALL, 2), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
+    "gemm+rs": [(SMALL, 4), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
+    "gemm+ar": [(SMALL, 3), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
 }
 """Tile, cluster and schedule of each kernel that is measured, and its epilogue stages."""
 NARROW = ((64, 128), (1, 2), True)
@@ -128,12 +128,14 @@ class _ByGroup(RankGemm):
 
 PLAIN = Variant("plain")
 EARLY = Variant("early", early=True)
+ALONE = Variant("no borrow", {"macros": (("DG_BORROW", "0"),)})
 STORES = (
     Variant("pace subtiles", {"macros": (("DG_PACE_TILES", "0"),)}),
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
-    Variant("b1", {"epilogue_stages": 1}),
+    Variant("b2", {"epilogue_stages": 2}),
     Variant("b3", {"epilogue_stages": 3}),
+    ALONE,
     EARLY,
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
@@ -143,6 +145,7 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
         Variant("piece 64, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
         *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
         Variant("by group", by_group=True),
+        ALONE,
         EARLY,
     ),
     "gemm+rs": STORES,

@@ -79,6 +79,18 @@ def test_results(pattern: str, kind: tuple, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind[2]], ids=str)
+def test_one_epilogue_stage(pattern: str, kind: tuple) -> None:
+    """Subtiles are written to the last stage of operands, tile after tile."""
+    gemm = RankGemm(traits(pattern, *kind, epilogue_stages=1), distances(2), 1160, 1544, 328)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("ranks", [3, 5, 8])
 def test_odd_shapes(pattern: str, ranks: int) -> None:
     gemm = RankGemm(traits(pattern, *KINDS[1], epilogue_stages=3), distances(ranks), 200, 328, 136)
