@@ -61,6 +61,21 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
         assert space.slots_at % 1024 == space.slots_of_buffer % 1024 == 0
 
 
+@pytest.mark.parametrize(
+    ("distances", "columns", "rows"), [((1,), 6, 8), ((1,), 14, 4), ((1, 2, 3), 6, 3), ((1, 2, 3), 30, 1)]
+)
+def test_rows_of_tiles_at_a_time_are_sent_in_turn(distances: tuple[int, ...], columns: int, rows: int) -> None:
+    """66 clusters of 256x128 multiply at a time: so many rows of clusters of each other shard."""
+    gemm = RankGemm(replace(GATHER, tile=(128, 128)), distances, 2048, 128 * columns, 512, group=1)
+    assert gemm.pieces.group * 32 == 256 * rows
+
+
+def test_a_lead_can_be_set() -> None:
+    gemm = RankGemm(REDUCE, (1, 2, 3), 2048, 2048, 512)
+    assert gemm.order.lead == 33
+    assert replace(gemm, lead=5).order.lead == 5
+
+
 def test_the_struct_of_an_order() -> None:
     order = TileOrder((2, 1), 3, 5, 2, 4, False)
     struct = Order.of(order)
