@@ -74,7 +74,8 @@ class RankGemm:
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
-        return PieceOrder(self.distances, rows, slices, blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows)
+        together = blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows
+        return PieceOrder(self.distances, rows, slices, together)
 
     @property
     def ranks(self) -> int:
