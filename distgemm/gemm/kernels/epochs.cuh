@@ -28,6 +28,14 @@ struct Clock {
   }
 };
 
+// 1, in lane 0. Where lanes add a constant that the compiler sees, it makes one atomic addition for all of them, and waits
+// for its result at once.
+CUTE_DEVICE uint32_t hidden_one() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane + 1;
+}
+
 // How a workspace dies. The watchdog writes NaN to all slots after the first value, and then the second one.
 enum Death : uint32_t {
   kMute = 1,  // kernels that begin send nothing, and their results are NaN
@@ -65,13 +73,12 @@ struct Workspaces {
     return base[at] + slots + buffer * slots_of_buffer + offset;
   }
 
-  // Takes a ticket: lane 0. Nothing waits for it before its first use. (Of a constant the compiler makes one addition
-  // for all lanes, and waits for the sum at once.)
+  // Takes a ticket: lane 0. Nothing waits for it before its first use.
   CUTE_DEVICE Clock take() const {
     Clock now;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(now.word)
-                 : "l"(&control(rank).clock), "l"(uint64_t(threadIdx.x % 32 + 1))
+                 : "l"(&control(rank).clock), "l"(uint64_t(hidden_one()))
                  : "memory");
     return now;
   }

@@ -358,13 +358,12 @@ class Kernel {
   CUTE_DEVICE bool exists_(Ticket const& ticket) const { return ticket.clock.ticket() < order_.clusters(); }
   CUTE_DEVICE Tile tile_(Ticket const& ticket) const { return Tile::of(ticket.cluster(), block_); }
 
-  // The number of a counter, which is raised by one. Only the caller's first use waits for it: of a constant the
-  // compiler makes one addition for all lanes, and waits for the sum at once.
+  // The number of a counter, which lane 0 raises by one. Nothing waits for it before its first use.
   CUTE_DEVICE static uint32_t take_(uint32_t& counter) {
     uint32_t number;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(number)
-                 : "l"(&counter), "r"(lane() + 1)  // of lane 0
+                 : "l"(&counter), "r"(hidden_one())
                  : "memory");
     return number;
   }
