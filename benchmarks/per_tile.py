@@ -97,6 +97,7 @@ class Variant:
         call: arguments of params_of.
         early: whether its blocks begin before the kernel before it has ended.
         sends: whether it is for gathers that send, which one GPU does not.
+        cooperative: whether it is for cooperative kernels.
         by_group: whether only rows of a group of tiles are sent in turn.
     """
 
@@ -107,12 +108,15 @@ class Variant:
     early: bool = False
     sends: bool = False
     by_group: bool = False
+    cooperative: bool = False
 
     def of(self, traits: Traits) -> Traits:
         return replace(traits, **self.traits)
 
     def fits(self, traits: Traits) -> bool:
         """Whether it is another kernel, or another launch, than the plain one, and one that there is."""
+        if self.cooperative and traits.pingpong:
+            return False
         try:
             return (self.of(traits) != traits or not self.traits) and (traits.sends or not self.sends)
         except ValueError:  # the stages do not fit
@@ -128,7 +132,7 @@ class _ByGroup(RankGemm):
 
 PLAIN = Variant("plain")
 EARLY = Variant("early", early=True)
-ALONE = Variant("no borrow", {"macros": (("DG_BORROW", "0"),)})
+ALONE = Variant("no borrow", {"macros": (("DG_BORROW", "0"),)}, cooperative=True)
 STORES = (
     Variant("pace subtiles", {"macros": (("DG_PACE_TILES", "0"),)}),
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
