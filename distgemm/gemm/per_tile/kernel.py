@@ -92,6 +92,11 @@ class KernelTraits:
                 "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
+        if self.piece_rows not in {16, 32, 64, 128} or self.tile[0] % self.piece_rows:
+            raise ValueError(
+                f"a piece has 16, 32, 64 or 128 rows, which divide those of a tile, got {self.piece_rows} for "
+                f"{self.tile[0]}"
+            )
         shares = (
             ("A", self.a_major, self.tile[0] // self.cluster[1]),
             ("B", self.b_major, self.tile[1] // self.cluster[0]),
