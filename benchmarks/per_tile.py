@@ -2,30 +2,39 @@
 
     python benchmarks/per_tile.py --json FILE                one GPU, on which everything has arrived
     python benchmarks/per_tile.py --gpus 2 --json FILE       ranks of one process, one on each GPU
+    python benchmarks/per_tile.py --variants ...             also variants of the fastest kernel of each row
     python benchmarks/per_tile.py --build                    compile, and end
 
 With one GPU the kernel is that of rank 0 of 8. All its flags are set before, and its peers' memory is in this GPU: what
 is measured is the kernel's own cost, with stores that leave as slowly as over a link. With several GPUs the time is
-that of the slowest rank. "link" is the time of the bytes that a rank sends, at 376 GB/s.
+that of the slowest rank, and each result is compared with a product in float32. Kernels and variants of a row are
+measured in turn, round by round. "link" is the time of the bytes that a rank sends, at 376 GB/s. The row "tiny" has
+one tile of each shard.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from distgemm.gemm.nvcc import build
+from distgemm.gemm.nvcc import KernelSource, build
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
+from distgemm.gemm.per_tile.order import PieceOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
@@ -37,13 +46,18 @@ RATES = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
 """GB/s at which a kernel's stores to peers leave."""
 EPOCH = 7
 """Of all replays on one GPU."""
-PINGPONG, COOPERATIVE = ((128, 128), (2, 1), True), ((128, 256), (2, 1), False)
+LARGE, MIDDLE, SMALL = ((128, 256), (2, 1), False), ((128, 192), (2, 1), False), ((128, 128), (2, 1), True)
 OPTIONS: dict[Pattern, Sequence[tuple[Any, int]]] = {
-    "ag+gemm": [(PINGPONG, 2), (COOPERATIVE, 2), (COOPERATIVE, 1), (((64, 128), (2, 1), True), 2)],
-    "gemm+rs": [(PINGPONG, 4), (COOPERATIVE, 3), (COOPERATIVE, 2), (((64, 128), (2, 1), True), 2)],
-    "gemm+ar": [(PINGPONG, 3), (COOPERATIVE, 3), (COOPERATIVE, 1), (((64, 128), (2, 1), True), 2)],
+    "ag+gemm": [(SMALL, 2), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
+    "gemm+rs": [(SMALL, 4), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
+    "gemm+ar": [(SMALL, 3), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
 }
 """Tile, cluster and schedule of each kernel that is measured, and its epilogue stages."""
+NARROW = ((64, 128), (1, 2), True)
+"""For shards of 64 rows."""
+STAMPS = ("begin", "ticket", "multiplied", "added", "stored", "flag", "end")
+TOLERANCE = 0.02
+"""Of results, as a share of the largest one."""
 
 
 class Row(NamedTuple):
@@ -61,57 +75,197 @@ class Row(NamedTuple):
         return sent * 2 * (ranks - 1) / ranks / LINK_GB_PER_S / 1e3
 
 
-def rows(tokens: Sequence[int]) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Traits(KernelTraits):
+    """A kernel with macros that are measured."""
+
+    macros: tuple[tuple[str, str], ...] = ()
+
+    def source(self, arch: str = "90a") -> KernelSource:
+        found = super().source(arch)
+        return replace(found, macros=found.macros + self.macros)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is changed of a kernel.
+
+    Attributes:
+        name: for tables.
+        traits: fields of KernelTraits, and macros.
+        gemm: fields of RankGemm.
+        call: arguments of params_of.
+        early: whether its blocks begin before the kernel before it has ended.
+        sends: whether it is for gathers that send, which one GPU does not.
+        cooperative: whether it is for cooperative kernels.
+        by_group: whether only rows of a group of tiles are sent in turn.
+    """
+
+    name: str
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    gemm: Mapping[str, Any] = field(default_factory=dict)
+    call: Mapping[str, Any] = field(default_factory=dict)
+    early: bool = False
+    sends: bool = False
+    by_group: bool = False
+    cooperative: bool = False
+
+    def of(self, traits: Traits) -> Traits:
+        return replace(traits, **self.traits)
+
+    def fits(self, traits: Traits) -> bool:
+        """Whether it is another kernel, or another launch, than the plain one, and one that there is."""
+        if self.cooperative and traits.pingpong:
+            return False
+        try:
+            return (self.of(traits) != traits or not self.traits) and (traits.sends or not self.sends)
+        except ValueError:  # the stages do not fit
+            return False
+
+
+class _ByGroup(RankGemm):
+    @functools.cached_property
+    def pieces(self) -> PieceOrder:
+        rows = self.order.group * self.traits.cluster[0] * self.traits.tile[0] // self.traits.piece_rows
+        return replace(RankGemm.pieces.func(self), group=rows)
+
+
+PLAIN = Variant("plain")
+EARLY = Variant("early", early=True)
+ALONE = Variant("no borrow", {"macros": (("DG_BORROW", "0"),)}, cooperative=True)
+STORES = (
+    Variant("pace subtiles", {"macros": (("DG_PACE_TILES", "0"),)}),
+    *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
+    *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
+    Variant("b2", {"epilogue_stages": 2}),
+    Variant("b3", {"epilogue_stages": 3}),
+    ALONE,
+    EARLY,
+)
+VARIANTS: dict[Pattern, Sequence[Variant]] = {
+    "ag+gemm": (
+        *(Variant(f"{count} senders", call={"senders": count}, sends=True) for count in (33, 66)),
+        *(Variant(f"piece {rows}", {"piece_rows": rows}) for rows in (16, 64)),
+        Variant("piece 64, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
+        *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
+        Variant("by group", by_group=True),
+        ALONE,
+        EARLY,
+    ),
+    "gemm+rs": STORES,
+    "gemm+ar": STORES,
+}
+
+
+def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
     for m in tokens:
         for name, model in MODELS.items():
             for layer in model.layers:
                 for pattern in layer.patterns:
-                    yield Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
+                    row = Row(f"{name.removeprefix('llama-3-')} {layer.name}", pattern, *layer.local(m, TP))
+                    if not only or row.layer in only or pattern in only:
+                        yield row
 
 
-def kernels(pattern: Pattern, sends: bool) -> list[KernelTraits]:
-    gathers = pattern == "ag+gemm"
-    return [
-        KernelTraits(pattern, *kind, sends=sends and gathers, epilogue_stages=stages)
-        for kind, stages in OPTIONS[pattern]
-    ]
+def kernels(row: Row, ranks: int, sends: bool) -> list[Traits]:
+    gathers = row.pattern == "ag+gemm"
+    kinds = list(OPTIONS[row.pattern]) + ([(NARROW, 2)] if row.m // ranks <= 64 else [])
+    return [Traits(row.pattern, *kind, sends=sends and gathers, epilogue_stages=stages) for kind, stages in kinds]
 
 
 def label(traits: KernelTraits) -> str:
-    return f"{traits.name.split()[-1]}, {traits.epilogue_stages} epilogue stages, {traits.stages} stages"
+    """Tile, cluster, stages and epilogue stages."""
+    config = traits.name.split()[-1].replace("x64_", "_").replace("cooperative", "co").replace("pingpong", "pp")
+    return f"{config}_s{traits.stages}_b{traits.epilogue_stages}"
+
+
+def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[Traits]:
+    """All kernels that may be launched."""
+    found: dict[Traits, None] = {}
+    for row in measured:
+        for traits in kernels(row, TP if gpus == 1 else gpus, gpus > 1):
+            found[traits] = None
+            for variant in VARIANTS[row.pattern] if variants else ():
+                if variant.fits(traits):
+                    found[variant.of(traits)] = None
+    return list(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--m", type=int, nargs="+", default=[2048, 8192], help="rows of A, of all ranks")
+    parser.add_argument("--only", nargs="*", default=[], help="layers or patterns, such as '8b qkv' or ag+gemm")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variants", action="store_true", help="also measure variants of each row's fastest kernel")
+    parser.add_argument("--tiny", action="store_true", help="also measure the smallest replays, with one GPU")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no row begins")
     parser.add_argument("--build", action="store_true", help="compile the kernels, and end")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
     args = parser.parse_args()
-    every = [traits for pattern in OPTIONS for sends in (False, True) for traits in kernels(pattern, sends)]
-    build([traits.source() for traits in dict.fromkeys(every)], jobs=os.cpu_count())
+    began = time.monotonic()
+    measured = list(rows(args.m, args.only))
+    sources = [traits.source() for traits in every_kernel(measured, args.gpus, args.variants)]
+    if args.tiny:
+        sources += [variant.of(traits).source() for row in TINY for traits, variant in tiny_kernels(row)]
+    build(list(dict.fromkeys(sources)), jobs=os.cpu_count())
     if args.build:
         return
-    found = []
-    for row in rows(args.m):
-        us = on_one_gpu(row, args.rounds) if args.gpus == 1 else on_gpus(row, args.gpus, args.rounds)
+    about = {"gpu": torch.cuda.get_device_name(), "gpus": args.gpus, "torch": torch.__version__}
+    found: list[dict[str, Any]] = []
+    for row in [*(TINY if args.tiny else ()), *measured]:
+        if time.monotonic() - began > args.limit:
+            print(f"no time for {row.layer} {row.pattern} {row.m}", flush=True)
+            continue
+        us = tiny(row, args.rounds) if row in TINY else measure(row, args.gpus, args.rounds, args.variants)
         found.append({**row._asdict(), "link_us": row.link_us(TP if args.gpus == 1 else args.gpus), "us": us})
-        print(f"{row.layer:9} {row.pattern} {row.m}x{row.n}x{row.k}", us, flush=True)
-    if args.json:
-        about = {"gpu": torch.cuda.get_device_name(), "gpus": args.gpus, "torch": torch.__version__}
-        args.json.write_text(json.dumps({"benchmark": "per_tile", **about, "rows": found}, indent=1) + "\n")
+        print(f"{row.layer} {row.pattern} {row.m}x{row.n}x{row.k}:", *(f"{x} {y};" for x, y in us.items()), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if args.json:  # what was found is kept if a later row fails
+            args.json.write_text(json.dumps({"benchmark": "per_tile", **about, "rows": found}, indent=1) + "\n")
 
 
-def on_one_gpu(row: Row, rounds: int) -> dict[str, float]:
-    """The time of cuBLAS and of each kernel, us, as the first of 8 ranks."""
-    gathers = row.pattern == "ag+gemm"
-    a, b = (torch.randn(x, row.k, device="cuda", dtype=torch.bfloat16) for x in (row.m, row.n))
-    d = torch.empty(row.m, row.n, device="cuda", dtype=torch.bfloat16)
-    launches: dict[str, Any] = {"cuBLAS": lambda: torch.mm(a, b.T, out=d)}
-    kept = []
-    for traits in kernels(row.pattern, sends=False):
-        gemm = RankGemm(traits, tuple(range(1, TP)), row.m // TP, row.n, row.k)
+def measure(row: Row, gpus: int, rounds: int, variants: bool) -> dict[str, float]:
+    """The time of each kernel, us, and that of each variant of the fastest one."""
+    there = _OneGpu(row) if gpus == 1 else _Gpus(row, gpus)
+    pairs = [(traits, PLAIN) for traits in kernels(row, there.ranks, gpus > 1)]
+    found = there.time({label(traits): (traits, PLAIN) for traits, _ in pairs}, rounds)
+    if variants:
+        by_label = {label(traits): traits for traits, _ in pairs}
+        best = by_label[min(by_label, key=lambda name: found[name])]
+        changed = {"again": PLAIN} | {v.name: v for v in VARIANTS[row.pattern] if v.fits(best)}
+        found |= there.time({name: (best, variant) for name, variant in changed.items()}, rounds)
+    return found
+
+
+class _Place:
+    """Where a row is measured."""
+
+    ranks: int
+    row: Row
+
+    def gemm(self, traits: Traits, variant: Variant) -> RankGemm:
+        row = self.row
+        gemm = RankGemm(variant.of(traits), tuple(range(1, self.ranks)), row.m // self.ranks, row.n, row.k)
+        changes = dict(variant.gemm)
+        if "lead" in changes:
+            changes["lead"] = min(changes["lead"], gemm.order.units)
+        kind = _ByGroup if variant.by_group else RankGemm
+        return kind(**{each.name: getattr(gemm, each.name) for each in fields(gemm)} | changes)
+
+
+class _OneGpu(_Place):
+    """The first of 8 ranks, for which everything has arrived."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.ranks = row, TP
+        self.a, self.b = (torch.randn(x, row.k, device="cuda", dtype=torch.bfloat16) for x in (row.m, row.n))
+        self.d = torch.empty(row.m, row.n, device="cuda", dtype=torch.bfloat16)
+
+    def launch(self, traits: Traits, variant: Variant) -> tuple[Launch, torch.Tensor]:
+        row, gemm = self.row, self.gemm(traits, variant)
+        gathers = row.pattern == "ag+gemm"
         layout = Space((), 0, gemm.flags, gemm.slot_bytes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
@@ -120,59 +274,139 @@ def on_one_gpu(row: Row, rounds: int) -> dict[str, float]:
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
         space = Space([x.data_ptr() for x in memory], 0, gemm.flags, gemm.slot_bytes)
-        shard = a[: row.m // TP] if gathers else a
-        result = d[: row.m // TP] if row.pattern == "gemm+rs" else d
-        rate = 0.0 if gathers else RATES[row.pattern]
-        params = params_of(gemm, space, shard, b, result, gb_per_s=rate, epochs_a_replay=0)
+        shard = self.a[: gemm.m] if gathers else self.a
+        result = self.d[: gemm.m] if row.pattern == "gemm+rs" else self.d
+        call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
+        params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        launches[label(traits)] = Launch(traits, params, sms, 0)
-        kept.append(memory)
-    times = time_launches(list(launches.values()), d.device, rounds=rounds)
-    return {name: round(ms * 1e3, 1) for name, ms in zip(launches, times, strict=True)}
+        return Launch(gemm.traits, params, sms, 0, variant.early), memory
+
+    def time(self, which: Mapping[str, tuple[Traits, Variant]], rounds: int) -> dict[str, float]:
+        launches: dict[str, Any] = {"cublas": lambda: torch.mm(self.a, self.b.T, out=self.d)}
+        kept = []
+        for name, (traits, variant) in which.items():
+            launches[name], memory = self.launch(traits, variant)
+            kept.append(memory)
+        times = time_launches(list(launches.values()), self.d.device, rounds=rounds)
+        return {name: round(ms * 1e3, 1) for name, ms in zip(launches, times, strict=True)}
 
 
-def on_gpus(row: Row, gpus: int, rounds: int) -> dict[str, float]:
-    """The time of each kernel, us: the median over rounds of the slowest rank."""
-    found = {}
-    for traits in kernels(row.pattern, sends=True):
-        gemm = RankGemm(traits, tuple(range(1, gpus)), row.m // gpus, row.n, row.k)
-        there = LocalRanks(gemm, gpus)
-        gathers, scatters = row.pattern == "ag+gemm", row.pattern == "gemm+rs"
-        calls = []
-        for device in there.devices:
-            shape = (gemm.m if gathers else row.m, row.k)
-            a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in (shape, (row.n, row.k)))
-            d = torch.empty(gemm.m if scatters else row.m, row.n, device=device, dtype=torch.bfloat16)
-            calls.append({"a": a, "b": b, "d": d})
-        launches = there.launches(calls, gb_per_s=RATES[row.pattern])
-        there.run(launches)
-        found[label(traits)] = round(_timed(there, launches, rounds) * 1e3, 1)
+TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in OPTIONS)
+
+
+def tiny_kernels(row: Row) -> list[tuple[Traits, Variant]]:
+    gathers = row.pattern == "ag+gemm"
+    small = Traits(row.pattern, (64, 128), (2, 1), True, epilogue_stages=2)
+    found = [(small, PLAIN), (small, EARLY), (small, Variant("stamps", {"macros": (("DG_STAMPS", "1"),)}))]
+    return found + ([(replace(small, sends=True), Variant("sends"))] if gathers else [])
+
+
+def tiny(row: Row, rounds: int) -> dict[str, Any]:
+    """The time of the smallest replay, us, and when its blocks last passed each stamp, from the first one's begin."""
+    there = _OneGpu(row)
+    found: dict[str, Any] = {}
+    fill = functools.partial(torch.empty(row.m, row.n, device="cuda").fill_, 0.0)
+    for traits, variant in tiny_kernels(row):
+        launch, memory = there.launch(traits, variant)
+        if variant.name != "stamps":
+            fill_ms, ms = time_launches([fill, launch], there.d.device, rounds=rounds)
+            found |= {"fill": round(fill_ms * 1e3, 2), variant.name: round(ms * 1e3, 2)}
+            continue
+        stamps = memory[0][Control.unused.offset :][: 8 * len(STAMPS)].view(torch.int64)
+        every = []
+        for _ in range(200):
+            stamps.zero_()
+            launch()
+            begin, *others = stamps.tolist()
+            every.append([other + begin + 1 if other else 0 for other in others])  # begin is the complement
+        means = [statistics.mean(x) / 1e3 for x in zip(*every[10:], strict=True)]
+        found |= {f"to {name}": round(us, 2) for name, us in zip(STAMPS[1:], means, strict=True) if us > 0}
     return found
 
 
-def _timed(there: LocalRanks, launches: Sequence[Launch], rounds: int, calls: int = 20) -> float:
+class _Gpus(_Place):
+    """All ranks, one on each GPU."""
+
+    def __init__(self, row: Row, gpus: int) -> None:
+        self.row, self.ranks = row, gpus
+        gathers, scatters = row.pattern == "ag+gemm", row.pattern == "gemm+rs"
+        m = row.m // gpus
+        self.calls, self.wanted = [], []
+        for device in range(gpus):
+            shape = (m if gathers else row.m, row.k)
+            a, b = (torch.randn(x, device=f"cuda:{device}", dtype=torch.bfloat16) for x in (shape, (row.n, row.k)))
+            d = torch.empty(m if scatters else row.m, row.n, device=a.device, dtype=torch.bfloat16)
+            self.calls.append({"a": a, "b": b, "d": d})
+        if gathers:
+            for call in self.calls:
+                whole = torch.cat([other["a"].to(call["a"].device) for other in self.calls])
+                self.wanted.append(whole.float() @ call["b"].float().T)
+        else:
+            parts = [call["a"].float() @ call["b"].float().T for call in self.calls]
+            for rank, call in enumerate(self.calls):
+                total = sum(part.to(call["a"].device) for part in parts)
+                self.wanted.append(total[rank * m :][:m] if scatters else total)
+
+    def check(self, name: str) -> None:
+        """Ends the benchmark if a result is wrong. Results become NaN then."""
+        for rank, (call, wanted) in enumerate(zip(self.calls, self.wanted, strict=True)):
+            error = ((call["d"].float() - wanted).abs().max() / wanted.abs().max()).item()
+            if not error < TOLERANCE:
+                sys.exit(f"{self.row}, {name}: rank {rank} is wrong by {error:.3g} of the largest value")
+            call["d"].fill_(float("nan"))
+
+    def time(self, which: Mapping[str, tuple[Traits, Variant]], rounds: int) -> dict[str, float]:
+        """The median over rounds of the slowest rank, us."""
+        ready = {}
+        for name, (traits, variant) in which.items():
+            there = LocalRanks(self.gemm(traits, variant), self.ranks)
+            call = {"gb_per_s": RATES[self.row.pattern], **variant.call}
+            launches = there.launches(self.calls, early=variant.early, **call)
+            there.run(launches)
+            self.check(name)
+            ready[name] = there, launches, _graphs(there, launches)
+        times: dict[str, list[float]] = {name: [] for name in ready}
+        for _ in range(rounds + 1):
+            for name, (there, _, graphs) in ready.items():
+                times[name].append(_replay(there, graphs))
+        for name, (there, launches, _) in ready.items():
+            for call in self.calls:
+                call["d"].fill_(float("nan"))
+            there.run(launches)
+            self.check(name)
+        # The first round warms up.
+        return {name: round(statistics.median(found[1:]) * 1e3, 1) for name, found in times.items()}
+
+
+CALLS = 20
+"""In a graph."""
+
+
+def _graphs(there: LocalRanks, launches: Sequence[Launch]) -> list[torch.cuda.CUDAGraph]:
     graphs = []
     for rank, launch in enumerate(launches):
         with torch.cuda.device(there.devices[rank]):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=there.streams[rank]):
-                for _ in range(calls):
+                for _ in range(CALLS):
                     launch()
             graphs.append(graph)
-    found = []
-    for _ in range(rounds + 1):
-        there.synchronize()
-        events = []
-        for rank, graph in enumerate(graphs):
-            with torch.cuda.device(there.devices[rank]), torch.cuda.stream(there.streams[rank]):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                events.append((start, end))
-        there.synchronize()
-        found.append(max(start.elapsed_time(end) for start, end in events) / calls)
-    return statistics.median(found[1:])  # the first round warms up
+    return graphs
+
+
+def _replay(there: LocalRanks, graphs: Sequence[torch.cuda.CUDAGraph]) -> float:
+    """The time of a call on the slowest rank, ms."""
+    there.synchronize()
+    events = []
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.device(there.devices[rank]), torch.cuda.stream(there.streams[rank]):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            events.append((start, end))
+    there.synchronize()
+    return max(start.elapsed_time(end) for start, end in events) / CALLS
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def at_rest(exe: Any) -> list[str]:
     torch.cuda.synchronize()
     values = exe.workspace.values(exe.workspace.watched_memory().cpu())
     wrong = values.running or len(set(values.begun)) > 1 or not values.begun[0]
-    return [f"rank {exe.rank}: {values.running} clusters run, the epochs are {values.begun}"] if wrong else []
+    return [f"rank {exe.rank}: {values.running} thread blocks run, the epochs are {values.begun}"] if wrong else []
 
 
 def terms(every: list[Case]) -> list[str]:

@@ -20,6 +20,7 @@ KINDS = [
     ((128, 256), (1, 2), False),
     ((128, 128), (2, 1), False),
     ((256, 128), (2, 1), False),
+    ((128, 192), (2, 1), False),
 ]
 Calls = list[dict[str, Any]]
 
@@ -78,6 +79,18 @@ def test_results(pattern: str, kind: tuple, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind[2]], ids=str)
+def test_one_epilogue_stage(pattern: str, kind: tuple) -> None:
+    """Subtiles are written to the last stage of operands, tile after tile."""
+    gemm = RankGemm(traits(pattern, *kind, epilogue_stages=1), distances(2), 1160, 1544, 328)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("ranks", [3, 5, 8])
 def test_odd_shapes(pattern: str, ranks: int) -> None:
     gemm = RankGemm(traits(pattern, *KINDS[1], epilogue_stages=3), distances(ranks), 200, 328, 136)
@@ -118,15 +131,38 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("senders", [1, 5])
+def test_pieces(rows: int, senders: int) -> None:
+    gemm = RankGemm(traits("ag+gemm", *KINDS[1], piece_rows=rows), distances(4), 200, 328, 648)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls, senders=senders, gb_per_s=300.0))
+        check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:])
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2], KINDS[5]], ids=str)
+@pytest.mark.parametrize("lead", [None, 0])
+def test_sums_in_float32(pattern: str, kind: tuple, lead: int | None) -> None:
+    gemm = RankGemm(traits(pattern, *kind, partial_dtype="float32"), distances(8), 200, 328, 136, lead=lead)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
+        check(there, calls)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("epoch", [1, 2**32 - 3, 2**40])
-def test_many_replays(pattern: str, epoch: int) -> None:
+@pytest.mark.parametrize(("epoch", "early"), [(1, False), (2**32 - 3, False), (2**40, False), (1, True)])
+def test_many_replays(pattern: str, epoch: int, early: bool) -> None:
     """Ranks run ahead of each other; inputs change between replays; no host waits."""
     gemm = RankGemm(traits(pattern, *KINDS[1]), distances(4), 256, 384, 128)
     there = LocalRanks(gemm, epoch=epoch)
     several = [drawn(there, seed) for seed in range(3)]
     torch.cuda.synchronize()
-    prepared = [there.launches(calls) for calls in several]
+    prepared = [there.launches(calls, early=early) for calls in several]
     for number in range(100):
         for rank in torch.randperm(4).tolist():
             with torch.cuda.stream(there.streams[rank]):

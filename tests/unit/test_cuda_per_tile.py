@@ -151,8 +151,9 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
     rows, columns = (-(-2 // cluster[0]) * cluster[0], -(-3 // cluster[1]) * cluster[1])  # of whole clusters
     wanted: list[tuple[int, str]] = []
     if pattern == "ag+gemm":
-        for distance, row, piece in itertools.product((1, 2), range(2), range(3)):
-            wanted.append((distance, f"slice {piece} of k, for row {row} of tiles of its shard of A"))
+        for distance, row, piece in itertools.product((1, 2), range(0, 200, 32), range(3)):
+            rows = f"rows {row} to {min(row + 31, 199)}"
+            wanted.append((distance, f"slice {piece} of k, for {rows} of its shard of A"))
     else:
         kinds = ["the partial sum of tile {} of this rank's shard of D", "the result of tile {} of its shard of D"]
         for kind in kinds[: 1 + (pattern == "gemm+ar")]:

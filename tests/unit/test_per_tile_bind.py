@@ -27,6 +27,10 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
+        ({"piece_rows": 48}, "16, 32, 64 or 128 rows"),
+        ({"tile": (64, 128), "pingpong": True, "piece_rows": 128}, "divide those of a tile"),
+        ({"tile": (128, 192), "b_major": "n"}, "multiples of 64 columns of B"),
+        ({"tile": (64, 128), "cluster": (1, 2), "pingpong": True, "a_major": "m", "sends": False}, "columns of A"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
     ],
 )
@@ -48,7 +52,7 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
     both = RankGemm(replace(REDUCE, pattern="gemm+ar", epilogue_stages=3), (1, 2, 3), 300, 500, 64)
     assert both.flags == 2 * gemm.flags
     gather = RankGemm(GATHER, (1, 2, 3), 300, 500, 640)
-    assert gather.flags == 3 * 3 * 3  # peers, rows of tiles, slices of 256
+    assert gather.flags == 3 * 10 * 3  # peers, rows of pieces, slices of 256
     assert gather.slot_bytes == 3 * 300 * 640 * 2
     for each in (gemm, both, gather):
         space = Space((), 0, each.flags, each.slot_bytes)
@@ -57,6 +61,21 @@ def test_slots_and_flags_lie_behind_each_other() -> None:
         assert space.slots_of_buffer >= each.slot_bytes
         assert space.size == space.slots_at + 2 * space.slots_of_buffer
         assert space.slots_at % 1024 == space.slots_of_buffer % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("distances", "columns", "rows"), [((1,), 6, 8), ((1,), 14, 4), ((1, 2, 3), 6, 3), ((1, 2, 3), 30, 1)]
+)
+def test_rows_of_tiles_at_a_time_are_sent_in_turn(distances: tuple[int, ...], columns: int, rows: int) -> None:
+    """66 clusters of 256x128 multiply at a time: so many rows of clusters of each other shard."""
+    gemm = RankGemm(replace(GATHER, tile=(128, 128)), distances, 2048, 128 * columns, 512, group=1)
+    assert gemm.pieces.group * 32 == 256 * rows
+
+
+def test_a_lead_can_be_set() -> None:
+    gemm = RankGemm(REDUCE, (1, 2, 3), 2048, 2048, 512)
+    assert gemm.order.lead == 33
+    assert replace(gemm, lead=5).order.lead == 5
 
 
 def test_the_struct_of_an_order() -> None:

@@ -181,7 +181,7 @@ def test_what_does_not_cover_a_shard_is_refused(pattern: Pattern) -> None:
         prove(other)
     if pattern == "ag+gemm":
         vars(other).update(order=gemm.order, pieces=smaller.pieces)
-        with pytest.raises(PlanError, match="2x2 pieces do not cover a shard of 512x1024"):
+        with pytest.raises(PlanError, match="8x2 pieces do not cover a shard of 512x1024"):
             prove(other)
 
 

@@ -28,6 +28,14 @@ struct Clock {
   }
 };
 
+// 1, in lane 0. Where lanes add a constant that the compiler sees, it makes one atomic addition for all of them, and waits
+// for its result at once.
+CUTE_DEVICE uint32_t hidden_one() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane + 1;
+}
+
 // How a workspace dies. The watchdog writes NaN to all slots after the first value, and then the second one.
 enum Death : uint32_t {
   kMute = 1,  // kernels that begin send nothing, and their results are NaN
@@ -41,7 +49,7 @@ struct Control {
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
   uint32_t dead;       // 0, or a value of Death
-  uint32_t running;    // clusters that work; 0 between replays. The watchdog reads it
+  uint32_t running;    // thread blocks that work; 0 between replays. The watchdog reads it
   uint32_t executable; // whose replay began last. The watchdog reads it
   uint64_t unused[10];
   uint64_t begun[kRanks];  // the last epoch that each rank has begun
@@ -65,12 +73,12 @@ struct Workspaces {
     return base[at] + slots + buffer * slots_of_buffer + offset;
   }
 
-  // Takes a ticket. Nothing waits for it before its first use.
+  // Takes a ticket: lane 0. Nothing waits for it before its first use.
   CUTE_DEVICE Clock take() const {
     Clock now;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(now.word)
-                 : "l"(&control(rank).clock)
+                 : "l"(&control(rank).clock), "l"(uint64_t(hidden_one()))
                  : "memory");
     return now;
   }
@@ -81,7 +89,7 @@ struct Workspaces {
     uint32_t const next = now.buffer() ^ 1;
     here.last[now.buffer()] = now.epoch();
     if (!closed) here.last[next] = now.epoch();
-    bool const waits = here.last[next] == now.epoch();
+    bool const waits = epochs_a_replay && here.last[next] == now.epoch();
     *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
   }
 

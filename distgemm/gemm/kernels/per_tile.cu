@@ -5,9 +5,9 @@
 //   0           takes tickets; loads A and B                     flags of operands; free stages
 //   1           sends pieces of A (DG_GATHER), or takes          tickets of its own; flags of results
 //               peers' results to D (DG_ALL_REDUCE)
-//   2           loads partial sums of own tiles                  flags of partial sums; free stages
+//   2           sets barriers up
 //   3           stores tiles: to D, or at peers, with flags      written stages; the link
-//   4..7, 8..11 multiply, add terms and partial sums, and write  loaded stages; free stages
+//   4..7, 8..11 multiply, add terms and partial sums, and write  loaded stages; flags of partial sums; free stages
 //               tiles to shared memory
 
 #include <cstdint>
@@ -29,6 +29,16 @@
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
 
+#ifndef DG_PACE_TILES  // variants that are measured
+#define DG_PACE_TILES 1
+#endif
+#ifndef DG_BORROW
+#define DG_BORROW 1
+#endif
+#ifndef DG_STAMPS
+#define DG_STAMPS 0
+#endif
+
 namespace distgemm {
 
 using namespace cute;
@@ -45,7 +55,7 @@ constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
 constexpr int kStages = DG_STAGES;                   // of operands
-constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles of sums and results
+constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles that are stored
 
 constexpr int kGroups = 2, kGroupThreads = 128;
 constexpr int kThreads = kGroupThreads * (kGroups + 1);
@@ -65,13 +75,24 @@ struct Part {
   static_assert(kPartN % kColumns == 0);
 };
 
+// When a tile is done, nobody needs its last stage of operands until the next tile is under way. Subtiles that find no
+// epilogue stage are written there, and the stage is free for operands when they have been stored. (A pingpong kernel
+// multiplies meanwhile, and needs all stages.)
+constexpr int kFromA = kStageA / kSubtile / kGroups, kFromB = kStageB / kSubtile / kGroups;  // for each warp group
+constexpr int kBorrowed = Part<Result>::kSubtiles - kEpilogueStages;
+constexpr bool kBorrows = DG_BORROW && !kPingpong && 0 < kBorrowed && kBorrowed <= kFromA + kFromB &&
+    (!kReduces || sizeof(Partial) == sizeof(Result));
+
 constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
 static_assert(!kSpreads || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
 
-// A piece of a shard that is sent: the rows of a tile, and so many bytes of each.
-constexpr int kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
+// A piece of a shard that is sent: so many rows, and so many bytes of each. Small ones arrive early.
+constexpr int kPieceRows = DG_PIECE_ROWS, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
+constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
+static_assert(kTileM % kPieceRows == 0 && (kPiecesDown & (kPiecesDown - 1)) == 0);
 constexpr int kUnitRows = 16, kUnit = kUnitRows * kPieceBytes;  // what is copied at a time
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
+constexpr int kPolled = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
 constexpr bool kCopies = DG_SENDS || kSpreads;  // whether warp 1 copies
 constexpr int kRing = 16;
@@ -100,6 +121,16 @@ struct alignas(128) Params {
   int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
   uint32_t slices;       // of the sum
   uint32_t picoseconds_per_kib;
+  uint32_t senders;  // thread blocks that send pieces
+};
+
+// What the blocks of a cluster learn of a ticket.
+struct alignas(16) Ticket {
+  Clock clock;
+  uint32_t place;  // distance, and column of clusters from bit 8 on
+  uint32_t block;
+
+  CUTE_DEVICE TileCluster cluster() const { return {place & 0xff, block, place >> 8}; }
 };
 
 constexpr int kAlignment = 1024;  // of swizzled tiles
@@ -110,13 +141,11 @@ struct alignas(kAlignment) Storage {
   uint8_t subtiles[kGroups][kEpilogueStages][kSubtile];
   uint8_t copied[kCopies ? 2 : 0][kUnit];
   uint64_t full[kStages], empty[kStages];
-  uint64_t written[kGroups][kEpilogueStages];  // the stage has a subtile of a result
-  uint64_t loaded[kGroups][kEpilogueStages];   // the stage has a subtile of a partial sum
-  uint64_t free[kGroups][kEpilogueStages];
-  uint64_t wanted[kGroups];  // a warp group has begun a tile to which it adds sums
+  uint64_t written[kGroups][kEpilogueStages], free[kGroups][kEpilogueStages];
+  uint64_t lent[kGroups][kBorrows ? kBorrowed : 0];  // written, in a stage of operands
   uint64_t arrived[2];
   uint64_t ticket_arrived[kRing];
-  uint64_t tickets[kRing];
+  Ticket tickets[kRing];
 };
 static_assert(sizeof(Storage) + kAlignment <= 227 * 1024, "the stages do not fit");
 static_assert(kUnit == kSubtile);
@@ -137,11 +166,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at(barrier)), "r"(bytes) : "memory");
   }
   // At the same barrier of a block of the cluster. It orders no memory: a wider scope would flush caches.
-  CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block) {
+  CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block, uint32_t arrivals = 1) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
-        "r"(block)
+        "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(at(barrier)),
+        "r"(block), "r"(arrivals)
         : "memory");
   }
   CUTE_DEVICE static bool test(uint64_t& barrier, uint32_t phase) {
@@ -180,17 +209,6 @@ struct Stage {
   }
 };
 
-// For barriers that not every use of a ring completes: a bit for each.
-struct Phases {
-  uint32_t bits = 0;
-  CUTE_DEVICE void flip(uint32_t index) { bits ^= 1u << index; }
-  CUTE_DEVICE bool test(uint64_t& barrier, uint32_t index) const { return Barrier::test(barrier, bits >> index); }
-  CUTE_DEVICE void wait(uint64_t& barrier, uint32_t index) {
-    Barrier::wait(barrier, bits >> index);
-    flip(index);
-  }
-};
-
 CUTE_DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 CUTE_DEVICE void commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -200,16 +218,16 @@ CUTE_DEVICE void wait_until_read() {
 CUTE_DEVICE void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 CUTE_DEVICE void release_to_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// A row of tickets that a warp reads one after the other.
+// The tickets that a warp reads one after the other.
 struct Tickets {
   Storage& storage;
   Uses<kRing> uses;
 
-  CUTE_DEVICE Clock next() {
+  CUTE_DEVICE Ticket next() {
     Barrier::wait(storage.ticket_arrived[uses.index()], uses.phase());
-    Clock const clock{storage.tickets[uses.index()]};
+    Ticket const ticket = storage.tickets[uses.index()];
     ++uses.count;
-    return clock;
+    return ticket;
   }
 };
 
@@ -230,24 +248,24 @@ class Kernel {
       : params_(params), order_(params.order), spaces_(params.workspaces), storage_(storage),
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
-        depth_((params.k + kTileK - 1) / kTileK),
-        mute_(spaces_.dead(kMute)) {}
+        depth_((params.k + kTileK - 1) / kTileK) {}
 
   CUTE_DEVICE void run() {
+    stamp_(kBegin);
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
-    Clock first{};
-    bool const leads = threadIdx.x == 0 && block_ == 0;
-    if (leads) {
-      atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
-      first = spaces_.take();
-    }
+    bool const counts = threadIdx.x == 0, leads = counts && block_ == 0;
+    if (warp == 2 && lane() == 0) initialise_();
     if (warp == 1 && lane() == 0) {
       prefetch_tma_descriptor(&params_.a);
       prefetch_tma_descriptor(&params_.b);
       prefetch_tma_descriptor(&params_.d);
       if constexpr (kGathers) for (auto const& map : params_.received) prefetch_tma_descriptor(&map);
     }
-    if (warp == 2 && lane() == 0) initialise_();
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the kernel before this one, if this one began early
+    Clock first{};
+    if (leads) first = spaces_.take();
+    if (counts) atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
+    mute_ = spaces_.dead(kMute);
     __syncwarp();
     if constexpr (kCluster > 1) {
       cluster_arrive_relaxed();
@@ -260,13 +278,10 @@ class Kernel {
       cutlass::arch::warpgroup_reg_dealloc<56>();
       if (warp == 0) load_operands_();
       if constexpr (DG_SENDS) {
-        if (warp == 1) send_();
+        if (warp == 1 && blockIdx.x < params_.senders) send_();
       }
       if constexpr (kSpreads) {
         if (warp == 1 && lane() == 0) take_results_();
-      }
-      if constexpr (kReduces) {
-        if (warp == 2 && lane() == 0) load_sums_();
       }
       if (warp == 3 && lane() == 0) store_();
     } else {
@@ -274,16 +289,24 @@ class Kernel {
       multiply_(warp / 4 - 1);
     }
     __syncwarp();
-    if constexpr (kCluster > 1) {  // other blocks load into this one, and arrive at its barriers
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      __syncthreads();
-    }
-    if (leads) atomicSub(&spaces_.control(spaces_.rank).running, 1u);
+    __syncthreads();
+    stamp_(kEnd);
+    if (counts) atomicSub(&spaces_.control(spaces_.rank).running, 1u);
   }
 
  private:
+  enum Stamp { kBegin, kTicket, kMultiplied, kAdded, kStored, kFlag, kEnd };
+
+  // For measurements: the latest time at which a block was here.
+  CUTE_DEVICE void stamp_(Stamp stamp) {
+    if constexpr (DG_STAMPS) {
+      uint64_t now;
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+      auto* const at = reinterpret_cast<unsigned long long*>(spaces_.control(spaces_.rank).unused);
+      if (lane() == 0) atomicMax(at + stamp, stamp == kBegin ? ~now : now);
+    }
+  }
+
   CUTE_DEVICE void initialise_() {
     constexpr int sharing = kClusterM + kClusterN - 1;  // blocks that load into one stage
     for (int i = 0; i < kStages; ++i) {
@@ -291,12 +314,11 @@ class Kernel {
       Barrier::init(storage_.empty[i], sharing * kParts * 4);
     }
     for (int group = 0; group < kGroups; ++group) {
-      Barrier::init(storage_.wanted[group], 4);
       for (int i = 0; i < kEpilogueStages; ++i) {
         Barrier::init(storage_.written[group][i], 4);
-        Barrier::init(storage_.loaded[group][i], 1);
-        Barrier::init(storage_.free[group][i], 4);
+        Barrier::init(storage_.free[group][i], 1);
       }
+      for (int i = 0; kBorrows && i < kBorrowed; ++i) Barrier::init(storage_.lent[group][i], 4);
     }
     for (int i = 0; i < 2; ++i) Barrier::init(storage_.arrived[i], 1);
     for (int i = 0; i < kRing; ++i) Barrier::init(storage_.ticket_arrived[i], 1);
@@ -308,26 +330,56 @@ class Kernel {
   // Gives a ticket to all blocks of the cluster, as the ticket of this number. Each cluster takes one beyond the last
   // tile, and then no more.
   CUTE_DEVICE void pass_on_(Clock clock, uint32_t number) {
-    if (clock.ticket() == order_.clusters() + clusters_ - 1) spaces_.renew(clock);
     uint32_t const index = number % kRing;
+    Ticket ticket{clock, 0, 0};
+    if (clock.ticket() < order_.clusters()) {
+      TileCluster const found = order_.at<kGathers>(clock.ticket());
+      ticket.place = found.distance | found.column << 8;
+      ticket.block = found.block;
+    }
     if constexpr (kCluster == 1) {
-      storage_.tickets[index] = clock.word;
+      storage_.tickets[index] = ticket;
       Barrier::arrive(storage_.ticket_arrived[index]);
     } else {
       for (uint32_t block = 0; block < kCluster; ++block) {
         asm volatile(
             "{ .reg .b32 there, arrived; mapa.shared::cluster.u32 there, %0, %2;\n"
             "mapa.shared::cluster.u32 arrived, %1, %2;\n"
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [there], %3, [arrived]; }" ::"r"(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [there], {%3, %4}, [arrived]; }" ::"r"(
                 cast_smem_ptr_to_uint(&storage_.tickets[index])),
-            "r"(Barrier::at(storage_.ticket_arrived[index])), "r"(block), "l"(clock.word)
+            "r"(Barrier::at(storage_.ticket_arrived[index])), "r"(block), "l"(clock.word),
+            "l"(uint64_t(ticket.block) << 32 | ticket.place)
             : "memory");
       }
     }
+    if (clock.ticket() == order_.clusters() + clusters_ - 1) spaces_.renew(clock);
   }
 
-  CUTE_DEVICE bool exists_(Clock clock) const { return clock.ticket() < order_.clusters(); }
-  CUTE_DEVICE Tile tile_(Clock clock) const { return Tile::of(order_.at<kGathers>(clock.ticket()), block_); }
+  CUTE_DEVICE bool exists_(Ticket const& ticket) const { return ticket.clock.ticket() < order_.clusters(); }
+  CUTE_DEVICE Tile tile_(Ticket const& ticket) const { return Tile::of(ticket.cluster(), block_); }
+
+  // The number of a counter, which lane 0 raises by one. Nothing waits for it before its first use.
+  CUTE_DEVICE static uint32_t take_(uint32_t& counter) {
+    uint32_t number;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(number)
+                 : "l"(&counter), "r"(hidden_one())
+                 : "memory");
+    return number;
+  }
+
+  // Each lane knows a flag that exists, or none. Waits until those of the first lanes have been set, and returns which
+  // lanes' flags have: a bit for each. A lane without a flag has its bit.
+  CUTE_DEVICE uint32_t wait_for_flags_(Clock clock, bool exists, uint32_t number, uint32_t first_lanes) const {
+    uint64_t const flag = spaces_.flag(spaces_.rank, clock.buffer(), number);
+    uint32_t arrived = 0;
+    for (uint32_t spins = 1; (arrived & first_lanes) != first_lanes; ++spins) {
+      bool const ends = spaces_.ends_(spins);
+      arrived = __ballot_sync(0xffffffff, !exists || ends || Workspaces::load(flag) == clock.epoch());
+    }
+    __syncwarp();
+    return arrived;
+  }
 
   // Waits until this rank may store at peers in this replay. False: it may not at all.
   CUTE_DEVICE bool sends_(Clock clock) const {
@@ -359,15 +411,18 @@ class Kernel {
     Tickets tickets{storage_};
     Stage stage;
     uint32_t number = 1;
-    bool const elected = elect_one_sync();
+    bool const elected = lane() == 0;
     auto const next = [&] {
-      if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Clock));
+      if (kCluster > 1 && elected) Barrier::expect(storage_.ticket_arrived[tickets.uses.index()], sizeof(Ticket));
       __syncwarp();
       return tickets.next();
     };
-    for (Clock clock = next(); exists_(clock); clock = next(), ++number) {
-      Tile const tile = tile_(clock);
-      bool const waits = kGathers && tile.distance && tile.row < params_.pieces.rows;  // not outside of A
+    Ticket ticket = next();
+    stamp_(kTicket);
+    for (; exists_(ticket); ticket = next(), ++number) {
+      Clock const clock = ticket.clock;
+      Tile const tile = tile_(ticket);
+      bool const waits = kGathers && tile.distance && int32_t(tile.row * kTileM) < params_.m;  // not outside of A
       bool const receives = kGathers && tile.distance;
       CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
       uint32_t const matrix_a = kReduces ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
@@ -378,13 +433,12 @@ class Kernel {
       uint32_t const take_at = params_.slices > ahead ? params_.slices - ahead : 0;
       uint32_t const pass_at = cute::min(take_at + ahead / 2, params_.slices - 1);
       for (uint32_t slice = 0; slice < params_.slices; ++slice) {
-        if (waits && (slice >= first_slice + 32 || !(arrived >> (slice - first_slice) & 1))) {
+        if (waits && (slice >= first_slice + kPolled || !(arrived >> (slice - first_slice) * kPiecesDown & 1))) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
         if (elected) {
           if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
           uint32_t const end = cute::min((slice + 1) * kSliceTiles, depth_);
           CUTE_NO_UNROLL
           for (uint32_t k = slice * kSliceTiles; k < end; ++k) {
@@ -399,24 +453,26 @@ class Kernel {
                 tile.column, 0);
             stage.advance();
           }
+          if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
         }
         __syncwarp();
       }
     }
+    // Other blocks arrive at these barriers: this one ends only when they have.
+    for (int i = 0; elected && i < kStages; ++i, stage.advance()) {
+      Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
+    }
   }
 
-  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have.
-  CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) {
-    bool const exists = slice + lane() < params_.slices;
-    uint64_t const flag =
-        spaces_.flag(spaces_.rank, clock.buffer(), piece_slot_(tile.distance, tile.row, slice + lane()));
-    uint32_t arrived = 0;
-    for (uint32_t spins = 1; !(arrived & 1); ++spins) {
-      bool const ends = spaces_.ends_(spins);
-      arrived = __ballot_sync(0xffffffff, exists && (ends || Workspaces::load(flag) == clock.epoch()));
-    }
-    __syncwarp();
+  // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: the lowest of
+  // kPiecesDown bits for each.
+  CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) const {
+    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown, wanted = slice + lane() / kPiecesDown;
+    bool const exists = row < params_.pieces.rows && wanted < params_.slices;
+    uint32_t arrived = wait_for_flags_(
+        clock, exists, piece_slot_(tile.distance, row, wanted), (1ull << kPiecesDown) - 1);
     asm volatile("fence.proxy.async.global;" ::: "memory");
+    for (int i = 1; i < kPiecesDown; i *= 2) arrived &= arrived >> i;
     return arrived;
   }
 
@@ -451,25 +507,26 @@ class Kernel {
   // Sends the shard piece by piece.
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
-    Clock const clock = tickets.next();
+    Clock const clock = tickets.next().clock;
     if (!__all_sync(0xffffffff, sends_(clock))) return;
     uint32_t& counter = spaces_.control(spaces_.rank).tickets;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces(order_);
     Uses<2> uses;
     int64_t const row_bytes = int64_t(params_.k) * sizeof(Element), pitch = params_.shard_stride * sizeof(Element);
+    uint32_t taken = lane() == 0 ? take_(counter) : 0;
     for (;;) {
-      uint32_t ticket = lane() == 0 ? atomicAdd(&counter, 1u) : 0;
-      ticket = __shfl_sync(0xffffffff, ticket, 0);
+      uint32_t const ticket = __shfl_sync(0xffffffff, taken, 0);
       if (ticket >= count) {
-        if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+        if (lane() == 0 && ticket == count + cute::min(params_.senders, gridDim.x) - 1) atomicExch(&counter, 0u);
         return;
       }
+      if (lane() == 0) taken = take_(counter);
       auto const piece = params_.pieces.at(order_, ticket);
       uint32_t const peer = rank_at_(order_.ranks - piece.distance);
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
-      int32_t const begin = piece.row * kTileM, end = cute::min(begin + kTileM, params_.m);
+      int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
       uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
       auto const load = [&](int32_t unit, uint32_t use) {
@@ -489,7 +546,7 @@ class Kernel {
           __syncwarp();
           load(unit + kUnitRows, uses.count + 1);
         }
-        if (lane() == 0) pacing.wait(kUnit);
+        if (lane() == 0 && unit == begin) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
         __syncwarp();
         if (int32_t(lane()) < cute::min(int32_t(kUnitRows), end - unit)) {
@@ -509,95 +566,50 @@ class Kernel {
     }
   }
 
-  // Takes peers' results from slots to D. One thread.
+  // Takes peers' results from slots to D, two subtiles at a time. One thread.
   CUTE_DEVICE void take_results_() {
+    constexpr uint32_t takes = (Part<Result>::kSubtiles + 1) / 2;  // of a part
     Tickets tickets{storage_};
-    Clock const clock = tickets.next();
+    Clock const clock = tickets.next().clock;
     uint32_t& counter = spaces_.control(spaces_.rank).tickets;
-    uint32_t const peers = order_.ranks - 1, count = peers * parts_();
-    Uses<2> uses;
+    uint32_t const peers = order_.ranks - 1, count = peers * parts_() * takes;
+    uint32_t phase = 0;
     if (mute_) {  // what comes now may be of an earlier replay
-      auto* const words = reinterpret_cast<uint32_t*>(storage_.copied[0]);
-      for (int i = 0; i < kSubtile / 4; ++i) words[i] = 0xffffffff;
+      auto* const words = reinterpret_cast<uint32_t*>(storage_.copied);
+      for (int i = 0; i < 2 * kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
     }
-    for (;;) {
-      uint32_t const ticket = atomicAdd(&counter, 1u);
-      if (ticket >= count) {
-        if (ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
-        break;
-      }
+    uint32_t ticket = take_(counter);
+    while (ticket < count) {
+      uint32_t const next = take_(counter);
       // The owners finish their tiles in the order of units.
-      uint32_t const distance = ticket % peers + 1, number = ticket / peers, group = number % kParts;
-      Tile const tile =
-          Tile::of(order_.of_unit(distance, number / (kParts * kCluster)), number / kParts % kCluster);
+      uint32_t const distance = ticket % peers + 1, number = ticket / peers, first = number % takes * 2;
+      uint32_t const group = number / takes % kParts, block = number / (takes * kParts);
+      Tile const tile = Tile::of(order_.of_unit(distance, block / kCluster), block % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
-      if (mute_) {
-        for (int i = 0; i < Part<Result>::kSubtiles; ++i) store_result_(storage_.copied[0], tile, group, i);
-        commit();
-        continue;
-      }
-      spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
-      uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
-      CUTE_NO_UNROLL
-      for (int i = 0; i < Part<Result>::kSubtiles; ++i, ++uses.count) {
-        wait_until_read<1>();
-        uint64_t& arrived = storage_.arrived[uses.index()];
-        Barrier::expect(arrived, kSubtile);
-        SM90_BULK_COPY_G2S::copy(
-            reinterpret_cast<void const*>(from + i * kSubtile), &arrived, storage_.copied[uses.index()], kSubtile);
-        Barrier::wait(arrived, uses.phase());
-        store_result_(storage_.copied[uses.index()], tile, group, i);
-        commit();
-      }
-    }
-    wait_until_stored();
-  }
-
-  // ---------------------------------------------------------------- warp 2
-
-  // Loads the partial sums of this rank's own tiles. One thread.
-  CUTE_DEVICE void load_sums_() {
-    Tickets tickets{storage_};
-    Uses<kEpilogueStages> uses[kGroups];
-    uint32_t wanted[kGroups] = {};
-    uint32_t number = 0;
-    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
-      Tile const tile = tile_(clock);
-      int const first = kPingpong ? number % kGroups : 0;
-      auto const skip = [&](int subtiles) {
-        for (int part = 0; part < kParts; ++part) uses[first + part].count += subtiles;
-      };
-      if (tile.distance) {
-        skip(Part<Partial>::kSubtiles);
-        continue;
-      }
-      // No earlier: of the uses of a stage before this one, only the last may not have ended then.
-      for (int part = 0; part < kParts; ++part) Barrier::wait(storage_.wanted[first + part], wanted[first + part]++);
-      for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
-        uint32_t const slot = sum_slot_(distance, part_(tile, 0));
-        for (int part = 0; part < kParts; ++part) {
-          spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot + part), clock.epoch());
-        }
+      if (!mute_) {
+        spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
         uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
-        CUTE_NO_UNROLL
-        for (int i = 0; i < Part<Partial>::kSubtiles; ++i) {
-          CUTE_UNROLL
-          for (int part = 0; part < kParts; ++part) {
-            int const group = first + part;
-            uint32_t const stage = uses[group].index();
-            uint64_t& loaded = storage_.loaded[group][stage];
-            Barrier::wait(storage_.free[group][stage], uses[group].phase() ^ 1);
-            Barrier::expect(loaded, kSubtile);
-            SM90_BULK_COPY_G2S::copy(
-                reinterpret_cast<void const*>(from + part * kPartBytes + i * kSubtile), &loaded,
-                storage_.subtiles[group][stage], kSubtile);
-            ++uses[group].count;
-          }
+        wait_until_read<0>();
+        for (uint32_t i = 0; i < 2 && first + i < Part<Result>::kSubtiles; ++i) {
+          Barrier::expect(storage_.arrived[i], kSubtile);
+          SM90_BULK_COPY_G2S::copy(
+              reinterpret_cast<void const*>(from + (first + i) * kSubtile), &storage_.arrived[i], storage_.copied[i],
+              kSubtile);
         }
       }
-      skip(Part<Result>::kSubtiles);
+      for (uint32_t i = 0; i < 2 && first + i < Part<Result>::kSubtiles; ++i) {
+        if (!mute_) {
+          Barrier::wait(storage_.arrived[i], phase >> i);
+          phase ^= 1 << i;
+        }
+        store_result_(storage_.copied[i], tile, group, first + i);
+      }
+      commit();
+      ticket = next;
     }
+    if (ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+    wait_until_read<0>();
   }
 
   // ---------------------------------------------------------------- warp 3
@@ -605,8 +617,8 @@ class Kernel {
   // Stores finished tiles. One thread.
   CUTE_DEVICE void store_() {
     Tickets tickets{storage_};
-    Uses<kEpilogueStages> uses[kGroups];
-    Phases written[kGroups];
+    Stage stage;
+    Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
     uint32_t number = 0;
@@ -615,38 +627,45 @@ class Kernel {
     auto const release = [&] {
       if (!stored) return;
       wait_until_read<0>();
-      Barrier::arrive(*stored, 4);
+      Barrier::arrive(*stored);
       stored = nullptr;
     };
-    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
+    for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
+      Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
       if (kReduces && number == 0) sends = sends_(clock);
-      Tile const tile = tile_(clock);
-      bool const own = kReduces && tile.distance == 0, remote = kReduces && tile.distance;
+      Tile const tile = tile_(ticket);
+      bool const remote = kReduces && tile.distance;
+      int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
+      bool const leaves = sends && (remote || kSpreads);  // to peers
+      int const reserved = DG_PACE_TILES ? subtiles * kParts : 1;  // subtiles, at a time
+      uint32_t const bytes = reserved * kSubtile * (remote ? 1 : peers);
       int const first = kPingpong ? number % kGroups : 0;
+      stage.advance(depth_);
+      uint32_t const last = (stage.index + kStages - 1) % kStages;  // of this tile's operands
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
       uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
-      for (int i = 0; own && i < kParts; ++i) uses[first + i].count += peers * Part<Partial>::kSubtiles;
       CUTE_NO_UNROLL
-      for (int i = 0; i < (remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles); ++i) {
+      for (int i = 0; i < subtiles; ++i) {
         CUTE_UNROLL
         for (int j = 0; j < kParts; ++j) {
           int const group = first + j;
-          uint32_t const stage = uses[group].index();
-          uint64_t& arrived = storage_.written[group][stage];
-          uint8_t* const from = storage_.subtiles[group][stage];
-          if (!written[group].test(arrived, stage)) {
+          bool const lent = kBorrows && i >= kEpilogueStages;
+          uint64_t& arrived =
+              lent ? storage_.lent[group][i - kEpilogueStages] : storage_.written[group][uses.index()];
+          uint32_t const phase = lent ? number : uses.phase();
+          uint8_t* const from =
+              lent ? borrowed_(group, i - kEpilogueStages, last) : storage_.subtiles[group][uses.index()];
+          if (!Barrier::test(arrived, phase)) {
             release();
-            Barrier::wait(arrived, written[group].bits >> stage);
+            Barrier::wait(arrived, phase);
           }
-          written[group].flip(stage);
+          if (!remote) store_result_(from, tile, j, i);
+          if (leaves && (i * kParts + j) % reserved == 0) pacing.wait(bytes);
           if (remote && sends) {
-            pacing.wait(kSubtile);
             store_at_(peer, clock.buffer(), sum + j, i, from);
           } else if (!remote) {
-            store_result_(from, tile, j, i);
             for (uint32_t distance = 1; kSpreads && sends && distance <= peers; ++distance) {
-              pacing.wait(kSubtile);
               store_at_(
                   rank_at_(order_.ranks - distance), clock.buffer(), result_slot_(distance, part + j), i, from);
             }
@@ -654,13 +673,32 @@ class Kernel {
           commit();
           if (stored) {  // the one before this one
             wait_until_read<1>();
-            Barrier::arrive(*stored, 4);
+            Barrier::arrive(*stored);
           }
-          stored = &storage_.free[group][stage];
-          ++uses[group].count;
+          stored = lent ? nullptr : &storage_.free[group][uses.index()];
+        }
+        if (!kBorrows || i < kEpilogueStages) ++uses.count;
+      }
+      if constexpr (kBorrows) {
+        wait_until_read<0>();
+        release();
+        if constexpr (kCluster == 1) {
+          Barrier::arrive(storage_.empty[last], kParts * 4);
+        } else {
+          for (uint32_t block = 0; block < kCluster; ++block) {
+            if (block % kClusterM == block_ % kClusterM || block / kClusterM == block_ / kClusterM) {
+              Barrier::arrive_at(storage_.empty[last], block, kParts * 4);
+            }
+          }
         }
       }
-      if (!sends || (!remote && !kSpreads)) continue;
+      if constexpr (kPingpong) {
+        auto const now = uses;
+        uses = others;
+        others = now;
+      }
+      stamp_(kStored);
+      if (!leaves) continue;
       release();
       wait_until_stored();
       release_to_system();
@@ -671,8 +709,9 @@ class Kernel {
           Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
         }
       }
+      stamp_(kFlag);
     }
-    wait_until_stored();
+    wait_until_read<0>();  // the end of the kernel waits for the rest
   }
 
   CUTE_DEVICE void store_at_(uint32_t rank, uint32_t buffer, uint32_t slot, int subtile, uint8_t* from) {
@@ -719,17 +758,14 @@ class Kernel {
     Tickets tickets{storage_};
     Stage stage;
     Uses<kEpilogueStages> uses;
-    Phases loaded;
     if (kPingpong && group == 1) turn_arrive_(0);
     uint32_t number = 0;
-    for (Clock clock = tickets.next(); exists_(clock); clock = tickets.next(), ++number) {
+    for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
       if (kPingpong && int(number % kGroups) != group) {
         stage.advance(depth_);
         continue;
       }
-      Tile const tile = tile_(clock);
-      if (kReduces && !tile.distance && lane() == 0) Barrier::arrive(storage_.wanted[group]);
-      __syncwarp();
+      Tile const tile = tile_(ticket);
       if constexpr (kPingpong) turn_wait_(group);
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       uint32_t last = 0;
@@ -754,16 +790,20 @@ class Kernel {
       if constexpr (kPingpong) turn_arrive_(1 - group);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
-      release_(last);
-
-      if (kReduces && tile.distance) {
-        scale_(sums);
-        write_<Partial>(sums, group, uses, thread);
+      if constexpr (kBorrows) {
+        turn_wait_(0);  // for the other warp group, too
       } else {
-        scale_(sums);
-        if constexpr (kReduces) add_sums_(sums, group, uses, loaded, thread);
+        release_(last);
+      }
+      stamp_(kMultiplied);
+      scale_(sums);
+      if (kReduces && tile.distance) {
+        write_sums_(sums, group, uses, last, thread);
+      } else {
+        if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
+        stamp_(kAdded);
         add_terms_(sums, tile, kPingpong ? 0 : group, thread);
-        write_<Result>(sums, group, uses, thread);
+        write_results_(sums, group, uses, last, thread);
       }
     }
   }
@@ -817,48 +857,98 @@ class Kernel {
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
   }
 
-  // Adds the partial sums of all peers, in the order of distances.
+  // Partial sums lie in slots as threads hold them: 16 bytes of each thread, one behind the other.
+  static constexpr int kPacks = kSubtile / (kGroupThreads * 16);  // of a subtile
+  static constexpr int kPacked = 16 / sizeof(Partial);
+  using Pack = cutlass::Array<Partial, kPacked>;
+
+  // Adds the partial sums of all peers, in the order of distances. While those of a peer are added, the next ones are
+  // under way.
   template <class Sums>
-  CUTE_DEVICE void add_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, Phases& loaded, int thread) {
-    constexpr int columns = Part<Partial>::kColumns;
-    int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
+  CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
+    constexpr int subtiles = Part<Partial>::kSubtiles, ahead = subtiles > 4 ? subtiles / 2 : subtiles;
+    static_assert(subtiles % ahead == 0 && subtiles * kPacks * kPacked == size(typename Sums::layout_type{}));
+    uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), thread * 16);
+    uint4 found[ahead][kPacks];
+    auto const load = [&](uint32_t distance, int subtile) {
+      uint64_t const from = slots + uint64_t(sum_slot_(distance, part)) * kPartBytes + subtile * kSubtile;
+      CUTE_UNROLL
+      for (int i = 0; i < kPacks; ++i) {
+        uint4& to = found[subtile % ahead][i];
+        asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                     : "l"(from + i * kGroupThreads * 16)
+                     : "memory");
+      }
+    };
+    uint32_t first = 1, arrived = 0;  // of distances from the first on, as bits
+    auto const wait = [&](uint32_t distance) {
+      if (distance < first + 32 && arrived >> (distance - first) & 1) return;
+      first = distance;
+      uint32_t const next = distance + lane();
+      arrived = wait_for_flags_(clock, next < order_.ranks, sum_slot_(next, part), 1);
+    };
+    if (order_.ranks == 1) return;
+    wait(1);
+    CUTE_UNROLL
+    for (int subtile = 0; subtile < ahead; ++subtile) load(1, subtile);
     CUTE_NO_UNROLL
     for (uint32_t distance = 1; distance < order_.ranks; ++distance) {
+      bool const last = distance + 1 == order_.ranks;
+      if (!last) wait(distance + 1);
       CUTE_UNROLL
-      for (int number = 0; number < Part<Partial>::kSubtiles; ++number, ++uses.count) {
-        int const n = number / kDown, m = number % kDown;
-        uint32_t const stage = uses.index();
-        uint8_t* const from = storage_.subtiles[group][stage];
-        loaded.wait(storage_.loaded[group][stage], stage);
-        if constexpr (sizeof(Partial) == 2) {
+      for (int subtile = 0; subtile < subtiles; ++subtile) {
+        CUTE_UNROLL
+        for (int i = 0; i < kPacks; ++i) {
+          auto const& values = reinterpret_cast<Pack const&>(found[subtile % ahead][i]);
           CUTE_UNROLL
-          for (int i = 0; i < columns / 2; i += 8) {
-            uint32_t pairs[4];
-            asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                         : "r"(chunk_(from, row, i / 4 + beside))
-                         : "memory");
-            auto const& found = reinterpret_cast<cutlass::Array<Partial, 8> const&>(pairs);
-            CUTE_UNROLL
-            for (int j = 0; j < 8; ++j) at_<columns>(sums, m, n, i + j) += float(found[j]);
-          }
-        } else {
-          CUTE_UNROLL
-          for (int i = 0; i < columns / 2; i += 2) {
-            float x, y;
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                         : "=f"(x), "=f"(y)
-                         : "r"(pair_(from, thread, i))
-                         : "memory");
-            at_<columns>(sums, m, n, i) += x;
-            at_<columns>(sums, m, n, i + 1) += y;
-          }
+          for (int j = 0; j < kPacked; ++j) sums((subtile * kPacks + i) * kPacked + j) += float(values[j]);
         }
-        fence_shared();  // the reads come before the next load into the stage
-        __syncwarp();
-        if (lane() == 0) Barrier::arrive(storage_.free[group][stage]);
+        if (subtile + ahead < subtiles) {
+          load(distance, subtile + ahead);
+        } else if (!last) {
+          load(distance + 1, subtile + ahead - subtiles);
+        }
       }
     }
+  }
+
+  // Writes a partial sum to epilogue stages, from which it is stored.
+  template <class Sums>
+  CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, uint32_t last, int thread) {
+    CUTE_UNROLL
+    for (int subtile = 0; subtile < Part<Partial>::kSubtiles; ++subtile) {
+      uint8_t* const to = begin_write_(group, uses, subtile, last);
+      CUTE_UNROLL
+      for (int i = 0; i < kPacks; ++i) {
+        cutlass::Array<float, kPacked> values;
+        CUTE_UNROLL
+        for (int j = 0; j < kPacked; ++j) values[j] = sums((subtile * kPacks + i) * kPacked + j);
+        reinterpret_cast<Pack*>(to)[i * kGroupThreads + thread] =
+            cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
+      }
+      end_write_(group, uses, subtile);
+    }
+  }
+
+  // Where a subtile of a tile is written: to the next epilogue stage, when it is free, or to the last stage of operands.
+  CUTE_DEVICE uint8_t* begin_write_(int group, Uses<kEpilogueStages> const& uses, int subtile, uint32_t last) {
+    if (kBorrows && subtile >= kEpilogueStages) return borrowed_(group, subtile - kEpilogueStages, last);
+    Barrier::wait(storage_.free[group][uses.index()], uses.phase() ^ 1);
+    return storage_.subtiles[group][uses.index()];
+  }
+  CUTE_DEVICE void end_write_(int group, Uses<kEpilogueStages>& uses, int subtile) {
+    bool const lent = kBorrows && subtile >= kEpilogueStages;
+    fence_shared();
+    __syncwarp();
+    if (lane() == 0) {
+      Barrier::arrive(lent ? storage_.lent[group][subtile - kEpilogueStages] : storage_.written[group][uses.index()]);
+    }
+    if (!lent) ++uses.count;
+  }
+  CUTE_DEVICE uint8_t* borrowed_(int group, int number, uint32_t stage) {
+    return number < kFromA ? storage_.a[stage] + (group * kFromA + number) * kSubtile
+                           : storage_.b[stage] + (group * kFromB + number - kFromA) * kSubtile;
   }
 
   // Where value i and the next one lie, if they have four bytes each.
@@ -898,24 +988,22 @@ class Kernel {
     }
   }
 
-  // Writes a part of a tile to epilogue stages, from which it is stored.
-  template <class T, class Sums>
-  CUTE_DEVICE void write_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
-    constexpr int columns = Part<T>::kColumns;
+  // Writes a part of a result to epilogue stages, as TMA stores it.
+  template <class Sums>
+  CUTE_DEVICE void write_results_(Sums& sums, int group, Uses<kEpilogueStages>& uses, uint32_t last, int thread) {
+    constexpr int columns = Part<Result>::kColumns;
     int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
     CUTE_UNROLL
-    for (int number = 0; number < Part<T>::kSubtiles; ++number, ++uses.count) {
+    for (int number = 0; number < Part<Result>::kSubtiles; ++number) {
       int const n = number / kDown, m = number % kDown;
-      uint32_t const stage = uses.index();
-      uint8_t* const to = storage_.subtiles[group][stage];
-      Barrier::wait(storage_.free[group][stage], uses.phase() ^ 1);
-      if constexpr (sizeof(T) == 2) {
+      uint8_t* const to = begin_write_(group, uses, number, last);
+      if constexpr (sizeof(Result) == 2) {
         CUTE_UNROLL
         for (int i = 0; i < columns / 2; i += 8) {
           cutlass::Array<float, 8> values;
           CUTE_UNROLL
           for (int j = 0; j < 8; ++j) values[j] = at_<columns>(sums, m, n, i + j);
-          auto const results = cutlass::NumericArrayConverter<T, float, 8>::convert(values);
+          auto const results = cutlass::NumericArrayConverter<Result, float, 8>::convert(values);
           auto const& words = reinterpret_cast<uint32_t const(&)[4]>(results);
           asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                            chunk_(to, row, i / 4 + beside)),
@@ -930,9 +1018,7 @@ class Kernel {
                        : "memory");
         }
       }
-      fence_shared();
-      __syncwarp();
-      if (lane() == 0) Barrier::arrive(storage_.written[group][stage]);
+      end_write_(group, uses, number);
     }
   }
 
@@ -941,7 +1027,7 @@ class Kernel {
   Workspaces const& spaces_;
   Storage& storage_;
   uint32_t const block_, clusters_, depth_;
-  bool const mute_;
+  bool mute_ = false;
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)

@@ -17,6 +17,18 @@ struct TileCluster {
   uint32_t block, column;  // row and column of clusters in the shard
 };
 
+// n / d, both less than 2^18: (n + 0.5) / d is so far from the next integer that rounding does not matter. An integer
+// division takes twice as long, and a replay begins with some of them.
+CUTE_HOST_DEVICE uint32_t divide(uint32_t n, uint32_t d) {
+#ifdef __CUDA_ARCH__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(d)));
+  return uint32_t((float(n) + 0.5f) * inverse);
+#else
+  return n / d;
+#endif
+}
+
 struct TileOrder {
   uint32_t ranks;
   uint32_t blocks, columns;   // of clusters in a shard
@@ -30,37 +42,43 @@ struct TileOrder {
   template <bool kOwnFirst>
   CUTE_HOST_DEVICE TileCluster at(uint32_t ticket) const {
     uint32_t const others = ranks - 1, alone = kOwnFirst ? lead : lead * others, both = (units() - lead) * ranks;
-    if (ticket < alone) return kOwnFirst ? own_(ticket) : other_(ticket / others, ticket % others);
+    if (ticket < alone) return kOwnFirst ? own_(ticket) : others_(0, ticket);
     ticket -= alone;
     if (ticket < both) {
-      uint32_t const unit = ticket / ranks, i = ticket % ranks;
+      uint32_t const unit = divide(ticket, ranks), i = ticket - unit * ranks;
       if (kOwnFirst) return i < others ? other_(unit, i) : own_(unit + lead);
       return i < others ? other_(unit + lead, i) : own_(unit);
     }
     ticket -= both;
     uint32_t const rest = units() - lead;
-    return kOwnFirst ? other_(rest + ticket / others, ticket % others) : own_(rest + ticket);
+    return kOwnFirst ? others_(rest, ticket) : own_(rest + ticket);
   }
 
   CUTE_HOST_DEVICE TileCluster of_unit(uint32_t distance, uint32_t unit) const {
-    uint32_t const first = unit / (group * columns) * group, left = blocks - first;
+    uint32_t const first = divide(unit, group * columns) * group, left = blocks - first;
     uint32_t const rows = group < left ? group : left, within = unit - first * columns;
-    return {distance, first + within % rows, within / rows};
+    uint32_t const column = divide(within, rows);
+    return {distance, first + within - column * rows, column};
   }
 
  private:
+  // Number `number` of the tiles of other shards, from a unit on.
+  CUTE_HOST_DEVICE TileCluster others_(uint32_t unit, uint32_t number) const {
+    uint32_t const units = divide(number, ranks - 1);
+    return other_(unit + units, number - units * (ranks - 1));
+  }
   CUTE_HOST_DEVICE TileCluster own_(uint32_t unit) const { return of_unit(0, unit); }
   CUTE_HOST_DEVICE TileCluster other_(uint32_t unit, uint32_t i) const { return of_unit(distances[i], unit); }
 };
 
-// A piece of a rank's shard, for one receiver: a slice along k of a row of tiles.
+// A piece of a rank's shard, for one receiver: a slice along k of some rows.
 struct Piece {
   uint32_t distance, row, slice;  // the receiver is the rank so far before the sender
 };
 
 struct PieceOrder {
-  uint32_t rows, slices;  // rows of tiles in a shard, and slices of each
-  uint32_t group;         // rows of tiles whose slices are sent in turn
+  uint32_t rows, slices;  // rows of pieces in a shard, and slices of each
+  uint32_t group;         // rows of pieces whose slices are sent in turn
 
   CUTE_HOST_DEVICE uint32_t pieces(TileOrder const& order) const { return (order.ranks - 1) * rows * slices; }
 

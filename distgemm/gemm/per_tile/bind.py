@@ -34,6 +34,7 @@ class RankGemm:
         k: extent of the sum on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
             columns.
+        lead: units by which own tiles come earlier or later than others; None: so many that they seldom wait.
 
     Raises:
         ValueError: for more tiles than there are tickets.
@@ -45,6 +46,7 @@ class RankGemm:
     n: int
     k: int
     group: int = 0
+    lead: int | None = None
 
     @cached_property
     def order(self) -> TileOrder:
@@ -55,7 +57,8 @@ class RankGemm:
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         gathers = traits.pattern == "ag+gemm"
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / self.ranks)))
-        lead = blocks * columns if gathers else min(blocks * columns, -(-2 * at_once // self.ranks))
+        usual = blocks * columns if gathers else -(-2 * at_once // self.ranks)
+        lead = min(blocks * columns, usual if self.lead is None else self.lead)
         order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
@@ -65,10 +68,14 @@ class RankGemm:
 
     @cached_property
     def pieces(self) -> PieceOrder:
-        """The order of pieces of a gather."""
-        rows = -(-self.m // self.traits.tile[0])
-        slices = -(-self.k * BYTES[self.traits.dtype] // PIECE_BYTES)
-        return PieceOrder(self.distances, rows, slices, self.order.group * self.traits.cluster[0])
+        """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
+        traits, order = self.traits, self.order
+        rows = -(-self.m // traits.piece_rows)
+        slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
+        at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
+        blocks = max(order.group, min(order.blocks, at_once))
+        together = blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows
+        return PieceOrder(self.distances, rows, slices, together)
 
     @property
     def ranks(self) -> int:
@@ -101,7 +108,9 @@ class RankGemm:
         if traits.pattern == "ag+gemm":
             rest, piece = divmod(number, self.pieces.slices)
             distance, row = divmod(rest, self.pieces.rows)
-            return distance + 1, f"slice {piece} of k, for row {row} of tiles of its shard of A"
+            first = row * traits.piece_rows
+            rows = f"rows {first} to {min(first + traits.piece_rows, self.m) - 1}"
+            return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         result, distance = divmod(rest, self.ranks - 1)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
@@ -165,6 +174,7 @@ def params_of(
     c: torch.Tensor | None = None,
     beta: float = 0.0,
     gb_per_s: float = 0.0,
+    senders: int = SMS,
     executable: int = 0,
     closed: bool = True,
     epochs_a_replay: int = 1,
@@ -182,6 +192,7 @@ def params_of(
         c: of D's shape.
         beta: factor of C.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
+        senders: thread blocks that send pieces, at most; each sends one at a time.
         executable: its number, by which the watchdog knows it.
         closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -228,6 +239,7 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
+    params.senders = senders
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 

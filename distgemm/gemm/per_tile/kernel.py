@@ -33,6 +33,8 @@ SUBTILE_BYTES = SUBTILE_ROWS * LINE
 """Bytes of what warps pass to each other at a time."""
 PIECE_BYTES = 512
 """Bytes of each row in a piece of a shard that is sent."""
+PIECE_ROWS = 32
+"""Rows of a piece."""
 MAX_STAGES = 8
 MAX_PART = 128 * 128
 """Accumulators of a warp group that fit into its registers."""
@@ -53,7 +55,8 @@ class KernelTraits:
         a_major: "k" if rows of A are contiguous, "m" if columns are.
         b_major: "k" if rows of B are contiguous, "n" if columns are.
         sends: whether the kernel of a gather sends the shard.
-        epilogue_stages: subtiles of sums and results that each warp group has in shared memory.
+        epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
+        piece_rows: rows of a piece of a shard that is sent.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.
@@ -70,6 +73,7 @@ class KernelTraits:
     b_major: Literal["k", "n"] = "k"
     sends: bool = False
     epilogue_stages: int = 2
+    piece_rows: int = PIECE_ROWS
 
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
@@ -88,6 +92,21 @@ class KernelTraits:
                 "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
             )
+        if self.piece_rows not in {16, 32, 64, 128} or self.tile[0] % self.piece_rows:
+            raise ValueError(
+                f"a piece has 16, 32, 64 or 128 rows, which divide those of a tile, got {self.piece_rows} for "
+                f"{self.tile[0]}"
+            )
+        shares = (
+            ("A", self.a_major, self.tile[0] // self.cluster[1]),
+            ("B", self.b_major, self.tile[1] // self.cluster[0]),
+        )
+        for name, major, share in shares:
+            if major != "k" and share % self.tile_k:
+                raise ValueError(
+                    f"a thread block loads multiples of {self.tile_k} columns of {name} if these are contiguous, got "
+                    f"{share} for tiles of {self.tile[0]}x{self.tile[1]} and clusters of {self.cluster}"
+                )
         if self.stages < 3:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
 
@@ -131,6 +150,7 @@ class KernelTraits:
             "DG_STAGES": self.stages,
             "DG_EPILOGUE_STAGES": self.epilogue_stages,
             "DG_SENDS": int(self.sends),
+            "DG_PIECE_ROWS": self.piece_rows,
             "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
             "DG_RESULT": CUTLASS_TYPES[self.out_dtype],
             "DG_PARTIAL": CUTLASS_TYPES[self.partial_dtype],
@@ -149,14 +169,15 @@ class Launch:
         params: the parameters.
         blocks: thread blocks, at most one for each SM.
         device: number of the GPU.
+        early: whether blocks begin before the kernel before this one has ended. They wait for it before they read.
     """
 
-    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
+    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int, early: bool = False) -> None:
         self.params, self._device = params, device
         size = traits.cluster[0] * traits.cluster[1]
         grid = (blocks // size * size, 1, 1)
         self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
-            device, grid, ctypes.addressof(params)
+            device, grid, ctypes.addressof(params), early
         )
 
     def __call__(self, stream: int | None = None) -> None:

@@ -56,18 +56,19 @@ class LocalRanks:
         sharing = -(-gemm.ranks // gpus)
         self._blocks = sms if sharing == 1 else max(sms // sharing // CLUSTER_BLOCKS, 1) * CLUSTER_BLOCKS
 
-    def launches(self, calls: Sequence[Mapping[str, Any]], **options: Any) -> list[Launch]:
+    def launches(self, calls: Sequence[Mapping[str, Any]], early: bool = False, **options: Any) -> list[Launch]:
         """A launch of each rank.
 
         Args:
             calls: of each rank, the keyword arguments of :func:`distgemm.gemm.per_tile.bind.params_of`.
+            early: as of :class:`Launch`.
             **options: of all ranks.
         """
         found = []
         for space, call, device in zip(self._spaces, calls, self.devices, strict=True):
             with torch.cuda.device(device):
                 params = params_of(self.gemm, space, **call, **options)
-                found.append(Launch(self.gemm.traits, params, self._blocks, device))
+                found.append(Launch(self.gemm.traits, params, self._blocks, device, early))
         return found
 
     def run(self, launches: Sequence[Launch], delays: Sequence[int] = ()) -> None:

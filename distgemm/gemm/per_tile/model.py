@@ -58,7 +58,7 @@ class Costs:
         ticket: the shortest time from tile to tile, us.
         stored: from a store's last byte until it is known to be complete, us.
         flag: from there until a waiting warp has seen the flag, us.
-        sum_subtile: of a subtile of a partial sum that is added, divided by the epilogue stages, us.
+        sum_subtile: of a subtile of a partial sum that a warp group adds, us.
         write_subtile: of a subtile that is written, us.
         take: from the arrival of a result to its place in D, us.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave.
@@ -67,13 +67,13 @@ class Costs:
     """
 
     machine: Machine
-    start: float = 4.5
+    start: float = 3.7
     ticket: float = 2.3
     stored: float = 2.0
     flag: float = 2.0
-    sum_subtile: float = 1.1
+    sum_subtile: float = 0.25
     write_subtile: float = 0.17
-    take: float = 6.8
+    take: float = 3.0
     send_gb_per_s: float = 340.0
     store_gb_per_s: float = 360.0
     senders: int = 0
@@ -146,7 +146,7 @@ class _Replay:
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
         gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
         write = self.subtiles * costs.write_subtile
-        add = self.peers * self.subtiles * costs.sum_subtile / traits.epilogue_stages
+        add = self.peers * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
         link = end = costs.start  # when the link is free, and when all is done
         if operands:
@@ -190,18 +190,20 @@ class _Replay:
         return end if gathers and self.arrived else max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return self.gemm.traits.tile[0] * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        return self.gemm.traits.piece_rows * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
         pieces, us = self.gemm.pieces, self._piece_us()
         batch = self.costs.senders or self.costs.machine.sms
+        traits = self.gemm.traits
+        high = traits.tile[0] * traits.cluster[0] // traits.piece_rows  # rows of pieces in a row of clusters
         found: dict[tuple[int, int], float] = {}
         for number in range(pieces.pieces):
             piece = pieces.at(number)
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
-            block = piece.distance, piece.row // self.gemm.traits.cluster[0]
+            block = piece.distance, piece.row // high
             found[block] = max(found.get(block, 0.0), arrives + rest)
         return found
 

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
     Attributes:
         distance: the receiver is the rank so far before the sender.
-        row: the row of tiles in the shard.
+        row: the row of pieces in the shard.
         slice: the slice along k.
     """
 
@@ -158,7 +158,7 @@ class PieceOrder:
 
     Attributes:
         distances: of the receivers, as a :class:`TileOrder` has them.
-        rows: rows of tiles in a shard.
+        rows: rows of pieces in a shard.
         slices: slices along k of each row.
         group: rows whose slices are sent in turn.
     """

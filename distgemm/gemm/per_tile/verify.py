@@ -5,8 +5,8 @@ and leads. Slots have the numbers that ``part_``, ``sum_slot_``, ``result_slot_`
 give them. It goes through all ranks, and shows:
 
 * A rank multiplies each tile of each shard once.
-* Each slot is written once, by one peer, and read: a sum by one tile, a result by one taker, a piece by all tiles of
-  its row. So each wait has one flag that ends it.
+* Each slot is written once, by one peer, and read: a sum by one tile, a result by its takers, a piece by all tiles
+  of its row. So each wait has one flag that ends it.
 * Sums that a tile adds are made with lower tickets than its own. Pieces of a gather are sent by warps that wait for no
   tile. Takers of an all-reduce hold no tile back.
 
@@ -98,7 +98,8 @@ class _Tiles:
 def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     pieces, ranks = gemm.pieces, gemm.ranks
     size = BYTES[gemm.traits.dtype]
-    if pieces.rows * gemm.traits.tile[0] < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
+    height = gemm.traits.piece_rows
+    if pieces.rows * height < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
         raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.m}x{gemm.k}")
     sent = np.array([pieces.at(number) for number in range(pieces.pieces)], dtype=np.int64).reshape(-1, 3)
     distance, row, piece = sent.T
@@ -106,13 +107,15 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     senders = np.arange(ranks)[:, None]
     slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
     _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
-    # Tiles of rows that do not exist wait for nothing.
-    receives = (tiles.distance > 0) & (tiles.row < pieces.rows)
-    found = np.zeros((ranks - 1, pieces.rows), dtype=np.int64)
-    np.add.at(found, (tiles.distance[receives] - 1, tiles.row[receives]), 1)
+    # A tile waits for the pieces of its rows. Rows that do not exist have none.
+    received, down = tiles.distance > 0, gemm.traits.tile[0] // height
+    found = np.zeros((ranks - 1, tiles.rows * down), dtype=np.int64)
+    for i in range(down):
+        np.add.at(found, (tiles.distance[received] - 1, tiles.row[received] * down + i), 1)
+    found = found[:, : pieces.rows]
     if (found != tiles.columns).any():
         raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
-    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(receives.sum()) * pieces.slices)
+    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices)
 
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:

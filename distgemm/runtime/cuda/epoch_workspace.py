@@ -19,7 +19,7 @@ class EpochValues(NamedTuple):
     """What a rank's workspace says.
 
     Attributes:
-        running: clusters that work now.
+        running: thread blocks that work now.
         executable: number of the executable whose replay began last; 0: none did.
         begun: by rank, the last epoch that it has begun, as far as this rank knows.
         flags: int64, of the buffer that this rank's last replay uses.
