@@ -521,10 +521,11 @@ class Kernel {
       for (int i = 0; i < kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
     }
-    for (;;) {
-      uint32_t const ticket = atomicAdd(&counter, 1u);
+    // A mute warp has a share of its own: warps that did not send left the counter as it was.
+    for (uint32_t ticket = blockIdx.x;; ticket += gridDim.x) {
+      if (!mute_) ticket = atomicAdd(&counter, 1u);
       if (ticket >= count) {
-        if (ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+        if (!mute_ && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
         break;
       }
       // The owners finish their tiles in the order of units.
