@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import MAX_TICKETS, RankGemm
+from distgemm.gemm.per_tile.epochs import EPOCHS
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
@@ -119,7 +120,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("epoch", [1, 2**32 - 3, 2**40])
+@pytest.mark.parametrize("epoch", [1, 2**32 - 3, 2**40, EPOCHS - 50])
 def test_many_replays(pattern: str, epoch: int) -> None:
     """Ranks run ahead of each other; inputs change between replays; no host waits."""
     gemm = RankGemm(traits(pattern, *KINDS[1]), distances(4), 256, 384, 128)
@@ -136,6 +137,24 @@ def test_many_replays(pattern: str, epoch: int) -> None:
     torch.cuda.synchronize()
     for calls in several:
         check(there, calls)
+
+
+def test_almost_as_many_tiles_as_tickets() -> None:
+    """The clock's tickets do not reach the bits above them. Each D has 4.3 GB."""
+    gemm = RankGemm(traits("ag+gemm", (64, 128), (1, 1), True), distances(2), 340 * 64, 384 * 128, 64)
+    assert gemm.order.clusters == MAX_TICKETS - 1024
+    there = LocalRanks(gemm)
+    chance = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randint(-1, 2, (x, 64), device="cuda", generator=chance).bfloat16() for x in (2 * gemm.m, gemm.n))
+    d = [torch.empty(2 * gemm.m, gemm.n, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    launches = there.launches([{"a": x, "b": b, "d": y} for x, y in zip(a.chunk(2), d, strict=True)])
+    for _ in range(3):
+        for one in d:
+            one.fill_(float("nan"))
+        there.run(launches)
+    wanted = a @ b.T
+    assert all(torch.equal(one, wanted) for one in d)
+    assert [control.clock >> 20 for control in there.controls()] == [4, 4]
 
 
 @pytest.mark.gpu(2)

@@ -54,7 +54,8 @@ class Clock:
         """
         buffer = 1 - self.buffer
         last = (self.epoch, self.epoch) if not closed else _with(self.last, self.buffer, self.epoch)
-        return replace(self, epoch=(self.epoch + 1) % EPOCHS, buffer=buffer, waits=last[buffer] == self.epoch, last=last)
+        epoch = (self.epoch + 1) % EPOCHS
+        return replace(self, epoch=epoch, buffer=buffer, waits=last[buffer] == self.epoch, last=last)
 
 
 def _with(pair: tuple[int, int], index: int, value: int) -> tuple[int, int]:
