@@ -198,7 +198,7 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
     for number, rank in enumerate(ranks):
         if rank.replay < len(replays):
             yield from _steps_of(number, rank, state, replays[rank.replay], protocol)
-    for move in moves:
+    for move in sorted(moves):  # so that a seed always gives the same way
         if move.kind == "flag" and protocol.ordered and move._replace(kind="data") in moves:
             continue
         if any(other[:3] == move[:3] and before(other.epoch, move.epoch) for other in moves):
@@ -223,12 +223,12 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
     def with_(changed: Rank, added: frozenset[Move] = frozenset()) -> State:
         return _set(ranks, number, changed), moves | added
 
-    to_send = [send for send in replay.sends if send.sender == number and send not in rank.sent]
-    to_read = [send for send in replay.sends if send.receiver == number and send not in rank.read]
+    to_send = [send for send in sorted(replay.sends) if send.sender == number and send not in rank.sent]
+    to_read = [send for send in sorted(replay.sends) if send.receiver == number and send not in rank.read]
     dead = rank.dead if protocol.frees else rank.closed
     if protocol.mortal and not rank.closed and (protocol.closes or rank.dead):
-        for silent in {False, bool(to_send)}:
-            for mute in {False, bool(to_read)}:
+        for silent in sorted({False, bool(to_send)}):
+            for mute in sorted({False, bool(to_read)}):
                 yield with_(rank._replace(closed=True, silent=silent, mute=mute))
     if protocol.mortal and not rank.poisoned and (rank.closed or not protocol.closes):
         yield with_(rank._replace(poisoned=True, slots=(NAN,) * len(rank.slots) if protocol.poisons else rank.slots))
