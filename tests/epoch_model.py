@@ -127,7 +127,7 @@ class Protocol:
         ordered: whether a flag arrives behind its data.
         first: the first epoch.
         unset: what flags are at first.
-        tells: whether ranks say that they have begun. Nobody reads it where all replays are closed.
+        says: whether ranks say that they have begun. Nobody reads it where all replays are closed.
         mortal: whether ranks die.
         poisons: whether slots are NaN before waits end.
         closes: whether replays become mute before slots become NaN; otherwise with the end of the waits.
@@ -143,7 +143,7 @@ class Protocol:
     ordered: bool = True
     first: int = 1
     unset: int = NONE
-    tells: bool = True
+    says: bool = True
     mortal: bool = False
     poisons: bool = True
     closes: bool = True
@@ -234,7 +234,7 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
         yield with_(rank._replace(poisoned=True, slots=(NAN,) * len(rank.slots) if protocol.poisons else rank.slots))
     if rank.poisoned and not rank.dead:
         yield with_(rank._replace(dead=True))
-    if protocol.tells and not rank.told:
+    if protocol.says and not rank.told:
         told = frozenset(Move("begun", Send(number, x, 0), 0, epoch) for x in others)
         yield with_(rank._replace(told=True), told)
     may_store = not (protocol.waits and clock.waits) or all(protocol.has_begun(rank.begun[x], epoch) for x in others)
@@ -255,7 +255,7 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
         yield with_(rank._replace(read=rank.read | {send}))
     arrived = not any(move.send.sender == number and move.kind != "begun" for move in moves)
     sent = not to_send or (rank.silent and not protocol.mute_sends)
-    if (rank.told or not protocol.tells) and sent and not to_read and arrived:
+    if (rank.told or not protocol.says) and sent and not to_read and arrived:
         nothing = frozenset[Send]()
         ended = rank._replace(replay=rank.replay + 1, told=False, sent=nothing, seen=nothing, read=nothing)
         ended = ended._replace(silent=rank.closed, mute=rank.closed)

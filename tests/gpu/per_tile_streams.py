@@ -272,7 +272,7 @@ class Streams:
             end = min(self.made + SEGMENT, replays)
             while self.made < end:
                 if self.chance.random() < 0.8:
-                    self._issue(*self.chance.choice(self.graphs))
+                    self._issue(*self.graphs[self.chance.randrange(GRAPHS)])
                 else:
                     self._issue(self._calls())
             self.wait(0)

@@ -66,7 +66,7 @@ def test_ranks_that_die() -> None:
 
 def deaths(protocol: Protocol) -> None:
     """All orders of events of three replays, and random ways through four."""
-    assert check(2, [everyone(2)] * 3, replace(protocol, tells=False)) > 30_000
+    assert check(2, [everyone(2)] * 3, replace(protocol, says=False)) > 30_000
     for seed in range(1000):
         walk(2, [everyone(2)] * 4, seed, protocol)
     for number, replays in enumerate(itertools.product((everyone(3), without(3, 0), without(3, 1, 2)), repeat=4)):
