@@ -1,11 +1,13 @@
 """A model of the protocol of epochs: all orders in which ranks, data, flags and words of begun epochs may move.
 
-Each rank makes the same replays one after the other. In a replay it says that it has begun, sends one slot to each
-receiver, waits for the flag of each sender and reads its slot. What is stored at a peer arrives some time later: a flag
-behind its data, all else in any order. A slot holds the epoch of its data.
+Each rank makes the same replays one after the other. In a replay it says that it has begun, sends slots to receivers,
+waits for the flag of each slot that it gets, and reads it. What is stored at a peer arrives some time later: a flag
+behind its data, all else in any order. A slot holds the epoch of its data. Replays of several executables differ in who
+sends, and in slots. A captured graph is a sequence of replays: nothing in a replay depends on the graph.
 
 Where ranks are mortal, each may die at any time: it closes, its slots become NaN, then all its waits end. Replays that
-it begins once it is closed are mute: they send nothing, and their results are NaN, whatever they read.
+it begins once it is closed are mute: they send nothing, and their results are NaN, whatever they read. A replay that is
+under way when the rank closes may become silent, or mute, or both, from then on: some of its thread blocks begin later.
 """
 
 from __future__ import annotations
@@ -15,27 +17,41 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import EPOCHS, Clock, before
 
-Pairs = frozenset[tuple[int, int]]
+SLOTS = 2
+"""Slots that a rank has for each sender, in each buffer."""
+
+
+class Send(NamedTuple):
+    """A slot that one rank fills at another one."""
+
+    sender: int
+    receiver: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Who sends to whom, and whether a rank ends it only after all have begun it."""
+    """What is sent, and whether a rank ends it only after all have begun it.
 
-    pairs: Pairs
+    A mutant has the buffer that a capture would have noted.
+    """
+
+    sends: frozenset[Send]
     closed: bool
+    buffer: int | None = None
 
 
-def everyone(ranks: int) -> Replay:
+def everyone(ranks: int, slots: Sequence[int] = (0,)) -> Replay:
     """Each rank sends to each other."""
-    return Replay(frozenset((a, b) for a in range(ranks) for b in range(ranks) if a != b), closed=True)
+    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
+    return Replay(frozenset(Send(*pair, slot) for pair in pairs for slot in slots), closed=True)
 
 
 def without(ranks: int, *silent: int) -> Replay:
     """As :func:`everyone`, but some ranks send nothing."""
-    return Replay(frozenset(pair for pair in everyone(ranks).pairs if pair[0] not in silent), closed=False)
+    return Replay(frozenset(send for send in everyone(ranks).sends if send.sender not in silent), closed=False)
 
 
 class ProtocolError(Exception):
@@ -48,48 +64,55 @@ class Rank(NamedTuple):
     Attributes:
         replay: number of the replay; the number of replays once all have ended.
         clock: of the replay.
-        sent: receivers to which data was issued.
-        seen: senders whose flag was seen.
-        read: senders whose slot was read.
+        told: whether it has said that it has begun.
+        sent: data that was issued.
+        seen: data whose flag was seen.
+        read: data that was read.
         begun: by rank, the last epoch that it is known to have begun.
-        slots: by (sender, buffer), the epoch of the data.
-        flags: by (sender, buffer), the flag.
-        closed: whether replays that it begins are mute.
+        slots: by sender, slot and buffer, the epoch of the data.
+        flags: likewise, the flag.
+        closed: whether replays that it begins are mute and silent.
         poisoned: whether its slots were filled with NaN.
         dead: whether its waits end.
-        mute: whether this replay sends nothing and gives NaN.
+        silent: whether this replay sends no more.
+        mute: whether results of what this replay still reads are NaN.
     """
 
     replay: int
     clock: Clock
     told: bool
-    sent: frozenset[int]
-    seen: frozenset[int]
-    read: frozenset[int]
+    sent: frozenset[Send]
+    seen: frozenset[Send]
+    read: frozenset[Send]
     begun: tuple[int, ...]
     slots: tuple[int, ...]
     flags: tuple[int, ...]
     closed: bool = False
     poisoned: bool = False
     dead: bool = False
+    silent: bool = False
     mute: bool = False
 
 
-NAN = -1
-"""What a slot holds that the watchdog has filled."""
+NAN, NONE = -1, -2
+"""What a slot holds that the watchdog has filled, and what slots and flags hold at first."""
 
 
 class Move(NamedTuple):
     """A word under way to a rank."""
 
     kind: str  # "begun", "data" or "flag"
-    sender: int
-    receiver: int
+    send: Send
     buffer: int
     epoch: int
 
 
 State = tuple[tuple[Rank, ...], frozenset[Move]]
+
+
+def has_begun(begun: int, epoch: int) -> bool:
+    """Whether a peer that says so has begun an epoch."""
+    return not before(begun, epoch)
 
 
 @dataclass(frozen=True)
@@ -99,24 +122,32 @@ class Protocol:
     Attributes:
         next: the clock of the next replay.
         passes: whether a flag lets a wait for an epoch pass.
+        has_begun: whether a peer has begun an epoch, by what it last said.
         waits: whether a rank heeds the clock's word that it waits.
         ordered: whether a flag arrives behind its data.
         first: the first epoch.
+        unset: what flags are at first.
+        says: whether ranks say that they have begun. Nobody reads it where all replays are closed.
         mortal: whether ranks die.
         poisons: whether slots are NaN before waits end.
         closes: whether replays become mute before slots become NaN; otherwise with the end of the waits.
-        mute_sends: whether mute replays send.
-        mute_counts: whether the results of mute replays are taken for right.
+        frees: whether waits end only once slots are NaN; otherwise once replays become mute.
+        mute_sends: whether replays that begin on a closed rank send.
+        mute_counts: whether their results are taken for right.
     """
 
     next: Callable[[Clock, bool], Clock] = Clock.next
     passes: Callable[[int, int], bool] = int.__eq__
+    has_begun: Callable[[int, int], bool] = has_begun
     waits: bool = True
     ordered: bool = True
     first: int = 1
+    unset: int = NONE
+    says: bool = True
     mortal: bool = False
     poisons: bool = True
     closes: bool = True
+    frees: bool = True
     mute_sends: bool = False
     mute_counts: bool = False
 
@@ -149,9 +180,10 @@ def walk(ranks: int, replays: Sequence[Replay], seed: int, protocol: Protocol = 
 
 
 def _start(ranks: int, protocol: Protocol) -> State:
-    none, slots = frozenset[int](), (0,) * (2 * ranks)
-    rank = Rank(0, Clock(protocol.first), False, none, none, none, (0,) * ranks, slots, slots)
-    return (rank,) * ranks, frozenset()
+    nothing, places = frozenset[Send](), ranks * SLOTS * 2
+    begun = ((protocol.first - 1) % EPOCHS,) * ranks
+    slots, flags = (NONE,) * places, (protocol.unset,) * places
+    return (Rank(0, Clock(protocol.first), False, nothing, nothing, nothing, begun, slots, flags),) * ranks, frozenset()
 
 
 def _following(state: State, replays: Sequence[Replay], protocol: Protocol) -> list[State]:
@@ -166,62 +198,72 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
     for number, rank in enumerate(ranks):
         if rank.replay < len(replays):
             yield from _steps_of(number, rank, state, replays[rank.replay], protocol)
-    for move in moves:
+    for move in sorted(moves):  # so that a seed always gives the same way
         if move.kind == "flag" and protocol.ordered and move._replace(kind="data") in moves:
             continue
-        if any(other[:4] == move[:4] and other.epoch < move.epoch for other in moves):
+        if any(other[:3] == move[:3] and before(other.epoch, move.epoch) for other in moves):
             continue  # words to one place keep their order
-        at = ranks[move.receiver]
-        place = move.sender * 2 + move.buffer
+        sender, receiver, _ = move.send
+        at, place = ranks[receiver], _place(move.send, move.buffer)
         if move.kind == "begun":
-            at = at._replace(begun=_set(at.begun, move.sender, move.epoch))
+            at = at._replace(begun=_set(at.begun, sender, move.epoch))
         elif move.kind == "data":
             at = at._replace(slots=_set(at.slots, place, move.epoch))
         else:
             at = at._replace(flags=_set(at.flags, place, move.epoch))
-        yield _set(ranks, move.receiver, at), moves - {move}
+        yield _set(ranks, receiver, at), moves - {move}
 
 
 def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: Protocol) -> Iterator[State]:
     ranks, moves = state
-    clock, epoch, buffer = rank.clock, rank.clock.epoch, rank.clock.buffer
+    clock, epoch = rank.clock, rank.clock.epoch
+    buffer = clock.buffer if replay.buffer is None else replay.buffer
     others = [other for other in range(len(ranks)) if other != number]
 
     def with_(changed: Rank, added: frozenset[Move] = frozenset()) -> State:
         return _set(ranks, number, changed), moves | added
 
+    to_send = [send for send in sorted(replay.sends) if send.sender == number and send not in rank.sent]
+    to_read = [send for send in sorted(replay.sends) if send.receiver == number and send not in rank.read]
+    dead = rank.dead if protocol.frees else rank.closed
     if protocol.mortal and not rank.closed and (protocol.closes or rank.dead):
-        yield with_(rank._replace(closed=True))
+        for silent in sorted({False, bool(to_send)}):
+            for mute in sorted({False, bool(to_read)}):
+                yield with_(rank._replace(closed=True, silent=silent, mute=mute))
     if protocol.mortal and not rank.poisoned and (rank.closed or not protocol.closes):
         yield with_(rank._replace(poisoned=True, slots=(NAN,) * len(rank.slots) if protocol.poisons else rank.slots))
     if rank.poisoned and not rank.dead:
         yield with_(rank._replace(dead=True))
-    if not rank.told:
-        yield with_(rank._replace(told=True), frozenset(Move("begun", number, x, 0, epoch) for x in others))
-    may_store = not (protocol.waits and clock.waits) or all(rank.begun[x] >= epoch for x in others)
-    if rank.dead and not rank.mute and not may_store:
-        yield with_(rank._replace(mute=True))
-    may_store = may_store and (protocol.mute_sends or not rank.mute)
-    for receiver in others:
-        if (number, receiver) in replay.pairs and receiver not in rank.sent and may_store:
-            stored = {Move(kind, number, receiver, buffer, epoch) for kind in ("data", "flag")}
-            yield with_(rank._replace(sent=rank.sent | {receiver}), frozenset(stored))
-    senders = [x for x in others if (x, number) in replay.pairs]
-    for sender in senders:
-        place = sender * 2 + buffer
-        if sender not in rank.seen and (rank.dead or protocol.passes(rank.flags[place], epoch)):
-            yield with_(rank._replace(seen=rank.seen | {sender}))
-        if sender in rank.seen and sender not in rank.read:
-            if rank.slots[place] not in (epoch, NAN) and (protocol.mute_counts or not rank.mute):
-                raise ProtocolError(f"rank {number} reads epoch {rank.slots[place]} of rank {sender} in epoch {epoch}")
-            yield with_(rank._replace(read=rank.read | {sender}))
-    receivers = [x for x in others if (number, x) in replay.pairs]
-    arrived = not any(move.sender == number and move.kind != "begun" for move in moves)
-    sent = len(rank.sent) == len(receivers) or (rank.mute and not protocol.mute_sends)
-    if rank.told and sent and len(rank.read) == len(senders) and arrived:
-        none = frozenset[int]()
-        ended = rank._replace(replay=rank.replay + 1, told=False, sent=none, seen=none, read=none, mute=rank.closed)
+    if protocol.says and not rank.told:
+        told = frozenset(Move("begun", Send(number, x, 0), 0, epoch) for x in others)
+        yield with_(rank._replace(told=True), told)
+    may_store = not (protocol.waits and clock.waits) or all(protocol.has_begun(rank.begun[x], epoch) for x in others)
+    if dead and not rank.silent and not may_store:
+        yield with_(rank._replace(silent=True))
+    if may_store and (protocol.mute_sends or not rank.silent):
+        for send in to_send:
+            stored = frozenset(Move(kind, send, buffer, epoch) for kind in ("data", "flag"))
+            yield with_(rank._replace(sent=rank.sent | {send}), stored)
+    for send in to_read:
+        place = _place(send, buffer)
+        if send not in rank.seen:
+            if dead or protocol.passes(rank.flags[place], epoch):
+                yield with_(rank._replace(seen=rank.seen | {send}))
+            continue
+        if rank.slots[place] not in (epoch, NAN) and (protocol.mute_counts or not rank.mute):
+            raise ProtocolError(f"rank {number} reads epoch {rank.slots[place]} of rank {send.sender} in epoch {epoch}")
+        yield with_(rank._replace(read=rank.read | {send}))
+    arrived = not any(move.send.sender == number and move.kind != "begun" for move in moves)
+    sent = not to_send or (rank.silent and not protocol.mute_sends)
+    if (rank.told or not protocol.says) and sent and not to_read and arrived:
+        nothing = frozenset[Send]()
+        ended = rank._replace(replay=rank.replay + 1, told=False, sent=nothing, seen=nothing, read=nothing)
+        ended = ended._replace(silent=rank.closed, mute=rank.closed)
         yield with_(ended._replace(clock=protocol.next(clock, replay.closed)))
+
+
+def _place(send: Send, buffer: int) -> int:
+    return (send.sender * SLOTS + send.slot) * 2 + buffer
 
 
 def _set(values: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]

@@ -1,6 +1,7 @@
 """Replays of all kinds of executables by processes that share one GPU. They take turns of milliseconds.
 
     python -m tests.gpu.process_replays --replays 20000 --ranks 2 --seconds 500 --json FILE
+    python -m tests.gpu.process_replays --per-tile --replays 2000
 
 The last line of the output is one JSON object. The exit status is 0 where all replays were made and right, 1 where an
 element was wrong, and 2 where replays are missing.
@@ -18,6 +19,7 @@ import typer
 
 from distgemm.runtime.launch import launch
 from tests.gpu import cuda_worker as worker
+from tests.gpu import per_tile_worker
 from tests.gpu.streams_harness import cases
 from tests.gpu.test_shared import fitting
 
@@ -32,11 +34,13 @@ def main(
     ranks: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
     seconds: Annotated[float, typer.Option(help="Time for the replays.")] = 500.0,
     seed: Annotated[int, typer.Option(help="Of the order and of the inputs.")] = 0,
+    per_tile: Annotated[bool, typer.Option("--per-tile", help="Of executables with per-tile kernels.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Make the replays."""
-    every = fitting(cases(ranks), ranks)
-    launch(worker.compile_kernels, 1, every, backend="nccl", timeout=600, share=True)
+    every = per_tile_worker.cases(ranks) if per_tile else fitting(cases(ranks), ranks)
+    compile_kernels = per_tile_worker.compile_kernels if per_tile else worker.compile_kernels
+    launch(compile_kernels, 1, every, backend="nccl", timeout=600, share=True)
     arguments = (every, replays, seed, seconds, NOISE_ELEMENTS)
     found = launch(worker.replay_at_random, ranks, *arguments, backend="nccl", timeout=seconds + START_S, share=True)
     wrong, made = sum(one.wrong for one in found), min(one.made for one in found)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import MAX_TICKETS, RankGemm
+from distgemm.gemm.per_tile.epochs import EPOCHS
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
@@ -155,7 +156,9 @@ def test_sums_in_float32(pattern: str, kind: tuple, lead: int | None) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(("epoch", "early"), [(1, False), (2**32 - 3, False), (2**40, False), (1, True)])
+@pytest.mark.parametrize(
+    ("epoch", "early"), [(1, False), (2**32 - 3, False), (2**40, False), (EPOCHS - 50, False), (1, True)]
+)
 def test_many_replays(pattern: str, epoch: int, early: bool) -> None:
     """Ranks run ahead of each other; inputs change between replays; no host waits."""
     gemm = RankGemm(traits(pattern, *KINDS[1]), distances(4), 256, 384, 128)
@@ -172,6 +175,65 @@ def test_many_replays(pattern: str, epoch: int, early: bool) -> None:
     torch.cuda.synchronize()
     for calls in several:
         check(there, calls)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
+    """All flags of rank 0 are set before, so its kernel waits for none: a tool may run one kernel at a time.
+
+    Its slots have what peers would send: their shards of A, or ones.
+    """
+    gemm = RankGemm(traits(pattern, *kind), distances(ranks), 200, 328, 136)
+    there = LocalRanks(gemm, epoch=7)
+    space, memory = there.spaces[0], there.memory
+    memory[0][space.flags_at : space.slots_at].view(torch.int64).fill_(7)
+    call, *peers = drawn(there, 0)
+    one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
+    for buffer in range(2):
+        first = space.slots_at + buffer * space.slots_of_buffer
+        sent = torch.cat([peer["a"].flatten() for peer in peers]) if pattern == "ag+gemm" else one
+        memory[0][first : first + size].view(torch.bfloat16).copy_(sent)
+    a, b, m = call["a"].double(), call["b"].double(), gemm.m
+    if pattern == "ag+gemm":
+        wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
+    else:
+        wanted = a[:m] @ b.T + (ranks - 1)
+        if pattern == "gemm+ar":
+            wanted = torch.cat([wanted, torch.ones_like(wanted).repeat(ranks - 1, 1)])
+    for buffer in range(2):
+        call["d"].fill_(float("nan"))
+        torch.cuda.synchronize()
+        there.launches([call, *peers], epochs_a_replay=0)[0]()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+        for rank in range(1, ranks):  # which is so far behind rank 0
+            begin, distance = space.flags_at + buffer * space.flags * 8, ranks - rank
+            flags = memory[rank][begin : begin + space.flags * 8].view(torch.int64)
+            assert (flags == 7).sum() == gemm.flags // (ranks - 1) and (flags.unique() - 7).count_nonzero() <= 1
+            if pattern == "ag+gemm":
+                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * call["a"].nbytes
+                found = memory[rank][begin : begin + call["a"].nbytes].view(torch.bfloat16)
+                assert torch.equal(found.view_as(call["a"]), call["a"])
+
+
+def test_almost_as_many_tiles_as_tickets() -> None:
+    """The clock's tickets do not reach the bits above them. Each D has 4.3 GB."""
+    gemm = RankGemm(traits("ag+gemm", (64, 128), (1, 1), True), distances(2), 340 * 64, 384 * 128, 64)
+    assert gemm.order.clusters == MAX_TICKETS - 1024
+    there = LocalRanks(gemm)
+    chance = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randint(-1, 2, (x, 64), device="cuda", generator=chance).bfloat16() for x in (2 * gemm.m, gemm.n))
+    d = [torch.empty(2 * gemm.m, gemm.n, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    launches = there.launches([{"a": x, "b": b, "d": y} for x, y in zip(a.chunk(2), d, strict=True)])
+    for _ in range(3):
+        for one in d:
+            one.fill_(float("nan"))
+        there.run(launches)
+    wanted = a @ b.T
+    assert all(torch.equal(one, wanted) for one in d)
+    assert [control.clock >> 20 for control in there.controls()] == [4, 4]
 
 
 @pytest.mark.gpu(2)

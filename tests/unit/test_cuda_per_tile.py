@@ -17,7 +17,7 @@ import distgemm
 from distgemm import GemmProblem, PlanError
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import EPOCHS, Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
 from distgemm.gemm.per_tile.select import gemm_of
@@ -288,7 +288,7 @@ def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
     assert workspace.memory is not None and workspace.flags == 1024
     control = control_of(workspace)
     assert control.clock == Clock().word
-    assert not any(bytes(control)[8:]) and not workspace.memory[CONTROL_BYTES : workspace.space.slots_at].any()
+    assert not any(bytes(control)[8:]) and (workspace.memory[CONTROL_BYTES:] == 0xFF).all()
     slots = workspace.slots_of(1)
     assert slots.numel() == 2 * 3072 and (slots == 0xFF).all()
     assert bool(slots.view(torch.bfloat16).isnan().all() and slots.view(torch.float32).isnan().all())
@@ -299,20 +299,20 @@ def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("epoch", [1, 2, 2**40])
+@pytest.mark.parametrize("epoch", [1, 2, 2**40, 0])
 def test_what_the_memory_says(epoch: int) -> None:
     workspace = workspace_for(GROUP, CPU, 3000, 1025, EpochWorkspace)
     control, clock = control_of(workspace), Clock()
     assert workspace.values(workspace.watched_memory()).idle
-    control.running, control.executable, control.begun[1], control.begun[2] = 66, 4, epoch, epoch - 1
+    control.running, control.executable, control.begun[1], control.begun[2] = 66, 4, epoch, (epoch - 1) % EPOCHS
     for _ in range(min(epoch, 4) - 1):
         clock = clock.next(closed=True)
-    buffer = clock.buffer if epoch < 4 else 1  # even epochs are in the second buffer
+    buffer = clock.buffer if 0 < epoch < 4 else 1  # even epochs are in the second buffer
     flags = workspace.watched_memory()[workspace.space.flags_at // 4 :].view(torch.int64)
     first = buffer * 1025
     flags[first : first + 1025] = torch.arange(1025) + epoch
     values = workspace.values(workspace.watched_memory())
-    assert values[:3] == (66, 4, [0, epoch, epoch - 1])
+    assert values[:3] == (66, 4, [0, epoch, (epoch - 1) % EPOCHS])
     assert torch.equal(values.flags, epoch + torch.arange(1025))
     assert not values.idle and values._replace(running=0).idle
 
@@ -533,6 +533,8 @@ def test_the_message_says_what_a_replay_waits_for(monkeypatch: pytest.MonkeyPatc
     assert (
         ranks == [0] and "rank 0 at the partial sum" in text and text.endswith("; ranks [0] have not begun this replay")
     )
+    text, ranks = exe.awaited(values_of(exe, 0, [], [EPOCHS - 1, 0, 1]))  # epochs have wrapped around
+    assert ranks == [0] and text.endswith("ranks [0] have not begun this replay")
     text, ranks = exe.awaited(values_of(exe, 8, [], [9, 8, 8]))
     assert ranks == [] and "its kernel has not ended" in text
     found = explain_hang(exe, values_of(exe, 8, [0], [8, 8, 8]), 2.0)

@@ -8,10 +8,27 @@ from dataclasses import replace
 
 import pytest
 
-from distgemm.gemm.per_tile.epochs import Clock
-from tests.epoch_model import Protocol, ProtocolError, check, everyone, walk, without
+from distgemm.gemm.per_tile.epochs import EPOCHS, Clock, before
+from tests.epoch_model import Protocol, ProtocolError, Replay, check, everyone, walk, without
 
 TWO = (everyone(2), without(2, 0), without(2, 1))
+GRAPHS = (
+    [everyone(2)],
+    [everyone(2), everyone(2, slots=(0, 1)), without(2, 0)],
+    [everyone(2, slots=(1,)), without(2, 1)],
+    [everyone(2, slots=(0, 1))],
+)
+"""What captured graphs replay: executables that differ in slots, some of them odd in number."""
+
+
+def test_epochs_wrap_around() -> None:
+    for epoch in (0, 1, 5, 2**32, EPOCHS // 2, EPOCHS - 1):
+        for steps in (1, 2, 1000, EPOCHS // 2 - 1):
+            later = (epoch + steps) % EPOCHS
+            assert before(epoch, later) and not before(later, epoch) and not before(epoch, epoch)
+    last = Clock(EPOCHS - 1, Clock.buffer_of(EPOCHS - 1))
+    assert last.next(closed=True).epoch == 0 and last.next(closed=True).buffer == Clock.buffer_of(0)
+    assert last.word < 2**64
 
 
 def test_two_ranks() -> None:
@@ -27,14 +44,38 @@ def test_three_ranks() -> None:
         walk(3, replays, number)
 
 
+@pytest.mark.parametrize("first", [1, 2**32 - 2, EPOCHS - 2])
+def test_graphs_of_several_executables(first: int) -> None:
+    random_graphs(Protocol(first=first))
+
+
+def test_all_orders_of_an_odd_graph() -> None:
+    """Of executables that differ in slots, where epochs wrap around."""
+    assert check(2, GRAPHS[1], Protocol(first=EPOCHS - 2)) > 10_000
+
+
+def random_graphs(protocol: Protocol) -> None:
+    for seed, graphs in enumerate(itertools.product(GRAPHS, repeat=4)):
+        walk(2, [*itertools.chain(*graphs)], seed, protocol)
+
+
 def test_ranks_that_die() -> None:
     """No order of events gives a wrong result that is not NaN, and no replay of a dead rank hangs."""
-    assert check(2, [everyone(2)] * 2, Protocol(mortal=True)) > 100_000
-    random_deaths(Protocol(mortal=True))
+    deaths(Protocol(mortal=True))
 
 
-def test_epochs_beyond_32_bits() -> None:
-    check(2, [everyone(2)] * 4, Protocol(first=2**32 - 2))
+def deaths(protocol: Protocol) -> None:
+    """All orders of events of three replays, and random ways through four."""
+    assert check(2, [everyone(2)] * 3, replace(protocol, says=False)) > 30_000
+    for seed in range(1000):
+        walk(2, [everyone(2)] * 4, seed, protocol)
+    for number, replays in enumerate(itertools.product((everyone(3), without(3, 0), without(3, 1, 2)), repeat=4)):
+        walk(3, replays, number, protocol)
+
+
+@pytest.mark.sample(0)
+def test_ranks_that_say_so_die() -> None:
+    assert check(2, [everyone(2)] * 2, Protocol(mortal=True)) > 300_000
 
 
 def buffer_kept(clock: Clock, closed: bool) -> Clock:
@@ -52,20 +93,18 @@ MUTANTS = {
     "each replay counts as closed": Protocol(next=always_closed),
     "a flag overtakes its data": Protocol(ordered=False),
     "any flag lets pass": Protocol(passes=lambda flag, epoch: True),
-    "an older flag lets pass": Protocol(passes=lambda flag, epoch: flag >= epoch - 2),
+    "an older flag lets pass": Protocol(passes=lambda flag, epoch: 0 <= epoch - 2 <= flag),
+    "flags are compared by their lowest bit": Protocol(passes=lambda flag, epoch: flag >= 0 and not (flag - epoch) % 2),
+    "peers are not behind": Protocol(has_begun=lambda begun, epoch: True),
+    "peers may be two epochs behind": Protocol(has_begun=lambda begun, epoch: begun >= epoch - 2),
+    "epochs are compared as numbers": Protocol(has_begun=int.__ge__, first=EPOCHS - 1),
 }
-
-
-def random_deaths(protocol: Protocol) -> None:
-    for seed in range(1000):
-        walk(2, [everyone(2)] * 4, seed, protocol)
-    for number, replays in enumerate(itertools.product((everyone(3), without(3, 0), without(3, 1, 2)), repeat=4)):
-        walk(3, replays, number, protocol)
 
 
 MORTAL_MUTANTS = {
     "replays become mute late": Protocol(mortal=True, closes=False),
     "slots keep their data": Protocol(mortal=True, poisons=False),
+    "waits end before slots are NaN": Protocol(mortal=True, frees=False),
     "mute replays send": Protocol(mortal=True, mute_sends=True),
     "results of mute replays count": Protocol(mortal=True, mute_counts=True),
 }
@@ -74,7 +113,7 @@ MORTAL_MUTANTS = {
 @pytest.mark.parametrize("mutant", MORTAL_MUTANTS.values(), ids=MORTAL_MUTANTS)
 def test_mutants_that_die_fail(mutant: Protocol) -> None:
     with pytest.raises(ProtocolError, match="reads epoch"):
-        random_deaths(mutant)
+        deaths(mutant)
 
 
 def every_sequence(mutant: Protocol) -> None:
@@ -92,3 +131,20 @@ def random_ways(mutant: Protocol) -> None:
 def test_mutants_fail(search: Callable[[Protocol], None], mutant: Protocol) -> None:
     with pytest.raises(ProtocolError):
         search(mutant)
+
+
+def test_a_flag_that_begins_as_an_epoch_fails() -> None:
+    """The first data in a slot comes in epoch 0, and its flag began as 0."""
+    with pytest.raises(ProtocolError, match=r"reads epoch -2 of rank . in epoch 0"):
+        random_graphs(Protocol(first=EPOCHS - 1, unset=0))
+
+
+def test_a_buffer_noted_at_the_capture_fails() -> None:
+    """If the number of replays of a graph is odd: its last and the next one's first replay use the same buffer."""
+
+    def noted(replays: int) -> list[Replay]:
+        return [replace(everyone(2), buffer=number % 2) for number in range(replays)] * (6 // replays)
+
+    check(2, noted(2)[:4])
+    with pytest.raises(ProtocolError, match="reads epoch"):
+        check(2, noted(3))

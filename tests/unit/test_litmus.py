@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from distgemm.gemm.nvcc import find_nvcc
-from tests.gpu.litmus.__main__ import CONTROLS, OMISSIONS, PROTOCOL, Row, compiled, opened, shape_on, status_of
-
-VARIANTS = [*PROTOCOL, *CONTROLS, *OMISSIONS]
+from tests.gpu.litmus.__main__ import KERNELS, Row, Variant, compiled, opened, shape_on, status_of
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc")
@@ -18,16 +16,18 @@ def test_the_source_compiles_for_the_runner(tmp_path: Path) -> None:
     opened(compiled(tmp_path))
 
 
-def rows() -> list[Row]:
+def rows(variants: list[Variant]) -> list[Row]:
     return [
         Row(str(variant), 2048, 10, int(variant.control), int(variant.control), 0, 2, 0, 1.0, 10, variant.control)
-        for variant in VARIANTS
+        for variant in variants
     ]
 
 
-def test_the_verdict_names_what_is_wrong() -> None:
-    right = rows()
-    assert status_of(right, VARIANTS) == 0
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_verdict_names_what_is_wrong(kernel: str) -> None:
+    variants = [variant for group in KERNELS[kernel] for variant in group]
+    right = rows(variants)
+    assert status_of(right, variants) == 0
     for changed, status in (
         ({0: replace(right[0], stale_rounds=1)}, 1),
         ({1: replace(right[1], newer_words=1)}, 1),
@@ -36,8 +36,8 @@ def test_the_verdict_names_what_is_wrong() -> None:
         ({3: replace(right[3], stale_rounds=0)}, 3),
         ({len(right) - 1: replace(right[-1], stale_rounds=5)}, 0),
     ):
-        assert status_of([changed.get(number, row) for number, row in enumerate(right)], VARIANTS) == status
-    assert status_of(right[:-1], VARIANTS) == 2
+        assert status_of([changed.get(number, row) for number, row in enumerate(right)], variants) == status
+    assert status_of(right[:-1], variants) == 2
 
 
 def test_blocks_of_both_ranks_are_resident_at_once() -> None:

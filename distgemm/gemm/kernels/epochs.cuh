@@ -17,11 +17,16 @@ namespace distgemm {
 struct Clock {
   uint64_t word;
 
-  static constexpr int kTicketBits = 18;
+  static constexpr int kTicketBits = 18, kEpochBits = 64 - kTicketBits - 2;
   CUTE_HOST_DEVICE uint32_t ticket() const { return word & ((1u << kTicketBits) - 1); }
   CUTE_HOST_DEVICE bool waits() const { return word >> kTicketBits & 1; }  // for all peers, before it stores there
   CUTE_HOST_DEVICE uint32_t buffer() const { return word >> (kTicketBits + 1) & 1; }
   CUTE_HOST_DEVICE uint64_t epoch() const { return word >> (kTicketBits + 2); }
+
+  // Whether an epoch comes before another one. Epochs wrap around.
+  CUTE_HOST_DEVICE static bool before(uint64_t one, uint64_t other) {
+    return int64_t((one - other) << (64 - kEpochBits)) < 0;
+  }
 
   CUTE_HOST_DEVICE static Clock at(uint64_t epoch, uint32_t buffer, bool waits) {
     return {epoch << (kTicketBits + 2) | uint64_t(buffer) << (kTicketBits + 1) | uint64_t(waits) << kTicketBits};
@@ -107,10 +112,11 @@ struct Workspaces {
   CUTE_DEVICE bool wait_for_peers(uint32_t ranks, uint64_t epoch) const {
     for (uint32_t i = 1; i < ranks; ++i) {
       uint64_t const at = reinterpret_cast<uint64_t>(&control(rank).begun[(rank + i) % ranks]);
-      for (uint32_t spins = 1; load(at) < epoch; ++spins) {
+      for (uint32_t spins = 1; Clock::before(load(at), epoch); ++spins) {
         if (ends_(spins)) return false;
       }
     }
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // peers have read before TMA stores there
     return true;
   }
 
@@ -134,7 +140,11 @@ struct Workspaces {
   }
 
   // Whether a wait has spun for some time, and the workspace is dead.
-  CUTE_DEVICE bool ends_(uint32_t spins) const { return spins % 256 == 0 && dead(kFree); }
+  CUTE_DEVICE bool ends_(uint32_t spins) const {
+    if (spins % 256 || !dead(kFree)) return false;
+    asm volatile("fence.acq_rel.sys;" ::: "memory");  // the slots that are read now are NaN
+    return true;
+  }
 
   // Sets flags behind stores of this thread that are complete.
   CUTE_DEVICE static void set(uint64_t flag, uint64_t epoch) {

@@ -579,9 +579,10 @@ class Kernel {
       for (int i = 0; i < 2 * kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
     }
-    uint32_t ticket = take_(counter);
+    // A mute warp has a share of its own: warps that did not send left the counter as it was.
+    uint32_t ticket = mute_ ? blockIdx.x : take_(counter);
     while (ticket < count) {
-      uint32_t const next = take_(counter);
+      uint32_t const next = mute_ ? ticket + gridDim.x : take_(counter);
       // The owners finish their tiles in the order of units.
       uint32_t const distance = ticket % peers + 1, number = ticket / peers, first = number % takes * 2;
       uint32_t const group = number / takes % kParts, block = number / (takes * kParts);
@@ -608,7 +609,7 @@ class Kernel {
       commit();
       ticket = next;
     }
-    if (ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+    if (!mute_ && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
     wait_until_read<0>();
   }
 

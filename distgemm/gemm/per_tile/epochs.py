@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["TICKET_BITS", "Clock"]
+__all__ = ["EPOCHS", "TICKET_BITS", "Clock", "before"]
 
 TICKET_BITS = 18
 """Lowest bits of the clock: tickets of a replay. Above them are the bit of a wait, that of a buffer, and the epoch."""
+EPOCHS = 1 << (64 - TICKET_BITS - 2)
+"""Number of epochs: they wrap around from the last one to 0."""
+
+
+def before(one: int, other: int) -> bool:
+    """Whether an epoch comes before another one, which is less than half of all epochs away."""
+    return (other - one) % EPOCHS in range(1, EPOCHS // 2 + 1)
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Clock:
     least through others.
 
     Attributes:
-        epoch: number of the replay, from 1.
+        epoch: number of the replay, from 1; 0 follows the last one.
         buffer: buffer of the workspace that it uses.
         waits: whether it stores at peers only after all of them have begun the epoch.
         last: of each buffer, the last epoch that may still be read when a peer begins the next.
@@ -36,7 +43,7 @@ class Clock:
 
     @staticmethod
     def buffer_of(epoch: int) -> int:
-        """The buffer of an epoch, if the first one is 1, and each replay takes one."""
+        """The buffer of an epoch, if the first one is 1, and each replay takes one. The number of epochs is even."""
         return (epoch - 1) % 2
 
     def next(self, closed: bool) -> Clock:
@@ -47,7 +54,8 @@ class Clock:
         """
         buffer = 1 - self.buffer
         last = (self.epoch, self.epoch) if not closed else _with(self.last, self.buffer, self.epoch)
-        return replace(self, epoch=self.epoch + 1, buffer=buffer, waits=last[buffer] == self.epoch, last=last)
+        epoch = (self.epoch + 1) % EPOCHS
+        return replace(self, epoch=epoch, buffer=buffer, waits=last[buffer] == self.epoch, last=last)
 
 
 def _with(pair: tuple[int, int], index: int, value: int) -> tuple[int, int]:

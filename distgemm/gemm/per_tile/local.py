@@ -11,8 +11,9 @@ from cuda.bindings import runtime
 
 from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import EPOCHS, Clock
 from distgemm.gemm.per_tile.kernel import Launch
+from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 
 __all__ = ["LocalRanks"]
 
@@ -24,51 +25,73 @@ class LocalRanks:
     """Ranks that share this process. Rank r is on GPU r modulo the number of GPUs, and has a share of its SMs.
 
     Attributes:
-        gemm: what each rank multiplies.
+        gemm: what each rank multiplies, unless launches are for another GEMM.
         devices: of each rank.
         streams: of each rank.
-        memory: the workspace of each rank; slots begin as NaN.
+        memory: the workspace of each rank.
+        spaces: where each rank sees all workspaces.
 
     Args:
         gemm: as above.
         gpus: how many GPUs the ranks are on.
         epoch: the first epoch.
+        others: further GEMMs of as many ranks. All share the workspace.
+        sms: of each GPU, which its ranks share; None: all.
 
     Raises:
         RuntimeError: if the GPUs cannot access each other's memory.
     """
 
-    def __init__(self, gemm: RankGemm, gpus: int = 1, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        gemm: RankGemm,
+        gpus: int = 1,
+        epoch: int = 1,
+        others: Sequence[RankGemm] = (),
+        sms: int | None = None,
+    ) -> None:
         self.gemm = gemm
         self.devices = [rank % gpus for rank in range(gemm.ranks)]
         _give_access(gpus)
-        layout = Space((), 0, gemm.flags, gemm.slot_bytes)
-        self.memory = [torch.zeros(layout.size, dtype=torch.uint8, device=device) for device in self.devices]
+        flags = max(one.flags for one in (gemm, *others))
+        slot_bytes = max(one.slot_bytes for one in (gemm, *others))
+        layout = Space((), 0, flags, slot_bytes)
+        self.memory: list[torch.Tensor] = []
+        for device in self.devices:  # slots are NaN, and flags have no epoch
+            self.memory.append(torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=device))
         bases = [memory.data_ptr() for memory in self.memory]
-        self._spaces = [Space(bases, rank, gemm.flags, gemm.slot_bytes) for rank in range(gemm.ranks)]
+        self.spaces = [Space(bases, rank, flags, slot_bytes) for rank in range(gemm.ranks)]
+        control = Control(clock=Clock(epoch).word)
+        control.begun[: gemm.ranks] = [(epoch - 1) % EPOCHS] * gemm.ranks
         for memory in self.memory:
-            memory[layout.slots_at :].fill_(0xFF)
-            memory[:8].view(torch.int64).fill_(Clock(epoch).word)
+            memory[:CONTROL_BYTES] = torch.frombuffer(bytearray(control), dtype=torch.uint8)
         self.streams: list[torch.cuda.Stream] = []
         for device in self.devices:
             self.streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        sms = sms or torch.cuda.get_device_properties(0).multi_processor_count
         sharing = -(-gemm.ranks // gpus)
         self._blocks = sms if sharing == 1 else max(sms // sharing // CLUSTER_BLOCKS, 1) * CLUSTER_BLOCKS
 
-    def launches(self, calls: Sequence[Mapping[str, Any]], early: bool = False, **options: Any) -> list[Launch]:
+    def controls(self) -> list[Control]:
+        """What the workspaces of all ranks say."""
+        return [Control.from_buffer_copy(bytes(memory[:CONTROL_BYTES].tolist())) for memory in self.memory]
+
+    def launches(
+        self, calls: Sequence[Mapping[str, Any]], gemm: RankGemm | None = None, early: bool = False, **options: Any
+    ) -> list[Launch]:
         """A launch of each rank.
 
         Args:
             calls: of each rank, the keyword arguments of :func:`distgemm.gemm.per_tile.bind.params_of`.
+            gemm: what is multiplied; None: the first GEMM.
             early: as of :class:`Launch`.
             **options: of all ranks.
         """
-        found = []
-        for space, call, device in zip(self._spaces, calls, self.devices, strict=True):
+        gemm, found = gemm or self.gemm, []
+        for space, call, device in zip(self.spaces, calls, self.devices, strict=True):
             with torch.cuda.device(device):
-                params = params_of(self.gemm, space, **call, **options)
-                found.append(Launch(self.gemm.traits, params, self._blocks, device, early))
+                params = params_of(gemm, space, **call, **options)
+                found.append(Launch(gemm.traits, params, self._blocks, device, early))
         return found
 
     def run(self, launches: Sequence[Launch], delays: Sequence[int] = ()) -> None:

@@ -61,8 +61,8 @@ class EpochWorkspace(SharedWorkspace):
         super().__init__(group, device, Space((), 0, flags, slot_bytes).size)
         self.space = Space(tuple(self._handle.buffer_ptrs), self.rank, flags, slot_bytes)
         assert self.memory is not None
-        self.memory.fill_(0xFF)  # slots begin as NaN
-        self.watched_memory().zero_()
+        self.memory.fill_(0xFF)  # slots begin as NaN, and flags have no epoch
+        self.memory[:CONTROL_BYTES].zero_()
         self.memory[:8].view(torch.int64).fill_(Clock().word)
         self.await_others()
 

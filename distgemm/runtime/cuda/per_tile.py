@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
 from distgemm.gemm.per_tile.bind import params_of
+from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
 from distgemm.gemm.per_tile.select import gemm_of
@@ -140,7 +141,7 @@ class PerTileExecutable(GpuExecutable):
     def awaited(self, values: EpochValues) -> tuple[str, list[int]]:
         """What a replay waits for, in words, and the ranks that it waits for."""
         ranks, epoch = self.plan.world_size, values.begun[self.rank]
-        late = [rank for rank, begun in enumerate(values.begun) if begun < epoch]
+        late = [rank for rank, begun in enumerate(values.begun) if before(begun, epoch)]
         missing = torch.nonzero(values.flags[: self.gemm.flags] != epoch).flatten().tolist()
         text = "all that it waits for has come, but its kernel has not ended"
         peers = set(late)

@@ -1,12 +1,14 @@
-"""A litmus test of the flags through which fused kernels pass data: store, set, wait, load by TMA, compare.
+"""A litmus test of the flags through which kernels pass data: store, set, wait, load, compare.
 
     python -m tests.gpu.litmus                            two ranks on one GPU
     python -m tests.gpu.litmus --gpus 2                   on two GPUs, each a rank; needs peer access
     python -m tests.gpu.litmus --rounds 100000 --seconds 30
+    python -m tests.gpu.litmus --kernel per_tile          flags that hold epochs
 
-``litmus.cu`` says what a round is. First the protocol runs as it is, along each path that the fused kernel takes, and
-for each tile size: it must give no stale word. Then parts of it are left out, one at a time. Where the flag does not
-wait for the whole team there must be stale words, or the test could not see any. What the other parts give is reported.
+``litmus.cu`` says what a round is. First the protocol runs as it is, along each path that the kernel takes, and for
+each tile size: it must give no stale word. Then parts of it are left out, one at a time. Where the flag does not wait
+for the whole team, or any epoch ends a wait, there must be stale words, or the test could not see any. What the other
+parts give is reported.
 
 On one GPU, both ranks' memory is behind one L2. Once the wait for TMA's stores has ended, they are in L2, where every
 later load finds them: a release that is left out behind this wait cannot show there. It can show where nothing else has
@@ -35,8 +37,8 @@ import typer
 
 from distgemm.gemm.nvcc import KernelSource, command, find_nvcc
 
-PATHS = ("tensor", "bulk", "plain")
-CHANGES = ("nothing", "release", "wait", "full wait", "wait and release", "proxy fence", "acquire", "counter")
+PATHS = ("tensor", "bulk", "plain", "piece", "part", "sum")
+CHANGES = ("nothing", "release", "wait", "full wait", "wait and release", "proxy fence", "acquire", "counter", "epoch")
 """What is left out, in the order of litmus.cu's enum."""
 
 SLOTS, COUNTERS, ROW, WARP_GROUPS = 2, 4, 256, 2
@@ -65,7 +67,8 @@ class Variant(NamedTuple):
         return self.path if self.omitted == "nothing" else f"{self.path} without {self.omitted}"
 
 
-PROTOCOL = [Variant(path) for path in PATHS]
+OF_EPOCHS = PATHS[3:]
+PROTOCOL = [Variant(path) for path in PATHS[:3]]
 CONTROLS = [Variant("tensor", "counter", control=True)]
 OMISSIONS = [
     *(Variant(path, "release") for path in PATHS),
@@ -73,6 +76,16 @@ OMISSIONS = [
     *(Variant("tensor", omitted) for omitted in ("wait", "full wait", "proxy fence", "acquire")),
 ]
 """What they give is reported, and may be nothing."""
+EPOCH_PROTOCOL = [Variant(path) for path in OF_EPOCHS]
+EPOCH_CONTROLS = [Variant(path, "epoch", control=True) for path in OF_EPOCHS]
+EPOCH_OMISSIONS = [
+    *(Variant(path, omitted) for path in OF_EPOCHS for omitted in ("release", "wait and release", "acquire")),
+    *(Variant(path, "proxy fence") for path in ("piece", "part")),
+]
+KERNELS = {
+    "fused": (PROTOCOL, CONTROLS, OMISSIONS),
+    "per_tile": (EPOCH_PROTOCOL, EPOCH_CONTROLS, EPOCH_OMISSIONS),
+}
 LARGE_TILE = 64 << 10
 """Bytes of a tile for which parts are left out as well: its stores take longer."""
 
@@ -183,7 +196,7 @@ def shape_on(sms: int, ranks_on_gpu: int, size: int, blocks: int, team: int) -> 
 
 
 class Rank:
-    """The memory and the stream of one rank."""
+    """The memory and the stream of one rank. Flags of epochs are not cleared: 0 is none of their epochs."""
 
     def __init__(self, rank: int, device: torch.device, shape: Shape) -> None:
         self.rank, self.device, self.shape = rank, device, shape
@@ -224,9 +237,10 @@ class Rank:
             what = {-1: "this path is not compiled with this change", -2: "the driver encodes no tensor map"}
             raise RuntimeError(f"{variant}: {what.get(error) or functions.litmus_error_string(error).decode()}")
 
-    def clear(self) -> None:
+    def clear(self, variant: Variant) -> None:
         """Make the memory ready for a launch."""
-        self.flags.zero_()
+        if variant.path not in OF_EPOCHS:
+            self.flags.zero_()
         self.counters.zero_()  # a variant without waits may leave others
         self.running.fill_(self.shape.blocks)
 
@@ -297,7 +311,7 @@ def measure(
     while made * blocks < rounds and time.monotonic() < deadline:
         now = min(ROUNDS_PER_LAUNCH, -(-(rounds - made * blocks) // blocks))
         for rank in ranks:
-            rank.clear()
+            rank.clear(variant)
         synchronize(devices)
         order = chance.sample(range(2), 2)  # either rank may begin
         for number in order:
@@ -361,9 +375,13 @@ def main(
     seconds: Annotated[float, typer.Option(help="Time for everything.")] = 240.0,
     seed: Annotated[int, typer.Option(help="Of the delays.")] = 0,
     jitter: Annotated[int, typer.Option(help="A block is up to so many ns late, in one of 8 rounds.")] = 2000,
+    kernel: Annotated[str, typer.Option(help="Whose flags: fused or per_tile.")] = "fused",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Run the litmus test."""
+    if kernel not in KERNELS:
+        raise typer.BadParameter(f"kernel is one of {', '.join(KERNELS)}, got {kernel}")
+    protocol, controls, omissions = KERNELS[kernel]
     if gpus not in (1, 2) or rounds < 1:
         raise typer.BadParameter(f"gpus is 1 or 2 and rounds > 0, got {gpus} and {rounds}")
     if torch.cuda.device_count() < gpus:
@@ -378,13 +396,13 @@ def main(
         enable_peer_access(devices)
     properties = torch.cuda.get_device_properties(0)
     sizes = size or [2048, 8192]
-    cases = [(variant, one, rounds) for one in sizes for variant in PROTOCOL]
+    cases = [(variant, one, rounds) for one in sizes for variant in protocol]
     changed = dict.fromkeys([*sizes, LARGE_TILE])
-    cases += [(variant, one, max(1, rounds // 10)) for one in changed for variant in (*CONTROLS, *OMISSIONS)]
+    cases += [(variant, one, max(1, rounds // 10)) for one in changed for variant in (*controls, *omissions)]
     rows: list[Row] = []
     for number, (variant, one, count) in enumerate(cases):
         now = time.monotonic()
-        share = now + (deadline - now) / (len(cases) - number) * (3 if variant in PROTOCOL else 1)
+        share = now + (deadline - now) / (len(cases) - number) * (3 if variant in protocol else 1)
         shape = shape_on(properties.multi_processor_count, 2 // gpus, one, blocks, team)
         rows.append(measure(functions, devices, shape, variant, count, min(share, deadline), seed + number, jitter))
         print(rows[-1], flush=True)

@@ -1,6 +1,6 @@
-// A litmus test of how a fused kernel passes data to another rank. In each round every block stores the number of the
+// A litmus test of how fused and per-tile kernels pass data to another rank. In each round every block stores the number of the
 // round at the peer, sets the peer's flag, waits for its own flag, loads by TMA what the peer stored, and compares. The
-// flags are set and awaited by the functions of flags.cuh, which the fused kernel calls, too.
+// flags are set and awaited by the functions of flags.cuh and epochs.cuh, which these kernels call, too.
 //
 // Blocks form teams, as the thread blocks of one GEMM do: a team has one counter and one flag. The blocks of a team
 // store a tile each, by the first warp of each of two warp groups. Each of these warps increments the counter, and the
@@ -10,12 +10,16 @@
 // block stores into a slot that is still read: before round n + 1, it has seen the peer's flag of round n, which the
 // peer sets once it has read what came in round n - 1.
 //
+// The paths of per-tile kernels have no teams: each warp group's part of a tile has a flag, which holds an epoch. There
+// is one flag for each slot, which nobody clears.
+//
 // Further blocks read and write more memory than L2 holds.
 
 #include <cstdint>
 
 #include "cutlass/cuda_host_adapter.hpp"
 
+#include "../../../distgemm/gemm/kernels/epochs.cuh"
 #include "../../../distgemm/gemm/kernels/flags.cuh"
 
 namespace litmus {
@@ -32,7 +36,14 @@ enum Path : int32_t {
   kTensor,  // by TMA with a tensor map, as the fused kernel stores results
   kBulk,    // by TMA without one, as the fused kernel copies
   kPlain,   // by ordinary stores
+  // As per-tile kernels do:
+  kPiece,  // the lanes of a warp store by TMA. The lanes of a warp read flags, and one loads by TMA
+  kPart,   // one thread stores by TMA. One thread reads flags and loads by TMA
+  kSum,    // one thread stores by TMA. The lanes of each warp read flags and load without TMA
 };
+template <Path path>
+constexpr bool kHasEpochs = path >= kPiece;
+constexpr uint64_t kFirstEpoch = (1ull << 43) - (1 << 20);  // so that all bits change
 // What is left out of the protocol.
 enum Change : int32_t {
   kNothing,
@@ -43,6 +54,7 @@ enum Change : int32_t {
   kNoProxyFence,  // no fence between the flag and TMA's load
   kNoAcquire,     // the flag is read without acquire
   kNoCounter,     // the first block of a team sets the flag, and waits for no other
+  kOlderEpoch,    // any epoch ends a wait
 };
 
 struct Result {
@@ -56,7 +68,7 @@ struct Result {
 
 struct Arguments {
   uint32_t *slots, *peer_slots;  // [kSlots][blocks][bytes / 4]
-  uint32_t *flags, *peer_flags;  // [rounds][teams], all 0 before the launch
+  uint32_t *flags, *peer_flags;  // [rounds][teams], all 0 before the launch; of epochs: uint64 [kSlots][blocks][parts]
   uint32_t* counters;            // [kCounters][teams], all 0 before and after the launch
   uint4 *read, *written;         // memory of the further blocks; at the peer, if there are two GPUs: written
   uint64_t units;                // of 16 bytes in each of the two, a power of two
@@ -151,6 +163,66 @@ __device__ bool wait_until_set(uint32_t const* flag, uint64_t deadline) {
   return true;
 }
 
+// Stores a warp group's part of a tile, and sets its flag to the epoch. A warp calls it.
+template <Path path, Change change>
+__device__ void pass_on(Arguments const& args, uint32_t const* from, int row, int rows, uint64_t flag, uint64_t epoch) {
+  int const lane = threadIdx.x % 32, lanes = path == kPiece ? 32 : 1, step = path == kPiece ? 1 : rows;
+  if (lane < lanes) {
+    for (int i = lane * step; i < rows; i += lanes * step) {
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                       args.peer_slots + size_t(row + i) * kRowWords),
+                   "r"(shared_address(from + i * kRowWords)), "r"(step * kRow)
+                   : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    wait_for_stores<change>();
+  }
+  __syncwarp();
+  if (lane == 0) {
+    if constexpr (change != kNoRelease && change != kNoWaitNoRelease) {
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+    }
+    distgemm::Workspaces::set(flag, epoch);
+  }
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until the flags of all parts have the epoch, but not longer than until `deadline`. A warp calls it, or a thread.
+template <Path path, Change change>
+__device__ bool wait_for_epoch(uint64_t flags, uint64_t epoch, uint64_t deadline) {
+  auto const has = [&](int part) {
+    uint64_t const flag = flags + part * sizeof(uint64_t);
+    uint64_t value;
+    if constexpr (change == kNoAcquire) {
+      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    } else {
+      value = distgemm::Workspaces::load(flag);
+    }
+    return change == kOlderEpoch || value == epoch;
+  };
+  for (uint32_t looks = 1;; ++looks) {
+    bool all = true;
+    if constexpr (path == kPart) {
+      for (int part = 0; part < kWarpGroups; ++part) all = all && has(part);
+    } else {
+      all = __all_sync(0xffffffff, threadIdx.x % 32 >= kWarpGroups || has(threadIdx.x % 32));
+    }
+    if (all) break;
+    if (looks % 256 == 0 && nanoseconds() > deadline) return false;
+  }
+  if constexpr (path != kPart) __syncwarp();
+  if constexpr (path != kSum && change != kNoProxyFence) asm volatile("fence.proxy.async.global;" ::: "memory");
+  return true;
+}
+
+__device__ inline void load_bulk(uint32_t const* from, uint32_t* to, uint64_t* arrived, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(arrived))
+      : "memory");
+}
+
 __device__ inline void load(CUtensorMap const& map, uint32_t* to, uint64_t* arrived, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -230,7 +302,17 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncthreads();
     }
-    if (threadIdx.x % kWarpGroupThreads == 0) {
+    uint64_t const epoch = kFirstEpoch + round;
+    size_t const first_flag = (size_t(slot) * args.blocks + block) * kWarpGroups;
+    auto const flag_at = [&](uint32_t* flags, size_t number) {
+      return reinterpret_cast<uint64_t>(flags) + number * sizeof(uint64_t);
+    };
+    if constexpr (kHasEpochs<path>) {
+      if (threadIdx.x % kWarpGroupThreads < 32) {
+        pass_on<path, change>(args, out + warp_group * part * kRowWords, mine, part,
+                              flag_at(args.peer_flags, first_flag + warp_group), epoch);
+      }
+    } else if (threadIdx.x % kWarpGroupThreads == 0) {
       uint32_t* const counter = args.counters + round % kCounters * teams + team;
       if constexpr (path != kPlain) {
         store<path>(params, out + warp_group * part * kRowWords, mine, part);
@@ -241,7 +323,40 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
       if constexpr (path != kPlain) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     }
 
-    if (threadIdx.x == 0) {
+    if constexpr (path == kSum) {
+      bool const mine_came = wait_for_epoch<path, change>(flag_at(args.flags, first_flag), epoch, deadline);
+      uint32_t const* const from = args.slots + size_t(slot * args.blocks + block) * words;
+      for (int i = threadIdx.x * 4; mine_came && i < words; i += kThreads * 4) {
+        asm volatile("{ .reg .b32 a, b, c, d; ld.relaxed.gpu.global.v4.b32 {a, b, c, d}, [%0];\n"
+                     "st.shared.v4.b32 [%1], {a, b, c, d}; }" ::"l"(from + i),
+                     "r"(shared_address(in + i))
+                     : "memory");
+      }
+      if (threadIdx.x == 0) came = true;
+      __syncthreads();
+      if (!mine_came) came = false;
+    } else if constexpr (kHasEpochs<path>) {
+      if (threadIdx.x < (path == kPiece ? 32 : 1)) {
+        bool const now = wait_for_epoch<path, change>(flag_at(args.flags, first_flag), epoch, deadline);
+        if (threadIdx.x == 0) {
+          came = now;
+          if (now) {
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrived)),
+                         "r"(args.bytes)
+                         : "memory");
+            int const first = int(slot * args.blocks + block) * rows;
+            for (int i = 0; i < kWarpGroups; ++i) {
+              uint32_t* const to = in + i * part * kRowWords;
+              if constexpr (path == kPiece) {
+                load(params.slots, to, &arrived, first + i * part);
+              } else {
+                load_bulk(args.slots + size_t(first + i * part) * kRowWords, to, &arrived, part * kRow);
+              }
+            }
+          }
+        }
+      }
+    } else if (threadIdx.x == 0) {
       came = wait_until_set<change>(args.flags + number * teams + team, deadline);
       if (came) {
         int const other = team * args.team + int((block + round) % args.team);
@@ -256,7 +371,7 @@ __global__ void __launch_bounds__(kThreads) litmus(__grid_constant__ Parameters 
     }
     __syncthreads();
     if (!came) break;
-    wait_for_load(&arrived, number % 2);
+    if constexpr (path != kSum) wait_for_load(&arrived, number % 2);
     uint32_t stale = 0, newer = 0, oldest = 0;
     for (int i = threadIdx.x; i < words; i += kThreads) {
       int32_t const behind = int32_t(round - in[i]);
@@ -334,6 +449,17 @@ int litmus_launch(Arguments const* args, int path, int change, cudaStream_t stre
   LITMUS_CASE(kBulk, kNoWaitNoRelease)
   LITMUS_CASE(kPlain, kNothing)
   LITMUS_CASE(kPlain, kNoRelease)
+#define LITMUS_EPOCHS(a_path) \
+  LITMUS_CASE(a_path, kNothing) \
+  LITMUS_CASE(a_path, kNoRelease) \
+  LITMUS_CASE(a_path, kNoWaitNoRelease) \
+  LITMUS_CASE(a_path, kNoAcquire) \
+  LITMUS_CASE(a_path, kNoProxyFence) \
+  LITMUS_CASE(a_path, kOlderEpoch)
+  LITMUS_EPOCHS(kPiece)
+  LITMUS_EPOCHS(kPart)
+  LITMUS_EPOCHS(kSum)
+#undef LITMUS_EPOCHS
 #undef LITMUS_CASE
   return -1;
 }
