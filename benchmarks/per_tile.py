@@ -34,7 +34,6 @@ from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
-from distgemm.gemm.per_tile.order import PieceOrder
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
@@ -97,8 +96,6 @@ class Variant:
         call: arguments of params_of.
         early: whether its blocks begin before the kernel before it has ended.
         sends: whether it is for gathers that send, which one GPU does not.
-        cooperative: whether it is for cooperative kernels.
-        by_group: whether only rows of a group of tiles are sent in turn.
     """
 
     name: str
@@ -107,39 +104,25 @@ class Variant:
     call: Mapping[str, Any] = field(default_factory=dict)
     early: bool = False
     sends: bool = False
-    by_group: bool = False
-    cooperative: bool = False
 
     def of(self, traits: Traits) -> Traits:
         return replace(traits, **self.traits)
 
     def fits(self, traits: Traits) -> bool:
         """Whether it is another kernel, or another launch, than the plain one, and one that there is."""
-        if self.cooperative and traits.pingpong:
-            return False
         try:
             return (self.of(traits) != traits or not self.traits) and (traits.sends or not self.sends)
         except ValueError:  # the stages do not fit
             return False
 
 
-class _ByGroup(RankGemm):
-    @functools.cached_property
-    def pieces(self) -> PieceOrder:
-        rows = self.order.group * self.traits.cluster[0] * self.traits.tile[0] // self.traits.piece_rows
-        return replace(RankGemm.pieces.func(self), group=rows)
-
-
 PLAIN = Variant("plain")
 EARLY = Variant("early", early=True)
-ALONE = Variant("no borrow", {"macros": (("DG_BORROW", "0"),)}, cooperative=True)
 STORES = (
-    Variant("pace subtiles", {"macros": (("DG_PACE_TILES", "0"),)}),
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
     Variant("b2", {"epilogue_stages": 2}),
     Variant("b3", {"epilogue_stages": 3}),
-    ALONE,
     EARLY,
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
@@ -148,8 +131,6 @@ VARIANTS: dict[Pattern, Sequence[Variant]] = {
         *(Variant(f"piece {rows}", {"piece_rows": rows}) for rows in (16, 64)),
         Variant("piece 64, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
         *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
-        Variant("by group", by_group=True),
-        ALONE,
         EARLY,
     ),
     "gemm+rs": STORES,
@@ -251,8 +232,7 @@ class _Place:
         changes = dict(variant.gemm)
         if "lead" in changes:
             changes["lead"] = min(changes["lead"], gemm.order.units)
-        kind = _ByGroup if variant.by_group else RankGemm
-        return kind(**{each.name: getattr(gemm, each.name) for each in fields(gemm)} | changes)
+        return RankGemm(**{each.name: getattr(gemm, each.name) for each in fields(gemm)} | changes)
 
 
 class _OneGpu(_Place):

@@ -116,10 +116,11 @@ def test_other_plans_that_are_refused() -> None:
 @pytest.mark.parametrize(
     ("schedule", "shape", "kernel", "stages"),
     [
-        (GATHER, (2048, 4 * 2304, 16384), "128x128x64_2x1_pingpong", 2),
+        (GATHER, (2048, 4 * 768, 4096), "128x128x64_2x1_pingpong", 2),
+        (GATHER, (2048, 4 * 2304, 16384), "128x192x64_2x1_cooperative", 1),
         (GATHER, (2048, 4 * 3584, 4096), "128x256x64_2x1_cooperative", 1),
         (SCATTER, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 4),
-        (SCATTER, (2048, 16384, 4 * 2048), "128x256x64_2x1_cooperative", 3),
+        (SCATTER, (2048, 16384, 4 * 2048), "128x256x64_2x1_cooperative", 1),
         (ALL_REDUCE, (2048, 8192, 4 * 1024), "128x128x64_2x1_pingpong", 3),
     ],
 )

@@ -29,13 +29,7 @@
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
 
-#ifndef DG_PACE_TILES  // variants that are measured
-#define DG_PACE_TILES 1
-#endif
-#ifndef DG_BORROW
-#define DG_BORROW 1
-#endif
-#ifndef DG_STAMPS
+#ifndef DG_STAMPS  // times of a block's steps are written down
 #define DG_STAMPS 0
 #endif
 
@@ -74,14 +68,6 @@ struct Part {
   static constexpr int kSubtiles = kDown * kAcross;
   static_assert(kPartN % kColumns == 0);
 };
-
-// When a tile is done, nobody needs its last stage of operands until the next tile is under way. Subtiles that find no
-// epilogue stage are written there, and the stage is free for operands when they have been stored. (A pingpong kernel
-// multiplies meanwhile, and needs all stages.)
-constexpr int kFromA = kStageA / kSubtile / kGroups, kFromB = kStageB / kSubtile / kGroups;  // for each warp group
-constexpr int kBorrowed = Part<Result>::kSubtiles - kEpilogueStages;
-constexpr bool kBorrows = DG_BORROW && !kPingpong && 0 < kBorrowed && kBorrowed <= kFromA + kFromB &&
-    (!kReduces || sizeof(Partial) == sizeof(Result));
 
 constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
 static_assert(!kSpreads || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
@@ -142,7 +128,6 @@ struct alignas(kAlignment) Storage {
   uint8_t copied[kCopies ? 2 : 0][kUnit];
   uint64_t full[kStages], empty[kStages];
   uint64_t written[kGroups][kEpilogueStages], free[kGroups][kEpilogueStages];
-  uint64_t lent[kGroups][kBorrows ? kBorrowed : 0];  // written, in a stage of operands
   uint64_t arrived[2];
   uint64_t ticket_arrived[kRing];
   Ticket tickets[kRing];
@@ -166,11 +151,11 @@ struct Barrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at(barrier)), "r"(bytes) : "memory");
   }
   // At the same barrier of a block of the cluster. It orders no memory: a wider scope would flush caches.
-  CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block, uint32_t arrivals = 1) {
+  CUTE_DEVICE static void arrive_at(uint64_t& barrier, uint32_t block) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there], %2; }" ::"r"(at(barrier)),
-        "r"(block), "r"(arrivals)
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at(barrier)),
+        "r"(block)
         : "memory");
   }
   CUTE_DEVICE static bool test(uint64_t& barrier, uint32_t phase) {
@@ -318,7 +303,6 @@ class Kernel {
         Barrier::init(storage_.written[group][i], 4);
         Barrier::init(storage_.free[group][i], 1);
       }
-      for (int i = 0; kBorrows && i < kBorrowed; ++i) Barrier::init(storage_.lent[group][i], 4);
     }
     for (int i = 0; i < 2; ++i) Barrier::init(storage_.arrived[i], 1);
     for (int i = 0; i < kRing; ++i) Barrier::init(storage_.ticket_arrived[i], 1);
@@ -618,7 +602,6 @@ class Kernel {
   // Stores finished tiles. One thread.
   CUTE_DEVICE void store_() {
     Tickets tickets{storage_};
-    Stage stage;
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
@@ -639,11 +622,8 @@ class Kernel {
       bool const remote = kReduces && tile.distance;
       int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
       bool const leaves = sends && (remote || kSpreads);  // to peers
-      int const reserved = DG_PACE_TILES ? subtiles * kParts : 1;  // subtiles, at a time
-      uint32_t const bytes = reserved * kSubtile * (remote ? 1 : peers);
+      uint32_t const bytes = subtiles * kParts * kSubtile * (remote ? 1 : peers);
       int const first = kPingpong ? number % kGroups : 0;
-      stage.advance(depth_);
-      uint32_t const last = (stage.index + kStages - 1) % kStages;  // of this tile's operands
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
       uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
       CUTE_NO_UNROLL
@@ -651,18 +631,14 @@ class Kernel {
         CUTE_UNROLL
         for (int j = 0; j < kParts; ++j) {
           int const group = first + j;
-          bool const lent = kBorrows && i >= kEpilogueStages;
-          uint64_t& arrived =
-              lent ? storage_.lent[group][i - kEpilogueStages] : storage_.written[group][uses.index()];
-          uint32_t const phase = lent ? number : uses.phase();
-          uint8_t* const from =
-              lent ? borrowed_(group, i - kEpilogueStages, last) : storage_.subtiles[group][uses.index()];
-          if (!Barrier::test(arrived, phase)) {
+          uint64_t& written = storage_.written[group][uses.index()];
+          uint8_t* const from = storage_.subtiles[group][uses.index()];
+          if (!Barrier::test(written, uses.phase())) {
             release();
-            Barrier::wait(arrived, phase);
+            Barrier::wait(written, uses.phase());
           }
           if (!remote) store_result_(from, tile, j, i);
-          if (leaves && (i * kParts + j) % reserved == 0) pacing.wait(bytes);
+          if (leaves && i == 0 && j == 0) pacing.wait(bytes);
           if (remote && sends) {
             store_at_(peer, clock.buffer(), sum + j, i, from);
           } else if (!remote) {
@@ -676,22 +652,9 @@ class Kernel {
             wait_until_read<1>();
             Barrier::arrive(*stored);
           }
-          stored = lent ? nullptr : &storage_.free[group][uses.index()];
+          stored = &storage_.free[group][uses.index()];
         }
-        if (!kBorrows || i < kEpilogueStages) ++uses.count;
-      }
-      if constexpr (kBorrows) {
-        wait_until_read<0>();
-        release();
-        if constexpr (kCluster == 1) {
-          Barrier::arrive(storage_.empty[last], kParts * 4);
-        } else {
-          for (uint32_t block = 0; block < kCluster; ++block) {
-            if (block % kClusterM == block_ % kClusterM || block / kClusterM == block_ / kClusterM) {
-              Barrier::arrive_at(storage_.empty[last], block, kParts * 4);
-            }
-          }
-        }
+        ++uses.count;
       }
       if constexpr (kPingpong) {
         auto const now = uses;
@@ -791,20 +754,16 @@ class Kernel {
       if constexpr (kPingpong) turn_arrive_(1 - group);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
-      if constexpr (kBorrows) {
-        turn_wait_(0);  // for the other warp group, too
-      } else {
-        release_(last);
-      }
+      release_(last);
       stamp_(kMultiplied);
       scale_(sums);
       if (kReduces && tile.distance) {
-        write_sums_(sums, group, uses, last, thread);
+        write_sums_(sums, group, uses, thread);
       } else {
         if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
         stamp_(kAdded);
         add_terms_(sums, tile, kPingpong ? 0 : group, thread);
-        write_results_(sums, group, uses, last, thread);
+        write_results_(sums, group, uses, thread);
       }
     }
   }
@@ -916,10 +875,10 @@ class Kernel {
 
   // Writes a partial sum to epilogue stages, from which it is stored.
   template <class Sums>
-  CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, uint32_t last, int thread) {
+  CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     CUTE_UNROLL
     for (int subtile = 0; subtile < Part<Partial>::kSubtiles; ++subtile) {
-      uint8_t* const to = begin_write_(group, uses, subtile, last);
+      uint8_t* const to = begin_write_(group, uses);
       CUTE_UNROLL
       for (int i = 0; i < kPacks; ++i) {
         cutlass::Array<float, kPacked> values;
@@ -928,28 +887,20 @@ class Kernel {
         reinterpret_cast<Pack*>(to)[i * kGroupThreads + thread] =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
-      end_write_(group, uses, subtile);
+      end_write_(group, uses);
     }
   }
 
-  // Where a subtile of a tile is written: to the next epilogue stage, when it is free, or to the last stage of operands.
-  CUTE_DEVICE uint8_t* begin_write_(int group, Uses<kEpilogueStages> const& uses, int subtile, uint32_t last) {
-    if (kBorrows && subtile >= kEpilogueStages) return borrowed_(group, subtile - kEpilogueStages, last);
+  // The next epilogue stage, when it is free.
+  CUTE_DEVICE uint8_t* begin_write_(int group, Uses<kEpilogueStages> const& uses) {
     Barrier::wait(storage_.free[group][uses.index()], uses.phase() ^ 1);
     return storage_.subtiles[group][uses.index()];
   }
-  CUTE_DEVICE void end_write_(int group, Uses<kEpilogueStages>& uses, int subtile) {
-    bool const lent = kBorrows && subtile >= kEpilogueStages;
+  CUTE_DEVICE void end_write_(int group, Uses<kEpilogueStages>& uses) {
     fence_shared();
     __syncwarp();
-    if (lane() == 0) {
-      Barrier::arrive(lent ? storage_.lent[group][subtile - kEpilogueStages] : storage_.written[group][uses.index()]);
-    }
-    if (!lent) ++uses.count;
-  }
-  CUTE_DEVICE uint8_t* borrowed_(int group, int number, uint32_t stage) {
-    return number < kFromA ? storage_.a[stage] + (group * kFromA + number) * kSubtile
-                           : storage_.b[stage] + (group * kFromB + number - kFromA) * kSubtile;
+    if (lane() == 0) Barrier::arrive(storage_.written[group][uses.index()]);
+    ++uses.count;
   }
 
   // Where value i and the next one lie, if they have four bytes each.
@@ -991,13 +942,13 @@ class Kernel {
 
   // Writes a part of a result to epilogue stages, as TMA stores it.
   template <class Sums>
-  CUTE_DEVICE void write_results_(Sums& sums, int group, Uses<kEpilogueStages>& uses, uint32_t last, int thread) {
+  CUTE_DEVICE void write_results_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     constexpr int columns = Part<Result>::kColumns;
     int const row = thread / 32 * 16 + thread % 16, beside = thread % 32 / 16;
     CUTE_UNROLL
     for (int number = 0; number < Part<Result>::kSubtiles; ++number) {
       int const n = number / kDown, m = number % kDown;
-      uint8_t* const to = begin_write_(group, uses, number, last);
+      uint8_t* const to = begin_write_(group, uses);
       if constexpr (sizeof(Result) == 2) {
         CUTE_UNROLL
         for (int i = 0; i < columns / 2; i += 8) {
@@ -1019,7 +970,7 @@ class Kernel {
                        : "memory");
         }
       }
-      end_write_(group, uses, number);
+      end_write_(group, uses);
     }
   }
 

@@ -39,6 +39,7 @@ class TileCosts(NamedTuple):
 TILES: Mapping[tuple[int, int], TileCosts] = MappingProxyType(
     {
         (128, 256): TileCosts(0.963, 0.933, 3.0),
+        (128, 192): TileCosts(0.93, 0.90, 2.4),
         (128, 128): TileCosts(0.804, 0.813, 1.5),
         (64, 256): TileCosts(0.633, 0.787, 1.4),
         (64, 128): TileCosts(0.579, 0.613, 1.5),

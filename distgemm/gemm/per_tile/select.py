@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
@@ -16,18 +16,19 @@ __all__ = ["CONFIGS", "gemm_of", "select_config", "traits_of"]
 
 CONFIGS = (
     "128x256x64_2x1_cooperative",
+    "128x192x64_2x1_cooperative",
     "128x128x64_2x1_pingpong",
     "64x256x64_2x1_pingpong",
     "64x128x64_2x1_pingpong",
     "64x128x64_1x2_pingpong",
 )
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-LARGE, SMALL = CONFIGS[:2]
-FEW_TILES = 198
-"""Tiles of 128x256, below which a gather has tiles of 128x128: one and a half for each SM."""
+LARGE, WIDE, SMALL = CONFIGS[:3]
+SPEEDS = {LARGE: 0.96, WIDE: 0.93, SMALL: 0.85}
+"""Of a whole wave of tiles of a gather, as shares of the GPU's rate."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (3, 4), "gemm+ar": (3, 3)}
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (1, 4), "gemm+ar": (1, 3)}
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
@@ -48,9 +49,15 @@ def select_config(pattern: Pattern, m: int, n: int, k: int) -> str:
         n: columns of D on a rank.
         k: extent of the sum on a rank.
     """
-    tile_m, tile_n, _ = GemmConfig.parse(LARGE).tile
-    large = -(-m // tile_m) * -(-n // tile_n) >= FEW_TILES if pattern == "ag+gemm" else k >= SHORT_K
-    return LARGE if large else SMALL
+    if pattern != "ag+gemm":
+        return LARGE if k >= SHORT_K else SMALL
+
+    def cost(config: str) -> float:
+        rows, columns, _ = GemmConfig.parse(config).tile
+        waves = -(-(-(-m // rows) * -(-n // columns)) // SMS)
+        return waves * rows * columns / SPEEDS[config]
+
+    return min(SPEEDS, key=cost)
 
 
 def traits_of(
