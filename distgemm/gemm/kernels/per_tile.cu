@@ -81,8 +81,15 @@ constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 constexpr int kPolled = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
 constexpr bool kCopies = DG_SENDS || kSpreads;  // whether warp 1 copies
-constexpr int kRing = 16;
-static_assert(kStages + 6 < kRing, "a ticket is overwritten before it is read");
+
+// A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
+// In clusters of 2x2 the first block shares stages with its neighbours only, which may be as many ahead of the last block.
+// Behind the tiles that are multiplied, each warp group has one in its epilogue, and others wait in epilogue stages.
+constexpr int kSteps = kClusterM > 1 && kClusterN > 1 ? 2 : 1;
+constexpr int kBehind = kSteps * kStages +
+    (kPingpong ? 2 : 1) * (1 + kEpilogueStages / cute::min(Part<Result>::kSubtiles, Part<Partial>::kSubtiles));
+constexpr int kRing = 32;
+static_assert(kBehind < kRing, "a ticket is overwritten before it is read");
 static_assert(DG_SENDS == 0 || kGathers);
 
 struct Terms {
