@@ -126,6 +126,7 @@ def random_ways(mutant: Protocol) -> None:
         walk(3, [everyone(3), without(3, 0), everyone(3), without(3, 1, 2)], seed, mutant)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 @pytest.mark.parametrize("search", [every_sequence, random_ways])
 def test_mutants_fail(search: Callable[[Protocol], None], mutant: Protocol) -> None:

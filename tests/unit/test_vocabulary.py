@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -66,11 +67,11 @@ PATTERNS = {
 
 
 def files() -> Iterator[Path]:
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        linked = any((ROOT / Path(*parts[:depth])).is_symlink() for depth in range(1, len(parts) + 1))
-        if SKIPPED_FOLDERS.isdisjoint(parts) and not linked and path.is_file() and path.suffix in SUFFIXES:
-            yield path
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(each for each in folders if each not in SKIPPED_FOLDERS)  # os.walk goes into these
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
+                yield path
 
 
 @cache
