@@ -457,10 +457,10 @@ def build_together(sources: Sequence[KernelSource], rank: int, ranks: int, backg
         background: whether the ranks do something else meanwhile. Then no bar is drawn, and each rank keeps a core.
     """
     jobs = max(1, cores() // ranks - background)
-    build(turned(sources, rank, ranks), jobs, progress=rank == 0 and not background)
+    build(rotated(sources, rank, ranks), jobs, progress=rank == 0 and not background)
 
 
-def turned(items: Sequence[T], rank: int, ranks: int) -> list[T]:
+def rotated(items: Sequence[T], rank: int, ranks: int) -> list[T]:
     """The items, so that each rank begins with another one."""
     first = rank * len(items) // ranks
     return [*items[first:], *items[:first]]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: PLC2701  (to
 
 from distgemm.arguments import boolean, instance
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.nvcc import build, turned
+from distgemm.gemm.nvcc import build, rotated
 from distgemm.gemm.select import gpu_name
 from distgemm.gemm.target import compiling_for
 from distgemm.system import cores, switch
@@ -54,7 +54,7 @@ def warmup(model: nn.Module, *inputs: Any, backward: bool = True, **options: Any
     if any(need.device == "cuda" for need in needs):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         with compiling_for(CutlassProvider().arch, gpu_name()):  # the best, whatever is there
-            sources = sources_for(turned(needs, rank, ranks), scope_of_calls())
+            sources = sources_for(rotated(needs, rank, ranks), scope_of_calls())
             build(sources, max(1, cores() // ranks), progress=rank == 0)
     return needs
 

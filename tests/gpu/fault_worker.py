@@ -133,6 +133,20 @@ def lose_a_rank(case: Case, victim: int, after: int, how: str) -> dict[str, Any]
     return found
 
 
+def check_a_lost_rank(folder: Path, case: Case, victim: int, after: int, how: str) -> None:
+    """The other rank raises, within seconds where the process has ended; what it computes is right or NaN."""
+    found = spawn(folder, 2, lose_a_rank, case, victim, after, how, lost=victim)
+    assert set(found) == {1 - victim}
+    (one,) = found.values()
+    assert case.schedule in one["error"] and f"on rank {1 - victim} of 2" in one["error"], one
+    assert f"rank {victim}" in one["error"] or f"ranks [{victim}]" in one["error"], one
+    assert one["seconds"] < 20
+    if how == "SIGKILL":
+        assert f"the processes of ranks [{victim}] have ended" in one["error"], one
+    assert one["d_is_nan"] and "wrong" not in one["behind"] and one["behind"][-1] == "nan", one
+    assert "no executable on this workspace can be called any more" in one["called_again"]
+
+
 def come_back(case: Case, seconds: float, timeout: float | None) -> dict[str, Any]:
     """Rank 1 stops for some seconds, and goes on: late, or after rank 0 has given up."""
     exe, data = compiled(case, **({} if timeout is None else {"timeout": timeout}))

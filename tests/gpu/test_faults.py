@@ -36,16 +36,7 @@ def test_the_others_raise_when_a_rank_is_lost(how: str, seed: int, tmp_path: Pat
     """Within seconds where it has ended. They name op, rank and tile; what they compute is right or NaN."""
     rng = random.Random(f"{how} {seed}")
     case, victim, after = rng.choice(CASES), rng.randrange(2), rng.randrange(100)
-    found = fault_worker.spawn(tmp_path, 2, fault_worker.lose_a_rank, case, victim, after, how, lost=victim)
-    assert set(found) == {1 - victim}
-    (one,) = found.values()
-    assert case.schedule in one["error"] and f"on rank {1 - victim} of 2" in one["error"], one
-    assert f"rank {victim}" in one["error"] or f"ranks [{victim}]" in one["error"], one
-    assert one["seconds"] < 20
-    if how == "SIGKILL":
-        assert f"the processes of ranks [{victim}] have ended" in one["error"], one
-    assert one["d_is_nan"] and "wrong" not in one["behind"] and one["behind"][-1] == "nan", one
-    assert "no executable on this workspace can be called any more" in one["called_again"]
+    fault_worker.check_a_lost_rank(tmp_path, case, victim, after, how)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
