@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_gradients
+from distgemm.runtime.checks import check_gradients, group_timeout
 from distgemm.runtime.cuda.lowering.actions import Action
 from distgemm.runtime.cuda.order import CallOrder
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
@@ -52,6 +52,20 @@ class GpuExecutable(ABC):
     _order: CallOrder
     _shape_of_d: tuple[int, ...]
     _dtype_of_d: torch.dtype
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        execution: ExecutionConfig,
+        timeout: float | None,
+        on_timeout: OnTimeout,
+    ) -> None:
+        self.timeout = group_timeout(group, device) if timeout is None else timeout
+        self.on_timeout = on_timeout
+        self.plan, self.group, self.device, self.execution = plan, group, device, execution
+        self.rank, self.kernels = dist.get_rank(group), ""
 
     @property
     def actions(self) -> Sequence[Action]:

@@ -28,7 +28,6 @@ from distgemm.runtime.checks import (
     check_scales,
     check_shard,
     check_shards,
-    group_timeout,
     resolve_group,
     shard_dtype,
 )
@@ -92,11 +91,8 @@ class CudaExecutable(GpuExecutable):
         turned_b: bool = False,
     ) -> None:
         execution = execution.on(device, plan.problem.dtype)
-        self.timeout = group_timeout(group, device) if timeout is None else timeout
-        self.on_timeout = on_timeout
-        self.plan, self.group, self.device, self.execution = plan, group, device, execution
-        self.rank = dist.get_rank(group)
-        self.graphs, self.kernels = 0, ""
+        super().__init__(plan, group, device, execution, timeout, on_timeout)
+        self.graphs = 0
         problem: Exception | None = None
         try:
             self.binder = Binder(plan, self.rank, device, execution, fallback)

@@ -23,7 +23,6 @@ from distgemm.runtime.checks import (
     check_bias,
     check_gradients,
     check_shards,
-    group_timeout,
     shard_dtype,
 )
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
@@ -81,10 +80,7 @@ class PerTileExecutable(GpuExecutable):
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
     ) -> None:
-        self.timeout = group_timeout(group, device) if timeout is None else timeout
-        self.on_timeout = on_timeout
-        self.plan, self.group, self.device, self.execution = plan, group, device, execution
-        self.rank, self.kernels = dist.get_rank(group), ""
+        super().__init__(plan, group, device, execution, timeout, on_timeout)
         problem: Exception | None = None
         try:
             self.gemm = gemm_of(plan, execution.config)
