@@ -18,7 +18,7 @@ import torch
 from distgemm.gemm import cutlass, sums
 from distgemm.gemm.fused.gemms import PACING_COUNTERS, RESERVED
 from distgemm.plan.plan import Plan
-from distgemm.runtime.cuda import binding, executable, workspace
+from distgemm.runtime.cuda import binding, calls, executable, workspace
 from distgemm.runtime.cuda.executable import CudaExecutable
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM
 from distgemm.runtime.cuda.memops import wait_for
@@ -138,15 +138,17 @@ class Ranks:
             if arguments[-1] is not None:
                 raise arguments[-1]
 
-        with patch.multiple(
-            executable,
-            dist=self._dist,
-            check_agreement=check_agreement,
-            agree_on_kernels=lambda *_: None,
-            build_together=lambda *_: None,
-            workspace_for=workspace_for,
-            watchdog=Unwatched,
-            call_order=lambda device: self._orders[rank],
+        with (
+            patch.object(calls, "dist", self._dist),
+            patch.multiple(
+                executable,
+                check_agreement=check_agreement,
+                agree_on_kernels=lambda *_: None,
+                build_together=lambda *_: None,
+                workspace_for=workspace_for,
+                watchdog=Unwatched,
+                call_order=lambda device: self._orders[rank],
+            ),
         ):
             return CudaExecutable(plan, self._groups[rank], self.device, execution, timeout=60.0)
 
