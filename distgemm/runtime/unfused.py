@@ -191,8 +191,8 @@ class UnfusedExecutable:
             raise ValueError(status.reason)
         if problem.scaling is not None and device.type != "cpu":
             raise ValueError(
-                f"the unfused program multiplies scaled operands in float32, on CPUs, which says nothing about fp8 on a "
-                f"{device.type}"
+                f"the unfused program multiplies scaled operands on CPUs, in float32; that says nothing about fp8 on a "
+                f"{device.type} device"
             )
         if collective != "nccl" and device.type != "cuda":
             raise ValueError(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
@@ -353,10 +353,7 @@ class UnfusedExecutable:
                     if self.pattern == "ag+gemm":
                         whole = self._gather(a, gathered)
                         if scales:
-                            whole, b = (
-                                self._scaled("A", whole, self._gather_scales(scales)),
-                                self._scaled("B", b, scales["SFB"]),
-                            )
+                            whole, b = self._scaled_whole(whole, scales["SFA"]), self._scaled("B", b, scales["SFB"])
                         _multiply(whole, b, whole_d, alpha, c, beta, bias)
                     else:
                         if scales:
@@ -403,22 +400,23 @@ class UnfusedExecutable:
             whole[:, rows] = found[:, : rows.stop - rows.start]
         return whole
 
-    def _gather_scales(self, scales: dict[str, Tensor]) -> Tensor:
-        """The scales of all of A."""
+    def _scaled_whole(self, whole: Tensor, scales: Tensor) -> Tensor:
+        """All of A times its scales, which it gathers, in float32."""
         boxes = [self.plan.box("SFA", rank) for rank in range(self.world_size)]
-        mine = scales["SFA"].reshape(box_extents(boxes[self.rank]))
-        if all(box == boxes[0] for box in boxes):
-            return mine  # every rank has them
-        most = max(box_size(box) for box in boxes)
-        sent = torch.zeros(most * mine.element_size(), dtype=torch.uint8, device=self.device)
-        sent[: mine.numel() * mine.element_size()] = mine.contiguous().view(-1).view(torch.uint8)
-        found = [torch.empty_like(sent) for _ in boxes]
-        dist.all_gather(found, sent, group=self.group)
-        parts = [
-            each.view(mine.dtype)[: box_size(box)].view(box_extents(box))
-            for each, box in zip(found, boxes, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        if all(box == boxes[0] for box in boxes):  # every rank has them
+            parts = [scales] * self.world_size
+        else:
+            mine = scales.contiguous().view(-1).view(torch.uint8)
+            sent = mine.new_zeros(max(map(box_size, boxes)) * scales.element_size())
+            sent[: mine.numel()] = mine
+            found = [torch.empty_like(sent) for _ in boxes]
+            dist.all_gather(found, sent, group=self.group)
+            parts = [
+                each.view(scales.dtype)[: box_size(box)].view(box_extents(box))
+                for each, box in zip(found, boxes, strict=True)
+            ]
+        scaled = [self._scaled("A", whole[:, rows], part) for rows, part in zip(self._rows, parts, strict=True)]
+        return torch.cat(scaled, dim=1)
 
     def _scaled(self, operand: str, x: Tensor, scales: Tensor) -> Tensor:
         """The elements of an operand times their scales, in float32."""
