@@ -252,7 +252,7 @@ def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler,
     """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
     edges = tile_edges(problem, scheduler)
     p = problem
-    rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype
+    rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype, p.n_per_rank, p.k_per_rank
 
     def structure_of(heights: tuple[int, ...], make: Callable[[], Structure]) -> Structure:
         key = (rest, heights, scheduler, *options)

@@ -38,11 +38,14 @@ class GemmProblem:
         out_dtype: element type of C and D. None: ``dtype``, but "float32" for "tfloat32" and "bfloat16" for
             "float8_e4m3fn".
         partial_dtype: element type of partial sums of D in memory and in transfers. None: ``out_dtype``.
-        m_per_rank: number of rows of each rank's shard, if M is sharded. Zeros are allowed. None: as torch.chunk
-            splits.
+        m_per_rank: number of rows of each rank's shard of A or D, if M is sharded. Zeros are allowed. None: as
+            torch.chunk splits.
+        n_per_rank: number of columns of each rank's shard of D, or of rows of its shard of B, if N is sharded. As
+            ``m_per_rank``.
+        k_per_rank: number of columns of each rank's shard of A or B, if K is sharded. As ``m_per_rank``.
 
     Raises:
-        ValueError: for other extents or types, and for ``m_per_rank`` whose sum is no multiple of m.
+        ValueError: for other extents or types, and for ``m_per_rank`` whose sum is no multiple of m, and so on.
     """
 
     m: int
@@ -53,6 +56,8 @@ class GemmProblem:
     out_dtype: str | None = None
     partial_dtype: str | None = None
     m_per_rank: tuple[int, ...] | None = None
+    n_per_rank: tuple[int, ...] | None = None
+    k_per_rank: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "l"):
@@ -63,16 +68,20 @@ class GemmProblem:
         object.__setattr__(self, "out_dtype", member("out_dtype", out, outputs))
         partial = out if self.partial_dtype is None else self.partial_dtype
         object.__setattr__(self, "partial_dtype", member("partial_dtype", partial, outputs))
-        if self.m_per_rank is not None:
-            rows = integers("m_per_rank", self.m_per_rank, 0, MAX_EXTENT)
-            if not sum(rows) or sum(rows) % self.m:
-                wanted = f"a tuple of integers >= 0 whose sum is a multiple of m = {self.m}"
-                raise wrong("m_per_rank", f"{wanted}, not {sum(rows)}", self.m_per_rank)
-            object.__setattr__(self, "m_per_rank", rows)
+        for mode in "mnk":
+            name, extent = f"{mode}_per_rank", getattr(self, mode)
+            if getattr(self, name) is None:
+                continue
+            shares = integers(name, getattr(self, name), 0, MAX_EXTENT)
+            if not sum(shares) or sum(shares) % extent:
+                wanted = f"a tuple of integers >= 0 whose sum is a multiple of {mode} = {extent}"
+                raise wrong(name, f"{wanted}, not {sum(shares)}", getattr(self, name))
+            object.__setattr__(self, name, shares)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.m_per_rank))
+        shares = self.m_per_rank, self.n_per_rank, self.k_per_rank
+        return hash((self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, shares))
