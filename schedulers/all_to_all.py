@@ -31,11 +31,6 @@ GatherChunkMode = Literal["m", "k"]
 #     3  | rank 3 |   | every |   | 0 | 1 | 2 | 3 |    | 3 | 3 | 3 | 3 |             | 0 | 1 | 2 | 3 |
 
 
-def _in_chunks(ranks: int, chunks: int, shard: Axis) -> Axes:
-    """The chunks of a shard. The shape of the values is (chunks, ...)."""
-    return (Axis(chunks, value=(1, 0)), shard)
-
-
 def _to_owners(
     name: str, mesh: Mesh, chunks: int, chunk_mode: ChunkMode, shards: int, owned: Axis, shard: Axis
 ) -> DistributedTileScheduler:
