@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -167,3 +167,33 @@ def test_each_chunk_is_copied_once() -> None:
         plan = distgemm.make_plan(distgemm.GemmProblem(m=48, n=48, k=48), name, 4, chunks=3)
         copies = Counter((op.dst.rank, op.tile) for rank in range(4) for op in plan.ops(rank) if isinstance(op, Copy))
         assert len(copies) == 4 * 3 * 3 and set(copies.values()) == {1}
+
+
+@pytest.mark.parametrize("names", [TO_OWNERS, FROM_HOLDERS])
+def test_across_hosts_and_inside(names: list[str]) -> None:
+    """Tokens go to heads over both axes of a mesh. Each element crosses the network between hosts at most once."""
+    for across, inside in product(names, names):
+        for mesh, chunks in (((2, 2), 1), ((2, 4), 2), ((4, 2), 2)):
+            problem = distgemm.GemmProblem(m=24, n=20, k=28, dtype="float32")
+            options = {"across": across, "inside": inside, "chunks": chunks}
+            plan = distgemm.make_plan(problem, "tensor_parallel_2d_nested", mesh=mesh, **options)
+            plan.verify()
+            data = Data.draw(plan, 0)
+            got = distgemm.run_reference(plan, data.shards("A"), data.shards("B"))
+            data.assert_on_every_rank(got, 1.0, 0.0)
+            ranks, local = plan.world_size, mesh[1]
+            moved = problem.m * (problem.n if names is TO_OWNERS else problem.k) * 4
+            links = plan.link_bytes().items()
+            between = sum(size for (src, dst), size in links if src // local != dst // local)
+            pairs = product(range(ranks), repeat=2)
+            stays = sum(_overlap(plan, one, other, names) for one, other in pairs if one // local == other // local)
+            assert between == moved - 4 * stays
+
+
+def _overlap(plan: distgemm.Plan, one: int, other: int, names: list[str]) -> int:
+    """Elements of one rank's rows in another rank's columns."""
+    if names is TO_OWNERS:
+        rows, columns = plan.box("A", one)[1], plan.box("D", other)[2]
+    else:
+        rows, columns = plan.box("D", one)[1], plan.box("A", other)[2]
+    return (rows[1] - rows[0]) * (columns[1] - columns[0])
