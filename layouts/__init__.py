@@ -20,12 +20,13 @@ from distgemm.layouts.algebra import (
     product,
     right_inverse,
 )
-from distgemm.layouts.maps import ComposedLayout, Map, Modulo, Offset, Swizzle
+from distgemm.layouts.maps import ComposedLayout, Divide, Map, Modulo, Offset, Swizzle
 from distgemm.layouts.tv import Axis, TVLayout
 
 __all__ = [
     "Axis",
     "ComposedLayout",
+    "Divide",
     "IntTuple",
     "Layout",
     "Map",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distgemm.arguments import MAX_EXTENT, function, instance, integer
 from distgemm.layouts.algebra import IntTuple, Layout
 
-__all__ = ["ComposedLayout", "Map", "Modulo", "Offset", "Swizzle"]
+__all__ = ["ComposedLayout", "Divide", "Map", "Modulo", "Offset", "Swizzle"]
 
 MAX_BIT = 62
 """The highest bit of the integers of numpy that a map takes."""
@@ -83,6 +83,29 @@ class Modulo:
 
     def __str__(self) -> str:
         return f"mod {self.extent}"
+
+
+@dataclass(frozen=True)
+class Divide:
+    """value / divisor, rounded down
+
+    Args:
+        divisor: an integer >= 1.
+
+    Raises:
+        ValueError: if ``divisor`` is below 1.
+    """
+
+    divisor: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divisor", integer("divisor", self.divisor, 1, MAX_EXTENT))
+
+    def __call__(self, value: Value) -> Value:
+        return value // self.divisor
+
+    def __str__(self) -> str:
+        return f"div {self.divisor}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ or streams: the plan adds them.
 if __name__ != "distgemm.schedulers":
     raise ImportError(f"import distgemm.schedulers, not {__name__}")
 
-from distgemm.schedulers import all_reduce, mesh, one_d  # noqa: F401  (each registers its schedules)
+from distgemm.schedulers import all_reduce, all_to_all, mesh, one_d  # noqa: F401  (each registers its schedules)
 from distgemm.schedulers.nested import NestedGather, NestedReduce, nest
 from distgemm.schedulers.registry import (
     PATTERNS,
@@ -35,10 +35,11 @@ from distgemm.schedulers.routes import (
     Ring,
     ring_of,
 )
-from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+from distgemm.schedulers.scheduler import MODES, WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
 
 __all__ = [
     # a schedule: partition, work, route
+    "MODES",
     "WHOLE",
     "DistributedTileScheduler",
     "Partition",

@@ -11,7 +11,7 @@ from distgemm.arguments import instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
 
-__all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
+__all__ = ["MODES", "WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
 
 WHOLE = (Axis(1),)
 """The axes of a mode that is one tile."""

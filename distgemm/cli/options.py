@@ -28,7 +28,7 @@ __all__ = [
     "arrangement",
     "cases_of",
     "check_ranks_of_mesh",
-    "check_rows_per_rank",
+    "check_shares",
     "count_ranks",
     "each_once",
     "gemm_problem",
@@ -221,16 +221,22 @@ PartialDtype = Annotated[
     str | None,
     _choice("--partial-dtype", values=DTYPES, metavar="TYPE", help="Type of partial sums", default="as --out-dtype"),
 ]
-RowsPerRank = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--m-per-rank",
-        metavar="M",
+
+
+def _per_rank(mode: str, what: str) -> Any:
+    """The option that gives what each rank holds of a mode."""
+    return typer.Option(
+        f"--{mode}-per-rank",
+        metavar=mode.upper(),
         parser=number(0),
-        help="Rows of a rank's shard, given once for each rank, in order.",
+        help=f"{what} of a rank's shard, given once for each rank, in order.",
         show_default=False,
-    ),
-]
+    )
+
+
+MPerRank = Annotated[list[int] | None, _per_rank("m", "Rows")]
+NPerRank = Annotated[list[int] | None, _per_rank("n", "Columns of D, or rows of B,")]
+KPerRank = Annotated[list[int] | None, _per_rank("k", "Columns of A or B")]
 Workspace = Annotated[str, _choice("--workspace", values=WORKSPACES, metavar="NAME", help="Slots of the plan")]
 Sync = Annotated[str, _choice("--sync", values=SYNCS, metavar="NAME", help="How replays are kept apart")]
 Mechanism = Annotated[str, _choice("--mechanism", values=MECHANISMS, metavar="NAME", help="How data moves")]
@@ -349,25 +355,29 @@ def gemm_problem(
     out_dtype: str | None,
     partial_dtype: str | None,
     m_per_rank: list[int] | None,
+    n_per_rank: list[int] | None,
+    k_per_rank: list[int] | None,
     b_dtype: str | None,
     scaling: str | None,
 ) -> GemmProblem:
-    """The problem that --m, --n, --k, --l, the types, --m-per-rank and --scaling give."""
-    rows = tuple(m_per_rank) if m_per_rank else None
+    """The problem that --m, --n, --k, --l, the types, --scaling, and --m-per-rank and so on give."""
+    rows, columns, depths = (tuple(each) if each else None for each in (m_per_rank, n_per_rank, k_per_rank))
     if m is None:
         m = DEFAULT_M if rows is None else sum(rows)
     elif rows is not None and sum(rows) != m:
         raise ValueError(f"--m-per-rank gives {sum(rows)} rows in all, --m {m}")
-    return GemmProblem(
-        m, n, k, batches, dtype, out_dtype, partial_dtype, rows, b_dtype, read_scaling(scaling) if scaling else None
-    )
+    scales = read_scaling(scaling) if scaling else None
+    return GemmProblem(m, n, k, batches, dtype, out_dtype, partial_dtype, rows, columns, depths, b_dtype, scales)
 
 
-def check_rows_per_rank(problem: GemmProblem, mesh: Mesh) -> None:
-    """Raises ValueError if --m-per-rank does not give as many values as the mesh has ranks."""
-    rows = problem.m_per_rank
-    if rows is not None and len(rows) != prod(mesh):
-        raise ValueError(f"--m-per-rank is given once for each of {prod(mesh)} ranks, got {len(rows)} values")
+def check_shares(problem: GemmProblem, mesh: Mesh) -> None:
+    """Raises ValueError if --m-per-rank and so on do not give as many values as the mesh has ranks."""
+    for mode in "mnk":
+        shares = getattr(problem, f"{mode}_per_rank")
+        if shares is not None and len(shares) != prod(mesh):
+            raise ValueError(
+                f"--{mode}-per-rank is given once for each of {prod(mesh)} ranks, got {len(shares)} values"
+            )
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -13,22 +13,24 @@ from distgemm.cli.options import (
     Dtype,
     JsonFile,
     K,
+    KPerRank,
     M,
     Mechanism,
     MeshSides,
+    MPerRank,
     N,
+    NPerRank,
     OutDtype,
     PartialDtype,
     Pictures,
     Ranks,
-    RowsPerRank,
     Scaling,
     ScheduleName,
     ScheduleOptions,
     Sync,
     Workspace,
     arrangement,
-    check_rows_per_rank,
+    check_shares,
     gemm_problem,
     number,
 )
@@ -64,7 +66,9 @@ def plan_command(
     partial_dtype: PartialDtype = None,
     b_dtype: BDtype = None,
     scaling: Scaling = None,
-    m_per_rank: RowsPerRank = None,
+    m_per_rank: MPerRank = None,
+    n_per_rank: NPerRank = None,
+    k_per_rank: KPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
     mechanism: Mechanism = MECHANISMS[0],
@@ -87,10 +91,12 @@ def plan_command(
     paths = output or []
     check_files(paths, PAGE_SUFFIX)
     check_json(json)
-    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, b_dtype, scaling)
+    problem = gemm_problem(
+        m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, n_per_rank, k_per_rank, b_dtype, scaling
+    )
     options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
     on = arrangement(name, ranks, mesh)
-    check_rows_per_rank(problem, on)
+    check_shares(problem, on)
     plan = make_plan(problem, name, mesh=on, **options)
     if wants_text(json):
         typer.echo(show_plan(plan, ops=ops, rank=rank, limit=limit, width=min(WIDTH, console_width())))

@@ -15,16 +15,18 @@ from distgemm.cli.options import (
     Dtype,
     JsonFile,
     K,
+    KPerRank,
     M,
     MachineOption,
     Mechanism,
     MeshSides,
+    MPerRank,
     N,
+    NPerRank,
     OutDtype,
     PartialDtype,
     PerTile,
     Ranks,
-    RowsPerRank,
     Scaling,
     ScheduleNameOrAll,
     ScheduleOptions,
@@ -34,7 +36,7 @@ from distgemm.cli.options import (
     arrangement,
     cases_of,
     check_ranks_of_mesh,
-    check_rows_per_rank,
+    check_shares,
     gemm_problem,
     mesh_text,
     number,
@@ -98,7 +100,9 @@ def simulate_command(
     partial_dtype: PartialDtype = None,
     b_dtype: BDtype = None,
     scaling: Scaling = None,
-    m_per_rank: RowsPerRank = None,
+    m_per_rank: MPerRank = None,
+    n_per_rank: NPerRank = None,
+    k_per_rank: KPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
     mechanism: Mechanism = MECHANISMS[0],
@@ -157,7 +161,9 @@ def simulate_command(
     paths = output or []
     check_files(paths, PAGE_SUFFIX, ".json")
     check_json(json)
-    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, b_dtype, scaling)
+    problem = gemm_problem(
+        m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, n_per_rank, k_per_rank, b_dtype, scaling
+    )
     if ranks_per_host is not None:
         machine = dataclasses.replace(machine, ranks_per_host=ranks_per_host)
     options = parse_options(option)
@@ -181,7 +187,7 @@ def simulate_command(
 
     def predict(schedule: str, on: Mesh, chunks: int | None) -> Timeline:
         chosen = options if chunks is None else {**options, "chunks": chunks}
-        check_rows_per_rank(problem, on)
+        check_shares(problem, on)
         plan = make_plan(problem, schedule, mesh=on, **{**modes, **chosen})
         return simulate(plan, machine, gemm_streams=gemm_streams)
 

@@ -38,7 +38,7 @@ from distgemm.plan.ops import (
 from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, PlanError, WorkspaceMode, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.plan.resize import scales_have_rows
-from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
+from distgemm.schedulers import MODES, DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
 
 __all__ = [
     "Derivation",
@@ -262,59 +262,71 @@ def tile_edges(problem: GemmProblem, scheduler: DistributedTileScheduler) -> tup
     """The bounds of the work tiles in the modes m, n, k and l, as :class:`distgemm.Plan` has them.
 
     Raises:
-        ValueError: if ``m_per_rank`` does not fit the schedule.
+        ValueError: if ``m_per_rank``, ``n_per_rank`` or ``k_per_rank`` does not fit the schedule.
     """
     result = []
     for mode, tiles, chunks, unit in zip("mnkl", scheduler.grid, scheduler.chunks, _units(problem), strict=True):
         shards = tiles // chunks
-        sizes = _rows(problem, scheduler, shards) if mode == "m" and problem.m_per_rank is not None else None
-        if sizes is not None:
-            _check_blocks(problem, scheduler, sizes, unit)
+        sizes = _shares(problem, scheduler, mode, shards, unit) if mode != "l" else None
         result.append(_bounds(getattr(problem, mode), shards, chunks, sizes, unit))
     return tuple(result)
 
 
-def _rows(problem: GemmProblem, scheduler: DistributedTileScheduler, shards: int) -> list[int]:
-    """The rows of each shard of M. ``m_per_rank`` gives each rank's rows of A, or of D if M does not shard A."""
-    rows = problem.m_per_rank or ()
-    if len(rows) != scheduler.world_size:
-        raise _failure(scheduler, f"m_per_rank {rows} has {len(rows)} entries for {scheduler.world_size} ranks")
-    for operand in ("A", "D"):
+SHARING = {"m": ("A", "D"), "n": ("D", "B"), "k": ("A", "B")}
+"""The operands whose shards an argument such as ``m_per_rank`` may give. The first one that the mode shards counts."""
+
+
+def _shares(
+    problem: GemmProblem, scheduler: DistributedTileScheduler, mode: str, shards: int, unit: int
+) -> list[int] | None:
+    """The extent of each shard of a mode, if ``m_per_rank`` and so on give one for each rank."""
+    name = f"{mode}_per_rank"
+    shares, extent = getattr(problem, name), getattr(problem, mode)
+    if shares is None:
+        return None
+    if len(shares) != scheduler.world_size:
+        raise _failure(scheduler, f"{name} {shares} has {len(shares)} entries for {scheduler.world_size} ranks")
+    for operand in SHARING[mode]:
+        at = MODES[operand].index(mode)
         held = [
-            {tile[0] // scheduler.chunks.m for tile in tiles if tile is not None}
+            {tile[at] // getattr(scheduler.chunks, mode) for tile in tiles if tile is not None}
             for tiles in scheduler.partition[operand].tiles
         ]
         if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
             break
     else:
-        raise _failure(scheduler, "m_per_rank says which rows each rank holds; here no rank has rows of its own")
+        raise _failure(scheduler, f"{name} says what each rank holds of {mode}; here no rank has a share of its own")
     sizes: dict[int, int] = {}
     for rank, (shard,) in enumerate(held):
-        if sizes.setdefault(shard, rows[rank]) != rows[rank]:
+        if sizes.setdefault(shard, shares[rank]) != shares[rank]:
             raise _failure(
-                scheduler, f"m_per_rank {rows}: rank {rank} holds the same rows as a rank with another number"
+                scheduler, f"{name} {shares}: rank {rank} holds the same shard as a rank with another number"
             )
-    if sum(sizes.values()) != problem.m:
+    if sum(sizes.values()) != extent:
         raise _failure(
-            scheduler, f"m_per_rank {rows} makes {sum(sizes.values())} rows, the problem has m = {problem.m}"
+            scheduler, f"{name} {shares} makes {sum(sizes.values())} in all, the problem has {mode} = {extent}"
         )
-    return [sizes[shard] for shard in range(shards)]
+    found = [sizes[shard] for shard in range(shards)]
+    _check_blocks(scheduler, name, shares, found, unit)
+    return found
 
 
-def _check_blocks(problem: GemmProblem, scheduler: DistributedTileScheduler, sizes: Sequence[int], unit: int) -> None:
-    """Check that shards of these rows divide no block of scales.
+def _check_blocks(
+    scheduler: DistributedTileScheduler, name: str, shares: Sequence[int], sizes: Sequence[int], unit: int
+) -> None:
+    """Check that shards of these extents divide no block of scales.
 
     Raises:
-        ValueError: if one does. The message has the nearest rows that would be right.
+        ValueError: if one does. The message has the nearest extents that would be right.
     """
-    ends = list(accumulate(sizes))
-    if any(end % unit and end != problem.m for end in ends):
-        right = [min(round(end / unit) * unit, problem.m) for end in (0, *ends[:-1])] + [problem.m]
+    *ends, extent = accumulate(sizes)
+    if any(end % unit and end != extent for end in ends):
+        right = [0, *(min(round(end / unit) * unit, extent) for end in ends), extent]
         wanted = [high - low for low, high in pairwise(right)]
         raise _failure(
             scheduler,
-            f"m_per_rank {problem.m_per_rank}: {unit} rows share a scale or an atom of scales, so shards are multiples "
-            f"of {unit} rows, except the last one; such as {wanted}",
+            f"{name} {tuple(shares)}: {unit} of them share a scale or an atom of scales, so shards are multiples of "
+            f"{unit}, except the last one; such as {wanted}",
         )
 
 

@@ -1,17 +1,27 @@
-"""Checks whether a plan or a schedule does a pattern: "ag+gemm", "gemm+rs" or "gemm+ar"."""
+"""Checks whether a plan or a schedule does a pattern, such as "ag+gemm"."""
 
 from __future__ import annotations
 
-from distgemm.arguments import instance
+from distgemm.arguments import instance, member
 from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
-from distgemm.schedulers import Pattern, check_pattern, get_schedule, schedule_mesh_rank
+from distgemm.schedulers import MODES, get_schedule, schedule_mesh_rank
 
-__all__ = ["does_pattern", "schedule_does_pattern"]
+__all__ = ["SHARDED_MODES", "does_pattern", "schedule_does_pattern"]
 
 
-def does_pattern(plan: Plan, pattern: Pattern) -> bool:
+SHARDED_MODES: dict[str, tuple[str, str, str]] = {
+    "ag+gemm": ("m", "n", "n"),
+    "gemm+rs": ("k", "k", "m"),
+    "gemm+ar": ("k", "k", ""),
+    "gemm+a2a": ("m", "", "n"),
+    "a2a+gemm": ("k", "", "m"),
+}
+"""The mode of A, of B and of D that a pattern shards over the ranks. "": each rank holds the whole operand."""
+
+
+def does_pattern(plan: Plan, pattern: str) -> bool:
     """Whether the shards of A, B and D in a plan are those of a pattern.
 
     Args:
@@ -20,27 +30,19 @@ def does_pattern(plan: Plan, pattern: Pattern) -> bool:
 
     Returns:
         True if every rank's shards are as the pattern needs, with the shards in the order of the ranks.
+
+    Raises:
+        ValueError: if ``plan`` is no plan, or for an unknown pattern.
     """
     instance("plan", plan, Plan, "a distgemm.Plan")
-    check_pattern(pattern)
-    p, ranks = plan.problem, range(plan.world_size)
-    m, n, k = ((0, extent) for extent in (p.m, p.n, p.k))
-    held = {name: [plan.box(name, rank)[1:] for rank in ranks] for name in "ABD"}
-    rows = _in_order([box[0] for box in held["A" if pattern == "ag+gemm" else "D"]], p.m)
-    if pattern == "ag+gemm":
-        wanted = {"A": (None, k), "B": (None, k), "D": (m, None)}
-        split = _in_order([box[0] for box in held["B"]], p.n) and _in_order([box[1] for box in held["D"]], p.n)
-    else:
-        wanted = {"A": (m, None), "B": (n, None), "D": (None, n) if pattern == "gemm+rs" else (m, n)}
-        split = _in_order([box[1] for box in held["A"]], p.k) and _in_order([box[1] for box in held["B"]], p.k)
-        rows = rows or pattern == "gemm+ar"
-    whole = all(
-        edges is None or box[mode] == edges
-        for name, modes in wanted.items()
-        for box in held[name]
-        for mode, edges in enumerate(modes)
-    )
-    return rows and split and whole
+    sharded = SHARDED_MODES[member("pattern", pattern, SHARDED_MODES)]
+    for operand, split in zip("ABD", sharded, strict=True):
+        boxes = [plan.box(operand, rank) for rank in range(plan.world_size)]
+        for at, mode in enumerate(MODES[operand][:2], start=1):
+            held, extent = [box[at] for box in boxes], getattr(plan.problem, mode)
+            if not (_in_order(held, extent) if mode == split else all(edges == (0, extent) for edges in held)):
+                return False
+    return True
 
 
 def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
@@ -48,7 +50,7 @@ def _in_order(ranges: list[tuple[int, int]], extent: int) -> bool:
     return edges[-1] == extent and all(start == before for (start, _), before in zip(ranges, edges, strict=False))
 
 
-def schedule_does_pattern(name: str, pattern: Pattern) -> bool:
+def schedule_does_pattern(name: str, pattern: str) -> bool:
     """Whether a schedule on one axis of ranks does a pattern.
 
     Args:
@@ -58,7 +60,7 @@ def schedule_does_pattern(name: str, pattern: Pattern) -> bool:
     Returns:
         The answer for two ranks. False for schedules that need a mesh of several axes.
     """
-    check_pattern(pattern)
+    member("pattern", pattern, SHARDED_MODES)
     if schedule_mesh_rank(name) != 1:
         return False
     return does_pattern(make_plan(GemmProblem(m=4, n=4, k=4), get_schedule(name, 2)), pattern)

@@ -52,14 +52,18 @@ class GemmProblem:
         out_dtype: element type of C and D. None: ``dtype``, but "float32" for "tfloat32" and "bfloat16" for
             ``QUANTIZED_DTYPES``.
         partial_dtype: element type of partial sums of D in memory and in transfers. None: ``out_dtype``.
-        m_per_rank: number of rows of each rank's shard, if M is sharded. Zeros are allowed. None: as torch.chunk
-            splits.
+        m_per_rank: number of rows of each rank's shard of A or D, if M is sharded. Zeros are allowed. None: as
+            torch.chunk splits.
+        n_per_rank: number of columns of each rank's shard of D, or of rows of its shard of B, if N is sharded. As
+            ``m_per_rank``.
+        k_per_rank: number of columns of each rank's shard of A or B, if K is sharded. As ``m_per_rank``.
         b_dtype: element type of B, if it differs from that of A: one of them is "float8_e5m2" then (gradients), and the
             other one "float8_e4m3fn". None: ``dtype``. ``operand_dtype("B")`` is the type in both cases.
         scaling: the scales of A and B, a :class:`distgemm.plan.scaling.Scaling` or one of its names. None: no scales.
 
     Raises:
-        ValueError: for other extents, types or scalings, and for ``m_per_rank`` whose sum is no multiple of m.
+        ValueError: for other extents, types or scalings, and for ``m_per_rank`` whose sum is no multiple of m, and so
+            on.
     """
 
     m: int
@@ -70,6 +74,8 @@ class GemmProblem:
     out_dtype: str | None = None
     partial_dtype: str | None = None
     m_per_rank: tuple[int, ...] | None = None
+    n_per_rank: tuple[int, ...] | None = None
+    k_per_rank: tuple[int, ...] | None = None
     b_dtype: str | None = None
     scaling: Scaling | None = None
 
@@ -82,12 +88,15 @@ class GemmProblem:
         object.__setattr__(self, "out_dtype", member("out_dtype", out, outputs))
         partial = out if self.partial_dtype is None else self.partial_dtype
         object.__setattr__(self, "partial_dtype", member("partial_dtype", partial, outputs))
-        if self.m_per_rank is not None:
-            rows = integers("m_per_rank", self.m_per_rank, 0, MAX_EXTENT)
-            if not sum(rows) or sum(rows) % self.m:
-                wanted = f"a tuple of integers >= 0 whose sum is a multiple of m = {self.m}"
-                raise wrong("m_per_rank", f"{wanted}, not {sum(rows)}", self.m_per_rank)
-            object.__setattr__(self, "m_per_rank", rows)
+        for mode in "mnk":
+            name, extent = f"{mode}_per_rank", getattr(self, mode)
+            if getattr(self, name) is None:
+                continue
+            shares = integers(name, getattr(self, name), 0, MAX_EXTENT)
+            if not sum(shares) or sum(shares) % extent:
+                wanted = f"a tuple of integers >= 0 whose sum is a multiple of {mode} = {extent}"
+                raise wrong(name, f"{wanted}, not {sum(shares)}", getattr(self, name))
+            object.__setattr__(self, name, shares)
         b_dtype = self.dtype if self.b_dtype is None else member("b_dtype", self.b_dtype, DTYPES)
         if b_dtype != self.dtype and not {b_dtype, self.dtype} <= _EIGHT_BITS:
             wanted = f"{self.dtype!r}, the dtype of A" if self.dtype not in _EIGHT_BITS else "a float8 type as dtype is"
@@ -103,9 +112,9 @@ class GemmProblem:
                     raise wrong("dtype", "float4_e2m1fn_x2 with scales of float8_e4m3fn", self.dtype)
 
     def __repr__(self) -> str:
-        # Digests of plans contain this text: that of a problem without scales is the same as before there were any.
+        # Digests of plans contain this text: that of a problem without them is the same as before there were any.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("b_dtype", "scaling"):
+        for name in ("n_per_rank", "k_per_rank", "b_dtype", "scaling"):
             if values[name] is None:
                 del values[name]
         return f"GemmProblem({', '.join(f'{name}={value!r}' for name, value in values.items())})"

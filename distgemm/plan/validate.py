@@ -147,6 +147,10 @@ def _check_ranks(plan: Plan) -> None:
         raise PlanError(f"the plan is for {ranks} ranks on the mesh {plan.mesh}; each side is 1 or more")
 
 
+HOLDERS = {"m": (("A", 1), ("D", 1)), "n": (("B", 1), ("D", 2)), "k": (("A", 2), ("B", 2))}
+"""The operands with each mode, and which number of a box it has there."""
+
+
 def _check_extents(plan: Plan) -> None:
     """Check that tiles and shards are those of the problem."""
     problem = plan.problem
@@ -163,10 +167,12 @@ def _check_extents(plan: Plan) -> None:
         for rank, box in enumerate(boxes):
             if not contains(matrix, box):
                 raise PlanError(f"rank {rank}: its shard {box} of {operand} reaches out of the problem's {matrix}")
-    if problem.m_per_rank is not None and all(
-        [box_extents(box)[1] for box in boxes] != list(problem.m_per_rank) for boxes in (plan.shards[0], plan.shards[2])
-    ):
-        raise PlanError(f"neither the shards of A nor those of D have m_per_rank = {problem.m_per_rank} rows")
+    for mode, holders in HOLDERS.items():
+        name = f"{mode}_per_rank"
+        shares = getattr(problem, name)
+        held = {operand: [box_extents(box)[at] for box in plan.shards["ABD".index(operand)]] for operand, at in holders}
+        if shares is not None and list(shares) not in held.values():
+            raise PlanError(f"neither the shards of {' nor those of '.join(held)} have {name} = {shares}")
 
 
 def _check_scale_shards(plan: Plan) -> None:

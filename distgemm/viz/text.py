@@ -365,7 +365,8 @@ def show_plan(
 
 def _plan_head(plan: Plan) -> list[str]:
     problem = plan.problem
-    rows = f", m per rank {','.join(map(str, problem.m_per_rank))}" if problem.m_per_rank is not None else ""
+    shares = {mode: getattr(problem, f"{mode}_per_rank") for mode in "mnk"}
+    rows = "".join(f", {mode} per rank {','.join(map(str, each))}" for mode, each in shares.items() if each is not None)
     b = f" x {problem.b_dtype}" if problem.b_dtype else ""
     scales = f", scales {scaling_name(problem.scaling)}" if problem.scaling else ""
     tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import distgemm
-from blocks.schedules import MESHES
+from blocks.schedules import MESHES, layer_of
 from distgemm.plan.ops import Gemm, Op, Wait
 from distgemm.plan.plan import Plan
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.viz.page import predicted_model, save_page
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
-FC1, FC2 = (8192, 57344, 8192), (8192, 8192, 28672)
-"""The layers fc1 (gate and up in one) and fc2 of Llama 70B."""
+FC1 = (8192, 57344, 8192)
+"""The layer fc1 (gate and up in one) of Llama 70B."""
 
 
 def explorers() -> dict[str, Callable[[Path], None]]:
@@ -30,7 +30,7 @@ def explorers() -> dict[str, Callable[[Path], None]]:
 
 def save_schedule(name: str, path: Path) -> None:
     """Write the page of a schedule on the ranks of its grids."""
-    problem = distgemm.GemmProblem(*(FC1 if name.startswith("all_gather") else FC2))
+    problem = distgemm.GemmProblem(*layer_of(name)[1:])
     plan = distgemm.make_plan(problem, name, mesh=MESHES[schedule_mesh_rank(name)])
     save_page([predicted_model(plan)], path)
 

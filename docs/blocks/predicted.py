@@ -103,3 +103,35 @@ def crossover(model: str) -> str:
         if chain < pairwise:
             return str(tokens)
     raise RuntimeError(f"the chain is never faster in fc2 of {model}: docs/which_schedule.md has to say so")
+
+
+LONG = (32768, 131072, 1048576)
+"""Tokens of long sequences."""
+TO_HEADS = "all_to_all_1d_rotating_d"
+FROM_HEADS = "all_to_all_1d_rotating_a"
+
+
+@table
+def sequence_parallelism() -> str:
+    """Predicted times of both ways to compute the projections of attention, by the number of tokens."""
+    hidden, columns = 8192, 10240
+    rows = []
+    for tokens in LONG:
+        qkv, out = distgemm.GemmProblem(tokens, columns, hidden), distgemm.GemmProblem(tokens, hidden, hidden)
+        for layer, problem, schedules in (("qkv", qkv, (GATHER, TO_HEADS)), ("out", out, (CHAIN, FROM_HEADS))):
+            best = [_best(problem, name) for name in schedules]
+            times = [line.time for _, line in best]
+            cells = [f"**{_ms(time)}**" if time == min(times) else _ms(time) for time in times]
+            cells = [f"{cell} ({chunks})" for cell, (chunks, _) in zip(cells, best, strict=True)]
+            sent = [sum(b for (src, _), b in line.plan.link_bytes().items() if src == 0) >> 20 for _, line in best]
+            rows.append([f"{tokens:,}", layer, *cells, _ms(best[0][1].gemm_alone), *map(str, sent)])
+    head = (
+        "tokens | layer | tensor parallelism, ms | all-to-all, ms | the local GEMM alone, ms | "
+        "sent by a rank, MiB, tensor parallelism | all-to-all"
+    )
+    return (
+        "Predicted for the projections of attention of Llama 70B (64 heads of queries, 8 of keys and values), "
+        "bfloat16, 8 H200s. The number of chunks is in brackets. Tensor parallelism is "
+        f"{_link(GATHER)} and {_link(CHAIN)}; all-to-all is {_link(TO_HEADS)} and {_link(FROM_HEADS)}:\n\n"
+        f"{rows_of(head, rows)}"
+    )

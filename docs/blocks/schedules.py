@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import distgemm
 from blocks import FORMULAS, rows_of, table
 from distgemm.schedulers import (
     all_reduce,
+    all_to_all,
     list_patterns,
     mesh,
     nested,
@@ -27,8 +30,23 @@ GROUPS = {
     "all_gather": "All-gather + GEMM",
     "reduce_scatter": "GEMM + reduce-scatter",
     "all_reduce": "GEMM + all-reduce",
+    "all_to_all": "All-to-all before or after a GEMM",
     "tensor_parallel": "On a mesh",
 }
+
+
+LAYERS = {
+    "all_gather": ("fc1", 8192, 57344, 8192),
+    "all_to_all.*_d": ("qkv", 8192, 10240, 8192),
+    "all_to_all.*_a": ("out", 8192, 8192, 8192),
+    "": ("fc2", 8192, 8192, 28672),
+}
+"""The layers of :func:`layer_of`, by the beginning of the schedule's name."""
+
+
+def layer_of(name: str) -> tuple[str, int, int, int]:
+    """The layer of Llama 70B that a schedule's page shows, and its m, n and k."""
+    return next(layer for prefix, layer in LAYERS.items() if re.match(prefix, name))
 
 
 def by_group() -> dict[str, list[str]]:
@@ -74,8 +92,8 @@ def schedule_page(name: str) -> str:
             f"The grids below are of {scheduler.world_size} ranks{shape} and one chunk.\n",
             f"<!-- picture: {name}.svg Tile grids and work of {name} -->\n",
             "## The plan moves\n",
-            f"Times are predicted for {_layer(name)} of Llama 70B on H200s. Select a tile, a rank or a bar for its "
-            "history. [Explorer](../explorer.md) explains the page.\n",
+            f"Times are predicted for the layer {layer_of(name)[0]} of Llama 70B on H200s. Select a tile, a rank or a "
+            "bar for its history. [Explorer](../explorer.md) explains the page.\n",
             f"<!-- explorer: {name}_explorer.html The plan of {name} moves -->\n",
             "## Grids\n\n```text",
             show_schedule(scheduler),
@@ -93,7 +111,7 @@ NOTE = "<!-- python docs/tables.py writes this page. -->\n"
 
 def docstring(name: str) -> str:
     """The docstring of a schedule's function as Markdown; its arguments are a list."""
-    builders = {**vars(one_d), **vars(all_reduce), **vars(mesh), **vars(nested)}
+    builders = {**vars(one_d), **vars(all_reduce), **vars(all_to_all), **vars(mesh), **vars(nested)}
     text = _escaped(inspect.getdoc(builders[name]) or "")
     description, *sections = re.split(r"\n\n(?=(?:Args|Raises):\n)", text)
     items = []
@@ -130,7 +148,7 @@ def _sent(name: str) -> Iterator[str]:
 def _example(name: str) -> str:
     """The bytes of one product."""
     sides = LARGE_MESHES[schedule_mesh_rank(name)]
-    shape = (8192, 57344, 8192) if name.startswith("all_gather") else (8192, 8192, 28672)
+    shape = layer_of(name)[1:]
     plan = distgemm.make_plan(distgemm.GemmProblem(*shape), distgemm.get_schedule(name, mesh=sides))
     links = plan.link_bytes()
     sent = max(sum(size for (source, _), size in links.items() if source == rank) for rank in range(plan.world_size))
@@ -140,10 +158,6 @@ def _example(name: str) -> str:
         f"With m, n, k = {', '.join(map(str, shape))} in bfloat16 on {ranks}, a rank sends {_mib(sent)}, the busiest "
         f"link carries {_mib(max(links.values()))}, and the workspace takes {_mib(workspace)}."
     )
-
-
-def _layer(name: str) -> str:
-    return "the layer fc1" if name.startswith("all_gather") else "the layer fc2"
 
 
 def _mib(size: float) -> str:
@@ -180,3 +194,17 @@ def _move(move: dict[str, str]) -> str:
 
 def _waiting(by_option: dict[str, str]) -> str:
     return "; ".join(f"`{option}`: {formula}" if option else formula for option, formula in by_option.items())
+
+
+@table
+def lines_of_schedules() -> str:
+    """Lines of the module that has the schedules with an all-to-all, without comments and docstrings."""
+    path = Path(all_to_all.__file__)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    rows = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            lines = ast.unparse(node.body[1:] if ast.get_docstring(node) else node.body).splitlines()
+            what = "schedule" if node.name in distgemm.list_schedules() else "shared by two schedules"
+            rows.append([f"`{node.name}`", what, str(len(lines))])
+    return rows_of("function | what | statements, lines", rows)

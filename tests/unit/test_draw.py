@@ -183,10 +183,10 @@ def test_every_schedule_has_pictures(tmp_path: Path) -> None:
         if "_1d_" in name:
             draw_schedule(get_schedule(name, 4), tmp_path / "schedule.svg")
             draw_plan(make_plan(PROBLEM, name, 4), tmp_path / "plan.svg")
-            # At A, at B, at a column of D unless all hold it, and at its work; at its ops, twice at its links, and at
-            # its workspace.
+            # At A, at B unless all hold it, at a column of D unless all hold it, and at its work; at its ops, twice at
+            # its links, and at its workspace.
             grid = get_schedule(name, 4).grid
-            labels = grid.m + grid.n + 1 if "all_reduce" in name else 7
+            labels = grid.m + grid.n + 1 if "all_reduce" in name else 6 if "all_to_all" in name else 7
             for what, times in (("schedule", labels), ("plan", 4)):
                 path = tmp_path / f"{what}.svg"
                 found = re.findall(r">(rank \d+)</text>", path.read_text())

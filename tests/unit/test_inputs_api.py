@@ -64,6 +64,9 @@ def method(bound: Any, *order: str, **right: Any) -> Any:
 # --- problems, schedules and plans ----------------------------------------------------------------------
 
 
+SHARES = ("m_per_rank", "n_per_rank", "k_per_rank")
+
+
 def planning() -> Iterator[Case]:
     yield from table(
         "GemmProblem",
@@ -72,9 +75,9 @@ def planning() -> Iterator[Case]:
             **dict.fromkeys("mnkl", integers()),
             "dtype": TYPES,
             **dict.fromkeys(("out_dtype", "partial_dtype"), names(*DTYPE_BYTES, optional=True) + ["float8_e4m3fn"]),
-            "m_per_rank": tuples(0, optional=True).without(0) + [(8, 1), (0, 0), (2**31, 8)],
+            **dict.fromkeys(SHARES, tuples(0, optional=True).without(0) + [(8, 1), (0, 0), (2**31, 8)]),
         },
-        {"m_per_rank": ("m_per_rank",)},
+        {name: (name,) for name in SHARES},
     )
     yield from table(
         "make_plan",

@@ -64,7 +64,7 @@ SMALLER = [
     (lambda plan: _with_edges(plan, 2, ()), "in mode k"),
     (lambda plan: _with_shard(plan, 0, ((0, 1), (0, 4), (0, 5))), "rank 0: its shard .* of A reaches out"),
     (lambda plan: _with_shard(plan, 2, ((0, 1), (-1, 8), (0, 2))), "rank 0: its shard .* of D reaches out"),
-    (lambda plan: _grown(plan, m_per_rank=(3, 5)), r"have m_per_rank = \(3, 5\) rows"),
+    (lambda plan: _grown(plan, m_per_rank=(3, 5)), r"have m_per_rank = \(3, 5\)"),
     (lambda plan: dataclasses.replace(plan, mesh=(4,)), "ops for 2 ranks, but its mesh are for 4"),
     (lambda plan: dataclasses.replace(plan, mesh=(-1, -2)), "each side is 1 or more"),
     (lambda plan: dataclasses.replace(plan, slots=plan.slots[:1]), "ops for 2 ranks, but its slots are for 1"),
