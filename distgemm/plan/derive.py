@@ -264,7 +264,7 @@ def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler,
     p = problem
     if p.scaling is not None and p.scaling.a.unit[0] != 1:  # bounds of tiles are multiples of it
         return _derive(p, scheduler, *options).plan
-    types = p.dtype, p.out_dtype, p.partial_dtype, p.b_dtype, p.scaling
+    types = p.groups, p.dtype, p.out_dtype, p.partial_dtype, p.b_dtype, p.scaling
     rest = p.n, p.k, p.l, p.n_per_rank, p.k_per_rank, *types
 
     def structure_of(heights: tuple[int, ...], make: Callable[[], Structure]) -> Structure:

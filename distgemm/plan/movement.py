@@ -493,9 +493,9 @@ class Derivation:
         if found is None:
             rows, columns = {"A": (0, 2), "B": (1, 2), "D": (0, 1)}[operand]
             row, column, batch = tile
-            edges = self.edges
+            edges, matrices = self.edges, self.problem.matrices(operand)
             found = (
-                (edges[3][batch], edges[3][batch + 1]),
+                (edges[3][batch] * matrices, edges[3][batch + 1] * matrices),
                 (edges[rows][row], edges[rows][row + 1]),
                 (edges[columns][column], edges[columns][column + 1]),
             )

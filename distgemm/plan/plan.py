@@ -279,13 +279,17 @@ class Plan:
 
         Returns:
             Slices of an array of shape (m, k) for A, (n, k) for B, (m, n) for C and D, and of all scales for SFA and
-            SFB. With l > 1 the first slice is along l.
+            SFB. With l > 1, and for B with groups > 1, the first slice is along l or the groups.
 
         Raises:
             ValueError: for another operand or rank.
         """
         slices = tuple(slice(start, stop) for start, stop in self.box(operand, rank))
-        return slices if self.problem.l > 1 else slices[1:]
+        return slices if self._has_batches(operand) else slices[1:]
+
+    def _has_batches(self, operand: str) -> bool:
+        """Whether shards of an operand have an axis in front of rows and columns."""
+        return self.problem.l * self.problem.matrices(operand) > 1
 
     def shard_shape(self, operand: str, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard, with the axes of :meth:`shard`.
@@ -298,7 +302,7 @@ class Plan:
             ValueError: for another operand or rank.
         """
         shape = box_extents(self.box(operand, rank))
-        return shape if self.problem.l > 1 else shape[1:]
+        return shape if self._has_batches(operand) else shape[1:]
 
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """The bytes that one replay sends over each link, without flags.

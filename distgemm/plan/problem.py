@@ -59,6 +59,8 @@ class GemmProblem:
         k_per_rank: number of columns of each rank's shard of A or B, if K is sharded. As ``m_per_rank``.
         b_dtype: element type of B, if it differs from that of A: one of them is "float8_e5m2" then (gradients), and the
             other one "float8_e4m3fn". None: ``dtype``. ``operand_dtype("B")`` is the type in both cases.
+        groups: number of matrices B. With more than 1, B has the shape (groups, n, k), and each row of A is multiplied
+            by one of them (a grouped GEMM, as experts need it). Which one is not part of the problem: a call says it.
         scaling: the scales of A and B, a :class:`distgemm.plan.scaling.Scaling` or one of its names. None: no scales.
 
     Raises:
@@ -78,10 +80,14 @@ class GemmProblem:
     k_per_rank: tuple[int, ...] | None = None
     b_dtype: str | None = None
     scaling: Scaling | None = None
+    groups: int = 1
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "l"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_EXTENT))
+        object.__setattr__(self, "groups", integer("groups", self.groups, 1, MAX_EXTENT))
+        if self.groups > 1 and (self.l > 1 or self.scaling is not None):
+            raise ValueError(f"a grouped GEMM has neither batches nor a scaling, got l={self.l} and {self.scaling}")
         outputs = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
         object.__setattr__(self, "dtype", member("dtype", self.dtype, DTYPES))
         out = _DEFAULT_OUT.get(self.dtype, self.dtype) if self.out_dtype is None else self.out_dtype
@@ -114,10 +120,14 @@ class GemmProblem:
     def __repr__(self) -> str:
         # Digests of plans contain this text: that of a problem without them is the same as before there were any.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("n_per_rank", "k_per_rank", "b_dtype", "scaling"):
-            if values[name] is None:
+        for name in ("n_per_rank", "k_per_rank", "b_dtype", "scaling", "groups"):
+            if values[name] in (None, 1):
                 del values[name]
         return f"GemmProblem({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    def matrices(self, operand: str) -> int:
+        """The number of matrices of an operand for each batch: ``groups`` for "B", else 1."""
+        return self.groups if operand == "B" else 1
 
     def operand_dtype(self, operand: str) -> str:
         """The element type of "A", "B", "C", "D", or of the scales "SFA" or "SFB"."""

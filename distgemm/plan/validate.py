@@ -163,7 +163,7 @@ def _check_extents(plan: Plan) -> None:
             )
     m, n, k, batches = extents
     for operand, boxes, whole in zip("ABD", plan.shards, ((m, k), (n, k), (m, n)), strict=True):
-        matrix = (0, batches), (0, whole[0]), (0, whole[1])
+        matrix = (0, batches * problem.matrices(operand)), (0, whole[0]), (0, whole[1])
         for rank, box in enumerate(boxes):
             if not contains(matrix, box):
                 raise PlanError(f"rank {rank}: its shard {box} of {operand} reaches out of the problem's {matrix}")
@@ -347,7 +347,8 @@ class _Memory:
                 raise fail(op, f"its tile is outside the grid {tuple(self.plan.grid)}")
             rows, columns, depth, batch = of_m[m], of_n[n], of_k[k], of_l[l]
             self._check_operand(op, "A", op.a, op.scale_a, (batch, rows, depth))
-            self._check_operand(op, "B", op.b, op.scale_b, (batch, columns, depth))
+            groups = batch[0] * self.problem.groups, batch[1] * self.problem.groups
+            self._check_operand(op, "B", op.b, op.scale_b, (groups, columns, depth))
             wanted = batch, rows, columns
         rests = self.problem.partial_dtype if op.c is None else self.problem.out_dtype
         if dtypes[id(write)] != rests:

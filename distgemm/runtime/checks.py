@@ -42,6 +42,7 @@ __all__ = [
     "problem_fields",
     "process_group",
     "raise_failures",
+    "refuse_groups",
     "resolve_group",
     "shard_dtype",
     "share_memory",
@@ -101,6 +102,15 @@ def process_group(group: Group) -> dist.ProcessGroup:
         f"group is a ProcessGroup, a DeviceMesh of one dimension or a group's name; got {group!r}. dist.group.WORLD "
         "has all ranks"
     )
+
+
+def refuse_groups(problem: GemmProblem) -> None:
+    """Raises ValueError for a grouped GEMM, which only the reference runtime executes."""
+    if problem.groups > 1:
+        raise ValueError(
+            f"groups is 1 for runtimes that move data, got {problem.groups}: plans of grouped GEMMs can be made, "
+            "proved, simulated, and executed by distgemm.run_reference"
+        )
 
 
 def resolve_group(group: Group | None) -> dist.ProcessGroup:

@@ -44,6 +44,7 @@ def run_reference(
     replays: int = 1,
     scale_a_shards: Sequence[Any] | None = None,
     scale_b_shards: Sequence[Any] | None = None,
+    row_groups: Sequence[int] | None = None,
 ) -> list[Array]:
     """Execute a plan's ops for all ranks, and return the shard of D of each.
 
@@ -55,6 +56,9 @@ def run_reference(
 
     scale_a_shards, scale_b_shards: with ``plan.problem.scaling``, the scales of A and B: an array for each rank, of
              the shape ``plan.shard_shape("SFA", rank)`` and "SFB"; swizzled scales as they lie in memory
+
+    row_groups: with ``plan.problem.groups`` > 1, the group of each of the m rows of A: row i of D is row i of A
+             times ``B[row_groups[i]].T``. The plan is the same for all of them
 
     Everything is added in float64 and nothing is rounded in between. The workspace and D hold NaN before the
     first replay, D before every replay. The program it stands for is ``D = alpha * A @ B.T + beta * C`` on the
@@ -81,9 +85,22 @@ def run_reference(
             raise wrong(NAMES[operand], wanted, given)
         if given is not None:
             inputs[operand] = _shards(plan, operand, given)
-    machine = RankMemories(plan, inputs, alpha, beta, replays)
+    machine = RankMemories(plan, inputs, alpha, beta, replays, _groups(plan, row_groups))
     machine.run(random.Random(seed) if order == "random" else None)
     return [d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)]
+
+
+def _groups(plan: Plan, given: Sequence[int] | None) -> NDArray[np.int64] | None:
+    """The group of each row of A; None: the problem has no groups."""
+    p = plan.problem
+    if p.groups == 1:
+        if given is not None:
+            raise wrong("row_groups", "None for a problem without groups", given)
+        return None
+    found = np.asarray(given)
+    if found.shape != (p.m,) or found.dtype.kind not in "iu" or not ((found >= 0) & (found < p.groups)).all():
+        raise wrong("row_groups", f"{p.m} integers from 0 to {p.groups - 1}, the group of each row of A", given)
+    return found
 
 
 def _shards(plan: Plan, operand: str, given: Sequence[Any]) -> list[Array]:
@@ -129,8 +146,16 @@ class _Rank:
 
 
 class RankMemories:
-    def __init__(self, plan: Plan, inputs: dict[str, list[Array]], alpha: float, beta: float, replays: int) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: dict[str, list[Array]],
+        alpha: float,
+        beta: float,
+        replays: int,
+        row_groups: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.plan, self.row_groups = plan, row_groups
         self.inputs = inputs
         self.alpha, self.beta, self.replays = alpha, beta, replays
         self.ranks = [_Rank(plan.ops(rank)) for rank in range(plan.world_size)]
@@ -177,8 +202,11 @@ class RankMemories:
     def _execute(self, rank: int, op: Op) -> None:
         if isinstance(op, Gemm):
             a, b = self._operand("A", op.a, op.scale_a), self._operand("B", op.b, op.scale_b)
-            product = self.alpha * np.einsum("lmk,lnk->lmn", a, b)
-            self._write(op.out, self._sum(op, product))
+            if self.row_groups is None:
+                product = np.einsum("lmk,lnk->lmn", a, b)
+            else:
+                product = np.einsum("lmk,mnk->lmn", a, b[self.row_groups[slice(*op.a.box[1])]])
+            self._write(op.out, self._sum(op, self.alpha * product))
         elif isinstance(op, Reduce):
             self._write(op.out, self._sum(op, np.zeros(box_extents(op.out.box))))
         elif isinstance(op, Copy):

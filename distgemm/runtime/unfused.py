@@ -27,6 +27,7 @@ from distgemm.runtime.checks import (
     compare,
     differences,
     problem_fields,
+    refuse_groups,
     resolve_group,
     shard_dtype,
 )
@@ -177,6 +178,7 @@ class UnfusedExecutable:
         collective: Collective = "nccl",
     ) -> None:
         check_pattern(pattern)
+        refuse_groups(problem)
         if not (status := unfused_status(problem, pattern)):
             raise ValueError(status.reason)
         self._group = GroupRef(resolve_group(group))

@@ -367,6 +367,7 @@ def _plan_head(plan: Plan) -> list[str]:
     problem = plan.problem
     shares = {mode: getattr(problem, f"{mode}_per_rank") for mode in "mnk"}
     rows = "".join(f", {mode} per rank {','.join(map(str, each))}" for mode, each in shares.items() if each is not None)
+    groups = f", {problem.groups} groups of rows" if problem.groups > 1 else ""
     b = f" x {problem.b_dtype}" if problem.b_dtype else ""
     scales = f", scales {scaling_name(problem.scaling)}" if problem.scaling else ""
     tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))
@@ -374,7 +375,7 @@ def _plan_head(plan: Plan) -> list[str]:
         f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
         f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
         f"mechanism {plan.mechanism}",
-        f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
+        f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{groups}{rows}; "
         f"{problem.dtype}{b} -> {problem.out_dtype}, partial sums {problem.partial_dtype}{scales}",
         f"tiles: {tiles}",
     ]

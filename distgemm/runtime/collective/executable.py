@@ -22,6 +22,7 @@ from distgemm.runtime.checks import (
     check_shards,
     differences,
     plan_fields,
+    refuse_groups,
     resolve_group,
 )
 from distgemm.runtime.collective.memory import CallState, Memory, memory_of
@@ -87,6 +88,7 @@ class CollectiveExecutable:
             raise ValueError(
                 f'the collective runtime sends messages: it takes plans with mechanism="push", got {plan.mechanism!r}'
             )
+        refuse_groups(plan.problem)
         if plan.problem.dtype == "float4_e2m1fn_x2":
             raise ValueError("no runtime multiplies float4_e2m1fn_x2: its plans can be made, proved and simulated")
         if dist.get_world_size(self.group) != plan.world_size:

@@ -28,6 +28,7 @@ from distgemm.runtime.checks import (
     check_scales,
     check_shard,
     check_shards,
+    refuse_groups,
     resolve_group,
     shard_dtype,
 )
@@ -480,6 +481,7 @@ def place(
         ValueError, RuntimeError: as :func:`distgemm.compile` raises them.
     """
     whole = resolve_group(group)
+    refuse_groups(plan.problem)
     member("on_timeout", on_timeout, get_args(OnTimeout))
     timeout = None if timeout is None else finite("timeout", timeout, above=0)
     if plan.world_size != dist.get_world_size(whole):
