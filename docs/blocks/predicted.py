@@ -181,6 +181,6 @@ def two_hosts() -> str:
         "the local GEMM alone, ms | between hosts, MiB: direct / ring / nested"
     )
     return (
-        "Predicted for Llama 405B, bfloat16, tensor parallelism of 16 on two hosts of 8 H200s, one adapter of 400 Gbit/s "
-        f"for each GPU, the best of 1, 2 and 4 chunks:\n\n{rows_of(head, rows)}"
+        "Predicted for Llama 405B, bfloat16, tensor parallelism of 16 on two hosts of 8 H200s, one adapter of "
+        f"400 Gbit/s for each GPU, the best of 1, 2 and 4 chunks:\n\n{rows_of(head, rows)}"
     )
