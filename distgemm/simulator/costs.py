@@ -57,11 +57,14 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
     gemm = whole_gemm_us(machine, m, n, k, problem.l, problem.dtype, out)
     if world_size == 1:
         return machine.replay + gemm
-    bandwidth = machine.collective.bandwidth
-    if not machine.same_host(0, world_size - 1):
-        bandwidth = min(bandwidth, machine.network.bandwidth)
     moved = passes * size * (world_size - 1) / world_size
-    return machine.replay + gemm + machine.collective.latency + moved / (bandwidth * 1e3)
+    collective = machine.collective.latency + moved / (machine.collective.bandwidth * 1e3)
+    if not machine.same_host(0, world_size - 1):
+        # The library divides what it moves into as many rings as a host has ranks, each over an adapter of its own.
+        rings = min(machine.ranks_per_host or 1, world_size)
+        across = machine.network.latency + moved / rings / (machine.network.bandwidth * 1e3)
+        collective = max(collective, across)
+    return machine.replay + gemm + collective
 
 
 def _gathered_scales(problem: GemmProblem, world_size: int) -> int:

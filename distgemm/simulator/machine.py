@@ -108,7 +108,7 @@ class Machine:
         pull_bandwidth: rate when the receiver pulls instead, GB/s.
         copy_streams: copy streams per rank at which the bandwidth above holds.
         contended: rate of all copy streams together if there are more of them, GB/s.
-        network: links between hosts.
+        network: links between hosts. Each rank has an adapter of its own.
         ranks_per_host: ranks that NVLink connects; None: all.
         signal: until a flag is seen by its reader, us.
         wait: from there until the op that waited starts, us.

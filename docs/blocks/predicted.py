@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
+from typing import Any
 
 import distgemm
 from blocks import rows_of, table
@@ -134,4 +136,51 @@ def sequence_parallelism() -> str:
         "bfloat16, 8 H200s. The number of chunks is in brackets. Tensor parallelism is "
         f"{_link(GATHER)} and {_link(CHAIN)}; all-to-all is {_link(TO_HEADS)} and {_link(FROM_HEADS)}:\n\n"
         f"{rows_of(head, rows)}"
+    )
+
+
+HOSTS = (2, 8)
+FLAT = {"fc1": (GATHER, "all_gather_1d_ring_a"), "fc2": (PAIRWISE, CHAIN)}
+NESTED = {"fc1": ("all_gather_1d_ring_a", GATHER), "fc2": (PAIRWISE, PAIRWISE)}
+"""The schedules across hosts and inside each of them."""
+
+
+@table
+def two_hosts() -> str:
+    """Predicted times of two layers of Llama 405B on two hosts, by schedule."""
+    hidden, intermediate = 16384, 53248
+    machine = dataclasses.replace(MACHINE, ranks_per_host=HOSTS[1])
+    rows = []
+    for tokens in (4096, 8192, 16384):
+        for layer, sides in (("fc1", (2 * intermediate, hidden)), ("fc2", (hidden, intermediate))):
+            problem = distgemm.GemmProblem(tokens, *sides)
+            across, inside = NESTED[layer]
+            ranks = HOSTS[0] * HOSTS[1]
+            named: list[tuple[str, dict[str, Any]]] = [(name, {"world_size": ranks}) for name in FLAT[layer]]
+            named.append(("tensor_parallel_2d_nested", {"mesh": HOSTS, "across": across, "inside": inside}))
+            cells = []
+            for name, options in named:
+                lines = [simulate(distgemm.make_plan(problem, name, chunks=c, **options), machine) for c in CHUNKS]
+                line = min(lines, key=lambda each: each.time)
+                between = sum(
+                    size for (src, dst), size in line.plan.link_bytes().items() if not machine.same_host(src, dst)
+                )
+                cells.append((line, between))
+            unfused = predict_unfused(problem, machine, PATTERNS[layer], ranks)
+            times = [unfused, *(line.time for line, _ in cells)]
+            rows.append(
+                [
+                    f"{layer}, {tokens}",
+                    *(f"**{_ms(time)}**" if time == min(times) else _ms(time) for time in times),
+                    _ms(cells[-1][0].gemm_alone),
+                    " / ".join(str(between >> 20) for _, between in cells),
+                ]
+            )
+    head = (
+        "layer, tokens | a library's collective, then one GEMM, ms | flat, direct, ms | flat ring, ms | nested, ms | "
+        "the local GEMM alone, ms | between hosts, MiB: direct / ring / nested"
+    )
+    return (
+        "Predicted for Llama 405B, bfloat16, tensor parallelism of 16 on two hosts of 8 H200s, one adapter of "
+        f"400 Gbit/s for each GPU, the best of 1, 2 and 4 chunks:\n\n{rows_of(head, rows)}"
     )
