@@ -22,6 +22,7 @@ from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.resize import ResizedOps
 from distgemm.plan.scaling import SCALINGS, OperandScaling, Scaling, read_scaling, scaling_name
 from distgemm.schedulers import schedule_mesh_rank, schedule_options
+from distgemm.tune.cache import key_of
 from tests.unit.mutations import changed, effect, mutations
 from tests.unit.reference_data import Data, Scales
 from tests.unit.test_reference import meshes
@@ -238,7 +239,7 @@ def test_what_is_wrong_with_scales_is_named() -> None:
     assert "reads the scales" in said(scale_a=own.scale_a._replace(buffer="A"))
     for shards in ((plan.shards[0], plan.shards[1]), None):
         scaled = make_plan(problem("rowwise"), GATHER, 2)
-        with pytest.raises(PlanError, match="of SFA is not that of|scale_shards is a tuple of 2"):
+        with pytest.raises(PlanError, match=r"of SFA is not that of|scale_shards is a tuple of 2"):
             replace(scaled, scale_shards=shards).verify()
         with pytest.raises(PlanError, match="scale_shards is None for a problem without scaling"):
             replace(unscaled, scale_shards=scaled.scale_shards).verify()
@@ -391,3 +392,9 @@ def test_torch_and_numpy_expand_scales_alike(scaling: Scaling, rows: int, column
     found = np.broadcast_to(each.expand(scales, rows, columns), (2, rows, columns))
     assert np.array_equal(found, each.expand(torch.from_numpy(scales), rows, columns).expand(2, rows, columns).numpy())
     assert len(np.unique(found)) == 2 * -(-rows // (each.rows or rows)) * -(-columns // (each.columns or columns))
+
+
+def test_the_tuning_cache_keeps_scalings_apart() -> None:
+    known = [problem(each) for each in RUNNABLE] + [problem("rowwise", dtype="float8_e5m2", b_dtype="float8_e4m3fn")]
+    known.append(GemmProblem(512, 256, 512, dtype="float8_e4m3fn"))
+    assert len({key_of(each, "ag+gemm", 4) for each in known}) == len(known)
