@@ -109,6 +109,18 @@ def test_every_plan_with_scales_is_proved(plan: Plan) -> None:
     assert sum(plan.link_bytes().values()) == moved + tiles + stored
 
 
+@pytest.mark.parametrize("scaling", ["tensorwise-shard", "rowwise", "blockwise"])
+@pytest.mark.parametrize("name", [each for each in distgemm.list_schedules() if "gather" in each])
+def test_scales_that_move_are_proved_in_all_ways(name: str, scaling: str) -> None:
+    """Also where a rank passes on what it received, from slots that are used again."""
+    for mechanism, (workspace, sync) in product(derive.MECHANISMS, SYNCHRONISED):
+        how = {"workspace": workspace, "sync": sync, "mechanism": mechanism}
+        plan = make_plan(problem(scaling, 1024, 512, 512), name, 4, chunks=2, **how)
+        # Each rank has the scales of all rows, if they belong to all of k.
+        assert bool(scale_copies(plan)) == ((name, scaling) != ("all_gather_1d_tiling_k_rotating_a", "rowwise"))
+        plan.verify()
+
+
 @settings(max_examples=25)
 @given(plans(), st.integers(0, 99))
 def test_the_reference_multiplies_each_element_by_its_scale(plan: Plan, seed: int) -> None:
