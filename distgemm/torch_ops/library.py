@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import OUT_DTYPES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
@@ -24,7 +24,7 @@ Sizes = Sequence[int] | None
 Purpose = Literal["forward", "gradient", "gather"]
 
 # float32 tensors are multiplied in IEEE float32, and fp8 would need scales.
-DTYPE_NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name not in ("tfloat32", "float8_e4m3fn")}
+DTYPE_NAMES = {TORCH_DTYPES[name]: name for name in OUT_DTYPES if name != "tfloat32"}
 
 GATHER_ROWS = 8
 """Rows of the b with which A alone is gathered: so many that results of 16 bits end at multiples of 16 bytes. Other
