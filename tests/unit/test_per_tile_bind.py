@@ -27,8 +27,6 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
-        ({"piece_rows": 48}, "16, 32, 64 or 128 rows"),
-        ({"tile": (64, 128), "pingpong": True, "piece_rows": 128}, "divide those of a tile"),
         ({"tile": (128, 192), "b_major": "n"}, "multiples of 64 columns of B"),
         ({"tile": (64, 128), "cluster": (1, 2), "pingpong": True, "a_major": "m", "sends": False}, "columns of A"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),

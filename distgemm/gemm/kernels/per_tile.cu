@@ -29,10 +29,6 @@
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
 
-#ifndef DG_STAMPS  // times of a block's steps are written down
-#define DG_STAMPS 0
-#endif
-
 namespace distgemm {
 
 using namespace cute;
@@ -72,8 +68,8 @@ struct Part {
 constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
 static_assert(!kSpreads || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
 
-// A piece of a shard that is sent: so many rows, and so many bytes of each. Small ones arrive early.
-constexpr int kPieceRows = DG_PIECE_ROWS, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
+// A piece of a shard that is sent: so many rows, and so many bytes of each.
+constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
 constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
 static_assert(kTileM % kPieceRows == 0 && (kPiecesDown & (kPiecesDown - 1)) == 0);
 constexpr int kUnitRows = 16, kUnit = kUnitRows * kPieceBytes;  // what is copied at a time
@@ -243,7 +239,6 @@ class Kernel {
         depth_((params.k + kTileK - 1) / kTileK) {}
 
   CUTE_DEVICE void run() {
-    stamp_(kBegin);
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
     bool const counts = threadIdx.x == 0, leads = counts && block_ == 0;
     if (warp == 2 && lane() == 0) initialise_();
@@ -282,23 +277,10 @@ class Kernel {
     }
     __syncwarp();
     __syncthreads();
-    stamp_(kEnd);
     if (counts) atomicSub(&spaces_.control(spaces_.rank).running, 1u);
   }
 
  private:
-  enum Stamp { kBegin, kTicket, kMultiplied, kAdded, kStored, kFlag, kEnd };
-
-  // For measurements: the latest time at which a block was here.
-  CUTE_DEVICE void stamp_(Stamp stamp) {
-    if constexpr (DG_STAMPS) {
-      uint64_t now;
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
-      auto* const at = reinterpret_cast<unsigned long long*>(spaces_.control(spaces_.rank).unused);
-      if (lane() == 0) atomicMax(at + stamp, stamp == kBegin ? ~now : now);
-    }
-  }
-
   CUTE_DEVICE void initialise_() {
     constexpr int sharing = kClusterM + kClusterN - 1;  // blocks that load into one stage
     for (int i = 0; i < kStages; ++i) {
@@ -409,7 +391,6 @@ class Kernel {
       return tickets.next();
     };
     Ticket ticket = next();
-    stamp_(kTicket);
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
@@ -668,7 +649,6 @@ class Kernel {
         uses = others;
         others = now;
       }
-      stamp_(kStored);
       if (!leaves) continue;
       release();
       wait_until_stored();
@@ -680,7 +660,6 @@ class Kernel {
           Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
         }
       }
-      stamp_(kFlag);
     }
     wait_until_read<0>();  // the end of the kernel waits for the rest
   }
@@ -762,13 +741,11 @@ class Kernel {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       release_(last);
-      stamp_(kMultiplied);
       scale_(sums);
       if (kReduces && tile.distance) {
         write_sums_(sums, group, uses, thread);
       } else {
         if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        stamp_(kAdded);
         add_terms_(sums, tile, kPingpong ? 0 : group, thread);
         write_results_(sums, group, uses, thread);
       }

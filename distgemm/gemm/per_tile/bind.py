@@ -11,7 +11,7 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, KernelTraits
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
 
 __all__ = ["RankGemm", "Space", "params_of"]
@@ -70,11 +70,11 @@ class RankGemm:
     def pieces(self) -> PieceOrder:
         """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
         traits, order = self.traits, self.order
-        rows = -(-self.m // traits.piece_rows)
+        rows = -(-self.m // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
-        together = blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows
+        together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
         return PieceOrder(self.distances, rows, slices, together)
 
     @property
@@ -108,8 +108,8 @@ class RankGemm:
         if traits.pattern == "ag+gemm":
             rest, piece = divmod(number, self.pieces.slices)
             distance, row = divmod(rest, self.pieces.rows)
-            first = row * traits.piece_rows
-            rows = f"rows {first} to {min(first + traits.piece_rows, self.m) - 1}"
+            first = row * PIECE_ROWS
+            rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
             return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         result, distance = divmod(rest, self.ranks - 1)

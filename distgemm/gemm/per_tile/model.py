@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_BYTES
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES
 from distgemm.gemm.per_tile.order import TileCluster
 from distgemm.simulator.machine import MAX_FIGURE, Machine
 
@@ -191,14 +191,14 @@ class _Replay:
         return end if gathers and self.arrived else max(end, self.least_us)
 
     def _piece_us(self) -> float:
-        return self.gemm.traits.piece_rows * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
+        return PIECE_ROWS * PIECE_BYTES / (self.costs.send_gb_per_s * 1e3)
 
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
         pieces, us = self.gemm.pieces, self._piece_us()
         batch = self.costs.senders or self.costs.machine.sms
         traits = self.gemm.traits
-        high = traits.tile[0] * traits.cluster[0] // traits.piece_rows  # rows of pieces in a row of clusters
+        high = traits.tile[0] * traits.cluster[0] // PIECE_ROWS  # rows of pieces in a row of clusters
         found: dict[tuple[int, int], float] = {}
         for number in range(pieces.pieces):
             piece = pieces.at(number)
