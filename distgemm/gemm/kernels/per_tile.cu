@@ -110,7 +110,6 @@ struct alignas(128) Params {
   int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
   uint32_t slices;       // of the sum
   uint32_t picoseconds_per_kib;
-  uint32_t senders;  // thread blocks that send pieces
 };
 
 // What the blocks of a cluster learn of a ticket.
@@ -248,7 +247,6 @@ class Kernel {
       prefetch_tma_descriptor(&params_.d);
       if constexpr (kGathers) for (auto const& map : params_.received) prefetch_tma_descriptor(&map);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the kernel before this one, if this one began early
     Clock first{};
     if (leads) first = spaces_.take();
     if (counts) atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
@@ -265,7 +263,7 @@ class Kernel {
       cutlass::arch::warpgroup_reg_dealloc<56>();
       if (warp == 0) load_operands_();
       if constexpr (DG_SENDS) {
-        if (warp == 1 && blockIdx.x < params_.senders) send_();
+        if (warp == 1) send_();
       }
       if constexpr (kSpreads) {
         if (warp == 1 && lane() == 0) take_results_();
@@ -490,7 +488,7 @@ class Kernel {
     for (;;) {
       uint32_t const ticket = __shfl_sync(0xffffffff, taken, 0);
       if (ticket >= count) {
-        if (lane() == 0 && ticket == count + cute::min(params_.senders, gridDim.x) - 1) atomicExch(&counter, 0u);
+        if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
         return;
       }
       if (lane() == 0) taken = take_(counter);

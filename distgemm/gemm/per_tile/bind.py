@@ -174,7 +174,6 @@ def params_of(
     c: torch.Tensor | None = None,
     beta: float = 0.0,
     gb_per_s: float = 0.0,
-    senders: int = SMS,
     executable: int = 0,
     closed: bool = True,
     epochs_a_replay: int = 1,
@@ -192,7 +191,6 @@ def params_of(
         c: of D's shape.
         beta: factor of C.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
-        senders: thread blocks that send pieces, at most; each sends one at a time.
         executable: its number, by which the watchdog knows it.
         closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -239,7 +237,6 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.senders = senders
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 

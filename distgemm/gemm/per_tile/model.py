@@ -63,7 +63,6 @@ class Costs:
         write_subtile: of a subtile that is written, us.
         take: from the arrival of a result to its place in D, us.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave.
-        senders: pieces that are sent at a time; 0: one for each SM.
         cache: bytes of panels that stay in L2.
     """
 
@@ -77,7 +76,6 @@ class Costs:
     take: float = 3.0
     send_gb_per_s: float = 340.0
     store_gb_per_s: float = 360.0
-    senders: int = 0
     cache: float = 30e6
 
 
@@ -196,7 +194,7 @@ class _Replay:
     def _operands(self) -> dict[tuple[int, int], float]:
         """When tiles of a block of a shard can be multiplied at the earliest, as far as pieces hold them back."""
         pieces, us = self.gemm.pieces, self._piece_us()
-        batch = self.costs.senders or self.costs.machine.sms
+        batch = self.costs.machine.sms
         traits = self.gemm.traits
         high = traits.tile[0] * traits.cluster[0] // PIECE_ROWS  # rows of pieces in a row of clusters
         found: dict[tuple[int, int], float] = {}

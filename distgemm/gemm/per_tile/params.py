@@ -126,8 +126,8 @@ class Params(ctypes.Structure):
         ("shard", ctypes.c_uint64),
         ("shard_stride", ctypes.c_int64),
         *_fields(ctypes.c_int32, "m", "n", "k"),
-        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "senders"),
-        ("padding", ctypes.c_uint32 * 18),
+        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
+        ("padding", ctypes.c_uint32 * 19),
     )
 
     @classmethod
