@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distgemm.gemm.per_tile.order import PieceOrder, TileCluster, TileOrder
-from distgemm.plan.schema import PlanError
 
 
 @st.composite
@@ -31,11 +29,10 @@ def test_every_tile_has_one_ticket(order: TileOrder) -> None:
 
 @given(orders())
 def test_sums_come_before_they_are_added(order: TileOrder) -> None:
-    if order.own_first and order.lead and order.ranks > 1:
-        with pytest.raises(PlanError, match="comes before"):
-            order.raise_if_cyclic()
-    else:
-        order.raise_if_cyclic()
+    """In any order in which own tiles come later. A gather's would be cyclic."""
+    tickets = {tile: ticket for ticket, tile in enumerate(order)}
+    late = [tile for tile, ticket in tickets.items() if ticket > tickets[tile._replace(distance=0)]]
+    assert bool(late) == (order.own_first and order.lead > 0 and order.ranks > 1)
 
 
 @given(orders())
