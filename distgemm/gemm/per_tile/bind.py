@@ -196,25 +196,18 @@ def params_of(
     Raises:
         ValueError: for tensors that TMA cannot copy.
     """
-    traits, ranks = gemm.traits, gemm.ranks
+    traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
-    size = BYTES[traits.dtype]
-    tile_m, tile_n = traits.tile
+    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
     params = structs.Params.new()
-    _describe(
-        params.a, "A", a, traits.a_major == "k", tile_m // traits.cluster[1], 1 if gathers else ranks, gemm.m, traits
-    )
-    _describe(params.b, "B", b, traits.b_major == "k", tile_n // traits.cluster[0], 1, gemm.n, traits)
-    _describe_rows(params.d, "D", d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
+    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers else ranks, share_a, traits.a_major == "k")
+    _describe(params.b, "B", b, traits.dtype, gemm.n, 1, share_b, traits.b_major == "k")
+    _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else ranks, SUBTILE_ROWS)
     if gathers:
-        row = gemm.k * size
-        for buffer in range(2):
+        for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            extents = (gemm.k, gemm.m, max(ranks - 1, 1))
-            structs.describe(
-                *(params.received[buffer], "the received A", slots, traits.dtype, extents, row, gemm.m * row),
-                *(tile_m // traits.cluster[1], size),
-            )
+            extents = (gemm.k, m, max(ranks - 1, 1))
+            structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
@@ -243,34 +236,21 @@ def _describe(
     descriptor: structs.Descriptor,
     name: str,
     x: torch.Tensor,
-    k_major: bool,
-    rows: int,
-    matrices: int,
+    dtype: str,
     extent: int,
-    traits: KernelTraits,
+    matrices: int,
+    rows: int,
+    by_rows: bool = True,
 ) -> None:
-    """The descriptor of A or B (rows, k), of which each matrix has so many rows."""
-    if k_major:
-        _describe_rows(descriptor, name, x, traits.dtype, extent, matrices, rows)
-        return
-    size = BYTES[traits.dtype]
-    if x.stride(0) != 1:
-        raise ValueError(f"columns of {name} are contiguous, got strides {x.stride()}")
-    extents = (extent, x.shape[1], matrices)
-    structs.describe(
-        *(descriptor, name, x.data_ptr(), traits.dtype, extents, x.stride(1) * size, extent * size),
-        *(traits.tile_k, size),
-    )
-
-
-def _describe_rows(
-    descriptor: structs.Descriptor, name: str, x: torch.Tensor, dtype: str, extent: int, matrices: int, rows: int
-) -> None:
-    size = BYTES[dtype]
-    if x.stride(1) != 1:
-        raise ValueError(f"rows of {name} are contiguous, got strides {x.stride()}")
-    pitch, extents = pitch_of(x) * size, (x.shape[1], extent, matrices)
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, extent * pitch, rows, size)
+    """The descriptor of a tensor of equal matrices, of `extent` rows each, whose rows or columns are contiguous."""
+    if x.stride(int(by_rows)) != 1:
+        raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
+    if by_rows:
+        pitch = pitch_of(x)
+        extents, boxes = (x.shape[1], extent, matrices), (pitch, extent * pitch, rows)
+    else:
+        extents, boxes = (extent, x.shape[1], matrices), (x.stride(1), extent, structs.LINE // BYTES[dtype])
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, *boxes)
 
 
 def pitch_of(x: torch.Tensor) -> int:
