@@ -78,7 +78,7 @@ class Control(ctypes.Structure):
         ("clock", ctypes.c_uint64),
         ("last", ctypes.c_uint64 * 2),
         ("link_free", ctypes.c_uint64),
-        *_fields(ctypes.c_uint32, "tickets", "dead", "running", "executable"),
+        *_fields(ctypes.c_uint32, "counter", "dead", "running", "executable"),
         ("unused", ctypes.c_uint64 * 10),
         ("begun", ctypes.c_uint64 * RANKS),
     )
