@@ -1001,6 +1001,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
   Kernel(params, *reinterpret_cast<Storage*>(aligned)).run();
 }
 
-DG_FACTS{DG_KERNEL(kThreads, sizeof(Storage) + kAlignment)};
+DG_FACTS{
+    DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
+    // params.py has the same structs.
+    DG_FIELD(received), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
+    DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
+    DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(shard_stride), DG_FIELD(k),
+    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
+    DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
+    DG_NUMBER("control", sizeof(Control))};
 
 }  // namespace distgemm
