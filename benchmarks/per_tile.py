@@ -30,30 +30,20 @@ from typing import Any, NamedTuple
 import torch
 
 from distgemm.gemm.nvcc import build
-from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
+from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
+from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
 from distgemm.schedulers import Pattern
 
 TP = 8
 LINK_GB_PER_S = 376.0
-RATES = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
-"""GB/s at which a kernel's stores to peers leave."""
 EPOCH = 7
 """Of all replays on one GPU."""
-LARGE, MIDDLE, SMALL = ((128, 256), (2, 1), False), ((128, 192), (2, 1), False), ((128, 128), (2, 1), True)
-OPTIONS: dict[Pattern, Sequence[tuple[Any, int]]] = {
-    "ag+gemm": [(SMALL, 2), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-    "gemm+rs": [(SMALL, 4), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-    "gemm+ar": [(SMALL, 3), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-}
-"""Tile, cluster and schedule of each kernel that is measured, and its epilogue stages."""
-NARROW = ((64, 128), (1, 2), True)
-"""For shards of 64 rows."""
 TOLERANCE = 0.02
 """Of results, as a share of the largest one."""
 
@@ -127,9 +117,9 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
 
 
 def kernels(row: Row, ranks: int, sends: bool) -> list[KernelTraits]:
-    gathers = row.pattern == "ag+gemm"
-    kinds = list(OPTIONS[row.pattern]) + ([(NARROW, 2)] if row.m // ranks <= 64 else [])
-    return [KernelTraits(row.pattern, *kind, sends=sends and gathers, epilogue_stages=stages) for kind, stages in kinds]
+    """Those that executables have; 64x128 with clusters of 1x2 only for shards of 64 rows."""
+    found = [traits_of(config, row.pattern) for config in (CONFIGS if row.m // ranks <= 64 else CONFIGS[:-1])]
+    return [replace(traits, sends=sends and traits.sends) for traits in found]
 
 
 def label(traits: KernelTraits) -> str:
@@ -249,12 +239,12 @@ class _OneGpu(_Place):
         return {name: round(ms * 1e3, 1) for name, ms in zip(launches, times, strict=True)}
 
 
-TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in OPTIONS)
+TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in RATES)
 
 
 def tiny_kernels(row: Row) -> dict[str, KernelTraits]:
-    small = KernelTraits(row.pattern, (64, 128), (2, 1), True, epilogue_stages=2)
-    return {"plain": small} | ({"sends": replace(small, sends=True)} if row.pattern == "ag+gemm" else {})
+    small = traits_of("64x128x64_2x1_pingpong", row.pattern)
+    return {"plain": replace(small, sends=False)} | ({"sends": small} if small.sends else {})
 
 
 def tiny(row: Row, rounds: int) -> dict[str, float]:

@@ -13,13 +13,16 @@ from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, KernelTraits
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
+from distgemm.schedulers import Pattern
 
-__all__ = ["RankGemm", "Space", "params_of"]
+__all__ = ["RATES", "RankGemm", "Space", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
+RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
+"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distgemm.gemm.per_tile.bind import RankGemm
+from distgemm.gemm.per_tile.bind import RATES, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_BYTES
 from distgemm.gemm.per_tile.order import TileCluster
 from distgemm.simulator.machine import MAX_FIGURE, Machine
@@ -80,8 +80,8 @@ class Costs:
     sum_subtile: float = 0.64
     write_subtile: float = 0.16
     take: float = 5.6
-    send_gb_per_s: float = 340.0
-    store_gb_per_s: float = 360.0
+    send_gb_per_s: float = RATES["ag+gemm"]
+    store_gb_per_s: float = RATES["gemm+rs"]
     cache: float = 50e6
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
-from distgemm.gemm.per_tile.bind import params_of
+from distgemm.gemm.per_tile.bind import RATES, params_of
 from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
@@ -24,14 +24,11 @@ from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
 from distgemm.runtime.cuda.executable import describe_kernels
 from distgemm.runtime.cuda.recording import layout_of
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
-from distgemm.schedulers import Pattern
 
 __all__ = ["PerTileExecutable"]
 
 Tensor = torch.Tensor
 
-RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
-"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 MAX_CALLS = 32
 """Layouts of calls whose parameters an executable keeps."""
 HOPPER = 9
