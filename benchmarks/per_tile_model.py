@@ -59,8 +59,8 @@ Row = tuple[dict[str, Any], dict[str, float], dict[str, TileTimes]]
 def measured(file: str, changed: Mapping[str, float] = NOTHING) -> Iterator[Row]:
     """Each row of a file, with measured and predicted times of its kernels.
 
-    The fastest kernel of a row was measured twice: the geometric mean counts. Some cooperative ones were measured a third
-    time as they are now, "no borrow": that time counts.
+    The fastest kernel of a row was measured twice: the geometric mean counts. Some cooperative ones were measured
+    a third time as they are now, "no borrow": that time counts.
     """
     found = json.loads((RESULTS / f"{file}.json").read_text())
     alone = found["gpus"] == 1
