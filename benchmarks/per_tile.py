@@ -29,32 +29,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distgemm.gemm.nvcc import KernelSource, build
-from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
+from distgemm.gemm.nvcc import build
+from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
 from distgemm.gemm.per_tile.epochs import Clock
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
+from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.measure.models import MODELS
 from distgemm.measure.timing import time_launches
 from distgemm.schedulers import Pattern
 
 TP = 8
 LINK_GB_PER_S = 376.0
-RATES = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
-"""GB/s at which a kernel's stores to peers leave."""
 EPOCH = 7
 """Of all replays on one GPU."""
-LARGE, MIDDLE, SMALL = ((128, 256), (2, 1), False), ((128, 192), (2, 1), False), ((128, 128), (2, 1), True)
-OPTIONS: dict[Pattern, Sequence[tuple[Any, int]]] = {
-    "ag+gemm": [(SMALL, 2), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-    "gemm+rs": [(SMALL, 4), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-    "gemm+ar": [(SMALL, 3), (LARGE, 1), (MIDDLE, 1), (((64, 128), (2, 1), True), 2)],
-}
-"""Tile, cluster and schedule of each kernel that is measured, and its epilogue stages."""
-NARROW = ((64, 128), (1, 2), True)
-"""For shards of 64 rows."""
-STAMPS = ("begin", "ticket", "multiplied", "added", "stored", "flag", "end")
 TOLERANCE = 0.02
 """Of results, as a share of the largest one."""
 
@@ -75,26 +64,14 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traits(KernelTraits):
-    """A kernel with macros that are measured."""
-
-    macros: tuple[tuple[str, str], ...] = ()
-
-    def source(self, arch: str = "90a") -> KernelSource:
-        found = super().source(arch)
-        return replace(found, macros=found.macros + self.macros)
-
-
-@dataclass(frozen=True)
 class Variant:
     """What is changed of a kernel.
 
     Attributes:
         name: for tables.
-        traits: fields of KernelTraits, and macros.
+        traits: fields of KernelTraits.
         gemm: fields of RankGemm.
         call: arguments of params_of.
-        early: whether its blocks begin before the kernel before it has ended.
         sends: whether it is for gathers that send, which one GPU does not.
     """
 
@@ -102,13 +79,12 @@ class Variant:
     traits: Mapping[str, Any] = field(default_factory=dict)
     gemm: Mapping[str, Any] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
-    early: bool = False
     sends: bool = False
 
-    def of(self, traits: Traits) -> Traits:
+    def of(self, traits: KernelTraits) -> KernelTraits:
         return replace(traits, **self.traits)
 
-    def fits(self, traits: Traits) -> bool:
+    def fits(self, traits: KernelTraits) -> bool:
         """Whether it is another kernel, or another launch, than the plain one, and one that there is."""
         try:
             return (self.of(traits) != traits or not self.traits) and (traits.sends or not self.sends)
@@ -117,22 +93,14 @@ class Variant:
 
 
 PLAIN = Variant("plain")
-EARLY = Variant("early", early=True)
 STORES = (
     *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}) for rate in (340, 374, 390, 0)),
     *(Variant(f"lead {lead}", gemm={"lead": lead}) for lead in (0, 8)),
     Variant("b2", {"epilogue_stages": 2}),
     Variant("b3", {"epilogue_stages": 3}),
-    EARLY,
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
-    "ag+gemm": (
-        *(Variant(f"{count} senders", call={"senders": count}, sends=True) for count in (33, 66)),
-        *(Variant(f"piece {rows}", {"piece_rows": rows}) for rows in (16, 64)),
-        Variant("piece 64, 33 senders", {"piece_rows": 64}, call={"senders": 33}, sends=True),
-        *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
-        EARLY,
-    ),
+    "ag+gemm": (*(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),),
     "gemm+rs": STORES,
     "gemm+ar": STORES,
 }
@@ -148,10 +116,10 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
                         yield row
 
 
-def kernels(row: Row, ranks: int, sends: bool) -> list[Traits]:
-    gathers = row.pattern == "ag+gemm"
-    kinds = list(OPTIONS[row.pattern]) + ([(NARROW, 2)] if row.m // ranks <= 64 else [])
-    return [Traits(row.pattern, *kind, sends=sends and gathers, epilogue_stages=stages) for kind, stages in kinds]
+def kernels(row: Row, ranks: int, sends: bool) -> list[KernelTraits]:
+    """Those that executables have; 64x128 with clusters of 1x2 only for shards of 64 rows."""
+    found = [traits_of(config, row.pattern) for config in (CONFIGS if row.m // ranks <= 64 else CONFIGS[:-1])]
+    return [replace(traits, sends=sends and traits.sends) for traits in found]
 
 
 def label(traits: KernelTraits) -> str:
@@ -160,9 +128,9 @@ def label(traits: KernelTraits) -> str:
     return f"{config}_s{traits.stages}_b{traits.epilogue_stages}"
 
 
-def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[Traits]:
+def every_kernel(measured: Sequence[Row], gpus: int, variants: bool) -> list[KernelTraits]:
     """All kernels that may be launched."""
-    found: dict[Traits, None] = {}
+    found: dict[KernelTraits, None] = {}
     for row in measured:
         for traits in kernels(row, TP if gpus == 1 else gpus, gpus > 1):
             found[traits] = None
@@ -188,7 +156,7 @@ def main() -> None:
     measured = list(rows(args.m, args.only))
     sources = [traits.source() for traits in every_kernel(measured, args.gpus, args.variants)]
     if args.tiny:
-        sources += [variant.of(traits).source() for row in TINY for traits, variant in tiny_kernels(row)]
+        sources += [traits.source() for row in TINY for traits in tiny_kernels(row).values()]
     build(list(dict.fromkeys(sources)), jobs=os.cpu_count())
     if args.build:
         return
@@ -226,7 +194,7 @@ class _Place:
     ranks: int
     row: Row
 
-    def gemm(self, traits: Traits, variant: Variant) -> RankGemm:
+    def gemm(self, traits: KernelTraits, variant: Variant) -> RankGemm:
         row = self.row
         gemm = RankGemm(variant.of(traits), tuple(range(1, self.ranks)), row.m // self.ranks, row.n, row.k)
         changes = dict(variant.gemm)
@@ -243,7 +211,7 @@ class _OneGpu(_Place):
         self.a, self.b = (torch.randn(x, row.k, device="cuda", dtype=torch.bfloat16) for x in (row.m, row.n))
         self.d = torch.empty(row.m, row.n, device="cuda", dtype=torch.bfloat16)
 
-    def launch(self, traits: Traits, variant: Variant) -> tuple[Launch, torch.Tensor]:
+    def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
         gathers = row.pattern == "ag+gemm"
         layout = Space((), 0, gemm.flags, gemm.slot_bytes)
@@ -259,9 +227,9 @@ class _OneGpu(_Place):
         call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
         params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        return Launch(gemm.traits, params, sms, 0, variant.early), memory
+        return Launch(gemm.traits, params, sms, 0), memory
 
-    def time(self, which: Mapping[str, tuple[Traits, Variant]], rounds: int) -> dict[str, float]:
+    def time(self, which: Mapping[str, tuple[KernelTraits, Variant]], rounds: int) -> dict[str, float]:
         launches: dict[str, Any] = {"cublas": lambda: torch.mm(self.a, self.b.T, out=self.d)}
         kept = []
         for name, (traits, variant) in which.items():
@@ -271,37 +239,24 @@ class _OneGpu(_Place):
         return {name: round(ms * 1e3, 1) for name, ms in zip(launches, times, strict=True)}
 
 
-TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in OPTIONS)
+TINY = tuple(Row("tiny", pattern, 128, 128, 64) for pattern in RATES)
 
 
-def tiny_kernels(row: Row) -> list[tuple[Traits, Variant]]:
-    gathers = row.pattern == "ag+gemm"
-    small = Traits(row.pattern, (64, 128), (2, 1), True, epilogue_stages=2)
-    found = [(small, PLAIN), (small, EARLY), (small, Variant("stamps", {"macros": (("DG_STAMPS", "1"),)}))]
-    return found + ([(replace(small, sends=True), Variant("sends"))] if gathers else [])
+def tiny_kernels(row: Row) -> dict[str, KernelTraits]:
+    small = traits_of("64x128x64_2x1_pingpong", row.pattern)
+    return {"plain": replace(small, sends=False)} | ({"sends": small} if small.sends else {})
 
 
-def tiny(row: Row, rounds: int) -> dict[str, Any]:
-    """The time of the smallest replay, us, and when its blocks last passed each stamp, from the first one's begin."""
+def tiny(row: Row, rounds: int) -> dict[str, float]:
+    """The time of the smallest replay, us, and of a kernel that fills a matrix."""
     there = _OneGpu(row)
-    found: dict[str, Any] = {}
-    fill = functools.partial(torch.empty(row.m, row.n, device="cuda").fill_, 0.0)
-    for traits, variant in tiny_kernels(row):
-        launch, memory = there.launch(traits, variant)
-        if variant.name != "stamps":
-            fill_ms, ms = time_launches([fill, launch], there.d.device, rounds=rounds)
-            found |= {"fill": round(fill_ms * 1e3, 2), variant.name: round(ms * 1e3, 2)}
-            continue
-        stamps = memory[0][Control.unused.offset :][: 8 * len(STAMPS)].view(torch.int64)
-        every = []
-        for _ in range(200):
-            stamps.zero_()
-            launch()
-            begin, *others = stamps.tolist()
-            every.append([other + begin + 1 if other else 0 for other in others])  # begin is the complement
-        means = [statistics.mean(x) / 1e3 for x in zip(*every[10:], strict=True)]
-        found |= {f"to {name}": round(us, 2) for name, us in zip(STAMPS[1:], means, strict=True) if us > 0}
-    return found
+    launches: dict[str, Any] = {"fill": functools.partial(torch.empty(row.m, row.n, device="cuda").fill_, 0.0)}
+    kept = []
+    for name, traits in tiny_kernels(row).items():
+        launches[name], memory = there.launch(traits, PLAIN)
+        kept.append(memory)
+    times = time_launches(list(launches.values()), there.d.device, rounds=rounds)
+    return {name: round(ms * 1e3, 2) for name, ms in zip(launches, times, strict=True)}
 
 
 class _Gpus(_Place):
@@ -335,13 +290,13 @@ class _Gpus(_Place):
                 sys.exit(f"{self.row}, {name}: rank {rank} is wrong by {error:.3g} of the largest value")
             call["d"].fill_(float("nan"))
 
-    def time(self, which: Mapping[str, tuple[Traits, Variant]], rounds: int) -> dict[str, float]:
+    def time(self, which: Mapping[str, tuple[KernelTraits, Variant]], rounds: int) -> dict[str, float]:
         """The median over rounds of the slowest rank, us."""
         ready = {}
         for name, (traits, variant) in which.items():
             there = LocalRanks(self.gemm(traits, variant), self.ranks)
             call = {"gb_per_s": RATES[self.row.pattern], **variant.call}
-            launches = there.launches(self.calls, early=variant.early, **call)
+            launches = there.launches(self.calls, **call)
             there.run(launches)
             self.check(name)
             ready[name] = there, launches, _graphs(there, launches)

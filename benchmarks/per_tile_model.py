@@ -12,17 +12,22 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from math import inf, log, sqrt
 from pathlib import Path
 from statistics import geometric_mean, mean
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from distgemm.gemm.per_tile import model
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import KernelTraits
-from distgemm.gemm.per_tile.model import Costs, TileTimes, predict_per_tile
-from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
+from distgemm.gemm.per_tile.model import Costs, TileCosts, TileTimes, predict_per_tile
 from distgemm.gemm.per_tile.select import CONFIGS, traits_of
 from distgemm.simulator import Machine
 
@@ -30,10 +35,10 @@ RESULTS = Path(__file__).parent / "results"
 TP = 8
 LINK_GB_PER_S = 376.0
 RANKS = (2, 4, 8)
-EARLIER = {"start": 4.5, "take": 6.8}
-"""Costs of the kernels that were measured, which are older than those of this tree."""
-EARLIER_SUM_US = 1.1
-"""What a subtile of a partial sum cost them, divided by the epilogue stages."""
+MEASURED = ("per_tile_later_h100", "per_tile_later_2xh100")
+"""Files with the times of the present kernels."""
+FITTED = ("ticket", "stored", "sum_subtile", "write_subtile", "take")
+NOTHING: Mapping[str, float] = MappingProxyType({})
 LOCAL_STORED_US = 1.0
 """From a store to local memory until it is known to be complete."""
 SCHEDULES = {"co": "cooperative", "pp": "pingpong"}
@@ -44,43 +49,65 @@ def h100() -> Machine:
     return replace(Machine.load("h200"), name="H100", memory=3000.0)
 
 
-class Earlier(RankGemm):
-    """Of the kernels that were measured: they sent the rows of a group of tiles in turn."""
-
-    @cached_property
-    def pieces(self) -> PieceOrder:
-        rows = self.order.group * self.traits.cluster[0] * self.traits.tile[0] // self.traits.piece_rows
-        return replace(RankGemm.pieces.func(self), group=rows)
+def gemm_of(row: dict[str, Any], traits: KernelTraits, ranks: int) -> RankGemm:
+    return RankGemm(traits, tuple(range(1, ranks)), row["m"] // ranks, row["n"], row["k"])
 
 
-def gemm_of(row: dict[str, Any], traits: KernelTraits, ranks: int, kind: type[RankGemm] = RankGemm) -> RankGemm:
-    return kind(traits, tuple(range(1, ranks)), row["m"] // ranks, row["n"], row["k"])
+Row = tuple[dict[str, Any], dict[str, float], dict[str, TileTimes]]
 
 
-def measured(file: str) -> Iterator[tuple[dict[str, Any], dict[str, float], dict[str, TileTimes]]]:
-    """Each row of a file, with measured and predicted times of its kernels."""
+def measured(file: str, changed: Mapping[str, float] = NOTHING) -> Iterator[Row]:
+    """Each row of a file, with measured and predicted times of its kernels.
+
+    The fastest kernel of a row was measured twice: the geometric mean counts. Some cooperative ones were measured
+    a third time as they are now, "no borrow": that time counts.
+    """
     found = json.loads((RESULTS / f"{file}.json").read_text())
     alone = found["gpus"] == 1
-    costs = Costs(h100(), **EARLIER, **({"stored": LOCAL_STORED_US} if alone else {}))
+    costs = replace(Costs(h100()), **{**changed, **({"stored": LOCAL_STORED_US} if alone else {})})
     for row in found["rows"]:
         if row["layer"] == "tiny":
             continue
-        times: dict[str, float] = {}
+        times = {label: us for label, us in row["us"].items() if label.count("_") == 4}  # the others are variants
+        best = min(times, key=times.__getitem__)
+        twice = geometric_mean([times[best], row["us"].get("again", times[best])])
+        times[best] = row["us"].get("no borrow", twice)
         predicted: dict[str, TileTimes] = {}
-        for label, us in row["us"].items():
-            parts = label.split("_")
-            if label == "cublas" or parts[-1] == "sends" or parts[1] != "2x1":  # of these there are few
-                continue
-            traits = traits_of(f"{parts[0]}x64_{parts[1]}_{SCHEDULES[parts[2]]}", row["pattern"])
-            traits = replace(traits, sends=traits.sends and not alone, epilogue_stages=int(parts[4][1:]))
-            gemm = gemm_of(row, traits, TP if alone else found["gpus"], Earlier)
-            earlier = replace(
-                costs,
-                senders=SMS * traits.tile[0] // traits.piece_rows,  # a piece had the rows of a tile
-                sum_subtile=EARLIER_SUM_US / traits.epilogue_stages,
-            )
-            times[label], predicted[label] = us, predict_per_tile(gemm, earlier, arrived=alone)
+        for label in times:
+            tile, cluster, schedule, _, stages = label.split("_")
+            traits = traits_of(f"{tile}x64_{cluster}_{SCHEDULES[schedule]}", row["pattern"])
+            traits = replace(traits, sends=traits.sends and not alone, epilogue_stages=int(stages[1:]))
+            gemm = gemm_of(row, traits, TP if alone else found["gpus"])
+            predicted[label] = predict_per_tile(gemm, costs, arrived=alone)
         yield row, times, predicted
+
+
+def fit() -> None:
+    """Fit the constants to all kernels, and print them."""
+    from scipy.optimize import least_squares  # only this needs it
+
+    tiles = [tile for tile in model.TILES if tile != (64, 256)]  # it was not measured
+    start = [*(getattr(Costs(h100()), name) for name in FITTED), model.MEMORY_SHARE]
+    start += [value for tile in tiles for value in model.TILES[tile]]
+    usual = dict(model.TILES)
+
+    def misses(scales: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = [x * scale for x, scale in zip(start, scales.tolist(), strict=True)]
+        changed = dict(zip(FITTED, values, strict=False)) | {"flag": values[FITTED.index("stored")]}
+        model.MEMORY_SHARE, rest = values[len(FITTED)], values[len(FITTED) + 1 :]
+        model.TILES = usual | {tile: TileCosts(*rest[3 * i : 3 * i + 3]) for i, tile in enumerate(tiles)}
+        found = []
+        for file in MEASURED:
+            for _, times, predicted in measured(file, changed):
+                for label, us in times.items():
+                    slower = us / min(times.values())
+                    weight = 1.0 if slower == 1.0 else 0.5 if slower < 1.25 else 0.1
+                    found.append(sqrt(weight) * log(predicted[label].time / us))
+        return np.array(found)
+
+    ones = np.ones(len(start))
+    done = least_squares(misses, ones, diff_step=0.02, loss="soft_l1", f_scale=0.05, bounds=(0.2, 3.0), max_nfev=12)
+    print(*(f"{x * scale:.3f}" for x, scale in zip(start, done.x, strict=True)), f"cost {done.cost:.4f}")
 
 
 def errors(file: str) -> dict[str, Any]:
@@ -94,7 +121,7 @@ def errors(file: str) -> dict[str, Any]:
             {
                 **about,
                 "kernel": best,
-                "us": times[best],
+                "us": round(times[best], 1),
                 "predicted_us": round(predicted[best].time, 1),
                 "error": round(error, 4),
                 "selected": selected,
@@ -144,51 +171,40 @@ def predictions() -> Iterator[dict[str, Any]]:
                 }
 
 
-@dataclass(frozen=True)
-class Changed(RankGemm):
-    """A product with another lead, in waves. None: as many as there are."""
-
-    waves: float | None = None
-
-    @cached_property
-    def order(self) -> TileOrder:
-        order, cluster = super().order, self.traits.cluster
-        lead = order.units if self.waves is None else round(self.waves * SMS / (cluster[0] * cluster[1]) / self.ranks)
-        return replace(order, lead=min(order.units, lead))
+def with_lead(gemm: RankGemm, waves: float) -> RankGemm:
+    """With a lead of so many waves of tiles, or as many units as there are."""
+    at_once = SMS // (gemm.traits.cluster[0] * gemm.traits.cluster[1])
+    return replace(gemm, lead=round(min(gemm.order.units, waves * at_once / gemm.ranks)))
 
 
-ORDERS: dict[str, dict[str, Any]] = {
-    **{f"lead {waves} waves": {"waves": waves} for waves in (1, 3)},
-    "lead all": {"waves": None},
-    **{f"group {group}": {"group": group} for group in (1, 2, 4, 8)},
+ORDERS: dict[str, Callable[[RankGemm], RankGemm]] = {
+    **{f"lead {waves} waves": partial(with_lead, waves=waves) for waves in (1, 3)},
+    "lead all": partial(with_lead, waves=inf),
+    **{f"group {group}": partial(replace, group=group) for group in (1, 2, 4, 8)},
 }
 FASTER = {
     "pace 374 GB/s": {"send_gb_per_s": 374.0, "store_gb_per_s": 374.0},
-    "33 senders": {"senders": 33},
-    "half the latencies": {"stored": 1.0, "flag": 1.0},
-    "take 1 us": {"take": 1.0},
-    "start 2.5 us": {"start": 2.5},
-    "sums at a fifth": {"sum_subtile": 0.05},
+    "half the latencies": {"stored": 1.1, "flag": 1.1},
+    "take 2 us": {"take": 2.0},
+    "start 1.5 us": {"start": 1.5},
+    "sums at a fifth": {"sum_subtile": 0.12},
 }
 
 
 def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Times over those predicted, for other orders and faster parts: geometric mean, least, and most."""
-    costs = Costs(h100())
+    usual = Costs(h100())
     every = {key: value for change in FASTER.values() for key, value in change.items()}
-    for name, change in {**ORDERS, **FASTER, "all of these": every}.items():
+    orders = [(name, change, usual) for name, change in ORDERS.items()]
+    costs = [(name, None, replace(usual, **change)) for name, change in {**FASTER, "all of these": every}.items()]
+    for name, order, cost in [*orders, *costs]:
         for pattern, ranks in itertools.product(("ag+gemm", "gemm+rs", "gemm+ar"), RANKS):
             ratios, holds = [], 0
             for row in predicted:
                 if (row["gpu"], row["pattern"], row["ranks"]) != ("H100", pattern, ranks):
                     continue
                 gemm = gemm_of(row, traits_of(row["kernel"], pattern), ranks)
-                if "waves" in change:
-                    us = predict_per_tile(Changed(**{**vars_of(gemm), **change}), costs).time
-                elif "group" in change:
-                    us = predict_per_tile(replace(gemm, **change), costs).time
-                else:
-                    us = predict_per_tile(gemm, replace(costs, **change)).time
+                us = predict_per_tile(order(gemm) if order else gemm, cost).time
                 ratios.append(us / row["time_us"])
                 holds += us <= row["law_us"]
             found = {"mean": geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
@@ -196,16 +212,16 @@ def what_if(predicted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"change": name, "pattern": pattern, "ranks": ranks, **numbers, "holds": holds}
 
 
-def vars_of(gemm: RankGemm) -> dict[str, Any]:
-    return {each.name: getattr(gemm, each.name) for each in fields(gemm)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to a file")
+    parser.add_argument("--fit", action="store_true", help="only fit the constants to the measurements: 5 minutes")
     args = parser.parse_args()
-    found = {"benchmark": "per_tile_model", **{file: errors(file) for file in ("per_tile_h100", "per_tile_2xh100")}}
-    for file in ("per_tile_h100", "per_tile_2xh100"):
+    if args.fit:
+        fit()
+        return
+    found = {"benchmark": "per_tile_model", **{file: errors(file) for file in MEASURED}}
+    for file in MEASURED:
         print(file, {key: value for key, value in found[file].items() if key != "rows"})
     found["predictions"] = list(predictions())
     found["what_if"] = list(what_if(found["predictions"]))

@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver, runtime
 
 from distgemm.gemm.cuda_errors import raise_on
-from distgemm.gemm.driver import LaunchAttribute, LaunchConfig, error_text, libcuda
+from distgemm.gemm.driver import LaunchConfig, error_text, libcuda
 from distgemm.gemm.nvcc import KernelSource, cubin_path
 from distgemm.system import read_regular
 
@@ -27,7 +27,6 @@ FACTS = "_ZN8distgemm5factsE"
 """The symbol of the table in ``kernels/facts.cuh``."""
 _FACT = struct.Struct("<52s3I")
 _SECTION, _SYMBOL = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IBBHQQ")
-EARLY = int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
 INVALID_CONTEXT = int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT)
 SYMBOLS = 2
 """The type of the section that has an ELF file's symbols."""
@@ -129,30 +128,24 @@ class Cubin:
             raise RuntimeError(f"CUDA could not load kernel {self.name}: {error}") from error
         return int(function)
 
-    def launcher(
-        self, device: int, grid: tuple[int, int, int], parameter: int, early: bool = False
-    ) -> Callable[[int], None]:
+    def launcher(self, device: int, grid: tuple[int, int, int], parameter: int) -> Callable[[int], None]:
         """A function that launches the kernel on a stream.
 
         Args:
             device: the device; the kernel is loaded there.
             grid: thread blocks along each dimension.
             parameter: address of the kernel's only parameter. A launch copies it.
-            early: whether the kernel may begin before the one before it has ended, for which it waits itself.
 
         Raises:
             RuntimeError: the function, if the driver refuses the launch.
         """
         launch, function = libcuda().cuLaunchKernelEx, self.load_on(device)
         pointers = (ctypes.c_void_p * 1)(parameter)
-        attribute = LaunchAttribute(EARLY, 0, 1)
         configs: dict[int, tuple[LaunchConfig, int]] = {}  # one for each stream: threads may launch at the same time
 
         def on(stream: int) -> None:
             if (config := configs.get(stream)) is None:
                 made = LaunchConfig(grid, (self.threads, 1, 1), self.shared_bytes, stream)
-                if early:
-                    made.attributes, made.attribute_count = ctypes.addressof(attribute), 1
                 config = configs[stream] = made, ctypes.addressof(made)
             error = launch(config[1], function, pointers, None)
             if error == INVALID_CONTEXT and _make_current(device):

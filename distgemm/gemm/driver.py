@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-__all__ = ["LaunchAttribute", "LaunchConfig", "error_text", "libcuda"]
+__all__ = ["LaunchConfig", "error_text", "libcuda"]
 
 _UINT, _POINTER = ctypes.c_uint, ctypes.c_void_p
 SIGNATURES = {
@@ -32,12 +32,6 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", _POINTER),
         ("attribute_count", _UINT),
     )
-
-
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, of one number."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("unused", ctypes.c_int * 15))
 
 
 @functools.cache

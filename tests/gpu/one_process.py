@@ -139,12 +139,11 @@ class Ranks:
                 raise arguments[-1]
 
         with (
-            patch.object(calls, "dist", self._dist),
+            patch.multiple(executable, agree_on_kernels=lambda *_: None, build_together=lambda *_: None),
             patch.multiple(
-                executable,
+                calls,
+                dist=self._dist,
                 check_agreement=check_agreement,
-                agree_on_kernels=lambda *_: None,
-                build_together=lambda *_: None,
                 workspace_for=workspace_for,
                 watchdog=Unwatched,
                 call_order=lambda device: self._orders[rank],

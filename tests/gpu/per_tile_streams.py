@@ -289,7 +289,7 @@ class Streams:
         last, found = (self.first + self.made - 1) % EPOCHS, []
         for rank, control in enumerate(self.there.controls()):
             epoch, ticket = control.clock >> 20, control.clock % (1 << 18)
-            counters = control.tickets, control.dead, control.running, ticket
+            counters = control.counter, control.dead, control.running, ticket
             begun = list(control.begun[: self.ranks])
             if not self.control and ((epoch - 1) % EPOCHS != last or begun != [last] * self.ranks or any(counters)):
                 found.append(f"rank {rank}: epoch {epoch}, begun {begun}, {counters}, and {last} was the last epoch")

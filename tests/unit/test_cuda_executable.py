@@ -327,13 +327,16 @@ class Pretended:
         )
         for name, value in {
             "check_agreement": lambda *_: None,
-            "agree_on_kernels": lambda *_: None,
-            "build_together": lambda sources, rank, size: None,
             "workspace_for": lambda *_: self.workspace,
             "call_order": lambda device: self.order,
+            "watchdog": lambda: SimpleNamespace(add=lambda _: watched),
+        }.items():
+            monkeypatch.setattr(f"distgemm.runtime.cuda.calls.{name}", value)
+        for name, value in {
+            "agree_on_kernels": lambda *_: None,
+            "build_together": lambda sources, rank, size: None,
             "Recording": functools.partial(PretendedRecording, movable),
             "captured_node": lambda stream: 0,
-            "watchdog": lambda: SimpleNamespace(add=lambda _: watched),
             "occupied": self._occupied,
         }.items():
             monkeypatch.setattr(executable, name, value)

@@ -357,15 +357,18 @@ class Pretended:
         )
         cubin = SimpleNamespace(load_on=lambda device: self.built.append("loaded"))
         for name, value in {
-            "check_agreement": self._agree,
             "build_together": lambda sources, rank, ranks: self.built.extend(sources),
             "describe_kernels": lambda sources, choices: "compiled",
             "open_cubin": lambda source, parameter: cubin,
-            "call_order": lambda device: order,
-            "watchdog": lambda: SimpleNamespace(add=lambda workspace: watched),
             "Launch": PretendedLaunch,
         }.items():
             monkeypatch.setattr(per_tile, name, value)
+        for name, value in {
+            "check_agreement": self._agree,
+            "call_order": lambda device: order,
+            "watchdog": lambda: SimpleNamespace(add=lambda workspace: watched),
+        }.items():
+            monkeypatch.setattr(f"distgemm.runtime.cuda.calls.{name}", value)
         properties = SimpleNamespace(major=9, multi_processor_count=132)
         for name, value in {
             "get_device_properties": lambda device: properties,

@@ -11,7 +11,7 @@ from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.per_tile.bind import RankGemm, Space
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.order import TileOrder
-from distgemm.gemm.per_tile.params import Control, Order, Params
+from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Order, Params
 
 GATHER = KernelTraits("ag+gemm", (128, 256), (2, 1), sends=True, epilogue_stages=1)
 REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_stages=4)
@@ -27,8 +27,6 @@ REDUCE = KernelTraits("gemm+rs", (128, 128), (2, 1), pingpong=True, epilogue_sta
         ({"epilogue_stages": 6}, "2 stages, and 3 are needed"),
         ({"a_major": "m"}, "sends rows of a gather"),
         ({"pattern": "gemm+rs"}, "sends rows of a gather"),
-        ({"piece_rows": 48}, "16, 32, 64 or 128 rows"),
-        ({"tile": (64, 128), "pingpong": True, "piece_rows": 128}, "divide those of a tile"),
         ({"tile": (128, 192), "b_major": "n"}, "multiples of 64 columns of B"),
         ({"tile": (64, 128), "cluster": (1, 2), "pingpong": True, "a_major": "m", "sends": False}, "columns of A"),
         ({"pattern": "gemm+ar", "sends": False, "out_dtype": "float32"}, "no wider than partial sums"),
@@ -101,3 +99,14 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     cubin = open_cubin(traits.source(), Params)
     assert cubin.threads == 384
     assert cubin.shared_bytes <= 227 << 10
+    control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
+    assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
+    fields = {name: fact for name, fact in cubin.facts.items() if fact.size}
+    assert len(fields) == 14
+    for name, fact in fields.items():
+        kind: Any = Params
+        offset = 0
+        for part in name.split("."):
+            field = getattr(kind, part)
+            offset, size, kind = offset + field.offset, field.size, dict(kind._fields_)[part]
+        assert (offset, size) == (fact.offset, fact.size), name

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distgemm.gemm.per_tile.order import PieceOrder, TileCluster, TileOrder
-from distgemm.plan.schema import PlanError
+from distgemm.gemm.per_tile.params import Order, Pieces
+
+KERNELS = Path(__file__).parents[2] / "distgemm/gemm/kernels"
+HOST = """
+#include "tile_order.cuh"
+using namespace distgemm;
+extern "C" void tiles(TileOrder const* order, bool own_first, uint32_t* to) {
+  for (uint32_t ticket = 0; ticket < order->clusters(); ++ticket) {
+    auto const found = own_first ? order->at<true>(ticket) : order->at<false>(ticket);
+    *to++ = found.distance, *to++ = found.block, *to++ = found.column;
+  }
+}
+extern "C" void pieces(PieceOrder const* pieces, TileOrder const* order, uint32_t* to) {
+  for (uint32_t number = 0; number < pieces->pieces(*order); ++number) {
+    auto const found = pieces->at(*order, number);
+    *to++ = found.distance, *to++ = found.row, *to++ = found.slice;
+  }
+}
+"""
 
 
 @st.composite
@@ -31,11 +56,10 @@ def test_every_tile_has_one_ticket(order: TileOrder) -> None:
 
 @given(orders())
 def test_sums_come_before_they_are_added(order: TileOrder) -> None:
-    if order.own_first and order.lead and order.ranks > 1:
-        with pytest.raises(PlanError, match="comes before"):
-            order.raise_if_cyclic()
-    else:
-        order.raise_if_cyclic()
+    """In any order in which own tiles come later. A gather's would be cyclic."""
+    tickets = {tile: ticket for ticket, tile in enumerate(order)}
+    late = [tile for tile, ticket in tickets.items() if ticket > tickets[tile._replace(distance=0)]]
+    assert bool(late) == (order.own_first and order.lead > 0 and order.ranks > 1)
 
 
 @given(orders())
@@ -53,3 +77,51 @@ def test_every_piece_is_sent_once(order: TileOrder, rows: int, slices: int) -> N
     pieces = PieceOrder(order.distances, rows, slices, order.group)
     found = [pieces.at(number) for number in range(pieces.pieces)]
     assert sorted(found) == [(d, row, s) for d in range(1, order.ranks) for row in range(rows) for s in range(slices)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_kernels_have_the_same_order(tmp_path: Path) -> None:
+    """tile_order.cuh on the host, with the structs that Python passes."""
+    (tmp_path / "cute").mkdir()
+    (tmp_path / "cute/config.hpp").write_text("#define CUTE_HOST_DEVICE inline\n")
+    (tmp_path / "host.cpp").write_text(HOST)
+    words = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{tmp_path}",
+        f"-I{KERNELS}",
+        "-o",
+        "host.so",
+        "host.cpp",
+    ]
+    subprocess.run(words, cwd=tmp_path, check=True)
+    host, chance = ctypes.CDLL(str(tmp_path / "host.so")), random.Random(0)
+    for _ in range(80):
+        ranks, blocks, columns = chance.randint(1, 9), chance.randint(1, 20), chance.randint(1, 20)
+        distances = tuple(chance.sample(range(1, ranks), ranks - 1))
+        lead, own_first = chance.randint(0, blocks * columns), chance.random() < 0.5
+        order = TileOrder(distances, blocks, columns, chance.randint(1, 9), lead, own_first)
+        found = (ctypes.c_uint32 * (3 * order.clusters))()
+        host.tiles(ctypes.byref(Order.of(order)), own_first, found)
+        assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == list(order)
+        pieces = PieceOrder(distances, blocks, columns, chance.randint(1, 9))
+        found = (ctypes.c_uint32 * (3 * pieces.pieces))()
+        host.pieces(ctypes.byref(Pieces.of(pieces)), ctypes.byref(Order.of(order)), found)
+        wanted = [pieces.at(number) for number in range(pieces.pieces)]
+        assert [tuple(found[i : i + 3]) for i in range(0, len(found), 3)] == wanted
+
+
+@pytest.mark.parametrize("ulp", [-1, 0, 1])
+def test_division_by_an_approximate_inverse_is_exact(ulp: int) -> None:
+    """divide() of tile_order.cuh, whose inverse is off by one unit in the last place at most."""
+    limit = 1 << 18
+    for d in [*range(1, 600), *random.Random(ulp).sample(range(600, limit), 2000)]:
+        inverse = np.float32(1.0 / d)
+        inverse = np.nextafter(inverse, np.float32(ulp * np.inf)) if ulp else inverse
+        multiples = np.arange(0, limit, d)
+        n = np.concatenate([multiples, multiples + d - 1])
+        found = ((n.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.uint32)
+        assert (found == n // d).all(), d

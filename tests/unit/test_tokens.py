@@ -157,11 +157,14 @@ def test_executables_of_other_sizes_allocate_nothing_on_the_gpu(
     ]
     workspace = machine_of(plans).workspaces[0]
     workspace.device, workspace.counters = CPU, torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(executable, "workspace_for", lambda *_: workspace)
     monkeypatch.setattr(executable, "build_together", lambda *_: None)
-    monkeypatch.setattr(executable, "check_agreement", lambda *arguments: _raise(arguments[-1]))
-    monkeypatch.setattr(executable, "call_order", lambda device: None)  # one for each device
-    monkeypatch.setattr(executable, "watchdog", lambda: type("None", (), {"add": lambda self, workspace: None})())
+    for shared, value in {
+        "workspace_for": lambda *_: workspace,
+        "check_agreement": lambda *arguments: _raise(arguments[-1]),
+        "call_order": lambda device: None,  # one for each device
+        "watchdog": lambda: type("None", (), {"add": lambda self, workspace: None})(),
+    }.items():
+        monkeypatch.setattr(f"distgemm.runtime.cuda.calls.{shared}", value)
     for name in ("sources", "choices"):
         monkeypatch.setattr(executable.Binder, name, lambda self, **terms: [])
 

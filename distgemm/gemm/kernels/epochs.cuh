@@ -52,7 +52,7 @@ struct Control {
   uint64_t clock;
   uint64_t last[2];    // the last epoch of each buffer
   uint64_t link_free;  // when the last reservation of the link ends
-  uint32_t tickets;    // of the warps that send pieces, or take results; 0 between replays
+  uint32_t counter;    // of pieces that are sent, or of results that are taken; 0 between replays
   uint32_t dead;       // 0, or a value of Death
   uint32_t running;    // thread blocks that work; 0 between replays. The watchdog reads it
   uint32_t executable; // whose replay began last. The watchdog reads it

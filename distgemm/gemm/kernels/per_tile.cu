@@ -1,14 +1,44 @@
-// One persistent kernel multiplies all tiles of a rank, and moves data tile by tile: operands that it gathers, or
-// partial sums and results. It is made of CuTe's and CUTLASS's parts for Hopper. docs/per_tile.md explains it.
+// One persistent kernel does all work of a rank: it multiplies the tiles of D, and moves data tile by tile. It waits
+// for flags that peers set, and sets flags at peers. docs/per_tile.md has the reasons and the measurements. This page
+// says how to read the file.
 //
-//   warp        does                                             waits for
-//   0           takes tickets; loads A and B                     flags of operands; free stages
-//   1           sends pieces of A (DG_GATHER), or takes          tickets of its own; flags of results
-//               peers' results to D (DG_ALL_REDUCE)
-//   2           sets barriers up
-//   3           stores tiles: to D, or at peers, with flags      written stages; the link
-//   4..7, 8..11 multiply, add terms and partial sums, and write  loaded stages; flags of partial sums; free stages
-//               tiles to shared memory
+// What a rank does with a tile depends on the pattern, and on whose shard the tile is in:
+//
+//   pattern            tile of another shard                       own tile
+//   DG_GATHER          A comes from slots, slice by slice          A is this rank's shard, which warp 1 sends to peers
+//   DG_REDUCE_SCATTER  its partial sum goes to a slot at the       adds the partial sums of all peers from this rank's
+//                      peer whose tile it is                       slots, and stores to D
+//   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
+//                      once the owner has stored it in a slot      peers
+//
+// A thread block has 12 warps. Each role is a function, and a section of this file:
+//
+//   warp        function         does                                           waits for
+//   0           load_operands_   takes tickets; loads A and B                   flags of slices; free stages
+//   1           send_            gather: sends pieces of the shard              time on the link
+//               take_results_    all-reduce: takes peers' results to D          flags of results
+//   2           initialise_      sets barriers up
+//   3           store_           stores tiles to D or at peers; sets flags      written subtiles; time on the link
+//   4..7, 8..11 multiply_        multiply, add partial sums and terms, write    loaded stages; flags of partial sums;
+//                                subtiles of tiles to shared memory             free subtiles
+//
+// Warps 4 to 11 are two warp groups. Pingpong: each has tiles of its own, and one multiplies while the other adds and
+// writes. Otherwise (cooperative) they share each tile, and have 64 rows of it in turn. A warp group's share of a tile
+// is a part. A part of a partial sum or result has a slot and a flag.
+//
+// The way of a tile through a cluster of thread blocks:
+//
+//   1. The cluster's first block adds 1 to the clock in global memory. The old value has the number of the tile, the
+//      ticket, and the epoch and the buffer of the workspace. The ticket goes to all blocks, into a ring in shared
+//      memory, from which each warp reads all tickets in order. TileOrder says which tile it is (tile_order.cuh).
+//   2. Warp 0 fills stages of A and B by TMA, shared by the cluster: barriers `full` and `empty`.
+//   3. A warp group multiplies, adds, and writes subtiles of 8 KiB: barriers `free` and `written`.
+//   4. Warp 3 stores subtiles by TMA. Once all that it stored at a peer is there, it sets the flag of the part.
+//
+// A flag has the epoch in which its slot was filled last. A wait ends if it is the epoch of the ticket (epochs.cuh).
+// All waits end: a tile waits only for tiles with lower tickets on other ranks, or for warps 1, which wait for no tile.
+// So it does not matter how many clusters run at a time. docs/per_tile.md lists each word that one thread writes and
+// another one reads, and what orders them.
 
 #include <cstdint>
 
@@ -29,10 +59,6 @@
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
 
-#ifndef DG_STAMPS  // times of a block's steps are written down
-#define DG_STAMPS 0
-#endif
-
 namespace distgemm {
 
 using namespace cute;
@@ -44,16 +70,16 @@ using Result = DG_RESULT;    // of D, bias and C
 using Partial = DG_PARTIAL;  // of partial sums
 
 constexpr int kPattern = DG_PATTERN;
-constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kSpreads = kPattern == DG_ALL_REDUCE;
+constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kAllReduces = kPattern == DG_ALL_REDUCE;
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
 constexpr int kStages = DG_STAGES;                   // of operands
 constexpr int kEpilogueStages = DG_EPILOGUE_STAGES;  // of each warp group, for subtiles that are stored
 
-constexpr int kGroups = 2, kGroupThreads = 128;
-constexpr int kThreads = kGroupThreads * (kGroups + 1);
-constexpr int kParts = kPingpong ? 1 : kGroups;  // a warp group's share of a tile
+constexpr int kWarpGroups = 2, kWarpGroupThreads = 128;
+constexpr int kThreads = kWarpGroupThreads * (kWarpGroups + 1);
+constexpr int kParts = kPingpong ? 1 : kWarpGroups;  // a warp group's share of a tile
 constexpr int kPartM = kTileM / kParts, kPartN = kTileN;
 constexpr int kHeight = 64;  // rows of a subtile: those of one wgmma
 constexpr int kDown = kPartM / kHeight;
@@ -70,20 +96,20 @@ struct Part {
 };
 
 constexpr int kPartBytes = Part<Partial>::kSubtiles * kSubtile;  // of a slot
-static_assert(!kSpreads || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
+static_assert(!kAllReduces || Part<Result>::kSubtiles <= Part<Partial>::kSubtiles, "a result does not fit into a slot");
 
-// A piece of a shard that is sent: so many rows, and so many bytes of each. Small ones arrive early.
-constexpr int kPieceRows = DG_PIECE_ROWS, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
+// A piece of a shard that is sent: so many rows, and so many bytes of each.
+constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
 constexpr int kPiecesDown = kTileM / kPieceRows;  // of the rows of a tile
 static_assert(kTileM % kPieceRows == 0 && (kPiecesDown & (kPiecesDown - 1)) == 0);
-constexpr int kUnitRows = 16, kUnit = kUnitRows * kPieceBytes;  // what is copied at a time
+constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is copied at a time
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
-constexpr int kPolled = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
+constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
-constexpr bool kCopies = DG_SENDS || kSpreads;  // whether warp 1 copies
+constexpr bool kCopies = DG_SENDS || kAllReduces;  // whether warp 1 copies
 
 // A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
-// In clusters of 2x2 the first block shares stages with its neighbours only, which may be as many ahead of the last block.
+// In clusters of 2x2 the first block shares stages with its neighbours only, and these with the last block: twice that.
 // Behind the tiles that are multiplied, each warp group has one in its epilogue, and others wait in epilogue stages.
 constexpr int kSteps = kClusterM > 1 && kClusterN > 1 ? 2 : 1;
 constexpr int kBehind = kSteps * kStages +
@@ -114,7 +140,6 @@ struct alignas(128) Params {
   int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
   uint32_t slices;       // of the sum
   uint32_t picoseconds_per_kib;
-  uint32_t senders;  // thread blocks that send pieces
 };
 
 // What the blocks of a cluster learn of a ticket.
@@ -131,16 +156,16 @@ constexpr int kAlignment = 1024;  // of swizzled tiles
 struct alignas(kAlignment) Storage {
   uint8_t a[kStages][kStageA];
   uint8_t b[kStages][kStageB];
-  uint8_t subtiles[kGroups][kEpilogueStages][kSubtile];
-  uint8_t copied[kCopies ? 2 : 0][kUnit];
+  uint8_t subtiles[kWarpGroups][kEpilogueStages][kSubtile];
+  uint8_t copied[kCopies ? 2 : 0][kCopyBytes];
   uint64_t full[kStages], empty[kStages];
-  uint64_t written[kGroups][kEpilogueStages], free[kGroups][kEpilogueStages];
+  uint64_t written[kWarpGroups][kEpilogueStages], free[kWarpGroups][kEpilogueStages];
   uint64_t arrived[2];
   uint64_t ticket_arrived[kRing];
   Ticket tickets[kRing];
 };
 static_assert(sizeof(Storage) + kAlignment <= 227 * 1024, "the stages do not fit");
-static_assert(kUnit == kSubtile);
+static_assert(kCopyBytes == kSubtile);
 
 // ---------------------------------------------------------------- barriers and copies
 
@@ -243,7 +268,6 @@ class Kernel {
         depth_((params.k + kTileK - 1) / kTileK) {}
 
   CUTE_DEVICE void run() {
-    stamp_(kBegin);
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
     bool const counts = threadIdx.x == 0, leads = counts && block_ == 0;
     if (warp == 2 && lane() == 0) initialise_();
@@ -253,7 +277,6 @@ class Kernel {
       prefetch_tma_descriptor(&params_.d);
       if constexpr (kGathers) for (auto const& map : params_.received) prefetch_tma_descriptor(&map);
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the kernel before this one, if this one began early
     Clock first{};
     if (leads) first = spaces_.take();
     if (counts) atomicAdd(&spaces_.control(spaces_.rank).running, 1u);
@@ -266,13 +289,13 @@ class Kernel {
       __syncthreads();
     }
     if (leads) pass_on_(first, 0);
-    if (warp < kGroupThreads / 32) {
+    if (warp < kWarpGroupThreads / 32) {
       cutlass::arch::warpgroup_reg_dealloc<56>();
       if (warp == 0) load_operands_();
       if constexpr (DG_SENDS) {
-        if (warp == 1 && blockIdx.x < params_.senders) send_();
+        if (warp == 1) send_();
       }
-      if constexpr (kSpreads) {
+      if constexpr (kAllReduces) {
         if (warp == 1 && lane() == 0) take_results_();
       }
       if (warp == 3 && lane() == 0) store_();
@@ -282,30 +305,17 @@ class Kernel {
     }
     __syncwarp();
     __syncthreads();
-    stamp_(kEnd);
     if (counts) atomicSub(&spaces_.control(spaces_.rank).running, 1u);
   }
 
  private:
-  enum Stamp { kBegin, kTicket, kMultiplied, kAdded, kStored, kFlag, kEnd };
-
-  // For measurements: the latest time at which a block was here.
-  CUTE_DEVICE void stamp_(Stamp stamp) {
-    if constexpr (DG_STAMPS) {
-      uint64_t now;
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
-      auto* const at = reinterpret_cast<unsigned long long*>(spaces_.control(spaces_.rank).unused);
-      if (lane() == 0) atomicMax(at + stamp, stamp == kBegin ? ~now : now);
-    }
-  }
-
   CUTE_DEVICE void initialise_() {
     constexpr int sharing = kClusterM + kClusterN - 1;  // blocks that load into one stage
     for (int i = 0; i < kStages; ++i) {
       Barrier::init(storage_.full[i], 1);
       Barrier::init(storage_.empty[i], sharing * kParts * 4);
     }
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kWarpGroups; ++group) {
       for (int i = 0; i < kEpilogueStages; ++i) {
         Barrier::init(storage_.written[group][i], 4);
         Barrier::init(storage_.free[group][i], 1);
@@ -409,7 +419,6 @@ class Kernel {
       return tickets.next();
     };
     Ticket ticket = next();
-    stamp_(kTicket);
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
@@ -424,7 +433,7 @@ class Kernel {
       uint32_t const take_at = params_.slices > ahead ? params_.slices - ahead : 0;
       uint32_t const pass_at = cute::min(take_at + ahead / 2, params_.slices - 1);
       for (uint32_t slice = 0; slice < params_.slices; ++slice) {
-        if (waits && (slice >= first_slice + kPolled || !(arrived >> (slice - first_slice) * kPiecesDown & 1))) {
+        if (waits && (slice >= first_slice + kPolledSlices || !(arrived >> (slice - first_slice) * kPiecesDown & 1))) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
@@ -500,7 +509,7 @@ class Kernel {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
     if (!__all_sync(0xffffffff, sends_(clock))) return;
-    uint32_t& counter = spaces_.control(spaces_.rank).tickets;
+    uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces(order_);
     Uses<2> uses;
@@ -509,7 +518,7 @@ class Kernel {
     for (;;) {
       uint32_t const ticket = __shfl_sync(0xffffffff, taken, 0);
       if (ticket >= count) {
-        if (lane() == 0 && ticket == count + cute::min(params_.senders, gridDim.x) - 1) atomicExch(&counter, 0u);
+        if (lane() == 0 && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
         return;
       }
       if (lane() == 0) taken = take_(counter);
@@ -520,30 +529,30 @@ class Kernel {
       int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
       auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
       uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
-      auto const load = [&](int32_t unit, uint32_t use) {
-        int32_t const rows = cute::min(int32_t(kUnitRows), end - unit);
+      auto const load = [&](int32_t row, uint32_t use) {
+        int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
         if (lane() == 0) Barrier::expect(storage_.arrived[use % 2], rows * bytes);
         __syncwarp();
         if (int32_t(lane()) < rows) {
           SM90_BULK_COPY_G2S::copy(
-              from + (unit + lane()) * pitch, &storage_.arrived[use % 2],
+              from + (row + lane()) * pitch, &storage_.arrived[use % 2],
               storage_.copied[use % 2] + lane() * kPieceBytes, bytes);
         }
       };
       load(begin, uses.count);
-      for (int32_t unit = begin; unit < end; unit += kUnitRows, ++uses.count) {
-        if (unit + kUnitRows < end) {
+      for (int32_t row = begin; row < end; row += kCopyRows, ++uses.count) {
+        if (row + kCopyRows < end) {
           wait_until_read<0>();
           __syncwarp();
-          load(unit + kUnitRows, uses.count + 1);
+          load(row + kCopyRows, uses.count + 1);
         }
-        if (lane() == 0 && unit == begin) pacing.wait((end - begin) * bytes);
+        if (lane() == 0 && row == begin) pacing.wait((end - begin) * bytes);
         Barrier::wait(storage_.arrived[uses.index()], uses.phase());
         __syncwarp();
-        if (int32_t(lane()) < cute::min(int32_t(kUnitRows), end - unit)) {
+        if (int32_t(lane()) < cute::min(int32_t(kCopyRows), end - row)) {
           SM90_BULK_COPY_S2G::copy(
               storage_.copied[uses.index()] + lane() * kPieceBytes,
-              reinterpret_cast<void*>(to + (unit + lane()) * row_bytes), bytes);
+              reinterpret_cast<void*>(to + (row + lane()) * row_bytes), bytes);
         }
         commit();
       }
@@ -562,7 +571,7 @@ class Kernel {
     constexpr uint32_t takes = (Part<Result>::kSubtiles + 1) / 2;  // of a part
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
-    uint32_t& counter = spaces_.control(spaces_.rank).tickets;
+    uint32_t& counter = spaces_.control(spaces_.rank).counter;
     uint32_t const peers = order_.ranks - 1, count = peers * parts_() * takes;
     uint32_t phase = 0;
     if (mute_) {  // what comes now may be of an earlier replay
@@ -628,9 +637,9 @@ class Kernel {
       Tile const tile = tile_(ticket);
       bool const remote = kReduces && tile.distance;
       int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
-      bool const leaves = sends && (remote || kSpreads);  // to peers
+      bool const leaves = sends && (remote || kAllReduces);  // to peers
       uint32_t const bytes = subtiles * kParts * kSubtile * (remote ? 1 : peers);
-      int const first = kPingpong ? number % kGroups : 0;
+      int const first = kPingpong ? number % kWarpGroups : 0;
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
       uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
       CUTE_NO_UNROLL
@@ -649,7 +658,7 @@ class Kernel {
           if (remote && sends) {
             store_at_(peer, clock.buffer(), sum + j, i, from);
           } else if (!remote) {
-            for (uint32_t distance = 1; kSpreads && sends && distance <= peers; ++distance) {
+            for (uint32_t distance = 1; kAllReduces && sends && distance <= peers; ++distance) {
               store_at_(
                   rank_at_(order_.ranks - distance), clock.buffer(), result_slot_(distance, part + j), i, from);
             }
@@ -668,7 +677,6 @@ class Kernel {
         uses = others;
         others = now;
       }
-      stamp_(kStored);
       if (!leaves) continue;
       release();
       wait_until_stored();
@@ -680,7 +688,6 @@ class Kernel {
           Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
         }
       }
-      stamp_(kFlag);
     }
     wait_until_read<0>();  // the end of the kernel waits for the rest
   }
@@ -694,7 +701,7 @@ class Kernel {
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile / kDown * Part<Result>::kColumns;
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kReduces && !kSpreads ? 0 : rank_at_(tile.distance);
+    int32_t const matrix = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance);
     SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
   }
 
@@ -717,9 +724,9 @@ class Kernel {
   }
 
   CUTE_DEVICE void multiply_(int group) {
-    int const thread = threadIdx.x % kGroupThreads;
+    int const thread = threadIdx.x % kWarpGroupThreads;
     Mma mma;
-    auto const slice = mma.get_slice(kPingpong ? thread : group * kGroupThreads + thread);
+    auto const slice = mma.get_slice(kPingpong ? thread : group * kWarpGroupThreads + thread);
     Tensor a = slice.make_fragment_A(slice.partition_A(make_tensor(
         make_smem_ptr(reinterpret_cast<Element*>(storage_.a)), stages_<DG_A_K_MAJOR, kTileM>())));
     Tensor b = slice.make_fragment_B(slice.partition_B(make_tensor(
@@ -732,7 +739,7 @@ class Kernel {
     if (kPingpong && group == 1) turn_arrive_(0);
     uint32_t number = 0;
     for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
-      if (kPingpong && int(number % kGroups) != group) {
+      if (kPingpong && int(number % kWarpGroups) != group) {
         stage.advance(depth_);
         continue;
       }
@@ -762,13 +769,11 @@ class Kernel {
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
       release_(last);
-      stamp_(kMultiplied);
       scale_(sums);
       if (kReduces && tile.distance) {
         write_sums_(sums, group, uses, thread);
       } else {
         if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        stamp_(kAdded);
         add_terms_(sums, tile, kPingpong ? 0 : group, thread);
         write_results_(sums, group, uses, thread);
       }
@@ -777,10 +782,10 @@ class Kernel {
 
   // The warp groups take turns to issue wgmmas: each has the tensor cores for a whole tile.
   CUTE_DEVICE static void turn_wait_(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroups * kWarpGroupThreads) : "memory");
   }
   CUTE_DEVICE static void turn_arrive_(int group) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(group + 1), "n"(kWarpGroups * kWarpGroupThreads) : "memory");
   }
 
   // Tells all blocks that load into a stage that this warp has read it.
@@ -825,7 +830,7 @@ class Kernel {
   }
 
   // Partial sums lie in slots as threads hold them: 16 bytes of each thread, one behind the other.
-  static constexpr int kPacks = kSubtile / (kGroupThreads * 16);  // of a subtile
+  static constexpr int kPacks = kSubtile / (kWarpGroupThreads * 16);  // of a subtile
   static constexpr int kPacked = 16 / sizeof(Partial);
   using Pack = cutlass::Array<Partial, kPacked>;
 
@@ -844,7 +849,7 @@ class Kernel {
         uint4& to = found[subtile % ahead][i];
         asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                     : "l"(from + i * kGroupThreads * 16)
+                     : "l"(from + i * kWarpGroupThreads * 16)
                      : "memory");
       }
     };
@@ -891,7 +896,7 @@ class Kernel {
         cutlass::Array<float, kPacked> values;
         CUTE_UNROLL
         for (int j = 0; j < kPacked; ++j) values[j] = sums((subtile * kPacks + i) * kPacked + j);
-        reinterpret_cast<Pack*>(to)[i * kGroupThreads + thread] =
+        reinterpret_cast<Pack*>(to)[i * kWarpGroupThreads + thread] =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
       end_write_(group, uses);
@@ -923,7 +928,7 @@ class Kernel {
     bool const rows_scaled = terms.scale_a_step, columns_scaled = terms.scale_b_step;
     if (!rows_scaled && !columns_scaled && !terms.bias && !terms.c) return;
     constexpr int columns = Part<Result>::kColumns;
-    int32_t const first_row = kReduces && !kSpreads ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance) * params_.m;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
     CUTE_UNROLL
     for (int m = 0; m < kDown; ++m) {
@@ -996,6 +1001,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
   Kernel(params, *reinterpret_cast<Storage*>(aligned)).run();
 }
 
-DG_FACTS{DG_KERNEL(kThreads, sizeof(Storage) + kAlignment)};
+DG_FACTS{
+    DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
+    // params.py has the same structs.
+    DG_FIELD(received), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
+    DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
+    DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(shard_stride), DG_FIELD(k),
+    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
+    DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
+    DG_NUMBER("control", sizeof(Control))};
 
 }  // namespace distgemm

@@ -11,15 +11,18 @@ import torch
 
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.epochs import TICKET_BITS
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, SUBTILE_ROWS, KernelTraits
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS, SUBTILE_ROWS, KernelTraits
 from distgemm.gemm.per_tile.order import PieceOrder, TileOrder
+from distgemm.schedulers import Pattern
 
-__all__ = ["RankGemm", "Space", "params_of"]
+__all__ = ["RATES", "RankGemm", "Space", "params_of"]
 
 SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
+RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
+"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,17 @@ class RankGemm:
         order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
-        if not gathers:
-            order.raise_if_cyclic()
         return order
 
     @cached_property
     def pieces(self) -> PieceOrder:
         """The order of pieces of a gather: rows whose tiles are multiplied at a time are sent in turn."""
         traits, order = self.traits, self.order
-        rows = -(-self.m // traits.piece_rows)
+        rows = -(-self.m // PIECE_ROWS)
         slices = -(-self.k * BYTES[traits.dtype] // PIECE_BYTES)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1]) // (max(self.ranks - 1, 1) * order.columns)
         blocks = max(order.group, min(order.blocks, at_once))
-        together = blocks * traits.cluster[0] * traits.tile[0] // traits.piece_rows
+        together = blocks * traits.cluster[0] * traits.tile[0] // PIECE_ROWS
         return PieceOrder(self.distances, rows, slices, together)
 
     @property
@@ -108,8 +109,8 @@ class RankGemm:
         if traits.pattern == "ag+gemm":
             rest, piece = divmod(number, self.pieces.slices)
             distance, row = divmod(rest, self.pieces.rows)
-            first = row * traits.piece_rows
-            rows = f"rows {first} to {min(first + traits.piece_rows, self.m) - 1}"
+            first = row * PIECE_ROWS
+            rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
             return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
         result, distance = divmod(rest, self.ranks - 1)
@@ -174,7 +175,6 @@ def params_of(
     c: torch.Tensor | None = None,
     beta: float = 0.0,
     gb_per_s: float = 0.0,
-    senders: int = SMS,
     executable: int = 0,
     closed: bool = True,
     epochs_a_replay: int = 1,
@@ -192,7 +192,6 @@ def params_of(
         c: of D's shape.
         beta: factor of C.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
-        senders: thread blocks that send pieces, at most; each sends one at a time.
         executable: its number, by which the watchdog knows it.
         closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -200,25 +199,18 @@ def params_of(
     Raises:
         ValueError: for tensors that TMA cannot copy.
     """
-    traits, ranks = gemm.traits, gemm.ranks
+    traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
-    size = BYTES[traits.dtype]
-    tile_m, tile_n = traits.tile
+    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
     params = structs.Params.new()
-    _describe(
-        params.a, "A", a, traits.a_major == "k", tile_m // traits.cluster[1], 1 if gathers else ranks, gemm.m, traits
-    )
-    _describe(params.b, "B", b, traits.b_major == "k", tile_n // traits.cluster[0], 1, gemm.n, traits)
-    _describe_rows(params.d, "D", d, traits.out_dtype, gemm.m, 1 if scatters else ranks, SUBTILE_ROWS)
+    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers else ranks, share_a, traits.a_major == "k")
+    _describe(params.b, "B", b, traits.dtype, gemm.n, 1, share_b, traits.b_major == "k")
+    _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else ranks, SUBTILE_ROWS)
     if gathers:
-        row = gemm.k * size
-        for buffer in range(2):
+        for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
-            extents = (gemm.k, gemm.m, max(ranks - 1, 1))
-            structs.describe(
-                *(params.received[buffer], "the received A", slots, traits.dtype, extents, row, gemm.m * row),
-                *(tile_m // traits.cluster[1], size),
-            )
+            extents = (gemm.k, m, max(ranks - 1, 1))
+            structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
@@ -239,7 +231,6 @@ def params_of(
         terms.c, terms.c_stride = c.data_ptr(), c.stride(0)
     params.shard, params.shard_stride = a.data_ptr(), pitch_of(a)
     params.m, params.n, params.k, params.slices = gemm.m, gemm.n, gemm.k, gemm.pieces.slices
-    params.senders = senders
     params.picoseconds_per_kib = round(1024 * 1000 / gb_per_s) if gb_per_s else 0
     return params
 
@@ -248,34 +239,21 @@ def _describe(
     descriptor: structs.Descriptor,
     name: str,
     x: torch.Tensor,
-    k_major: bool,
-    rows: int,
-    matrices: int,
+    dtype: str,
     extent: int,
-    traits: KernelTraits,
+    matrices: int,
+    rows: int,
+    by_rows: bool = True,
 ) -> None:
-    """The descriptor of A or B (rows, k), of which each matrix has so many rows."""
-    if k_major:
-        _describe_rows(descriptor, name, x, traits.dtype, extent, matrices, rows)
-        return
-    size = BYTES[traits.dtype]
-    if x.stride(0) != 1:
-        raise ValueError(f"columns of {name} are contiguous, got strides {x.stride()}")
-    extents = (extent, x.shape[1], matrices)
-    structs.describe(
-        *(descriptor, name, x.data_ptr(), traits.dtype, extents, x.stride(1) * size, extent * size),
-        *(traits.tile_k, size),
-    )
-
-
-def _describe_rows(
-    descriptor: structs.Descriptor, name: str, x: torch.Tensor, dtype: str, extent: int, matrices: int, rows: int
-) -> None:
-    size = BYTES[dtype]
-    if x.stride(1) != 1:
-        raise ValueError(f"rows of {name} are contiguous, got strides {x.stride()}")
-    pitch, extents = pitch_of(x) * size, (x.shape[1], extent, matrices)
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, extent * pitch, rows, size)
+    """The descriptor of a tensor of equal matrices, of `extent` rows each, whose rows or columns are contiguous."""
+    if x.stride(int(by_rows)) != 1:
+        raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
+    if by_rows:
+        pitch = pitch_of(x)
+        extents, boxes = (x.shape[1], extent, matrices), (pitch, extent * pitch, rows)
+    else:
+        extents, boxes = (extent, x.shape[1], matrices), (x.stride(1), extent, structs.LINE // BYTES[dtype])
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, *boxes)
 
 
 def pitch_of(x: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from distgemm.gemm.per_tile.params import LINE, Params
 from distgemm.gemm.spec import GemmConfig
 from distgemm.schedulers import Pattern
 
-__all__ = ["BYTES", "PIECE_BYTES", "SUBTILE_ROWS", "KernelTraits", "Launch"]
+__all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
 PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
@@ -34,7 +34,7 @@ SUBTILE_BYTES = SUBTILE_ROWS * LINE
 PIECE_BYTES = 512
 """Bytes of each row in a piece of a shard that is sent."""
 PIECE_ROWS = 32
-"""Rows of a piece."""
+"""Rows of a piece, which divide those of a tile."""
 MAX_STAGES = 8
 MAX_PART = 128 * 128
 """Accumulators of a warp group that fit into its registers."""
@@ -56,7 +56,6 @@ class KernelTraits:
         b_major: "k" if rows of B are contiguous, "n" if columns are.
         sends: whether the kernel of a gather sends the shard.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
-        piece_rows: rows of a piece of a shard that is sent.
 
     Raises:
         ValueError: for values that do not go together, and if the tile does not fit into shared memory.
@@ -73,7 +72,6 @@ class KernelTraits:
     b_major: Literal["k", "n"] = "k"
     sends: bool = False
     epilogue_stages: int = 2
-    piece_rows: int = PIECE_ROWS
 
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
@@ -91,11 +89,6 @@ class KernelTraits:
             raise ValueError(
                 "a warp group has 64 rows and 64, 128, 192 or 256 columns of a tile, or 128 rows and 64 or 128, got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
-            )
-        if self.piece_rows not in {16, 32, 64, 128} or self.tile[0] % self.piece_rows:
-            raise ValueError(
-                f"a piece has 16, 32, 64 or 128 rows, which divide those of a tile, got {self.piece_rows} for "
-                f"{self.tile[0]}"
             )
         shares = (
             ("A", self.a_major, self.tile[0] // self.cluster[1]),
@@ -150,7 +143,6 @@ class KernelTraits:
             "DG_STAGES": self.stages,
             "DG_EPILOGUE_STAGES": self.epilogue_stages,
             "DG_SENDS": int(self.sends),
-            "DG_PIECE_ROWS": self.piece_rows,
             "DG_ELEMENT": CUTLASS_TYPES[self.dtype],
             "DG_RESULT": CUTLASS_TYPES[self.out_dtype],
             "DG_PARTIAL": CUTLASS_TYPES[self.partial_dtype],
@@ -169,15 +161,14 @@ class Launch:
         params: the parameters.
         blocks: thread blocks, at most one for each SM.
         device: number of the GPU.
-        early: whether blocks begin before the kernel before this one has ended. They wait for it before they read.
     """
 
-    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int, early: bool = False) -> None:
+    def __init__(self, traits: KernelTraits, params: Params, blocks: int, device: int) -> None:
         self.params, self._device = params, device
         size = traits.cluster[0] * traits.cluster[1]
         grid = (blocks // size * size, 1, 1)
         self._launch: Callable[[int], None] = open_cubin(traits.source(), Params).launcher(
-            device, grid, ctypes.addressof(params), early
+            device, grid, ctypes.addressof(params)
         )
 
     def __call__(self, stream: int | None = None) -> None:

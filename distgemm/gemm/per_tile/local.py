@@ -77,21 +77,20 @@ class LocalRanks:
         return [Control.from_buffer_copy(bytes(memory[:CONTROL_BYTES].tolist())) for memory in self.memory]
 
     def launches(
-        self, calls: Sequence[Mapping[str, Any]], gemm: RankGemm | None = None, early: bool = False, **options: Any
+        self, calls: Sequence[Mapping[str, Any]], gemm: RankGemm | None = None, **options: Any
     ) -> list[Launch]:
         """A launch of each rank.
 
         Args:
             calls: of each rank, the keyword arguments of :func:`distgemm.gemm.per_tile.bind.params_of`.
             gemm: what is multiplied; None: the first GEMM.
-            early: as of :class:`Launch`.
             **options: of all ranks.
         """
         gemm, found = gemm or self.gemm, []
         for space, call, device in zip(self.spaces, calls, self.devices, strict=True):
             with torch.cuda.device(device):
                 params = params_of(gemm, space, **call, **options)
-                found.append(Launch(gemm.traits, params, self._blocks, device, early))
+                found.append(Launch(gemm.traits, params, self._blocks, device))
         return found
 
     def run(self, launches: Sequence[Launch], delays: Sequence[int] = ()) -> None:

@@ -12,8 +12,8 @@ units earlier than the others: the lead. Those of a reduction add the sums of al
 Order and protocol come to an end, whatever the number of clusters that run at a time:
 
 * A cluster works on its tickets in order, and tickets are handed out in order.
-* A tile waits for sums that peers make with lower tickets (:meth:`TileOrder.raise_if_cyclic`), or for operands, which
-  warps send that wait for nothing.
+* A tile waits for sums that peers make with lower tickets, as :mod:`.verify` proves, or for operands, which warps send
+  that wait for nothing.
 
 So the unfinished tile with the lowest ticket, among all ranks, waits for nothing that is not done or under way.
 """
@@ -137,19 +137,6 @@ class TileOrder:
 
     def __iter__(self) -> Iterator[TileCluster]:
         return map(self.at, range(self.clusters))
-
-    def raise_if_cyclic(self) -> None:
-        """Raise PlanError if an own tile comes before the tile of a peer whose sum it adds.
-
-        That tile has the same block and column, and another distance.
-        """
-        tickets = {tile: ticket for ticket, tile in enumerate(self)}
-        for distance, block, column in tickets:
-            if tickets[TileCluster(distance, block, column)] > tickets[TileCluster(0, block, column)]:
-                raise PlanError(
-                    f"the own tile of block {block} and column {column} comes before the one at distance {distance}, "
-                    "whose sum it adds"
-                )
 
 
 @dataclass(frozen=True)

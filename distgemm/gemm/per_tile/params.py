@@ -11,6 +11,7 @@ from cuda.bindings import driver
 
 from distgemm.gemm.driver import error_text, libcuda
 from distgemm.gemm.per_tile.order import RANKS, PieceOrder, TileOrder
+from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
     "CONTROL_BYTES",
@@ -77,7 +78,7 @@ class Control(ctypes.Structure):
         ("clock", ctypes.c_uint64),
         ("last", ctypes.c_uint64 * 2),
         ("link_free", ctypes.c_uint64),
-        *_fields(ctypes.c_uint32, "tickets", "dead", "running", "executable"),
+        *_fields(ctypes.c_uint32, "counter", "dead", "running", "executable"),
         ("unused", ctypes.c_uint64 * 10),
         ("begun", ctypes.c_uint64 * RANKS),
     )
@@ -126,8 +127,8 @@ class Params(ctypes.Structure):
         ("shard", ctypes.c_uint64),
         ("shard_stride", ctypes.c_int64),
         *_fields(ctypes.c_int32, "m", "n", "k"),
-        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib", "senders"),
-        ("padding", ctypes.c_uint32 * 18),
+        *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
+        ("padding", ctypes.c_uint32 * 19),
     )
 
     @classmethod
@@ -179,7 +180,6 @@ def describe(
     pitch: int,
     matrix_pitch: int,
     rows: int,
-    element_bytes: int,
 ) -> None:
     """Make the TMA descriptor of equal matrices, which are copied in boxes of 128 bytes of so many rows.
 
@@ -189,27 +189,27 @@ def describe(
         address: of the first matrix, a multiple of 16.
         dtype: of the elements.
         extents: of the contiguous mode, of the other one, and number of matrices.
-        pitch: bytes from row to row, a multiple of 16.
-        matrix_pitch: bytes from matrix to matrix, a multiple of 16.
+        pitch: elements from row to row: a multiple of 16 bytes.
+        matrix_pitch: elements from matrix to matrix: a multiple of 16 bytes.
         rows: of a box.
-        element_bytes: bytes of an element.
 
     Raises:
         ValueError: if TMA cannot copy them.
     """
-    if address % 16 or pitch % 16 or matrix_pitch % 16:
+    size = DTYPE_BYTES[dtype]
+    pitches = pitch * size, matrix_pitch * size
+    if any(x % 16 for x in (address, *pitches)):
         raise ValueError(
             f"{name} begins at a multiple of 16 bytes, and so does each of its rows (or columns, where these are "
-            f"contiguous); got the address {address:#x}, {pitch} bytes from one to the next, and {matrix_pitch} from "
-            "shard to shard"
+            f"contiguous); got the address {address:#x}, {pitches[0]} bytes from one to the next, and {pitches[1]} "
+            "from shard to shard"
         )
     error = libcuda().cuTensorMapEncodeTiled(
         *(ctypes.addressof(descriptor), DATA_TYPES[dtype], 3, address, (ctypes.c_uint64 * 3)(*extents)),
-        *((ctypes.c_uint64 * 2)(pitch, max(matrix_pitch, 16)), (ctypes.c_uint32 * 3)(LINE // element_bytes, rows, 1)),
+        *((ctypes.c_uint64 * 2)(pitches[0], max(pitches[1], 16)), (ctypes.c_uint32 * 3)(LINE // size, rows, 1)),
         *(_STEPS, *CHOICES),
     )
     if error:
         raise ValueError(
-            f"TMA cannot describe {name}: {extents} of {dtype} with {pitch} and {matrix_pitch} bytes: "
-            f"{error_text(error)}"
+            f"TMA cannot describe {name}: {extents} of {dtype}, {pitches} bytes apart: {error_text(error)}"
         )

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES
+from distgemm.gemm.per_tile.kernel import BYTES, PIECE_BYTES, PIECE_ROWS
 from distgemm.plan.schema import PlanError
 
 __all__ = ["Proof", "prove"]
@@ -98,8 +98,7 @@ class _Tiles:
 def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     pieces, ranks = gemm.pieces, gemm.ranks
     size = BYTES[gemm.traits.dtype]
-    height = gemm.traits.piece_rows
-    if pieces.rows * height < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
+    if pieces.rows * PIECE_ROWS < gemm.m or pieces.slices * PIECE_BYTES < gemm.k * size:
         raise PlanError(f"{pieces.rows}x{pieces.slices} pieces do not cover a shard of {gemm.m}x{gemm.k}")
     sent = np.array([pieces.at(number) for number in range(pieces.pieces)], dtype=np.int64).reshape(-1, 3)
     distance, row, piece = sent.T
@@ -108,7 +107,7 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
     _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
     # A tile waits for the pieces of its rows. Rows that do not exist have none.
-    received, down = tiles.distance > 0, gemm.traits.tile[0] // height
+    received, down = tiles.distance > 0, gemm.traits.tile[0] // PIECE_ROWS
     found = np.zeros((ranks - 1, tiles.rows * down), dtype=np.int64)
     for i in range(down):
         np.add.at(found, (tiles.distance[received] - 1, tiles.row[received] * down + i), 1)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_gradients, group_timeout
+from distgemm.runtime.checks import check_agreement, check_gradients, group_timeout, shard_dtype
 from distgemm.runtime.cuda.lowering.actions import Action
-from distgemm.runtime.cuda.order import CallOrder
-from distgemm.runtime.cuda.watchdog import ReplayTimeoutError
+from distgemm.runtime.cuda.order import CallOrder, call_order
+from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, watchdog
 from distgemm.runtime.cuda.watched import WatchedWorkspace
-from distgemm.runtime.cuda.workspace import SharedWorkspace
+from distgemm.runtime.cuda.workspace import SharedWorkspace, workspace_for
 from distgemm.runtime.executable import ExecutionConfig, OnTimeout
 
 __all__ = ["GpuExecutable", "PreparedCall"]
@@ -48,6 +48,7 @@ class GpuExecutable(ABC):
     kernels: str
     timeout: float
     on_timeout: OnTimeout
+    number: int
     _watched: WatchedWorkspace
     _order: CallOrder
     _shape_of_d: tuple[int, ...]
@@ -66,6 +67,25 @@ class GpuExecutable(ABC):
         self.on_timeout = on_timeout
         self.plan, self.group, self.device, self.execution = plan, group, device, execution
         self.rank, self.kernels = dist.get_rank(group), ""
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Raise on all ranks if plans or arguments differ, or if a rank cannot execute its plan: its problem."""
+        arguments = f"{self.execution}, timeout {self.timeout} s, {self.on_timeout}"
+        check_agreement(self.plan, arguments, self.group, self.device, problem)
+
+    def _join(self, kind: type[SharedWorkspace], slot_bytes: int, flags: int) -> None:
+        """Take part in the group's workspace of a kind, in its watchdog, and in the order of calls on the device.
+
+        Args:
+            kind: of the workspace.
+            slot_bytes: bytes of slots that a rank needs at most, in each buffer.
+            flags: flags that it needs at most.
+        """
+        self.workspace = workspace_for(self.group, self.device, slot_bytes, flags, kind)
+        self.number = self.workspace.register(self)
+        self._watched = watchdog().add(self.workspace)
+        self._order = call_order(self.device)
+        self._shape_of_d, self._dtype_of_d = self.plan.shard_shape("D", self.rank), shard_dtype(self.plan, "D")
 
     @property
     def actions(self) -> Sequence[Action]:

@@ -21,7 +21,6 @@ from distgemm.gemm.select import NEAR_BEST, agree, preferred
 from distgemm.plan.ops import Copy, Gemm
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
-    check_agreement,
     check_bias,
     check_gathered,
     check_gradients,
@@ -30,17 +29,14 @@ from distgemm.runtime.checks import (
     check_shards,
     refuse_groups,
     resolve_group,
-    shard_dtype,
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.lowering import most_flags
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, on_one_stream
-from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.recording import CallLayout, Recording, captured_node, layout_of
-from distgemm.runtime.cuda.watchdog import watchdog
 from distgemm.runtime.cuda.watched import awaited
-from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace, workspace_for
+from distgemm.runtime.cuda.workspace import BUFFERS, FlagValues, Workspace
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 from distgemm.runtime.gathering import GatheredChunk, check_gathers
 from distgemm.runtime.groups import occupied
@@ -115,17 +111,11 @@ class CudaExecutable(GpuExecutable):
                 self.kernels = describe_kernels(sources, choices)
         except Exception as error:  # as above
             problem = error
-        check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
-        flags = most_flags(plan, execution)
-        self.workspace = workspace_for(
-            group, device, max(map(plan.workspace_bytes, range(plan.world_size))), flags, Workspace
-        )
-        self.number = self.workspace.register(self)
-        self._watched = watchdog().add(self.workspace)
-        self._order = call_order(device)
+        self._agree(problem)
+        slot_bytes = max(map(plan.workspace_bytes, range(plan.world_size)))
+        self._join(Workspace, slot_bytes, most_flags(plan, execution))
         self.binder.attach(self.workspace, self.number)
         self._copied = copied_buffers(plan, self.rank)
-        self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
         # By layout, or by layout and addresses: for each buffer, its recording. Tensors need not be kept alive: a graph
         # is only replayed for a call with tensors at its addresses.
         self._recorded: OrderedDict[Any, dict[int, Recording]] = OrderedDict()

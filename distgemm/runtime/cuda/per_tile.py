@@ -12,35 +12,23 @@ import torch.distributed as dist
 
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.nvcc import KernelSource, build_together
-from distgemm.gemm.per_tile.bind import params_of
+from distgemm.gemm.per_tile.bind import RATES, params_of
 from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
 from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import (
-    check_agreement,
-    check_bias,
-    check_gradients,
-    check_shards,
-    shard_dtype,
-)
+from distgemm.runtime.checks import check_bias, check_gradients, check_shards
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
 from distgemm.runtime.cuda.executable import describe_kernels
-from distgemm.runtime.cuda.order import call_order
 from distgemm.runtime.cuda.recording import layout_of
-from distgemm.runtime.cuda.watchdog import watchdog
-from distgemm.runtime.cuda.workspace import workspace_for
 from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
-from distgemm.schedulers import Pattern
 
 __all__ = ["PerTileExecutable"]
 
 Tensor = torch.Tensor
 
-RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
-"""GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 MAX_CALLS = 32
 """Layouts of calls whose parameters an executable keeps."""
 HOPPER = 9
@@ -95,12 +83,8 @@ class PerTileExecutable(GpuExecutable):
                 open_cubin(source, Params).load_on(device.index or 0)
         except Exception as error:  # raised below, once all ranks know of it
             problem = error
-        check_agreement(plan, f"{execution}, timeout {self.timeout} s, {on_timeout}", group, device, problem)
-        self.workspace = workspace_for(group, device, self.gemm.slot_bytes, self.gemm.flags, EpochWorkspace)
-        self.number = self.workspace.register(self)
-        self._watched = watchdog().add(self.workspace)
-        self._order = call_order(device)
-        self._shape_of_d, self._dtype_of_d = plan.shard_shape("D", self.rank), shard_dtype(plan, "D")
+        self._agree(problem)
+        self._join(EpochWorkspace, self.gemm.slot_bytes, self.gemm.flags)
         self._calls: OrderedDict[Any, BoundCall] = OrderedDict()
 
     @property
