@@ -10,14 +10,12 @@ from typing import NamedTuple
 from distgemm.arguments import instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
+from distgemm.schedulers.symmetry import MODES
 
 __all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
 
 WHOLE = (Axis(1),)
 """The axes of a mode that is one tile."""
-
-MODES = {"A": ("m", "k", "l"), "B": ("n", "k", "l"), "D": ("m", "n", "l")}
-"""The modes of each operand, in the order of its tile coordinates. C has the modes of D."""
 
 
 class TileCoord(NamedTuple):
