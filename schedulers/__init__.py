@@ -36,6 +36,7 @@ from distgemm.schedulers.routes import (
     ring_of,
 )
 from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+from distgemm.schedulers.symmetry import NotSymmetric, Symmetry, find_symmetry
 
 __all__ = [
     # a schedule: partition, work, route
@@ -60,6 +61,10 @@ __all__ = [
     "ring_of",
     # schedules from schedules
     "nest",
+    # rotations that keep a schedule
+    "NotSymmetric",
+    "Symmetry",
+    "find_symmetry",
     # schedules by name
     "PATTERNS",
     "Pattern",

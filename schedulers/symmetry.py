@@ -142,6 +142,12 @@ class Symmetry:
         """Whether rotations move the tiles of a mode."""
         return bool(self._turns[mode])
 
+    def together(self, mode: str, one: int, other: int) -> bool:
+        """Whether rotations move two tiles of a mode by the same number of tiles."""
+        return all(
+            one // stride % extent == other // stride % extent for stride, extent, _ in self._turns[mode]
+        )
+
     def tile(self, operand: str, tile: Sequence[int], by: int) -> tuple[int, ...]:
         """The tile of an operand to which the rotation by rank ``by`` takes a tile."""
         return tuple([self.index(mode, at, by) for mode, at in zip(MODES[operand], tile, strict=True)])

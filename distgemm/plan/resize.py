@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, Wait, maker
 
-__all__ = ["RankSize", "ResizedOps", "RowsOfOps", "size_of_rank", "views_of_b"]
+__all__ = ["LazyOps", "RankSize", "ResizedOps", "RowsOfOps", "size_of_rank", "views_of_b"]
 
 make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
 
@@ -49,51 +49,26 @@ def size_of_rank(ops: Sequence[Op]) -> RankSize:
     return RankSize(len(ops), sum(isinstance(op, Gemm) for op in ops), 1 + max(flags, default=-1))
 
 
-class RowsOfOps(Sequence[tuple[Op, ...]]):
-    """The ops of each rank with other rows, made when they are asked for. It is equal to a tuple of the same ops.
+class LazyOps(Sequence[tuple[Op, ...]]):
+    """The ops of each rank, made when they are asked for. It is equal to a tuple of the same ops.
 
     Args:
-        original: the ops of a plan, by rank.
-        rows: the new row for each row of A and D that the plan's views have.
-        fixed: :func:`views_of_b` of the original ops.
+        ranks: number of ranks.
 
     Attributes:
-        rows: as given.
         made: number of ops that have been made.
     """
 
-    def __init__(self, original: Sequence[tuple[Op, ...]], rows: Mapping[int, int], fixed: Collection[int]) -> None:
-        self.rows, self.made = rows, 0
-        self._original, self._fixed = original, fixed
-        self._boxes: dict[int, Box] = {}  # by the id of the original box, as are views
-        self._views: dict[int, View] = {}
-        self._ops: list[tuple[Op, ...] | None] = [None] * len(original)
-
-    def view(self, view: View) -> View:
-        """A view of the original plan with its new rows."""
-        found = self._views.get(id(view))
-        if found is None:
-            found = view if id(view) in self._fixed else self._new(view)
-            self._views[id(view)] = found
-        return found
-
-    def _new(self, view: View) -> View:
-        rank, buffer, slot, frame, box, pitch = view
-        return View(rank, buffer, slot, self._box(frame), self._box(box), pitch)
-
-    def _box(self, box: Box) -> Box:
-        found = self._boxes.get(id(box))
-        if found is None:
-            batch, (top, bottom), columns = box
-            found = self._boxes[id(box)] = batch, (self.rows[top], self.rows[bottom]), columns
-        return found
+    def __init__(self, ranks: int) -> None:
+        self.made = 0
+        self._ops: list[tuple[Op, ...] | None] = [None] * ranks
 
     @abstractmethod
     def _make(self, rank: int) -> tuple[Op, ...]:
         """Make the ops of a rank."""
 
     def __len__(self) -> int:
-        return len(self._original)
+        return len(self._ops)
 
     @overload
     def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
@@ -115,12 +90,51 @@ class RowsOfOps(Sequence[tuple[Op, ...]]):
         return map(self._of, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, tuple | RowsOfOps) and tuple(self) == tuple(other))
+        return self is other or (isinstance(other, tuple | LazyOps) and tuple(self) == tuple(other))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Op, ...], ...]]]:
         return tuple, (tuple(self),)
+
+
+class RowsOfOps(LazyOps):
+    """The ops of each rank with other rows.
+
+    Args:
+        original: the ops of a plan, by rank.
+        rows: the new row for each row of A and D that the plan's views have.
+        fixed: :func:`views_of_b` of the original ops.
+
+    Attributes:
+        rows: as given.
+    """
+
+    def __init__(self, original: Sequence[tuple[Op, ...]], rows: Mapping[int, int], fixed: Collection[int]) -> None:
+        super().__init__(len(original))
+        self.rows = rows
+        self._original, self._fixed = original, fixed
+        self._boxes: dict[int, Box] = {}  # by the id of the original box, as are views
+        self._views: dict[int, View] = {}
+
+    def view(self, view: View) -> View:
+        """A view of the original plan with its new rows."""
+        found = self._views.get(id(view))
+        if found is None:
+            found = view if id(view) in self._fixed else self._new(view)
+            self._views[id(view)] = found
+        return found
+
+    def _new(self, view: View) -> View:
+        rank, buffer, slot, frame, box, pitch = view
+        return View(rank, buffer, slot, self._box(frame), self._box(box), pitch)
+
+    def _box(self, box: Box) -> Box:
+        found = self._boxes.get(id(box))
+        if found is None:
+            batch, (top, bottom), columns = box
+            found = self._boxes[id(box)] = batch, (self.rows[top], self.rows[bottom]), columns
+        return found
 
 
 class ResizedOps(RowsOfOps):

@@ -1,0 +1,242 @@
+"""Plans in which every rank does what rank 0 does, with ranks and tiles rotated.
+
+The ops of rank r are those of rank 0, rotated by r: op by op, with the same ids, slots and flag numbers. So a rank
+needs the ops of rank 0, and no others, to make its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import overload
+
+from distgemm.plan.movement import SlotShape, SlotSizes, cut_rows
+from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Reduce, Signal, Slot, Tile, View, Wait, maker
+from distgemm.plan.ops import box_extents
+from distgemm.plan.plan import PlanError, slot_pitch
+from distgemm.plan.resize import LazyOps
+from distgemm.schedulers import Symmetry, TileCoord
+from distgemm.schedulers.symmetry import MODES
+
+__all__ = ["RotatedOps", "RotatedSlots", "Rotation", "Tenants"]
+
+make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
+make_signal, make_wait, make_barrier = maker(Signal), maker(Wait), maker(Barrier)
+
+Tenants = tuple[str, str, tuple[Tile, ...]]
+"""A slot of rank 0: its element type, the operand and the tiles that it holds in turn."""
+
+Edges = tuple[tuple[int, ...], ...]
+
+ROWS_AND_COLUMNS = {"A": ("m", "k"), "B": ("n", "k"), "D": ("m", "n")}
+
+
+class Rotation:
+    """Rotates ops: their ranks, their tiles, and the boxes of their views.
+
+    Args:
+        symmetry: the rotations of ranks and tiles.
+        edges: the bounds of the tiles, as :class:`distgemm.Plan` has them. No tile is empty.
+        shards: the boxes of the shards, as :class:`distgemm.Plan` has them.
+        cuts: (row mode, part, parts) of each part of a tile that moves by itself.
+        slots: the slots of rank 0.
+    """
+
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        edges: Edges,
+        shards: tuple[tuple[Box, ...], ...],
+        cuts: Sequence[tuple[str, int, int]],
+        slots: Sequence[Slot],
+    ) -> None:
+        self.symmetry = symmetry
+        self.edges = dict(zip("mnkl", edges, strict=True))
+        self.shards = dict(zip("ABDC", (*shards, shards[2]), strict=True))
+        self.dtypes = [slot.dtype for slot in slots]
+        # By mode the tile that a range is, or the tile of which it is a part, the number of the part and of parts.
+        self.ranges: dict[str, dict[Range, tuple[int, int, int]]] = {}
+        for mode, bounds in self.edges.items():
+            self.ranges[mode] = {span: (tile, 0, 1) for tile, span in enumerate(pairwise(bounds))}
+            for of_mode, part, parts in cuts:
+                if of_mode == mode:
+                    for tile, span in enumerate(pairwise(bounds)):
+                        self.ranges[mode].setdefault(cut_rows(*span, part, parts), (tile, part, parts))
+        self.pitched = {mode: len({high - low for low, high in pairwise(self.edges[mode])}) > 1 for mode in "nk"}
+
+    def range(self, op: Op, mode: str, span: Range, by: int) -> Range:
+        """The range of a mode to which the rotation by rank ``by`` takes the range of a tile, or of its part."""
+        if not self.symmetry.turns(mode):
+            return span
+        found = self.ranges[mode].get(span)
+        if found is None:
+            raise PlanError(f"{op.describe()}: {span} is no tile of mode {mode}, nor a part of one", op)
+        tile, part, parts = found
+        tile = self.symmetry.index(mode, tile, by)
+        low, high = self.edges[mode][tile], self.edges[mode][tile + 1]
+        return (low, high) if parts == 1 else cut_rows(low, high, part, parts)
+
+    def box(self, op: Op, operand: str, box: Box, by: int) -> Box:
+        """The box to which the rotation by rank ``by`` takes the box of a tile of A, B or D, or of its part."""
+        rows, columns = ROWS_AND_COLUMNS[operand]
+        batch = self.range(op, "l", box[0], by)
+        return batch, self.range(op, rows, box[1], by), self.range(op, columns, box[2], by)
+
+    def view(self, op: Op, operand: str, view: View, by: int) -> View:
+        """A view of A, B or D of an op, rotated."""
+        rank, buffer, slot, frame, box, pitch = view
+        if not 0 <= rank < self.symmetry.world_size:
+            raise PlanError(f"{op.describe()}: {view} names a rank that does not exist", op)
+        rank = self.symmetry.add(rank, by)
+        inside = self.box(op, operand, box, by)
+        if buffer != "slot":
+            if buffer not in self.shards or frame != self.shards[buffer][view.rank]:
+                raise PlanError(f"{op.describe()}: {view} does not lie in the shard of rank {view.rank}", op)
+            if pitch != box_extents(frame)[2]:
+                raise PlanError(f"{op.describe()}: {view} has rows {pitch} elements apart", op)
+            shard = self.shards[buffer][rank]
+            return View(rank, buffer, slot, shard, inside, box_extents(shard)[2])
+        around = inside if box is frame or box == frame else self.box(op, operand, frame, by)
+        if self.pitched["n" if operand == "D" else "k"]:
+            if not 0 <= slot < len(self.dtypes) or pitch != slot_pitch(box_extents(frame)[2], self.dtypes[slot]):
+                raise PlanError(f"{op.describe()}: {view} has rows {pitch} elements apart", op)
+            pitch = slot_pitch(box_extents(around)[2], self.dtypes[slot])
+        return View(rank, buffer, slot, around, inside, pitch)
+
+    def flag(self, flag: Flag, by: int) -> Flag:
+        """A flag, rotated."""
+        return Flag(self.symmetry.add(flag.rank, by), *flag[1:])
+
+    def tile(self, op: Op, by: int) -> Tile:
+        """The tile of an op, rotated."""
+        index = self.symmetry.index
+        if type(op.tile) is TileCoord:
+            return TileCoord(*[index(mode, at, by) for mode, at in zip("mnkl", op.tile, strict=True)])
+        return tuple([index(mode, at, by) for mode, at in zip(MODES[op.operand], op.tile, strict=False)])
+
+    def op(self, op: Op, by: int, views: dict[tuple[int, str], View] | None = None) -> Op:
+        """An op, rotated by rank ``by``.
+
+        Args:
+            op: the op.
+            by: a rank.
+            views: rotated views by the id and operand of the view, for ops that are kept and rotated by one rank.
+
+        Raises:
+            PlanError: if its boxes are no boxes of tiles.
+        """
+        if not by:
+            return op
+        known: dict[tuple[int, str], View] = {} if views is None else views
+
+        def rotated(operand: str, view: View) -> View:
+            found = known.get((id(view), operand))
+            if found is None:
+                found = known[id(view), operand] = self.view(op, operand, view, by)
+            return found
+
+        common = op.id, self.symmetry.add(op.rank, by), op.round, op.iteration, op.operand, self.tile(op, by), op.slot
+        if isinstance(op, Signal):
+            return make_signal(*common, op.deps, self.flag(op.flag, by))
+        if isinstance(op, Wait):
+            return make_wait(*common, op.deps, self.flag(op.flag, by), self.symmetry.add(op.peer, by))
+        if isinstance(op, Copy):
+            return make_copy(*common, op.deps, rotated(op.operand, op.src), rotated(op.operand, op.dst))
+        if isinstance(op, (Gemm, Reduce)):
+            sources = tuple([rotated("D", view) for view in op.sources])
+            c, out = None if op.c is None else rotated("D", op.c), rotated("D", op.out)
+            if isinstance(op, Gemm):
+                return make_gemm(*common, op.deps, rotated("A", op.a), rotated("B", op.b), sources, c, out)
+            return make_reduce(*common, op.deps, sources, c, out)
+        return make_barrier(*common, op.deps)
+
+
+class RotatedOps(LazyOps):
+    """The ops of each rank: those of rank 0, rotated. They are made when they are asked for.
+
+    Args:
+        first: the ops of rank 0.
+        rotation: rotates ops.
+
+    Attributes:
+        first: as given.
+        rotation: as given.
+    """
+
+    def __init__(self, first: tuple[Op, ...], rotation: Rotation) -> None:
+        super().__init__(rotation.symmetry.world_size)
+        self.first, self.rotation = first, rotation
+
+    def _make(self, rank: int) -> tuple[Op, ...]:
+        views: dict[tuple[int, str], View] = {}
+        return tuple([self.rotation.op(op, rank, views) for op in self.first])
+
+
+class RotatedSlots(Sequence[tuple[Slot, ...]]):
+    """The slots of each rank: as many as rank 0 has, each as large as its largest tile. It is equal to a tuple of them.
+
+    Args:
+        tenants: for each slot what it holds on rank 0 in turn.
+        symmetry: the rotations of ranks and tiles.
+        edges: the bounds of the tiles, as :class:`distgemm.Plan` has them.
+        alignment: of offsets and sizes in bytes.
+
+    Attributes:
+        tenants: as given.
+    """
+
+    def __init__(self, tenants: Sequence[Tenants], symmetry: Symmetry, edges: Edges, alignment: int) -> None:
+        self.tenants = tenants
+        self._symmetry, self._edges = symmetry, dict(zip("mnkl", edges, strict=True))
+        self._alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in edges)
+        self._sizes = SlotSizes(alignment)
+        self._shapes: dict[SlotShape, SlotShape] = {}
+        self._slots: dict[int, tuple[Slot, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._symmetry.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Slot, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Slot, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Slot, ...] | tuple[tuple[Slot, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(map(self._of, range(*rank.indices(len(self)))))
+        return self._of(range(len(self))[rank])
+
+    def __iter__(self) -> Iterator[tuple[Slot, ...]]:
+        return map(self._of, range(len(self)))
+
+    def _of(self, rank: int) -> tuple[Slot, ...]:
+        rank = 0 if self._alike else rank
+        found = self._slots.get(rank)
+        if found is None:
+            found = self._slots[rank] = self._sizes.lay_out([self._shape(*each, rank) for each in self.tenants])
+        return found
+
+    def _shape(self, dtype: str, operand: str, tiles: tuple[Tile, ...], rank: int) -> SlotShape:
+        rows, columns = ROWS_AND_COLUMNS[operand]
+        at = {mode: MODES[operand].index(mode) for mode in (rows, columns, "l")}
+        elements, spans = 0, []
+        for tile in tiles:
+            (top, bottom), (left, right), (first, last) = (
+                self._span(mode, tile[at[mode]], rank) for mode in (rows, columns, "l")
+            )
+            width = (last - first) * slot_pitch(right - left, dtype)
+            elements = max(elements, (bottom - top) * width)
+            spans.append((top, bottom, width))
+        shape = SlotShape(dtype, elements, ()) if operand == "B" else SlotShape(dtype, 0, tuple(dict.fromkeys(spans)))
+        return self._shapes.setdefault(shape, shape)
+
+    def _span(self, mode: str, index: int, rank: int) -> Range:
+        tile = self._symmetry.index(mode, index, rank)
+        return self._edges[mode][tile], self._edges[mode][tile + 1]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple | RotatedSlots) and tuple(self) == tuple(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Slot, ...], ...]]]:
+        return tuple, (tuple(self),)
