@@ -152,7 +152,7 @@ class Plan:
     edges: tuple[tuple[int, ...], ...]
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
     rank_ops: Sequence[tuple[Op, ...]]
-    slots: tuple[tuple[Slot, ...], ...]
+    slots: Sequence[tuple[Slot, ...]]
 
     def __hash__(self) -> int:
         return self._hash

@@ -6,15 +6,14 @@ needs the ops of rank 0, and no others, to make its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import overload
 
 from distgemm.plan.movement import SlotShape, SlotSizes, cut_rows
 from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Reduce, Signal, Slot, Tile, View, Wait, maker
 from distgemm.plan.ops import box_extents
 from distgemm.plan.plan import PlanError, slot_pitch
-from distgemm.plan.resize import LazyOps
+from distgemm.plan.resize import OfRanks
 from distgemm.schedulers import Symmetry, TileCoord
 from distgemm.schedulers.symmetry import MODES
 
@@ -151,8 +150,8 @@ class Rotation:
         return make_barrier(*common, op.deps)
 
 
-class RotatedOps(LazyOps):
-    """The ops of each rank: those of rank 0, rotated. They are made when they are asked for.
+class RotatedOps(OfRanks[Op]):
+    """The ops of each rank: those of rank 0, rotated.
 
     Args:
         first: the ops of rank 0.
@@ -172,8 +171,8 @@ class RotatedOps(LazyOps):
         return tuple([self.rotation.op(op, rank, views) for op in self.first])
 
 
-class RotatedSlots(Sequence[tuple[Slot, ...]]):
-    """The slots of each rank: as many as rank 0 has, each as large as its largest tile. It is equal to a tuple of them.
+class RotatedSlots(OfRanks[Slot]):
+    """The slots of each rank: as many as rank 0 has, each as large as its largest tile.
 
     Args:
         tenants: for each slot what it holds on rank 0 in turn.
@@ -186,34 +185,17 @@ class RotatedSlots(Sequence[tuple[Slot, ...]]):
     """
 
     def __init__(self, tenants: Sequence[Tenants], symmetry: Symmetry, edges: Edges, alignment: int) -> None:
+        super().__init__(symmetry.world_size)
         self.tenants = tenants
         self._symmetry, self._edges = symmetry, dict(zip("mnkl", edges, strict=True))
         self._alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in edges)
         self._sizes = SlotSizes(alignment)
         self._shapes: dict[SlotShape, SlotShape] = {}
-        self._slots: dict[int, tuple[Slot, ...]] = {}
 
-    def __len__(self) -> int:
-        return self._symmetry.world_size
-
-    @overload
-    def __getitem__(self, rank: int) -> tuple[Slot, ...]: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[tuple[Slot, ...], ...]: ...
-    def __getitem__(self, rank: int | slice) -> tuple[Slot, ...] | tuple[tuple[Slot, ...], ...]:
-        if isinstance(rank, slice):
-            return tuple(map(self._of, range(*rank.indices(len(self)))))
-        return self._of(range(len(self))[rank])
-
-    def __iter__(self) -> Iterator[tuple[Slot, ...]]:
-        return map(self._of, range(len(self)))
-
-    def _of(self, rank: int) -> tuple[Slot, ...]:
-        rank = 0 if self._alike else rank
-        found = self._slots.get(rank)
-        if found is None:
-            found = self._slots[rank] = self._sizes.lay_out([self._shape(*each, rank) for each in self.tenants])
-        return found
+    def _make(self, rank: int) -> tuple[Slot, ...]:
+        if rank and self._alike:
+            return self[0]
+        return self._sizes.lay_out([self._shape(*each, rank) for each in self.tenants])
 
     def _shape(self, dtype: str, operand: str, tiles: tuple[Tile, ...], rank: int) -> SlotShape:
         rows, columns = ROWS_AND_COLUMNS[operand]
@@ -232,11 +214,3 @@ class RotatedSlots(Sequence[tuple[Slot, ...]]):
     def _span(self, mode: str, index: int, rank: int) -> Range:
         tile = self._symmetry.index(mode, index, rank)
         return self._edges[mode][tile], self._edges[mode][tile + 1]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, tuple | RotatedSlots) and tuple(self) == tuple(other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Slot, ...], ...]]]:
-        return tuple, (tuple(self),)

@@ -18,24 +18,16 @@ from typing import NamedTuple, TypeVar
 
 from distgemm.plan.emit import Emitter
 from distgemm.plan.movement import Derivation, Event, Part, Place, cut_rows
-from distgemm.plan.ops import Box, Copy, Flag, Gemm, Op, Signal, Slot, Tile
-from distgemm.plan.plan import Mechanism, SyncMode, WorkspaceMode
+from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Signal, Slot, Tile
+from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode
 from distgemm.plan.problem import GemmProblem
+from distgemm.plan.resize import size_of_rank
 from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, Tenants
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, NotSymmetric, Symmetry, TileCoord
 
 __all__ = ["derive_rotated"]
 
 Item = TypeVar("Item")
-
-
-class Derived(NamedTuple):
-    """What :func:`derive_rotated` returns: fields of a plan."""
-
-    edges: tuple[tuple[int, ...], ...]
-    shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
-    rank_ops: RotatedOps
-    slots: RotatedSlots
 
 
 def derive_rotated(
@@ -45,7 +37,7 @@ def derive_rotated(
     sync: SyncMode,
     mechanism: Mechanism,
     send_slots: int,
-) -> Derived:
+) -> Plan:
     """The plan of a problem under a symmetric schedule, from the ops of rank 0.
 
     Args:
@@ -65,15 +57,27 @@ def derive_rotated(
     derivation = ClassDerivation(problem, scheduler, mechanism, scheduler.symmetry)
     derivation.run()
     slots = derivation.allocate(workspace, send_slots)[0]
-    shards = tuple(
-        tuple([derivation.shard(operand, rank) for rank in derivation.ranks]) for operand in ("A", "B", "D")
-    )
+    a, b, d = (tuple([derivation.shard(operand, rank) for rank in derivation.ranks]) for operand in "ABD")
+    shards = a, b, d
     rotation = Rotation(derivation.symmetry, derivation.edges, shards, derivation.row_cuts(), slots)
     ops = FirstRank(derivation, dict(zip("ABD", shards, strict=True)), sync).first_ops()
     tenants = derivation.tenants
     derivation.forget()
-    rotated = RotatedSlots(tenants, derivation.symmetry, derivation.edges, derivation.alignment)
-    return Derived(derivation.edges, shards, RotatedOps(ops, rotation), rotated)  # type: ignore[arg-type]
+    plan = Plan(
+        problem=problem,
+        schedule=scheduler.name,
+        mesh=scheduler.mesh,
+        workspace=workspace,
+        sync=sync,
+        mechanism=mechanism,
+        iterations=scheduler.iterations,
+        edges=derivation.edges,
+        shards=shards,
+        rank_ops=RotatedOps(ops, rotation),
+        slots=RotatedSlots(tenants, derivation.symmetry, derivation.edges, derivation.alignment),
+    )
+    vars(plan)["sizes"] = (size_of_rank(ops),) * scheduler.world_size
+    return plan
 
 
 class ClassDerivation(Derivation):
@@ -249,7 +253,7 @@ class ClassDerivation(Derivation):
         for group in groups.values():
             for one, other in pairwise(group):
                 if not self._ordered(*rank_of(items[one]), *rank_of(items[other])):
-                    raise self.refuse(f"the order of {items[one]!r} and {items[other]!r}"[:0] + "the order of events of one step")
+                    raise self.refuse("the order of events of one step")
         return [items[place] for _, place in keyed]
 
     def _ordered(self, one: Event, rank: int, other: Event, other_rank: int) -> bool:
@@ -325,6 +329,22 @@ class Credit(NamedTuple):
     last: Seen
 
 
+class Told(NamedTuple):
+    """A flag for an event that needs another one, which does not write its rank.
+
+    Attributes:
+        event: the event of the class that waits.
+        rank: its rank, as the other event on rank 0 sees it.
+        number: number of the flag.
+        credit: whether the other event reads what the event overwrites.
+    """
+
+    event: Event
+    rank: int
+    number: int
+    credit: bool
+
+
 class FirstRank(Emitter):
     """Makes the ops of rank 0 from the classes of events.
 
@@ -344,8 +364,7 @@ class FirstRank(Emitter):
         self.after: list[list[Seen]] = [[self._before(event, before) for before in event.after] for event in self.events]
         self.credits: dict[int, list[Credit]] = defaultdict(list)  # by the position of the event that waits
         self.arrivals: dict[int, int] = {}  # flag numbers by the position of the transfer
-        # Flags for other ranks that need an event: (rank, number, initial, whether it is a credit).
-        self.told: dict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
+        self.told: dict[int, list[Told]] = {}  # by the position of the event that they need
         self.signals: dict[int, list[tuple[Event, Credit]]] = defaultdict(list)  # by the position of the last reader
         self._images: dict[int, Event] = {}  # on rank 0, by position
         self._others: dict[tuple[int, int], Event] = {}  # on other ranks
@@ -374,7 +393,6 @@ class FirstRank(Emitter):
 
     def number(self) -> None:
         """Give every flag its number, in the order in which :class:`Emitter` does it on every rank."""
-        waiting: list[Event] = []
         for event in self.events:
             into = event.out
             if into is None or into.last is None:
@@ -395,19 +413,28 @@ class FirstRank(Emitter):
                 else:
                     for reader in far:
                         self._add_credit(event, [reader])
-        del waiting
         crossing = [event for event in self.events if event.crosses]
         # Flags are on the rank that is written: the order of events there counts.
         for event in self._sorted(crossing, lambda event: event.out.rank):  # type: ignore[union-attr]
             self.arrivals[event.position] = self._next_flag()
+        told: dict[Event, list[Told]] = defaultdict(list)
         for event in self.events:
             for before, rank in self.after[event.position]:
                 own = self.symmetry.subtract(0, rank)  # this event's rank, as ``before`` on rank 0 sees it
                 arrives = before.crosses and self._out_rank(before) == own
-                if rank and not arrives and own not in [each[0] for each in self.told[before.position]]:
-                    assert before.sources
-                    reader = self.symmetry.subtract(before.sources[0].rank, before.rank) == own
-                    self.told[before.position].append((own, self._next_flag(), 0, reader))
+                if rank and not arrives and own not in [each.rank for each in told[before]]:
+                    # A GEMM reads from its own rank, which is another one.
+                    source = before.rank if before.kind is Gemm else before.sources[0].rank
+                    reader = self.symmetry.subtract(source, before.rank) == own
+                    told[before].append(Told(event, own, self._next_flag(), reader))
+        for before, each in told.items():
+            in_list = sorted(each, key=lambda told: self.place_in_list[told.event])
+            # They are seen from ``before``.
+            self.told[before.position] = self.derivation.sorted(
+                in_list,
+                lambda told: told.event.order(),
+                lambda told: (told.event, self.symmetry.subtract(told.event.rank, told.rank)),
+            )
 
     def _out_rank(self, event: Event) -> int:
         """The rank that an event writes, if it is on rank 0."""
@@ -434,8 +461,6 @@ class FirstRank(Emitter):
         """The ops of rank 0, in an order in which it can issue them."""
         self.place_in_list = {event: place for place, event in enumerate(self.derivation.events)}
         if self.barrier:
-            from distgemm.plan.ops import Barrier
-
             self._add(Barrier, 0, 0, 0, 0, "D", (), -1, ())
         self.number()
         for event in self.events:
@@ -493,9 +518,9 @@ class FirstRank(Emitter):
         if event.crosses:
             to = self.symmetry.add(self._out_rank(event), rank)
             found[to] = Flag(to, self.arrivals[event.position], 0, False)
-        for own, number, initial, credit in self.told.get(event.position, ()):
-            to = self.symmetry.add(own, rank)
-            found[to] = Flag(to, number, initial, credit)
+        for told in self.told.get(event.position, ()):
+            to = self.symmetry.add(told.rank, rank)
+            found[to] = Flag(to, told.number, 0, told.credit)
         return found
 
     def _other(self, event: Event, rank: int) -> Event:
