@@ -82,6 +82,8 @@ class Symmetry:
         self.mesh, self.axes = mesh, axes
         self.world_size = prod(mesh)
         coordinates = np.stack(np.unravel_index(np.arange(self.world_size), mesh))
+        back = np.ravel_multi_index(tuple(-coordinates), mesh, mode="wrap")
+        self._inverse: list[int] = back.tolist()
         self._turns: dict[str, list[Turn]] = {}
         for mode, of_mode in zip("mnkl", axes, strict=True):
             stride, self._turns[mode] = 1, []
@@ -90,6 +92,10 @@ class Symmetry:
                     amounts = (np.asarray(shifts) @ coordinates % extent).tolist()
                     self._turns[mode].append(Turn(stride, extent, amounts))
                 stride *= extent
+        self._turning = {
+            operand: [(position, mode) for position, mode in enumerate(modes) if self._turns[mode]]
+            for operand, modes in {**MODES, "work": tuple("mnkl")}.items()
+        }
         self._pivots = {operand: self._find_pivots(operand) for operand in MODES}
 
     def _find_pivots(self, operand: str) -> list[Pivot]:
@@ -115,6 +121,9 @@ class Symmetry:
         """The rank to which the rotation by rank ``by`` takes a rank."""
         if len(self.mesh) == 1:
             return (rank + by) % self.world_size
+        if len(self.mesh) == 2:
+            hosts, local = self.mesh
+            return (rank // local + by // local) % hosts * local + (rank + by) % local
         found, stride = 0, 1
         for extent in reversed(self.mesh):
             found += (rank + by) % extent * stride
@@ -123,13 +132,7 @@ class Symmetry:
 
     def subtract(self, rank: int, by: int) -> int:
         """The rank that the rotation by rank ``by`` takes to a rank."""
-        if len(self.mesh) == 1:
-            return (rank - by) % self.world_size
-        found, stride = 0, 1
-        for extent in reversed(self.mesh):
-            found += (rank % extent - by % extent) % extent * stride
-            rank, by, stride = rank // extent, by // extent, stride * extent
-        return found
+        return self.add(rank, self._inverse[by])
 
     def index(self, mode: str, index: int, by: int) -> int:
         """The tile of a mode ("m", "n", "k" or "l") to which the rotation by rank ``by`` takes a tile."""
@@ -149,16 +152,21 @@ class Symmetry:
         )
 
     def tile(self, operand: str, tile: Sequence[int], by: int) -> tuple[int, ...]:
-        """The tile of an operand to which the rotation by rank ``by`` takes a tile."""
-        return tuple([self.index(mode, at, by) for mode, at in zip(MODES[operand], tile, strict=True)])
+        """The tile of an operand, or of the "work", to which the rotation by rank ``by`` takes a tile."""
+        found = list(tile)
+        for position, mode in self._turning[operand]:
+            found[position] = self.index(mode, tile[position], by)
+        return tuple(found)
 
     def origin(self, operand: str, tile: Sequence[int]) -> int:
         """The rotation that takes the first tile of a class to a tile of it.
 
         The class of a tile are the tiles to which rotations take it.
         """
-        return sum(tile[mode] // stride % extent * inverse % extent * ranks
-                   for mode, stride, extent, inverse, ranks in self._pivots[operand])
+        rank = 0
+        for mode, stride, extent, inverse, ranks in self._pivots[operand]:
+            rank += tile[mode] // stride * inverse % extent * ranks
+        return rank
 
 
 def find_symmetry(scheduler: DistributedTileScheduler) -> Symmetry:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from distgemm.plan.movement import SlotShape, SlotSizes, cut_rows
 from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Reduce, Signal, Slot, Tile, View, Wait, maker
 from distgemm.plan.ops import box_extents
-from distgemm.plan.plan import PlanError, slot_pitch
+from distgemm.plan.plan import PlanError, collector_paused, slot_pitch
 from distgemm.plan.resize import OfRanks
 from distgemm.schedulers import Symmetry, TileCoord
 from distgemm.schedulers.symmetry import MODES
@@ -52,6 +53,7 @@ class Rotation:
         self.symmetry = symmetry
         self.edges = dict(zip("mnkl", edges, strict=True))
         self.shards = dict(zip("ABDC", (*shards, shards[2]), strict=True))
+        self.turning = [mode for mode in self.edges if symmetry.turns(mode)]
         self.dtypes = [slot.dtype for slot in slots]
         # By mode the tile that a range is, or the tile of which it is a part, the number of the part and of parts.
         self.ranges: dict[str, dict[Range, tuple[int, int, int]]] = {}
@@ -65,7 +67,7 @@ class Rotation:
 
     def range(self, op: Op, mode: str, span: Range, by: int) -> Range:
         """The range of a mode to which the rotation by rank ``by`` takes the range of a tile, or of its part."""
-        if not self.symmetry.turns(mode):
+        if mode not in self.turning:
             return span
         found = self.ranges[mode].get(span)
         if found is None:
@@ -78,8 +80,11 @@ class Rotation:
     def box(self, op: Op, operand: str, box: Box, by: int) -> Box:
         """The box to which the rotation by rank ``by`` takes the box of a tile of A, B or D, or of its part."""
         rows, columns = ROWS_AND_COLUMNS[operand]
-        batch = self.range(op, "l", box[0], by)
-        return batch, self.range(op, rows, box[1], by), self.range(op, columns, box[2], by)
+        return (
+            self.range(op, "l", box[0], by),
+            self.range(op, rows, box[1], by),
+            self.range(op, columns, box[2], by),
+        )
 
     def view(self, op: Op, operand: str, view: View, by: int) -> View:
         """A view of A, B or D of an op, rotated."""
@@ -102,52 +107,54 @@ class Rotation:
             pitch = slot_pitch(box_extents(around)[2], self.dtypes[slot])
         return View(rank, buffer, slot, around, inside, pitch)
 
-    def flag(self, flag: Flag, by: int) -> Flag:
-        """A flag, rotated."""
-        return Flag(self.symmetry.add(flag.rank, by), *flag[1:])
-
     def tile(self, op: Op, by: int) -> Tile:
         """The tile of an op, rotated."""
-        index = self.symmetry.index
         if type(op.tile) is TileCoord:
-            return TileCoord(*[index(mode, at, by) for mode, at in zip("mnkl", op.tile, strict=True)])
-        return tuple([index(mode, at, by) for mode, at in zip(MODES[op.operand], op.tile, strict=False)])
+            return TileCoord(*self.symmetry.tile("work", op.tile, by))
+        return self.symmetry.tile(op.operand, op.tile, by) if op.tile else op.tile
 
-    def op(self, op: Op, by: int, views: dict[tuple[int, str], View] | None = None) -> Op:
+    def op(self, op: Op, by: int, known: dict[object, object] | None = None) -> Op:
         """An op, rotated by rank ``by``.
 
         Args:
             op: the op.
             by: a rank.
-            views: rotated views by the id and operand of the view, for ops that are kept and rotated by one rank.
+            known: rotated tiles and views, for ops that are kept and rotated by one rank. The call adds to them.
 
         Raises:
             PlanError: if its boxes are no boxes of tiles.
         """
         if not by:
             return op
-        known: dict[tuple[int, str], View] = {} if views is None else views
+        found: dict[Any, Any] = {} if known is None else known
 
         def rotated(operand: str, view: View) -> View:
-            found = known.get((id(view), operand))
-            if found is None:
-                found = known[id(view), operand] = self.view(op, operand, view, by)
-            return found
+            key = id(view), operand
+            made: View | None = found.get(key)
+            if made is None:
+                made = found[key] = self.view(op, operand, view, by)
+            return made
 
-        common = op.id, self.symmetry.add(op.rank, by), op.round, op.iteration, op.operand, self.tile(op, by), op.slot
+        tile = found.get((op.operand, op.tile))
+        if tile is None:
+            tile = found[op.operand, op.tile] = self.tile(op, by)
+        add = self.symmetry.add
+        common = op.id, add(op.rank, by), op.round, op.iteration, op.operand, tile, op.slot, op.deps
         if isinstance(op, Signal):
-            return make_signal(*common, op.deps, self.flag(op.flag, by))
+            rank, *rest = op.flag
+            return make_signal(*common, Flag(add(rank, by), *rest))
         if isinstance(op, Wait):
-            return make_wait(*common, op.deps, self.flag(op.flag, by), self.symmetry.add(op.peer, by))
+            rank, *rest = op.flag
+            return make_wait(*common, Flag(add(rank, by), *rest), add(op.peer, by))
         if isinstance(op, Copy):
-            return make_copy(*common, op.deps, rotated(op.operand, op.src), rotated(op.operand, op.dst))
+            return make_copy(*common, rotated(op.operand, op.src), rotated(op.operand, op.dst))
         if isinstance(op, (Gemm, Reduce)):
             sources = tuple([rotated("D", view) for view in op.sources])
             c, out = None if op.c is None else rotated("D", op.c), rotated("D", op.out)
             if isinstance(op, Gemm):
-                return make_gemm(*common, op.deps, rotated("A", op.a), rotated("B", op.b), sources, c, out)
-            return make_reduce(*common, op.deps, sources, c, out)
-        return make_barrier(*common, op.deps)
+                return make_gemm(*common, rotated("A", op.a), rotated("B", op.b), sources, c, out)
+            return make_reduce(*common, sources, c, out)
+        return make_barrier(*common)
 
 
 class RotatedOps(OfRanks[Op]):
@@ -166,9 +173,10 @@ class RotatedOps(OfRanks[Op]):
         super().__init__(rotation.symmetry.world_size)
         self.first, self.rotation = first, rotation
 
+    @collector_paused()
     def _make(self, rank: int) -> tuple[Op, ...]:
-        views: dict[tuple[int, str], View] = {}
-        return tuple([self.rotation.op(op, rank, views) for op in self.first])
+        known: dict[object, object] = {}
+        return tuple([self.rotation.op(op, rank, known) for op in self.first])
 
 
 class RotatedSlots(OfRanks[Slot]):

@@ -18,12 +18,13 @@ from typing import NamedTuple, TypeVar
 
 from distgemm.plan.emit import Emitter
 from distgemm.plan.movement import Derivation, Event, Part, Place, cut_rows
-from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Signal, Slot, Tile
+from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Signal, Slot, Tile
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode
 from distgemm.plan.problem import GemmProblem
 from distgemm.plan.resize import size_of_rank
 from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, Tenants
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, NotSymmetric, Symmetry, TileCoord
+from distgemm.schedulers.symmetry import MODES
 
 __all__ = ["derive_rotated"]
 
@@ -57,8 +58,7 @@ def derive_rotated(
     derivation = ClassDerivation(problem, scheduler, mechanism, scheduler.symmetry)
     derivation.run()
     slots = derivation.allocate(workspace, send_slots)[0]
-    a, b, d = (tuple([derivation.shard(operand, rank) for rank in derivation.ranks]) for operand in "ABD")
-    shards = a, b, d
+    shards = derivation.shards("A"), derivation.shards("B"), derivation.shards("D")
     rotation = Rotation(derivation.symmetry, derivation.edges, shards, derivation.row_cuts(), slots)
     ops = FirstRank(derivation, dict(zip("ABD", shards, strict=True)), sync).first_ops()
     tenants = derivation.tenants
@@ -153,16 +153,29 @@ class ClassDerivation(Derivation):
     def _like(self, rank: int) -> int:
         return 0
 
-    def _spans(self, operand: str, rank: int) -> tuple[list[list[int]], int]:
-        if not rank:
-            self.first_spans = super()._spans(operand, 0)
-        spans, tiles = self.first_spans
-        index, sizes = self.symmetry.index, self.scheduler.partition[operand].grid
-        modes = {"A": "mkl", "B": "nkl", "D": "mnl"}[operand]
-        return [
-            span if len(span) == size or not self.symmetry.turns(mode) else sorted([index(mode, at, rank) for at in span])
-            for mode, span, size in zip(modes, spans, sizes, strict=True)
-        ], tiles
+    def shards(self, operand: str) -> tuple[Box, ...]:
+        """The boxes of the shards of all ranks.
+
+        Raises:
+            ValueError: if the tiles of a rank do not form one box.
+        """
+        boxes = [self.shard(operand, 0)] * len(self.ranks)
+        spans, _ = self._spans(operand, 0)
+        ranges: dict[str, list[Range]] = {}
+        for position, mode in enumerate(MODES[operand]):
+            bounds, span = self.edges["mnkl".index(mode)], spans[position]
+            if not self.symmetry.turns(mode) or len(span) == len(bounds) - 1:
+                ranges[mode] = [(bounds[span[0]], bounds[span[-1] + 1])] * len(boxes)
+                continue
+            ranges[mode] = []
+            for rank in self.ranks:
+                rotated = [self.symmetry.index(mode, at, rank) for at in span]
+                first, last = min(rotated), max(rotated)
+                if last - first >= len(span):
+                    raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
+                ranges[mode].append((bounds[first], bounds[last + 1]))
+        rows, columns, batch = (ranges[mode] for mode in MODES[operand])
+        return tuple(zip(batch, rows, columns, strict=True))
 
     # --- what a number of a rank decides --------------------------------------------------------------
 
@@ -271,7 +284,7 @@ class ClassDerivation(Derivation):
 
     def _tiles_ordered(self, operand: str, one: Tile, other: Tile) -> bool:
         """Whether rotations keep the order of two tiles: if they differ first in a mode in which no rotation matters."""
-        for mode, at, other_at in zip({"A": "mkl", "B": "nkl"}[operand], one, other, strict=True):
+        for mode, at, other_at in zip(MODES[operand], one, other, strict=True):
             if at != other_at:
                 return self.symmetry.together(mode, at, other_at)
         return True
@@ -536,7 +549,7 @@ class FirstRank(Emitter):
 
     def _tile(self, event: Event, by: int) -> Tile:
         if type(event.tile) is TileCoord:
-            return TileCoord(*[self.symmetry.index(mode, at, by) for mode, at in zip("mnkl", event.tile, strict=True)])
+            return TileCoord(*self.symmetry.tile("work", event.tile, by))
         return self.symmetry.tile(event.operand, event.tile, by)
 
     def _place(self, place: Place, by: int) -> Place:
