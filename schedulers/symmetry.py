@@ -75,7 +75,8 @@ class Symmetry:
         axes: as given. Equal axes of equal meshes are equal rotations.
 
     Raises:
-        NotSymmetric: if a rotation other than the one by rank 0 leaves a tile of an operand where it is.
+        NotSymmetric: if an axis does not come back after all coordinates of a mesh axis, or if a rotation other than
+            the one by rank 0 leaves a tile of an operand where it is.
     """
 
     def __init__(self, mesh: tuple[int, ...], axes: tuple[tuple[tuple[int, Shifts], ...], ...]) -> None:
@@ -88,6 +89,8 @@ class Symmetry:
         for mode, of_mode in zip("mnkl", axes, strict=True):
             stride, self._turns[mode] = 1, []
             for extent, shifts in of_mode:
+                if any(shift * size % extent for shift, size in zip(shifts, mesh, strict=True)):
+                    raise NotSymmetric(f"mode {mode} does not rotate with the mesh")
                 if any(shifts):
                     amounts = (np.asarray(shifts) @ coordinates % extent).tolist()
                     self._turns[mode].append(Turn(stride, extent, amounts))
@@ -215,9 +218,6 @@ def _shifts(axis: Axis, layout: TVLayout, what: str) -> Shifts:
                 for stride, extent in zip(strides, shape, strict=True)]
         if sum(end for end in ends if end < 0) < 0 or sum(end for end in ends if end > 0) >= axis.extent:
             raise NotSymmetric(f"mode {what} has indices outside the grid")
-    for stride, extent in zip(rank, layout.mesh, strict=True):
-        if stride * extent % axis.extent:
-            raise NotSymmetric(f"mode {what} does not rotate with the mesh")
     return tuple(stride % axis.extent for stride in rank)
 
 

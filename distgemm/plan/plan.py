@@ -345,7 +345,7 @@ class Plan:
         Raises:
             PlanError: if it does not. The message names rank, iteration and op, or the tile that no op computes.
         """
-        from distgemm.plan.verify import verify
+        from distgemm.plan.verify_rotated import verify
 
         verify(self)
 

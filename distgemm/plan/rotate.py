@@ -13,7 +13,7 @@ from typing import Any
 from distgemm.plan.movement import SlotShape, SlotSizes, cut_rows
 from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Reduce, Signal, Slot, Tile, View, Wait, maker
 from distgemm.plan.ops import box_extents
-from distgemm.plan.plan import PlanError, collector_paused, slot_pitch
+from distgemm.plan.plan import Plan, PlanError, collector_paused, slot_pitch
 from distgemm.plan.resize import OfRanks
 from distgemm.schedulers import Symmetry, TileCoord
 from distgemm.schedulers.symmetry import MODES
@@ -64,6 +64,53 @@ class Rotation:
                     for tile, span in enumerate(pairwise(bounds)):
                         self.ranges[mode].setdefault(cut_rows(*span, part, parts), (tile, part, parts))
         self.pitched = {mode: len({high - low for low, high in pairwise(self.edges[mode])}) > 1 for mode in "nk"}
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan has the tiles, the shards and the types of slots with which ops are rotated."""
+        return (
+            self.symmetry.mesh == plan.mesh
+            and tuple(self.edges.values()) == plan.edges
+            and tuple(self.shards[operand] for operand in "ABD") == plan.shards
+            and self.dtypes == [slot.dtype for slot in plan.slots[0]]
+        )
+
+    def tiles_of(self, operand: str, box: Box) -> list[list[int]]:
+        """For each mode of an operand, in the order of tile coordinates, the tiles that lie in a box."""
+        spans = dict(zip((*ROWS_AND_COLUMNS[operand], "l"), (box[1], box[2], box[0]), strict=True))
+        return [
+            [
+                tile
+                for tile, (low, high) in enumerate(pairwise(self.edges[mode]))
+                if spans[mode][0] <= low and high <= spans[mode][1]
+            ]
+            for mode in MODES[operand]
+        ]
+
+    def tile_of(self, op: Op, operand: str, box: Box) -> Tile:
+        """The tile of an operand whose box this is.
+
+        Raises:
+            PlanError: if it is no tile's.
+        """
+        found = []
+        for mode, span in zip((*ROWS_AND_COLUMNS[operand], "l"), (box[1], box[2], box[0]), strict=True):
+            tile, _, parts = self.ranges[mode].get(span, (0, 0, 0))
+            if parts != 1:
+                raise PlanError(f"{op.describe()}: {span} is no tile of mode {mode}", op)
+            found.append(tile)
+        return tuple(found)
+
+    def shard(self, operand: str, box: Box, by: int) -> Box:
+        """The box of a shard, rotated: the box of its tiles, each rotated."""
+        found = []
+        for mode, tiles in zip(MODES[operand], self.tiles_of(operand, box), strict=True):
+            bounds = self.edges[mode]
+            if len(tiles) < len(bounds) - 1 and mode in self.turning:
+                tiles = [self.symmetry.index(mode, tile, by) for tile in tiles]
+            if not tiles or max(tiles) - min(tiles) >= len(tiles):
+                raise PlanError(f"the tiles of the shard {box} of {operand}, rotated by {by}, are no box")
+            found.append((bounds[min(tiles)], bounds[max(tiles) + 1]))
+        return found[2], found[0], found[1]
 
     def range(self, op: Op, mode: str, span: Range, by: int) -> Range:
         """The range of a mode to which the rotation by rank ``by`` takes the range of a tile, or of its part."""
@@ -190,20 +237,27 @@ class RotatedSlots(OfRanks[Slot]):
 
     Attributes:
         tenants: as given.
+        alike: whether all ranks have the same slots, because all tiles have the same size.
     """
 
     def __init__(self, tenants: Sequence[Tenants], symmetry: Symmetry, edges: Edges, alignment: int) -> None:
         super().__init__(symmetry.world_size)
         self.tenants = tenants
         self._symmetry, self._edges = symmetry, dict(zip("mnkl", edges, strict=True))
-        self._alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in edges)
+        self.alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in edges)
         self._sizes = SlotSizes(alignment)
         self._shapes: dict[SlotShape, SlotShape] = {}
 
     def _make(self, rank: int) -> tuple[Slot, ...]:
-        if rank and self._alike:
+        if rank and self.alike:
             return self[0]
         return self._sizes.lay_out([self._shape(*each, rank) for each in self.tenants])
+
+    def rotates(self, rotation: Rotation) -> bool:
+        """Whether slots are made for tiles that are rotated in the same way."""
+        symmetry = rotation.symmetry
+        same = (self._symmetry.mesh, self._symmetry.axes) == (symmetry.mesh, symmetry.axes)
+        return same and self._edges == rotation.edges
 
     def _shape(self, dtype: str, operand: str, tiles: tuple[Tile, ...], rank: int) -> SlotShape:
         rows, columns = ROWS_AND_COLUMNS[operand]
