@@ -36,7 +36,7 @@ from distgemm.schedulers.routes import (
     ring_of,
 )
 from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
-from distgemm.schedulers.symmetry import NotSymmetric, Symmetry, find_symmetry
+from distgemm.schedulers.symmetry import NotSymmetricError, Symmetry, find_symmetry
 
 __all__ = [
     # a schedule: partition, work, route
@@ -62,7 +62,7 @@ __all__ = [
     # schedules from schedules
     "nest",
     # rotations that keep a schedule
-    "NotSymmetric",
+    "NotSymmetricError",
     "Symmetry",
     "find_symmetry",
     # schedules by name

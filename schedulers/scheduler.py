@@ -10,7 +10,7 @@ from typing import NamedTuple
 from distgemm.arguments import instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
-from distgemm.schedulers.symmetry import MODES, NotSymmetric, Symmetry, find_symmetry
+from distgemm.schedulers.symmetry import MODES, NotSymmetricError, Symmetry, find_symmetry
 
 __all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
 
@@ -37,9 +37,9 @@ class TileCoord(NamedTuple):
 UNCHUNKED = TileCoord(1, 1, 1, 1)
 
 MAX_TILES = 1 << 18
-"""The most tiles that the ranks of a schedule multiply or hold together, or one rank of a symmetric schedule. A plan has
-about six ops for each tile of work, and each takes about 1 KB: 512 ranks that gather 512 shards take 2 GB and half a
-minute."""
+"""The most tiles that the ranks of a schedule multiply or hold together, or one rank of a symmetric schedule. A plan
+has about six ops for each tile of work, and each takes about 1 KB: all ops of 512 ranks that gather 512 shards take
+2 GB and half a minute."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +166,22 @@ class DistributedTileScheduler:
         for what, layout in zip(("work", "A", "B", "D"), self.layouts, strict=True):
             count = layout.size * (1 if isinstance(symmetry, Symmetry) else layout.ranks)
             if count > MAX_TILES:
-                reason = f" ({symmetry})" if isinstance(symmetry, NotSymmetric) else ""
+                reason = f" ({symmetry})" if isinstance(symmetry, NotSymmetricError) else ""
                 raise ValueError(
                     f"{self.name}: {layout.ranks} ranks with {layout.size} tiles of {what} each; a schedule has at "
                     f"most {MAX_TILES} in total{reason}: take fewer ranks or chunks"
                 )
 
     @cached_property
-    def symmetry(self) -> Symmetry | NotSymmetric:
+    def symmetry(self) -> Symmetry | NotSymmetricError:
         """The rotations of ranks and tiles with which the schedule commutes, or why it does not."""
+        route = self.route
+        if route.final_copies is None:
+            return NotSymmetricError("every owner adds the partial sums in the order of ranks")
+        routes = {"a": route.a, "b": route.b, "d": route.d, "final_copies": route.final_copies}
         try:
-            return find_symmetry(self)
-        except NotSymmetric as reason:
+            return find_symmetry(self.work, {operand: self.partition[operand] for operand in MODES}, routes)
+        except NotSymmetricError as reason:
             return reason
 
     def __hash__(self) -> int:

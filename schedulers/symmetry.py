@@ -7,18 +7,15 @@ routes commute with all rotations, rank q does what rank 0 does, with ranks and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from distgemm.layouts import Axis, Modulo, Offset, TVLayout
 
-if TYPE_CHECKING:
-    from distgemm.schedulers.scheduler import DistributedTileScheduler
-
-__all__ = ["MODES", "NotSymmetric", "Symmetry", "find_symmetry"]
+__all__ = ["MODES", "NotSymmetricError", "Symmetry", "find_symmetry"]
 
 MODES = {"A": ("m", "k", "l"), "B": ("n", "k", "l"), "D": ("m", "n", "l")}
 """The modes of each operand, in the order of its tile coordinates. C has the modes of D."""
@@ -26,7 +23,7 @@ MODES = {"A": ("m", "k", "l"), "B": ("n", "k", "l"), "D": ("m", "n", "l")}
 Shifts = tuple[int, ...]
 
 
-class NotSymmetric(ValueError):
+class NotSymmetricError(ValueError):
     """A schedule does not commute with the rotations of its mesh. The message says which part does not."""
 
 
@@ -75,8 +72,8 @@ class Symmetry:
         axes: as given. Equal axes of equal meshes are equal rotations.
 
     Raises:
-        NotSymmetric: if an axis does not come back after all coordinates of a mesh axis, or if a rotation other than
-            the one by rank 0 leaves a tile of an operand where it is.
+        NotSymmetricError: if an axis does not come back after all coordinates of a mesh axis, or if a rotation other
+            than the one by rank 0 leaves a tile of an operand where it is.
     """
 
     def __init__(self, mesh: tuple[int, ...], axes: tuple[tuple[tuple[int, Shifts], ...], ...]) -> None:
@@ -90,7 +87,7 @@ class Symmetry:
             stride, self._turns[mode] = 1, []
             for extent, shifts in of_mode:
                 if any(shift * size % extent for shift, size in zip(shifts, mesh, strict=True)):
-                    raise NotSymmetric(f"mode {mode} does not rotate with the mesh")
+                    raise NotSymmetricError(f"mode {mode} does not rotate with the mesh")
                 if any(shifts):
                     amounts = (np.asarray(shifts) @ coordinates % extent).tolist()
                     self._turns[mode].append(Turn(stride, extent, amounts))
@@ -108,10 +105,10 @@ class Symmetry:
             if pivot is not None:
                 found.append(pivot)
             elif size > 1:
-                raise NotSymmetric(f"no axis of the tiles of {operand} rotates with axis {at} of the mesh alone")
+                raise NotSymmetricError(f"no axis of the tiles of {operand} rotates with axis {at} of the mesh alone")
         return found
 
-    def _pivots_of(self, operand: str, at: int):  # type: ignore[no-untyped-def]
+    def _pivots_of(self, operand: str, at: int) -> Iterator[Pivot]:
         for position, mode in enumerate(MODES[operand]):
             stride = 1
             for extent, shifts in self.axes["mnkl".index(mode)]:
@@ -150,9 +147,7 @@ class Symmetry:
 
     def together(self, mode: str, one: int, other: int) -> bool:
         """Whether rotations move two tiles of a mode by the same number of tiles."""
-        return all(
-            one // stride % extent == other // stride % extent for stride, extent, _ in self._turns[mode]
-        )
+        return all(one // stride % extent == other // stride % extent for stride, extent, _ in self._turns[mode])
 
     def tile(self, operand: str, tile: Sequence[int], by: int) -> tuple[int, ...]:
         """The tile of an operand, or of the "work", to which the rotation by rank ``by`` takes a tile."""
@@ -172,38 +167,36 @@ class Symmetry:
         return rank
 
 
-def find_symmetry(scheduler: DistributedTileScheduler) -> Symmetry:
+def find_symmetry(work: TVLayout, partition: Mapping[str, TVLayout], routes: Mapping[str, object]) -> Symmetry:
     """The rotations with which a schedule commutes.
 
     Args:
-        scheduler: the schedule.
+        work: TV layout (rank, iteration) -> tile.
+        partition: the TV layout of each operand ("A", "B", "D"). All are on the mesh of the work.
+        routes: by name the routes of a schedule, without those that it does not have.
 
     Raises:
-        NotSymmetric: if it does not commute with all rotations of its mesh, or if that cannot be told: for axes of
-            tiles that other maps than ``Offset`` and ``Modulo`` make, for routes that do not say so, for one-shot.
+        NotSymmetricError: if it does not commute with all rotations of its mesh, or if that cannot be told: for axes of
+            tiles that other maps than ``Offset`` and ``Modulo`` make, and for routes that do not say so.
     """
-    route = scheduler.route
-    if route.final_copies is None:
-        raise NotSymmetric("every owner adds the partial sums in the order of ranks")
-    for name in ("a", "b", "d", "final_copies"):
-        if not getattr(getattr(route, name), "rotates", False):
-            raise NotSymmetric(f"the route {type(getattr(route, name)).__name__} does not say that it rotates")
-    work = scheduler.work
+    for route in routes.values():
+        if not getattr(route, "rotates", False):
+            raise NotSymmetricError(f"the route {type(route).__name__} does not say that it rotates")
     axes = []
     for mode, of_mode in zip("mnkl", work.modes, strict=True):
         shifts = [(axis.extent, _shifts(axis, work, mode)) for axis in of_mode if axis.extent > 1]
         axes.append(tuple(shifts))
-    found = Symmetry(scheduler.mesh, tuple(axes))
+    found = Symmetry(work.mesh, tuple(axes))
     for operand, modes in MODES.items():
-        layout = scheduler.partition[operand]
+        layout = partition[operand]
         for mode, of_mode in zip(modes, layout.modes, strict=True):
             kept = [axis for axis in of_mode if axis.extent > 1]
             wanted = axes["mnkl".index(mode)]
             if [axis.extent for axis in kept] != [extent for extent, _ in wanted]:
-                raise NotSymmetric(f"mode {mode} of {operand} is divided into other axes than that of the work")
+                raise NotSymmetricError(f"mode {mode} of {operand} is divided into other axes than that of the work")
             for axis, (_, shifts_of_work) in zip(kept, wanted, strict=True):
                 if not _all_of(axis, layout) and _shifts(axis, layout, f"{mode} of {operand}") != shifts_of_work:
-                    raise NotSymmetric(f"mode {mode} of {operand} does not rotate as that of the work")
+                    raise NotSymmetricError(f"mode {mode} of {operand} does not rotate as that of the work")
     return found
 
 
@@ -211,13 +204,20 @@ def _shifts(axis: Axis, layout: TVLayout, what: str) -> Shifts:
     """By how many indices an axis rotates for each coordinate of the mesh."""
     rank, value = layout.strides(axis)
     *offsets, last = axis.maps or (Modulo(axis.extent),)
-    if not isinstance(last, Modulo) or last.extent != axis.extent or not all(isinstance(each, Offset) for each in offsets):
-        raise NotSymmetric(f"mode {what} has a map that is neither an Offset nor a Modulo")
+    if (
+        not isinstance(last, Modulo)
+        or last.extent != axis.extent
+        or not all(isinstance(each, Offset) for each in offsets)
+    ):
+        raise NotSymmetricError(f"mode {what} has a map that is neither an Offset nor a Modulo")
     if not axis.maps:
-        ends = [stride * (extent - 1) for strides, shape in ((rank, layout.mesh), (value, layout.values))
-                for stride, extent in zip(strides, shape, strict=True)]
+        ends = [
+            stride * (extent - 1)
+            for strides, shape in ((rank, layout.mesh), (value, layout.values))
+            for stride, extent in zip(strides, shape, strict=True)
+        ]
         if sum(end for end in ends if end < 0) < 0 or sum(end for end in ends if end > 0) >= axis.extent:
-            raise NotSymmetric(f"mode {what} has indices outside the grid")
+            raise NotSymmetricError(f"mode {what} has indices outside the grid")
     return tuple(stride % axis.extent for stride in rank)
 
 

@@ -17,7 +17,7 @@ from distgemm.plan.resize import ResizedOps, RowsOfOps, views_of_b
 from distgemm.plan.restrict import Numbers, RestrictedOps, TilesOfM, tiles_of_m
 from distgemm.plan.rotate import RotatedOps
 from distgemm.plan.symmetric import derive_rotated
-from distgemm.schedulers import DistributedTileScheduler, NotSymmetric, get_schedule
+from distgemm.schedulers import DistributedTileScheduler, NotSymmetricError, get_schedule
 from distgemm.schedulers.cache import BoundedCache
 from distgemm.schedulers.scheduler import MAX_TILES
 
@@ -263,7 +263,7 @@ def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler,
     if scheduler.world_size * scheduler.iterations > MANY_TILES:
         try:
             return derive_rotated(problem, scheduler, *options)
-        except NotSymmetric as reason:
+        except NotSymmetricError as reason:
             for what, layout in zip(("work", "A", "B", "D"), scheduler.layouts, strict=True):
                 if layout.ranks * layout.size > MAX_TILES:
                     raise ValueError(

@@ -11,14 +11,29 @@ from itertools import pairwise
 from typing import Any
 
 from distgemm.plan.movement import SlotShape, SlotSizes, cut_rows
-from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Reduce, Signal, Slot, Tile, View, Wait, maker
-from distgemm.plan.ops import box_extents
+from distgemm.plan.ops import (
+    Barrier,
+    Box,
+    Copy,
+    Flag,
+    Gemm,
+    Op,
+    Range,
+    Reduce,
+    Signal,
+    Slot,
+    Tile,
+    View,
+    Wait,
+    box_extents,
+    maker,
+)
 from distgemm.plan.plan import Plan, PlanError, collector_paused, slot_pitch
 from distgemm.plan.resize import OfRanks
 from distgemm.schedulers import Symmetry, TileCoord
 from distgemm.schedulers.symmetry import MODES
 
-__all__ = ["RotatedOps", "RotatedSlots", "Rotation", "Tenants"]
+__all__ = ["RotatedOps", "RotatedSlots", "Rotation", "Tenants", "rotated_shards"]
 
 make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
 make_signal, make_wait, make_barrier = maker(Signal), maker(Wait), maker(Barrier)
@@ -29,6 +44,35 @@ Tenants = tuple[str, str, tuple[Tile, ...]]
 Edges = tuple[tuple[int, ...], ...]
 
 ROWS_AND_COLUMNS = {"A": ("m", "k"), "B": ("n", "k"), "D": ("m", "n")}
+
+
+def rotated_shards(symmetry: Symmetry, edges: Edges, operand: str, spans: Sequence[Sequence[int]]) -> tuple[Box, ...]:
+    """The boxes of the shards of all ranks: that of rank 0, rotated.
+
+    Args:
+        symmetry: the rotations of ranks and tiles.
+        edges: the bounds of the tiles, as :class:`distgemm.Plan` has them.
+        operand: "A", "B" or "D".
+        spans: for each mode of the operand the tiles of rank 0's shard, at least one.
+
+    Raises:
+        PlanError: if the tiles of a rank do not form one box.
+    """
+    ranges: list[list[Range]] = []
+    for mode, span in zip(MODES[operand], spans, strict=True):
+        bounds = edges["mnkl".index(mode)]
+        if not symmetry.turns(mode) or len(span) == len(bounds) - 1:
+            ranges.append([(bounds[span[0]], bounds[span[-1] + 1])] * symmetry.world_size)
+            continue
+        ranges.append([])
+        for rank in range(symmetry.world_size):
+            tiles = [symmetry.index(mode, tile, rank) for tile in span]
+            first, last = min(tiles), max(tiles)
+            if last - first >= len(tiles):
+                raise PlanError(f"the tiles of {operand} that rank {rank} holds do not make up one box")
+            ranges[-1].append((bounds[first], bounds[last + 1]))
+    rows, columns, batch = ranges
+    return tuple(zip(batch, rows, columns, strict=True))
 
 
 class Rotation:
@@ -99,18 +143,6 @@ class Rotation:
                 raise PlanError(f"{op.describe()}: {span} is no tile of mode {mode}", op)
             found.append(tile)
         return tuple(found)
-
-    def shard(self, operand: str, box: Box, by: int) -> Box:
-        """The box of a shard, rotated: the box of its tiles, each rotated."""
-        found = []
-        for mode, tiles in zip(MODES[operand], self.tiles_of(operand, box), strict=True):
-            bounds = self.edges[mode]
-            if len(tiles) < len(bounds) - 1 and mode in self.turning:
-                tiles = [self.symmetry.index(mode, tile, by) for tile in tiles]
-            if not tiles or max(tiles) - min(tiles) >= len(tiles):
-                raise PlanError(f"the tiles of the shard {box} of {operand}, rotated by {by}, are no box")
-            found.append((bounds[min(tiles)], bounds[max(tiles) + 1]))
-        return found[2], found[0], found[1]
 
     def range(self, op: Op, mode: str, span: Range, by: int) -> Range:
         """The range of a mode to which the rotation by rank ``by`` takes the range of a tile, or of its part."""
@@ -188,11 +220,11 @@ class Rotation:
         add = self.symmetry.add
         common = op.id, add(op.rank, by), op.round, op.iteration, op.operand, tile, op.slot, op.deps
         if isinstance(op, Signal):
-            rank, *rest = op.flag
-            return make_signal(*common, Flag(add(rank, by), *rest))
+            rank, number, initial, credit = op.flag
+            return make_signal(*common, Flag(add(rank, by), number, initial, credit))
         if isinstance(op, Wait):
-            rank, *rest = op.flag
-            return make_wait(*common, Flag(add(rank, by), *rest), add(op.peer, by))
+            rank, number, initial, credit = op.flag
+            return make_wait(*common, Flag(add(rank, by), number, initial, credit), add(op.peer, by))
         if isinstance(op, Copy):
             return make_copy(*common, rotated(op.operand, op.src), rotated(op.operand, op.dst))
         if isinstance(op, (Gemm, Reduce)):

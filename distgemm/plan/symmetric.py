@@ -6,24 +6,24 @@ all ranks. Steps, slots and flag numbers are those of the class. So the work is 
 
 The numbers are equal to those of :class:`distgemm.plan.movement.Derivation` and :class:`distgemm.plan.emit.Emitter` if
 the order of events on a rank does not depend on the rank. Where two events of a rank have the same place in the order,
-and the number of the rank or of a tile decides, the plan is not symmetric, and :class:`NotSymmetric` says so.
+and the number of the rank or of a tile decides, the plan is not symmetric, and :class:`NotSymmetricError` says so.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from distgemm.plan.emit import Emitter
 from distgemm.plan.movement import Derivation, Event, Part, Place, cut_rows
-from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Range, Signal, Slot, Tile
-from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode
+from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Signal, Slot, Tile
+from distgemm.plan.plan import Mechanism, Plan, PlanError, SyncMode, WorkspaceMode
 from distgemm.plan.problem import GemmProblem
 from distgemm.plan.resize import size_of_rank
-from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, Tenants
-from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, NotSymmetric, Symmetry, TileCoord
+from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, Tenants, rotated_shards
+from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, NotSymmetricError, Symmetry, TileCoord
 from distgemm.schedulers.symmetry import MODES
 
 __all__ = ["derive_rotated"]
@@ -50,10 +50,10 @@ def derive_rotated(
         send_slots: >= 1.
 
     Raises:
-        NotSymmetric: if the schedule or its plan is not symmetric. :func:`distgemm.make_plan` then derives all ranks.
+        NotSymmetricError: if the schedule or its plan is not symmetric. Then all ranks have to be derived.
         ValueError: as :func:`distgemm.make_plan` raises it.
     """
-    if isinstance(scheduler.symmetry, NotSymmetric):
+    if isinstance(scheduler.symmetry, NotSymmetricError):
         raise scheduler.symmetry
     derivation = ClassDerivation(problem, scheduler, mechanism, scheduler.symmetry)
     derivation.run()
@@ -77,6 +77,7 @@ def derive_rotated(
         slots=RotatedSlots(tenants, derivation.symmetry, derivation.edges, derivation.alignment),
     )
     vars(plan)["sizes"] = (size_of_rank(ops),) * scheduler.world_size
+    vars(plan)["rotated"] = ops, (derivation.symmetry.axes, derivation.alignment)
     return plan
 
 
@@ -97,7 +98,7 @@ class ClassDerivation(Derivation):
         tenants: for each slot of rank 0 what it holds.
 
     Raises:
-        NotSymmetric: if a tile is empty.
+        NotSymmetricError: if a tile is empty.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class ClassDerivation(Derivation):
     def _work_of_ranks(self) -> list[dict[int, TileCoord]]:
         for mode, bounds in zip("mnkl", self.edges, strict=True):
             if any(low == high for low, high in pairwise(bounds)):
-                raise NotSymmetric(f"tiles of mode {mode} are empty")
+                raise NotSymmetricError(f"tiles of mode {mode} are empty")
         self.own = self._work(0)
         found: list[dict[int, TileCoord]] = [{} for _ in self.ranks]
         for iteration, (m, n, k, batch) in self.own.items():
@@ -159,29 +160,17 @@ class ClassDerivation(Derivation):
         Raises:
             ValueError: if the tiles of a rank do not form one box.
         """
-        boxes = [self.shard(operand, 0)] * len(self.ranks)
-        spans, _ = self._spans(operand, 0)
-        ranges: dict[str, list[Range]] = {}
-        for position, mode in enumerate(MODES[operand]):
-            bounds, span = self.edges["mnkl".index(mode)], spans[position]
-            if not self.symmetry.turns(mode) or len(span) == len(bounds) - 1:
-                ranges[mode] = [(bounds[span[0]], bounds[span[-1] + 1])] * len(boxes)
-                continue
-            ranges[mode] = []
-            for rank in self.ranks:
-                rotated = [self.symmetry.index(mode, at, rank) for at in span]
-                first, last = min(rotated), max(rotated)
-                if last - first >= len(span):
-                    raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
-                ranges[mode].append((bounds[first], bounds[last + 1]))
-        rows, columns, batch = (ranges[mode] for mode in MODES[operand])
-        return tuple(zip(batch, rows, columns, strict=True))
+        self.shard(operand, 0)  # which checks the tiles of rank 0
+        try:
+            return rotated_shards(self.symmetry, self.edges, operand, self._spans(operand, 0)[0])
+        except PlanError as error:
+            raise self.fail(str(error)) from None
 
     # --- what a number of a rank decides --------------------------------------------------------------
 
-    def refuse(self, what: str) -> NotSymmetric:
+    def refuse(self, what: str) -> NotSymmetricError:
         """The error for a plan in which the numbers of ranks or tiles decide about an order."""
-        return NotSymmetric(f"the numbers of ranks decide {what}")
+        return NotSymmetricError(f"the numbers of ranks decide {what}")
 
     def _move(
         self,
@@ -212,7 +201,7 @@ class ClassDerivation(Derivation):
                 self._rows.add((mode, hop.part, hop.parts))
                 for low, high in pairwise(self.edges["mn".index(mode)]):
                     if len(set(cut_rows(low, high, hop.part, hop.parts))) < 2:
-                        raise NotSymmetric(f"parts of tiles of mode {mode} are empty")
+                        raise NotSymmetricError(f"parts of tiles of mode {mode} are empty")
             self.parts[self.events[-1]] = hop.part, hop.parts
 
     def row_cuts(self) -> list[tuple[str, int, int]]:
@@ -228,10 +217,10 @@ class ClassDerivation(Derivation):
     def _multiply(self, tiles: dict[Tile, dict[int, Part]]) -> None:
         known = len(self.events)
         super()._multiply(tiles)
-        for place in range(known, len(self.events)):
-            event = self.events[place]
-            # Each iteration has one GEMM of each rank, with the transfers of its result behind it.
-            iteration = event.iteration if event.kind is Gemm else iteration
+        iteration = 0
+        for event in self.events[known:]:
+            if event.kind is Gemm:  # the only one of a rank in its iteration; the transfers of its result follow
+                iteration = event.iteration
             self.order[event] = "multiply", iteration
 
     def _sum(self, tiles: dict[Tile, dict[int, Part]]) -> None:
@@ -251,15 +240,17 @@ class ClassDerivation(Derivation):
         for event in self.events[known:]:
             self.order.setdefault(event, ("final", event.tile))
 
-    def sorted(self, items: list[Item], key: Callable[[Item], object], rank_of: Callable[[Item], tuple[Event, int]]) -> list[Item]:
-        """Items of one rank in the order of a key, or NotSymmetric if another rank would have another order.
+    def in_turn(
+        self, items: list[Item], key: Callable[[Item], object], rank_of: Callable[[Item], tuple[Event, int]]
+    ) -> list[Item]:
+        """Items of one rank in the order of a key, or NotSymmetricError if another rank would have another order.
 
         Args:
             items: one of each class, in the order of ``events``.
             key: the key.
             rank_of: the event that decides the order of equal keys, and the rank that is rotated to rank 0.
         """
-        keyed = sorted([(key(item), place) for place, item in enumerate(items)])  # type: ignore[type-var]
+        keyed = sorted([(key(item), place) for place, item in enumerate(items)])
         groups: dict[object, list[int]] = defaultdict(list)
         for of_item, place in keyed:
             groups[of_item].append(place)
@@ -283,7 +274,7 @@ class ClassDerivation(Derivation):
         return phase in "AB" and self._tiles_ordered(phase, unit, other_unit)  # type: ignore[arg-type]
 
     def _tiles_ordered(self, operand: str, one: Tile, other: Tile) -> bool:
-        """Whether rotations keep the order of two tiles: if they differ first in a mode in which no rotation matters."""
+        """Whether rotations keep the order of two tiles, because they rotate the first mode that differs alike."""
         for mode, at, other_at in zip(MODES[operand], one, other, strict=True):
             if at != other_at:
                 return self.symmetry.together(mode, at, other_at)
@@ -295,7 +286,7 @@ class ClassDerivation(Derivation):
         """Give every place a slot. Returns the slots of rank 0."""
         alike = all(len({high - low for low, high in pairwise(bounds)}) == 1 for bounds in self.edges)
         if workspace == "bounded" and not alike:
-            raise NotSymmetric("tiles differ in size, which decides how ranks share slots")
+            raise NotSymmetricError("tiles differ in size, which decides how ranks share slots")
         self.places = [[place for of_rank in self.places for place in of_rank]]
         slots = self._allocate(0, workspace == "bounded", send_slots)
         held: list[tuple[str, str, list[Tile]]] = [(slot.dtype, "", []) for slot in slots]
@@ -311,7 +302,7 @@ class ClassDerivation(Derivation):
             assert place.first is not None
             return place.first, place.rank
 
-        return self.sorted(self.places[0], lambda place: (place.start, place.iteration), first)
+        return self.in_turn(self.places[0], lambda place: (place.start, place.iteration), first)
 
 
 class Seen(NamedTuple):
@@ -370,11 +361,13 @@ class FirstRank(Emitter):
     def __init__(self, derivation: ClassDerivation, shards: dict[str, tuple[Box, ...]], sync: SyncMode) -> None:
         super().__init__(derivation, shards, sync)
         self.derivation, self.symmetry = derivation, derivation.symmetry
-        self.events = derivation.sorted(derivation.events, Event.order, lambda event: (event, event.rank))
+        self.events = derivation.in_turn(derivation.events, Event.order, lambda event: (event, event.rank))
         for position, event in enumerate(self.events):
             event.position = position
         self.flags = 0
-        self.after: list[list[Seen]] = [[self._before(event, before) for before in event.after] for event in self.events]
+        self.after: list[list[Seen]] = [
+            [self._before(event, before) for before in event.after] for event in self.events
+        ]
         self.credits: dict[int, list[Credit]] = defaultdict(list)  # by the position of the event that waits
         self.arrivals: dict[int, int] = {}  # flag numbers by the position of the transfer
         self.told: dict[int, list[Told]] = {}  # by the position of the event that they need
@@ -438,15 +431,15 @@ class FirstRank(Emitter):
                 if rank and not arrives and own not in [each.rank for each in told[before]]:
                     # A GEMM reads from its own rank, which is another one.
                     source = before.rank if before.kind is Gemm else before.sources[0].rank
-                    reader = self.symmetry.subtract(source, before.rank) == own
-                    told[before].append(Told(event, own, self._next_flag(), reader))
-        for before, each in told.items():
-            in_list = sorted(each, key=lambda told: self.place_in_list[told.event])
-            # They are seen from ``before``.
-            self.told[before.position] = self.derivation.sorted(
+                    reads = self.symmetry.subtract(source, before.rank) == own
+                    told[before].append(Told(event, own, self._next_flag(), reads))
+        for needed, flags in told.items():
+            in_list = sorted(flags, key=lambda flag: self.place_in_list[flag.event])
+            # Their order on the rank of the event that they need counts.
+            self.told[needed.position] = self.derivation.in_turn(
                 in_list,
-                lambda told: told.event.order(),
-                lambda told: (told.event, self.symmetry.subtract(told.event.rank, told.rank)),
+                lambda flag: flag.event.order(),
+                lambda flag: (flag.event, self.symmetry.subtract(flag.event.rank, flag.rank)),
             )
 
     def _out_rank(self, event: Event) -> int:
@@ -456,7 +449,7 @@ class FirstRank(Emitter):
 
     def _sorted(self, events: list[Event], rank: Callable[[Event], int]) -> list[Event]:
         in_list = sorted(events, key=lambda event: self.place_in_list[event])
-        return self.derivation.sorted(in_list, Event.order, lambda event: (event, rank(event)))
+        return self.derivation.in_turn(in_list, Event.order, lambda event: (event, rank(event)))
 
     def _add_credit(self, event: Event, readers: list[Seen]) -> None:
         assert event.out is not None

@@ -365,13 +365,12 @@ class Evaluation:
         batches, rows, columns = (
             [tile for tile in pairwise(plan.edges[mode]) if tile[0] < tile[1]] for mode in (3, 0, 1)
         )
-        # Of one rank, the tiles of its shard are enough.
-        inside = plan.shards[2][0] if count == 1 else ((0, plan.edges[3][-1]), (0, plan.edges[0][-1]), (0, plan.edges[1][-1]))
-        every = [
-            [tile for tile in of_mode if low <= tile[0] and tile[1] <= high]
-            for of_mode, (low, high) in zip((batches, rows, columns), inside, strict=True)
-        ]
-        tiles = set(product(*every))
+        if count == 1:  # the tiles of its shard are enough
+            batches, rows, columns = (
+                [tile for tile in of_mode if low <= tile[0] and tile[1] <= high]
+                for of_mode, (low, high) in zip((batches, rows, columns), plan.shards[2][0], strict=True)
+            )
+        tiles = set(product(batches, rows, columns))
         self.d = [_Memory(tiles) for _ in range(count)]
         # The writes to each slot, by rank and number of the slot, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}

@@ -16,7 +16,7 @@ from typing import TypeVar
 from distgemm.plan import verify as full
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Signal, View, Wait, accesses
 from distgemm.plan.plan import Plan, PlanError, collector_paused
-from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation
+from distgemm.plan.rotate import RotatedOps, RotatedSlots, Rotation, rotated_shards
 from distgemm.plan.schema import check_types
 from distgemm.plan.validate import (
     FlagKey,
@@ -170,9 +170,9 @@ def _check_shards(plan: Plan, rotation: Rotation) -> None:
         if any(low >= high for low, high in pairwise(bounds)):
             raise PlanError(f"the plan rotates tiles of mode {mode}, and some are empty")
     for operand, boxes in zip("ABD", plan.shards, strict=True):
-        for rank, box in enumerate(boxes):
-            if rotation.shard(operand, boxes[0], rank) != box:
-                raise PlanError(f"rank {rank}: its shard {box} of {operand} is not that of rank 0, rotated")
+        spans = rotation.tiles_of(operand, boxes[0])
+        if not all(spans) or rotated_shards(symmetry, plan.edges, operand, spans) != boxes:
+            raise PlanError(f"the shards of {operand} are not that of rank 0, rotated")
     spans = rotation.tiles_of("D", plan.shards[2][0])
     classes = {symmetry.tile("D", tile, symmetry.subtract(0, symmetry.origin("D", tile))) for tile in product(*spans)}
     count = plan.grid.m * plan.grid.n * plan.grid.l
@@ -184,7 +184,9 @@ def _check_shards(plan: Plan, rotation: Rotation) -> None:
 def _check_tenant(view: View, op: Op, rotation: Rotation, tenants: Sequence[tuple[str, set[tuple[int, ...]]]]) -> None:
     """Check that a slot is made for a tile: then it is large enough on every rank."""
     operand, tiles = tenants[view.slot]
-    names = {"A"} if isinstance(op, Gemm) and view is op.a else {"B"} if isinstance(op, Gemm) and view is op.b else {"D"}
+    names = (
+        {"A"} if isinstance(op, Gemm) and view is op.a else {"B"} if isinstance(op, Gemm) and view is op.b else {"D"}
+    )
     names = {op.operand} if isinstance(op, Copy) else names
     tile = rotation.tile_of(op, operand, view.frame) if operand in names else None
     if tile is None or rotation.symmetry.tile(operand, tile, rotation.symmetry.subtract(0, view.rank)) not in tiles:

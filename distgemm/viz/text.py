@@ -13,7 +13,7 @@ from distgemm.arguments import boolean, instance, integer
 from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
-from distgemm.schedulers.scheduler import MODES
+from distgemm.schedulers.symmetry import MODES
 
 __all__ = ["op_text", "show_plan", "show_schedule", "show_tile_order"]
 
