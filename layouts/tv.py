@@ -20,6 +20,10 @@ from distgemm.layouts.maps import MAP, ComposedLayout, Map
 __all__ = ["Axis", "TVLayout"]
 
 
+MAX_TABLE = 1 << 20
+"""The most tiles in a table of all ranks. Its tuples take about 0.2 GB."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the tile grid, as a function of the mesh coordinate and the value coordinate.
@@ -147,7 +151,16 @@ class TVLayout:
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
-        """The tiles of all values, shape (ranks, values, modes). All modes are -1 for a value outside the grid."""
+        """The tiles of all values, shape (ranks, values, modes). All modes are -1 for a value outside the grid.
+
+        Raises:
+            ValueError: for more than MAX_TABLE values of all ranks. ``of_rank`` has those of one rank.
+        """
+        if self.ranks * self.size > MAX_TABLE:
+            raise ValueError(
+                f"a table of all ranks has at most {MAX_TABLE} tiles, got {self.ranks} ranks with {self.size} tiles "
+                "each: ask for the tiles of one rank"
+            )
         columns = []
         outside = np.zeros((self.ranks, self.size), dtype=bool)
         for axes in self.modes:

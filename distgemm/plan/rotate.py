@@ -43,6 +43,9 @@ Tenants = tuple[str, str, tuple[Tile, ...]]
 
 Edges = tuple[tuple[int, ...], ...]
 
+MAX_OPS = 1 << 21
+"""The most ops that a plan of rotated ops makes. They take about 2 GB."""
+
 ROWS_AND_COLUMNS = {"A": ("m", "k"), "B": ("n", "k"), "D": ("m", "n")}
 
 
@@ -254,6 +257,11 @@ class RotatedOps(OfRanks[Op]):
 
     @collector_paused()
     def _make(self, rank: int) -> tuple[Op, ...]:
+        if self.made + len(self.first) > MAX_OPS:
+            raise ValueError(
+                f"the plan has {len(self.first)} ops on each of {len(self)} ranks, and at most {MAX_OPS} ops are made: "
+                "ask for the ops of fewer ranks"
+            )
         known: dict[object, object] = {}
         return tuple([self.rotation.op(op, rank, known) for op in self.first])
 

@@ -15,7 +15,7 @@ import pytest
 
 from distgemm import GemmProblem, Plan, PlanError, make_plan
 from distgemm.layouts import Axis, Modulo, TVLayout
-from distgemm.plan import derive, verify
+from distgemm.plan import derive, rotate, verify
 from distgemm.plan.ops import Copy, Op, Signal, Wait
 from distgemm.plan.plan import collector_paused
 from distgemm.plan.rotate import RotatedOps, RotatedSlots
@@ -363,3 +363,16 @@ def test_layouts_of_one_rank_and_coverage() -> None:
         assert layout.covers() == (len(reached) == int(np.prod(layout.grid)))
         covered[layout.covers()] += 1
     assert min(covered[True], covered[False]) > 20
+
+
+def test_tables_and_ops_of_thousands_of_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for all ranks of a large plan gets an error, and no memory is used up."""
+    scheduler = get_schedule("all_gather_1d_ring_a", 2048)
+    assert scheduler.work_tile(1, 5) == (4, 5, 0, 0)
+    with pytest.raises(ValueError, match="at most 1048576 tiles, got 2048 ranks with 2048 tiles each"):
+        scheduler.owner("D", (0, 0, 0))
+    plan = make_plan(GemmProblem(m=720, n=720, k=64), "all_gather_1d_ring_a", 72)
+    monkeypatch.setattr(rotate, "MAX_OPS", 1000)
+    assert plan.ops(1) and plan.ops(2)
+    with pytest.raises(ValueError, match="ops on each of 72 ranks, and at most 1000 ops are made"):
+        tuple(plan.rank_ops)
