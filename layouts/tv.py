@@ -20,6 +20,10 @@ from distgemm.layouts.maps import MAP, ComposedLayout, Map
 __all__ = ["Axis", "TVLayout"]
 
 
+MAX_TABLE = 1 << 20
+"""The most tiles in a table of all ranks. Its tuples take about 0.2 GB."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the tile grid, as a function of the mesh coordinate and the value coordinate.
@@ -120,9 +124,12 @@ class TVLayout:
     def _hash(self) -> int:
         return hash((self.mesh, self.values, self.modes, self.order))
 
+    def strides(self, axis: Axis) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The strides of one of the axes: one for each mode of the mesh, and one for each mode of the values."""
+        return _strides(axis.rank, self.mesh, "mesh"), _strides(axis.value, self.values, "value")
+
     def _layout(self, axis: Axis) -> ComposedLayout:
-        rank = _strides(axis.rank, self.mesh, "mesh")
-        value = _strides(axis.value, self.values, "value")
+        rank, value = self.strides(axis)
         # Row-major numbers over a mesh are colexicographic numbers over the reversed mesh.
         linear = Layout((self.mesh[::-1], self.values), (rank[::-1], value))
         return ComposedLayout(linear, *axis.maps)
@@ -144,7 +151,16 @@ class TVLayout:
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
-        """The tiles of all values, shape (ranks, values, modes). All modes are -1 for a value outside the grid."""
+        """The tiles of all values, shape (ranks, values, modes). All modes are -1 for a value outside the grid.
+
+        Raises:
+            ValueError: for more than MAX_TABLE values of all ranks. ``of_rank`` has those of one rank.
+        """
+        if self.ranks * self.size > MAX_TABLE:
+            raise ValueError(
+                f"a table of all ranks has at most {MAX_TABLE} tiles, got {self.ranks} ranks with {self.size} tiles "
+                "each: ask for the tiles of one rank"
+            )
         columns = []
         outside = np.zeros((self.ranks, self.size), dtype=bool)
         for axes in self.modes:
@@ -168,9 +184,70 @@ class TVLayout:
         """The tile of each value of each rank, ``tiles[rank][value]``. None for a value outside the grid."""
         return tuple(tuple(None if tile[0] < 0 else tuple(tile) for tile in of_rank) for of_rank in self.table.tolist())
 
+    def of_rank(self, rank: int) -> tuple[tuple[int, ...] | None, ...]:
+        """The tile of each value of one rank. None for a value outside the grid.
+
+        It takes no memory for other ranks, in contrast to ``tiles``.
+
+        Args:
+            rank: 0 to ranks - 1.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        at = integer("rank", rank, 0, self.ranks - 1)
+        if "tiles" in vars(self):
+            return self.tiles[at]
+        found = self._of_ranks.get(at)
+        if found is None:
+            ranks = [np.asarray(index) for index in np.unravel_index(at, self.mesh)]
+            every = np.unravel_index(np.asarray(self.order or range(self.size)), self.values, order="F")
+            columns = []
+            outside = np.zeros(self.size, dtype=bool)
+            for axes in self.modes:
+                index, inside = self._evaluate(axes, ranks, every)
+                outside |= ~inside
+                columns.append(index.tolist())
+            tiles = zip(*columns, strict=True)
+            found = tuple([None if out else tile for tile, out in zip(tiles, outside.tolist(), strict=True)])
+            self._of_ranks[at] = found
+        return found
+
+    @cached_property
+    def _of_ranks(self) -> dict[int, tuple[tuple[int, ...] | None, ...]]:
+        return {}
+
+    def _evaluate(
+        self, axes: Sequence[Axis], ranks: Sequence[NDArray[np.int64]], values: Sequence[NDArray[np.int64]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The index in some axes, the fastest first, and whether it is inside the grid.
+
+        Args:
+            axes: the axes.
+            ranks: a coordinate for each mode of the mesh.
+            values: a coordinate for each mode of the values. All coordinates can be broadcast to one shape.
+        """
+        shape = np.broadcast_shapes(*(each.shape for each in (*ranks, *values)))
+        index = np.zeros(shape, dtype=np.int64)
+        inside = np.ones(shape, dtype=bool)
+        scale = 1
+        for axis in axes:
+            part = np.zeros(shape, dtype=np.int64)
+            of_rank, of_value = self.strides(axis)
+            for strides, coordinates in ((of_rank, ranks), (of_value, values)):
+                for stride, coordinate in zip(strides, coordinates, strict=True):
+                    if stride:
+                        part += stride * coordinate
+            for each in axis.maps:
+                part = each(part)
+            inside &= (part >= 0) & (part < axis.extent)
+            index += scale * part
+            scale *= axis.extent
+        return index, inside
+
     def __call__(self, rank: int, value: int) -> tuple[int, ...] | None:
         at = integer("rank", rank, 0, self.ranks - 1), integer("value", value, 0, self.size - 1)
-        return self.tiles[at[0]][at[1]]
+        return self.of_rank(at[0])[at[1]]
 
     @cached_property
     def _inverse(self) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -222,7 +299,25 @@ class TVLayout:
 
     def covers(self) -> bool:
         """Whether every tile of the grid has at least one holder."""
-        return len(self._inverse) == product(self.grid)
+        # Axes that share no mode of the mesh or of the values are independent of each other: all combinations occur.
+        groups: list[tuple[set[tuple[str, int]], list[Axis]]] = []
+        for axis in (axis for axes in self.modes for axis in axes):
+            of_rank, of_value = self.strides(axis)
+            modes = {("rank", at) for at, stride in enumerate(of_rank) if stride}
+            modes |= {("value", at) for at, stride in enumerate(of_value) if stride}
+            joined = [group for group in groups if group[0] & modes]
+            groups = [group for group in groups if not group[0] & modes]
+            axes = [axis for _, of_group in joined for axis in of_group]
+            groups.append((modes.union(*(used for used, _ in joined)), [*axes, axis]))
+        return all(self._reaches_all(modes, axes) for modes, axes in groups)
+
+    def _reaches_all(self, modes: set[tuple[str, int]], axes: list[Axis]) -> bool:
+        """Whether some axes have every combination of their indices. Only ``modes`` have strides in them."""
+        shape = [self.mesh[at] if ("rank", at) in modes else 1 for at in range(len(self.mesh))]
+        shape += [self.values[at] if ("value", at) in modes else 1 for at in range(len(self.values))]
+        every = np.ogrid[tuple(slice(extent) for extent in shape)]
+        index, inside = self._evaluate(axes, every[: len(self.mesh)], every[len(self.mesh) :])
+        return len(np.unique(index[inside])) == product(tuple(axis.extent for axis in axes))
 
     def is_partition(self) -> bool:
         """Whether every tile of the grid belongs to exactly one value of one rank."""

@@ -35,7 +35,8 @@ from distgemm.schedulers.routes import (
     Ring,
     ring_of,
 )
-from distgemm.schedulers.scheduler import MODES, WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
+from distgemm.schedulers.symmetry import MODES, NotSymmetricError, Symmetry, find_symmetry
 
 __all__ = [
     # a schedule: partition, work, route
@@ -61,6 +62,10 @@ __all__ = [
     "ring_of",
     # schedules from schedules
     "nest",
+    # rotations that keep a schedule
+    "NotSymmetricError",
+    "Symmetry",
+    "find_symmetry",
     # schedules by name
     "PATTERNS",
     "Pattern",

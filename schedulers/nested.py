@@ -35,6 +35,10 @@ class NestedGather:
     across: GatherRoute
     inside: GatherRoute
 
+    @property
+    def rotates(self) -> bool:
+        return bool(getattr(self.across, "rotates", False) and getattr(self.inside, "rotates", False))
+
     def hops(self, mesh: Mesh, holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         local = mesh[-1]
         hosts = dict.fromkeys(rank // local for rank in needers)
@@ -72,6 +76,10 @@ class NestedReduce:
     @property
     def final_add(self) -> AddPlace:
         return self.add
+
+    @property
+    def rotates(self) -> bool:
+        return bool(getattr(self.across, "rotates", False) and getattr(self.inside, "rotates", False))
 
     def hops(self, mesh: Mesh, contributors: Sequence[int], reducer: int) -> Sequence[Hop]:
         local = mesh[-1]

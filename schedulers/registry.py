@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, overload
 
 from distgemm.arguments import function, integer, integers, member, sequence, shown, string, wrong
 from distgemm.schedulers.cache import BoundedCache
-from distgemm.schedulers.scheduler import DistributedTileScheduler
+from distgemm.schedulers.scheduler import MAX_TILES, DistributedTileScheduler
 
 __all__ = [
     "PATTERNS",
@@ -38,7 +38,7 @@ Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
-MAX_RANKS, MAX_CHUNKS = 2048, 4096
+MAX_RANKS, MAX_CHUNKS = 8192, 4096
 """The largest numbers of ranks and of chunks of a schedule. MAX_TILES bounds their product."""
 MAX_AXES = 8
 """The largest number of axes of a mesh."""
@@ -336,7 +336,8 @@ TILE_BYTES = 1 << 8
 
 
 def _size_of(scheduler: DistributedTileScheduler) -> int:
-    return TILE_BYTES * sum(layout.ranks * layout.size for layout in scheduler.layouts)
+    # Nobody makes the tables of all ranks for more tiles than MAX_TILES.
+    return TILE_BYTES * sum(min(layout.ranks * layout.size, MAX_TILES) for layout in scheduler.layouts)
 
 
 _built = BoundedCache(_size_of, CACHE_BYTES)

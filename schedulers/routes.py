@@ -2,6 +2,9 @@
 
 A route knows only ranks. The derivation of a plan calls its ``hops`` once for each tile that moves. The hops are in
 causal order: a rank forwards only what it holds in its shard or what an earlier hop brought.
+
+A route may have an attribute ``rotates``. True says: if the coordinates of all given ranks on the mesh are rotated, the
+hops are the same with rotated ranks. A plan of thousands of ranks needs it (:mod:`distgemm.schedulers.symmetry`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from distgemm.arguments import integers, member, wrong
 
@@ -142,6 +145,8 @@ def ring_of(mesh: tuple[int, ...], start: int, others: Sequence[int]) -> list[in
 class Direct:
     """One hop from the holder to each rank that needs the tile."""
 
+    rotates: ClassVar[bool] = True
+
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         return [Hop(holder, rank) for rank in needers]
 
@@ -165,6 +170,8 @@ def _distances(ring: Sequence[int], ranks: Sequence[int]) -> list[int]:
 class Ring:
     """Hops from neighbour to neighbour in ascending order, up to the last rank that needs the tile."""
 
+    rotates: ClassVar[bool] = True
+
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
         return _walk(ring, max(_distances(ring, needers)), +1)
@@ -177,6 +184,8 @@ class BidirectionalFull:
     A tile goes clockwise (ascending) to floor(N/2) ranks and counter-clockwise to the others. It reaches the rank at
     ring distance d after d hops.
     """
+
+    rotates: ClassVar[bool] = True
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
@@ -193,6 +202,8 @@ class BidirectionalSplit:
 
     The rank at clockwise distance d has both halves after max(d, N - d) hops.
     """
+
+    rotates: ClassVar[bool] = True
 
     def hops(self, mesh: tuple[int, ...], holder: int, needers: Sequence[int]) -> Sequence[Hop]:
         ring = ring_of(mesh, holder, needers)
@@ -222,6 +233,8 @@ class Chain:
     add: AddPlace = "epilogue"
     final_add: AddPlace = "epilogue"
 
+    rotates: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _check_adds(self)
 
@@ -244,6 +257,8 @@ class Pairwise:
 
     add: AddPlace = "kernel"
     final_add: AddPlace = "kernel"
+
+    rotates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_adds(self)

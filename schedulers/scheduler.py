@@ -10,14 +10,12 @@ from typing import NamedTuple
 from distgemm.arguments import instance, integer, member, string, wrong
 from distgemm.layouts import Axis, TVLayout
 from distgemm.schedulers.routes import Chain, Direct, GatherRoute, ReduceRoute
+from distgemm.schedulers.symmetry import MODES, NotSymmetricError, Symmetry, find_symmetry
 
-__all__ = ["MODES", "WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
+__all__ = ["WHOLE", "DistributedTileScheduler", "Partition", "Route", "TileCoord"]
 
 WHOLE = (Axis(1),)
 """The axes of a mode that is one tile."""
-
-MODES = {"A": ("m", "k", "l"), "B": ("n", "k", "l"), "D": ("m", "n", "l")}
-"""The modes of each operand, in the order of its tile coordinates. C has the modes of D."""
 
 
 class TileCoord(NamedTuple):
@@ -39,8 +37,9 @@ class TileCoord(NamedTuple):
 UNCHUNKED = TileCoord(1, 1, 1, 1)
 
 MAX_TILES = 1 << 18
-"""The most tiles that the ranks of a schedule multiply or hold together. A plan has about six ops for each tile of
-work, and each takes about 1 KB: 512 ranks that gather 512 shards take 2 GB and half a minute."""
+"""The most tiles that the ranks of a schedule multiply or hold together, or one rank of a symmetric schedule. A plan
+has about six ops for each tile of work, and each takes about 1 KB: all ops of 512 ranks that gather 512 shards take
+2 GB and half a minute."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,8 @@ class DistributedTileScheduler:
         chunks: number of chunks of a shard in each mode (tile = shard * chunks + chunk).
 
     Raises:
-        ValueError: if the parts do not fit together, if a tile has no holder, and for more than MAX_TILES tiles.
+        ValueError: if the parts do not fit together, if a tile has no holder, and for more than MAX_TILES tiles, of one
+            rank if rotations of the mesh map the schedule to itself, otherwise of all ranks.
     """
 
     name: str
@@ -134,12 +134,6 @@ class DistributedTileScheduler:
         instance("partition", self.partition, Partition, "a Partition")
         instance("work", self.work, TVLayout, "a TVLayout (rank, iteration) -> (m, n, k, l) tile")
         instance("route", self.route, Route, "a Route")
-        for what, layout in zip(("work", "A", "B", "D"), self.layouts, strict=True):
-            if layout.ranks * layout.size > MAX_TILES:
-                raise ValueError(
-                    f"{self.name}: {layout.ranks} ranks with {layout.size} tiles of {what} each; a schedule has at "
-                    f"most {MAX_TILES} in total: take fewer ranks or chunks"
-                )
         if len(self.work.modes) != 4:
             raise ValueError(f"{self.name}: work is a TVLayout of 4 modes, (m, n, k, l), got {len(self.work.modes)}")
         for operand, modes in MODES.items():
@@ -152,7 +146,10 @@ class DistributedTileScheduler:
                     f"{self.name}: {operand} is partitioned into a grid of {layout.grid} tiles {modes}, "
                     f"work multiplies {wanted}"
                 )
-            if not layout.covers():
+        self._check_size()
+        for operand in MODES:
+            if not self.partition[operand].covers():
+                wanted = self.partition[operand].grid
                 raise ValueError(f"{self.name}: the partition of {operand} leaves tiles of {wanted} without a holder")
         if not isinstance(self.chunks, TileCoord):
             raise wrong(f"{self.name}: chunks", "a TileCoord(m, n, k, l) of integers >= 1", self.chunks)
@@ -161,6 +158,31 @@ class DistributedTileScheduler:
                 raise wrong(
                     f"{self.name}: chunks.{mode}", f"an integer that divides the {extent} tiles of mode {mode}", chunks
                 )
+
+    def _check_size(self) -> None:
+        """Check the number of tiles. If all ranks do the same, with rotated tiles, a plan needs those of one rank."""
+        whole = any(layout.ranks * layout.size > MAX_TILES for layout in self.layouts)
+        symmetry = self.symmetry if whole else None
+        for what, layout in zip(("work", "A", "B", "D"), self.layouts, strict=True):
+            count = layout.size * (1 if isinstance(symmetry, Symmetry) else layout.ranks)
+            if count > MAX_TILES:
+                reason = f" ({symmetry})" if isinstance(symmetry, NotSymmetricError) else ""
+                raise ValueError(
+                    f"{self.name}: {layout.ranks} ranks with {layout.size} tiles of {what} each; a schedule has at "
+                    f"most {MAX_TILES} in total{reason}: take fewer ranks or chunks"
+                )
+
+    @cached_property
+    def symmetry(self) -> Symmetry | NotSymmetricError:
+        """The rotations of ranks and tiles with which the schedule commutes, or why it does not."""
+        route = self.route
+        if route.final_copies is None:
+            return NotSymmetricError("every owner adds the partial sums in the order of ranks")
+        routes = {"a": route.a, "b": route.b, "d": route.d, "final_copies": route.final_copies}
+        try:
+            return find_symmetry(self.work, {operand: self.partition[operand] for operand in MODES}, routes)
+        except NotSymmetricError as reason:
+            return reason
 
     def __hash__(self) -> int:
         return self._hash

@@ -15,9 +15,12 @@ from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collect
 from distgemm.plan.problem import GemmProblem
 from distgemm.plan.resize import ResizedOps, RowsOfOps, fixed_views, scales_have_rows
 from distgemm.plan.restrict import Numbers, RestrictedOps, TilesOfM, tiles_of_m
+from distgemm.plan.rotate import RotatedOps
 from distgemm.plan.scaling import SCALE_OPERANDS
-from distgemm.schedulers import DistributedTileScheduler, get_schedule
+from distgemm.plan.symmetric import derive_rotated
+from distgemm.schedulers import DistributedTileScheduler, NotSymmetricError, get_schedule
 from distgemm.schedulers.cache import BoundedCache
+from distgemm.schedulers.scheduler import MAX_TILES
 
 __all__ = ["MECHANISMS", "SYNCS", "WORKSPACES", "forget_plans", "make_plan"]
 
@@ -246,6 +249,8 @@ PLAN_BYTES, SLOT_BYTES = 1 << 12, 1 << 8
 
 def _size_of(plan: Plan) -> int:
     ops = plan.rank_ops
+    if isinstance(ops, RotatedOps):
+        return PLAN_BYTES + SLOT_BYTES * plan.world_size + OP_BYTES * (len(ops.first) + ops.made)
     if isinstance(ops, RowsOfOps):
         # Its ranks have equal slots, unless its rows are ragged.
         slots = sum(map(len, {id(of_rank): of_rank for of_rank in plan.slots}.values()))
@@ -257,9 +262,25 @@ MANY_ROWS = 2
 """Rows from which on it does not matter how many rows a tile has, unless a route divides it into more parts."""
 
 
+MANY_TILES = 1 << 12
+"""The most tiles of work of a plan whose ranks are all derived at once: it takes about 0.2 s. Of a larger plan under a
+symmetric schedule, a rank derives its own ops only."""
+
+
 @collector_paused()
 def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler, *options: Any) -> Plan:
-    """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
+    """The plan of one rank, rotated; or one with the structure of an earlier one; or else a new plan."""
+    if scheduler.world_size * scheduler.iterations > MANY_TILES:
+        try:
+            return derive_rotated(problem, scheduler, *options)
+        except NotSymmetricError as reason:
+            for what, layout in zip(("work", "A", "B", "D"), scheduler.layouts, strict=True):
+                if layout.ranks * layout.size > MAX_TILES:
+                    raise ValueError(
+                        f"{scheduler.name} on the mesh {scheduler.mesh}: {layout.ranks} ranks with {layout.size} tiles "
+                        f"of {what} each; a plan in which not every rank does the same ({reason}) has at most "
+                        f"{MAX_TILES} in total: take fewer ranks or chunks"
+                    ) from None
     edges = tile_edges(problem, scheduler)
     p = problem
     if p.scaling is not None and p.scaling.a.unit[0] != 1:  # bounds of tiles are multiples of it

@@ -288,11 +288,13 @@ def _shares(
         raise _failure(scheduler, f"{name} {shares} has {len(shares)} entries for {scheduler.world_size} ranks")
     for operand in SHARING[mode]:
         at = MODES[operand].index(mode)
-        held = [
-            {tile[at] // getattr(scheduler.chunks, mode) for tile in tiles if tile is not None}
-            for tiles in scheduler.partition[operand].tiles
-        ]
-        if all(len(shard) == 1 for shard in held) and len(set().union(*held)) == shards:
+        held: list[set[int]] = []
+        for rank in range(scheduler.world_size):
+            tiles = scheduler.partition[operand].of_rank(rank)
+            held.append({tile[at] // getattr(scheduler.chunks, mode) for tile in tiles if tile is not None})
+            if len(held[-1]) != 1:
+                break
+        if len(held[-1]) == 1 and len(set().union(*held)) == shards:
             break
     else:
         raise _failure(scheduler, f"{name} says what each rank holds of {mode}; here no rank has a share of its own")
@@ -440,7 +442,7 @@ class Derivation:
         self.edges = tile_edges(problem, scheduler)
         self.cuts: set[tuple[int, int, int]] = set()  # (m, part, parts) of each part of a tile of A or D that moves
         self.frames: dict[tuple[str, Tile], Box] = {}
-        self.work = [self._work(rank) for rank in self.ranks]
+        self.work = self._work_of_ranks()
         self.events: list[Event] = []
         self.places: list[list[Place]] = [[] for _ in self.ranks]
         # Places of A and B on each rank, and of the finished tiles of D that other ranks send to it.
@@ -475,9 +477,12 @@ class Derivation:
 
     # --- extents ------------------------------------------------------------------------------------
 
+    def _work_of_ranks(self) -> list[dict[int, TileCoord]]:
+        """The work tiles of each rank that are not empty, by iteration."""
+        return [self._work(rank) for rank in self.ranks]
+
     def _work(self, rank: int) -> dict[int, TileCoord]:
-        """A rank's work tiles that are not empty, by iteration."""
-        tiles = self.scheduler.work.tiles[rank]
+        tiles = self.scheduler.work.of_rank(rank)
         empty = [{index for index, (low, high) in enumerate(pairwise(edges)) if low == high} for edges in self.edges]
         if not any(empty):
             return {iteration: TileCoord(*tile) for iteration, tile in enumerate(tiles) if tile is not None}
@@ -508,16 +513,20 @@ class Derivation:
         Raises:
             ValueError: if the tiles do not form one box.
         """
-        tiles = {tile for tile in self.scheduler.partition[operand].tiles[rank] if tile is not None}
+        spans, tiles = self._spans(operand, rank)
         if not tiles:
             return (0, 0), (0, 0), (0, 0)
-        spans = [sorted({tile[mode] for tile in tiles}) for mode in range(3)]
         first = self.frame(operand, (spans[0][0], spans[1][0], spans[2][0]))
         last = self.frame(operand, (spans[0][-1], spans[1][-1], spans[2][-1]))
         contiguous = all(span[-1] - span[0] == len(span) - 1 for span in spans)
-        if not contiguous or prod(map(len, spans)) != len(tiles):
+        if not contiguous or prod(map(len, spans)) != tiles:
             raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
         return tuple((low, high) for (low, _), (_, high) in zip(first, last, strict=True))  # type: ignore[return-value]
+
+    def _spans(self, operand: str, rank: int) -> tuple[list[list[int]], int]:
+        """For each mode the indices of the tiles that a rank holds, in ascending order, and the number of tiles."""
+        tiles = {tile for tile in self.scheduler.partition[operand].of_rank(rank) if tile is not None}
+        return [sorted({tile[mode] for tile in tiles}) for mode in range(3)], len(tiles)
 
     def _scale_shards(self, operand: str) -> tuple[Box, ...]:
         """The box of each rank's shard of the scales of an operand.
@@ -527,7 +536,8 @@ class Derivation:
         """
         assert self.problem.scaling is not None
         scaling = self.problem.scaling[operand]
-        tiles = [{tile for tile in of_rank if tile} for of_rank in self.scheduler.partition[operand].tiles]
+        layout = self.scheduler.partition[operand]
+        tiles = [{tile for tile in layout.of_rank(rank) if tile} for rank in self.ranks]
         spans = [[_span(of_rank, mode) for of_rank in tiles] for mode in (0, 1)]
         numbers: list[dict[Range, int]] = []
         for mode, of_mode in enumerate(spans):
@@ -555,7 +565,7 @@ class Derivation:
         """The box of the scales of a part of a tile."""
         assert self.problem.scaling is not None
         scaling = self.problem.scaling[operand]
-        own = self.scale_shards[operand][self.scheduler.partition[operand].holders(tile)[0]]
+        own = self.scale_shards[operand][self._holders(operand, tile)[0]]
         return box[0], scaling.scales(0, box[1], own[1]), scaling.scales(1, box[2], own[2])
 
     # --- what moves -----------------------------------------------------------------------------------
@@ -563,20 +573,34 @@ class Derivation:
     def _gather(self) -> None:
         """Add the transfers of tiles of A and B that a rank multiplies and does not hold."""
         for operand, route in (("A", self.scheduler.route.a), ("B", self.scheduler.route.b)):
-            layout = self.scheduler.partition[operand]
-            needs: dict[Tile, dict[int, int]] = defaultdict(dict)
-            for rank in self.ranks:
-                first_use: dict[Tile, int] = {}
-                for iteration, (m, n, k, batch) in self.work[rank].items():
-                    first_use.setdefault((m, k, batch) if operand == "A" else (n, k, batch), iteration)
-                for tile in first_use.keys() - set(layout.tiles[rank]):
-                    needs[tile][rank] = first_use[tile]
-            for moved, by in sorted(needs.items()):
+            for moved, by in sorted(self._needs(operand).items()):
                 if self.scale_shards:
                     scales = self.scale_frame(operand, moved)
                     if not all(contains(self.scale_shards[operand][rank], scales) for rank in by):
                         self.moved_scales[operand, moved] = scales
-                self._move(operand, moved, layout.holders(moved), by, route, self.problem.operand_dtype(operand))
+                dtype = self.problem.operand_dtype(operand)
+                self._move(operand, moved, self._holders(operand, moved), by, route, dtype)
+
+    def _needs(self, operand: str) -> dict[Tile, dict[int, int]]:
+        """For each tile of A or B that moves, the iteration in which each rank that needs it uses it first."""
+        needs: dict[Tile, dict[int, int]] = defaultdict(dict)
+        for rank in self.ranks:
+            for tile, iteration in self._first_uses(operand, rank, self.work[rank]).items():
+                needs[tile][rank] = iteration
+        return needs
+
+    def _first_uses(self, operand: str, rank: int, work: Mapping[int, TileCoord]) -> dict[Tile, int]:
+        """The iteration in which a rank first uses each tile of A or B that it does not hold."""
+        found: dict[Tile, int] = {}
+        for iteration, (m, n, k, batch) in work.items():
+            found.setdefault((m, k, batch) if operand == "A" else (n, k, batch), iteration)
+        for tile in found.keys() & set(self.scheduler.partition[operand].of_rank(rank)):
+            del found[tile]
+        return found
+
+    def _holders(self, operand: str, tile: Tile) -> Sequence[int]:
+        """The ranks that hold a tile, in ascending order."""
+        return self.scheduler.partition[operand].holders(tile)
 
     def _move(
         self,
@@ -675,6 +699,10 @@ class Derivation:
         scales = None if place.scale is None or (shared and hop.part) else self._scales(operand, tile, box)
         self._send(place, source, box, GATHER if operand != "D" else RESULT, floor, scales)
 
+    def _operand(self, operand: str, rank: int, tile: Tile) -> Place:
+        """The place of a tile of A or B that a rank multiplies."""
+        return self.landed[operand][rank].get(tile) or self._own(operand, rank, tile)
+
     def _own(self, operand: str, rank: int, tile: Tile) -> Place:
         """A tile of A or B in the rank's shard."""
         places = self.landed[operand][rank]
@@ -730,7 +758,7 @@ class Derivation:
     def _join(self, tile: Tile, parts: dict[int, Part]) -> None:
         """Set for each part of one tile to which ranks it goes, and whether an epilogue adds what it receives."""
         contributors = sorted(parts.values(), key=lambda part: (part.iterations[-1], part.rank))
-        for reducer in self._reducers(tile):
+        for reducer in self._reducers(tile, parts):
             parts.setdefault(reducer, Part(reducer, self.frame("D", tile))).completes = True
             ranks = [part.rank for part in contributors if part.rank != reducer]
             if ranks:
@@ -772,53 +800,46 @@ class Derivation:
             src.to.append(dst.rank)
             dst.incoming.append(src.rank)
 
-    def _reducers(self, tile: Tile) -> Sequence[int]:
-        """The owners that complete a tile.
+    def _reducers(self, tile: Tile, parts: Mapping[int, Part]) -> Sequence[int]:
+        """The owners that complete a tile. ``parts`` has those of the ranks that multiply a part of it.
 
         Without final copies they are all owners. Otherwise there is one, whose own GEMM of the tile comes last: an
         owner without a GEMM of the tile would have to receive what another owner already has.
         """
-        owners = self.scheduler.partition.d.holders(tile)
+        owners = self._holders("D", tile)
         if len(owners) == 1 or self.one_shot:
             return owners
-        last = dict.fromkeys(owners, -1)
-        m, n, batch = tile
-        for k, (low, high) in enumerate(pairwise(self.edges[2])):
-            if low == high:
-                continue  # nobody multiplies an empty tile
-            for rank, iteration in self.scheduler.work.inverse((m, n, k, batch)):
-                if rank in last:
-                    last[rank] = max(last[rank], iteration)
+        last = {rank: parts[rank].iterations[-1] if rank in parts else -1 for rank in owners}
         return [max(owners, key=lambda rank: (last[rank], -rank))]
 
     # --- who multiplies and adds ------------------------------------------------------------------------
 
     def _multiply(self, tiles: dict[Tile, dict[int, Part]]) -> None:
         """Add a GEMM for each work tile, in the order of iterations."""
-        before: list[Event | None] = [None for _ in self.ranks]
-        landed_a, landed_b = self.landed["A"], self.landed["B"]
-        for iteration in range(self.scheduler.iterations):
-            for rank, of_rank in enumerate(self.work):
-                work = of_rank.get(iteration)
-                if work is None:
-                    continue
-                m, n, k, batch = work
-                a = landed_a[rank].get((m, k, batch)) or self._own("A", rank, (m, k, batch))
-                b = landed_b[rank].get((n, k, batch)) or self._own("B", rank, (n, k, batch))
-                event = Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, None, [a, b], follows=before[rank])
-                before[rank] = event
-                self.events.append(event)
-                event.read(a, a.frame)
-                event.read(b, b.frame)
-                parts = tiles[m, n, batch]
-                part = parts[rank]
-                # A rank that completes the tile too sends its own part, before it adds the others.
-                passed_on = iteration == part.iterations[-1] and (part.whole or part.completes)
-                stored = passed_on and self.mechanism == "store" and not part.completes and len(part.to) == 1
-                into = self._arriving(part, parts[part.to[0]], (m, n, batch), iteration) if stored else None
-                self._accumulate(event, part, (m, n, batch), into)
-                if passed_on and not stored:
-                    self._pass_on(part, parts, (m, n, batch), iteration)
+        before: dict[int, Event] = {}
+        every = [(iteration, rank, tile) for rank, work in enumerate(self.work) for iteration, tile in work.items()]
+        for iteration, rank, work in sorted(every):
+            m, n, k, batch = work
+            a, b = self._operand("A", rank, (m, k, batch)), self._operand("B", rank, (n, k, batch))
+            of = self._like(rank)
+            event = Event(Gemm, rank, iteration, "D", work, COMPUTE, iteration, None, [a, b], follows=before.get(of))
+            before[of] = event
+            self.events.append(event)
+            event.read(a, a.frame)
+            event.read(b, b.frame)
+            parts = tiles[m, n, batch]
+            part = parts[rank]
+            # A rank that completes the tile too sends its own part, before it adds the others.
+            passed_on = iteration == part.iterations[-1] and (part.whole or part.completes)
+            stored = passed_on and self.mechanism == "store" and not part.completes and len(part.to) == 1
+            into = self._arriving(part, parts[part.to[0]], (m, n, batch), iteration) if stored else None
+            self._accumulate(event, part, (m, n, batch), into)
+            if passed_on and not stored:
+                self._pass_on(part, parts, (m, n, batch), iteration)
+
+    def _like(self, rank: int) -> int:
+        """The rank whose GEMMs take the same steps."""
+        return rank
 
     def _accumulate(self, event: Event, part: Part, tile: Tile, into: Place | None) -> None:
         """Set where a GEMM's result goes and what its epilogue adds.
@@ -921,7 +942,7 @@ class Derivation:
         if route is None:
             return
         for tile, parts in tiles.items():
-            owners = self.scheduler.partition.d.holders(tile)
+            owners = self._holders("D", tile)
             if len(owners) == 1:
                 continue
             (reducer,) = [part.rank for part in parts.values() if part.completes]

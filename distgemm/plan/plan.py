@@ -155,7 +155,7 @@ class Plan:
     edges: tuple[tuple[int, ...], ...]
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
     rank_ops: Sequence[tuple[Op, ...]]
-    slots: tuple[tuple[Slot, ...], ...]
+    slots: Sequence[tuple[Slot, ...]]
     scale_shards: tuple[tuple[Box, ...], tuple[Box, ...]] | None = None
 
     def __hash__(self) -> int:
@@ -383,7 +383,7 @@ class Plan:
         Raises:
             PlanError: if it does not. The message names rank, iteration and op, or the tile that no op computes.
         """
-        from distgemm.plan.verify import verify
+        from distgemm.plan.verify_rotated import verify
 
         verify(self)
 
@@ -415,41 +415,28 @@ class Plan:
         """A hash that ranks compare first. It is the same only for equal plans.
 
         It is the same for all plans that :func:`distgemm.make_plan` makes of equal arguments. For most plans it is the
-        digest. For plans whose empty tiles were left out of a plan without empty tiles it is another hash, which does
-        not need the ops of other ranks.
+        digest. It is another hash, which does not need the ops of other ranks, for plans whose empty tiles were left
+        out of a plan without empty tiles, and for plans in which every rank has the ops of rank 0, rotated.
         """
+        fields = self._header()
+        del fields["rank_ops"], fields["slots"]
+        rotated: tuple[Sequence[Op], object] | None = vars(self).get("rotated")
+        if rotated is not None:
+            first, rotations = rotated
+            fields["shards"] = [boxes[0] for boxes in self.shards]
+            hashed, rows = _hash_ops([first], self.edges, self.problem.scaling)
+            return hashlib.sha256(repr((hashed, rows, self.slots[0], rotations, fields)).encode()).hexdigest()
         whole: tuple[Plan, int] | None = vars(self.structure).get("whole")
         if whole is None:
             return self.digest
         plan, send_slots = whole
-        fields = self._header()
-        del fields["rank_ops"], fields["slots"]  # the rest determines them
+        # The fields without ops and slots determine them.
         sizes = [self.workspace_bytes(rank) for rank in range(self.world_size)]
         return hashlib.sha256(repr((plan._hashed_ops[0], send_slots, fields, sizes)).encode()).hexdigest()
 
     @cached_property
     def _hashed_ops(self) -> tuple[str, list[int]]:
-        """The hash of all ops with numbers in place of the rows of A and D, and the sorted list of these rows."""
-        fixed = fixed_views(self.rank_ops, self.problem.scaling)
-        views = {id(view): view for ops in self.rank_ops for op in ops for view in _views(op)}
-        rows = set(self.edges[0])
-        for of_view, view in views.items():
-            if of_view not in fixed:
-                rows |= {*view.frame[1], *view.box[1]}
-        order = sorted(rows)
-        number = {row: str(at) for at, row in enumerate(order)}
-        texts = {
-            of_view: repr(tuple(view)) if of_view in fixed else _numbered(view, number)
-            for of_view, view in views.items()
-        }
-        hashed = hashlib.sha256()
-        for ops in self.rank_ops:
-            lines = []
-            for op in ops:
-                common = op.kind, op.id, op.rank, op.round, op.iteration, op.operand, tuple(op.tile), op.slot, op.deps
-                lines.append(f"{common} {' '.join([texts[id(view)] for view in _views(op)])} {_rest(op)}")
-            hashed.update("\n".join([*lines, "\n"]).encode())
-        return hashed.hexdigest(), order
+        return _hash_ops(self.rank_ops, self.edges, self.problem.scaling)
 
     def to_json(self) -> str:
         """The plan as a JSON text that :meth:`from_json` reads.
@@ -486,6 +473,31 @@ class Plan:
             plan = cls(**read_fields(fields, [field.name for field in dataclasses.fields(cls)]))
             plan.check_types()
         return plan
+
+
+def _hash_ops(
+    rank_ops: Sequence[Sequence[Op]], edges: tuple[tuple[int, ...], ...], scaling: Scaling | None
+) -> tuple[str, list[int]]:
+    """The hash of ops with numbers in place of the rows of A and D, and the sorted list of these rows."""
+    fixed = fixed_views(rank_ops, scaling)
+    views = {id(view): view for ops in rank_ops for op in ops for view in _views(op)}
+    rows = set(edges[0])
+    for of_view, view in views.items():
+        if of_view not in fixed:
+            rows |= {*view.frame[1], *view.box[1]}
+    order = sorted(rows)
+    number = {row: str(at) for at, row in enumerate(order)}
+    texts = {
+        of_view: repr(tuple(view)) if of_view in fixed else _numbered(view, number) for of_view, view in views.items()
+    }
+    hashed = hashlib.sha256()
+    for ops in rank_ops:
+        lines = []
+        for op in ops:
+            common = op.kind, op.id, op.rank, op.round, op.iteration, op.operand, tuple(op.tile), op.slot, op.deps
+            lines.append(f"{common} {' '.join([texts[id(view)] for view in _views(op)])} {_rest(op)}")
+        hashed.update("\n".join([*lines, "\n"]).encode())
+    return hashed.hexdigest(), order
 
 
 def _views(op: Op) -> list[View]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar, overload
 
 from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, Wait, maker
 from distgemm.plan.scaling import Scaling
 
-__all__ = ["RankSize", "ResizedOps", "RowsOfOps", "fixed_views", "scales_have_rows", "size_of_rank"]
+__all__ = ["OfRanks", "RankSize", "ResizedOps", "RowsOfOps", "fixed_views", "scales_have_rows", "size_of_rank"]
 
 make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
 
@@ -63,8 +63,60 @@ def size_of_rank(ops: Sequence[Op]) -> RankSize:
     return RankSize(len(ops), sum(isinstance(op, Gemm) for op in ops), 1 + max(flags, default=-1))
 
 
-class RowsOfOps(Sequence[tuple[Op, ...]]):
-    """The ops of each rank with other rows, made when they are asked for. It is equal to a tuple of the same ops.
+Item = TypeVar("Item")
+
+
+class OfRanks(Sequence[tuple[Item, ...]]):
+    """The ops or slots of each rank, made when they are asked for. It is equal to a tuple of the same tuples.
+
+    Args:
+        ranks: number of ranks.
+
+    Attributes:
+        made: number of ops or slots that have been made.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.made = 0
+        self._of_ranks: list[tuple[Item, ...] | None] = [None] * ranks
+
+    @abstractmethod
+    def _make(self, rank: int) -> tuple[Item, ...]:
+        """Make those of a rank."""
+
+    def __len__(self) -> int:
+        return len(self._of_ranks)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Item, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Item, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Item, ...] | tuple[tuple[Item, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(map(self._of, range(*rank.indices(len(self)))))
+        return self._of(range(len(self))[rank])
+
+    def _of(self, rank: int) -> tuple[Item, ...]:
+        found = self._of_ranks[rank]
+        if found is None:
+            found = self._of_ranks[rank] = self._make(rank)
+            self.made += len(found)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[Item, ...]]:
+        return map(self._of, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple | OfRanks) and tuple(self) == tuple(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Item, ...], ...]]]:
+        return tuple, (tuple(self),)
+
+
+class RowsOfOps(OfRanks[Op]):
+    """The ops of each rank with other rows.
 
     Args:
         original: the ops of a plan, by rank.
@@ -73,15 +125,14 @@ class RowsOfOps(Sequence[tuple[Op, ...]]):
 
     Attributes:
         rows: as given.
-        made: number of ops that have been made.
     """
 
     def __init__(self, original: Sequence[tuple[Op, ...]], rows: Mapping[int, int], fixed: Collection[int]) -> None:
-        self.rows, self.made = rows, 0
+        super().__init__(len(original))
+        self.rows = rows
         self._original, self._fixed = original, fixed
         self._boxes: dict[int, Box] = {}  # by the id of the original box, as are views
         self._views: dict[int, View] = {}
-        self._ops: list[tuple[Op, ...] | None] = [None] * len(original)
 
     def view(self, view: View) -> View:
         """A view of the original plan with its new rows."""
@@ -101,40 +152,6 @@ class RowsOfOps(Sequence[tuple[Op, ...]]):
             batch, (top, bottom), columns = box
             found = self._boxes[id(box)] = batch, (self.rows[top], self.rows[bottom]), columns
         return found
-
-    @abstractmethod
-    def _make(self, rank: int) -> tuple[Op, ...]:
-        """Make the ops of a rank."""
-
-    def __len__(self) -> int:
-        return len(self._original)
-
-    @overload
-    def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[tuple[Op, ...], ...]: ...
-    def __getitem__(self, rank: int | slice) -> tuple[Op, ...] | tuple[tuple[Op, ...], ...]:
-        if isinstance(rank, slice):
-            return tuple(map(self._of, range(*rank.indices(len(self)))))
-        return self._of(range(len(self))[rank])
-
-    def _of(self, rank: int) -> tuple[Op, ...]:
-        found = self._ops[rank]
-        if found is None:
-            found = self._ops[rank] = self._make(rank)
-            self.made += len(found)
-        return found
-
-    def __iter__(self) -> Iterator[tuple[Op, ...]]:
-        return map(self._of, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, tuple | RowsOfOps) and tuple(self) == tuple(other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[tuple[Op, ...], ...]]]:
-        return tuple, (tuple(self),)
 
 
 class ResizedOps(RowsOfOps):

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from distgemm.arguments import MAX_EXTENT, shown
 from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
-from distgemm.plan.resize import RowsOfOps
+from distgemm.plan.resize import OfRanks
 from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling, Scaling
 from distgemm.schedulers import TileCoord
 
@@ -167,11 +167,12 @@ def check_types(plan: Any) -> None:
         _check_each("scale_shards", plan.scale_shards, 2, lambda value: type(value) is tuple, "a tuple of boxes")
         for operand, boxes in enumerate(plan.scale_shards):
             _check_each(f"scale_shards[{operand}]", boxes, None, _is_box, "a box: three pairs of integers")
-    _check_each("slots", plan.slots, None, lambda value: type(value) is tuple, "a tuple of Slots")
-    for rank, slots in enumerate(plan.slots):
+    every_slot = tuple(plan.slots) if isinstance(plan.slots, OfRanks) else plan.slots
+    _check_each("slots", every_slot, None, lambda value: type(value) is tuple, "a tuple of Slots")
+    for rank, slots in enumerate(every_slot):
         wanted = f"a Slot of integers and one of the types {', '.join(DTYPE_BYTES)}"
         _check_each(f"slots[{rank}]", slots, None, _is_slot, wanted)
-    rank_ops = tuple(plan.rank_ops) if isinstance(plan.rank_ops, RowsOfOps) else plan.rank_ops
+    rank_ops = tuple(plan.rank_ops) if isinstance(plan.rank_ops, OfRanks) else plan.rank_ops
     _check_each("rank_ops", rank_ops, None, lambda value: type(value) is tuple, "a tuple of ops")
     if not _have_types(rank_ops):
         for rank, ops in enumerate(rank_ops):

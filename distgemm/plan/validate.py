@@ -7,6 +7,7 @@ properties for plans of any origin. What a plan computes is the subject of :mod:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -34,7 +35,20 @@ from distgemm.plan.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS
 
-__all__ = ["FlagKey", "PlanIndex", "fail", "not_multiplied", "tile_box", "validate"]
+__all__ = [
+    "FlagKey",
+    "Memory",
+    "PlanIndex",
+    "check_extents",
+    "check_flag",
+    "check_ops",
+    "check_ranks",
+    "check_slots",
+    "fail",
+    "not_multiplied",
+    "tile_box",
+    "validate",
+]
 
 SCALES = tuple(SCALE_OPERANDS.values())
 
@@ -82,42 +96,15 @@ def validate(plan: Plan) -> PlanIndex:
             The message names rank, iteration and op.
     """
     plan.check_types()
-    _check_ranks(plan)
-    _check_extents(plan)
+    check_ranks(plan)
+    check_extents(plan)
     _check_scale_shards(plan)
-    _check_slots(plan)
+    check_slots(plan)
     _check_owners(plan)
     form = PlanIndex([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
-    memory = _Memory(plan)
+    memory = Memory(plan)
     for rank, ops in enumerate(plan.rank_ops):
-        seen = form.ops[rank]
-        last_round = 0
-        for op in ops:
-            if op.rank != rank:
-                raise fail(op, f"stands among the ops of rank {rank}")
-            if op.id in seen:
-                raise fail(op, "its id is used twice")
-            for dep in op.deps:
-                if dep not in seen:
-                    raise fail(op, f"depends on op {dep}, which does not come before it")
-            if op.round < last_round:
-                raise fail(op, f"its round {op.round} comes after round {last_round}")
-            last_round = op.round
-            seen[op.id] = op
-            if isinstance(op, Signal):
-                other: Op = form.signals.setdefault(op.flag[:2], op)
-                if other is not op:
-                    raise fail(op, f"{op.flag} is signalled by {other} already")
-            elif isinstance(op, Wait):
-                if op.flag.rank != rank:
-                    raise fail(op, f"waits for {op.flag}, a flag of another rank")
-                other = form.waits.setdefault(op.flag[:2], op)
-                if other is not op:
-                    raise fail(op, f"{op.flag} is waited for by {other} already")
-            elif isinstance(op, Barrier):
-                form.barriers[op.round].append(op)
-            else:
-                memory.check(op)
+        check_ops(rank, ops, form, memory)
     memory.check_pitches()
     for key, signal in form.signals.items():
         if key not in form.waits:
@@ -126,7 +113,7 @@ def validate(plan: Plan) -> PlanIndex:
         if key not in form.signals:
             raise fail(wait, "no op signals this flag: the wait never ends")
         signal = form.signals[key]
-        _check_flag(signal, wait, form.ops[signal.rank])
+        check_flag(signal, wait, form.ops[signal.rank])
     for round_, barriers in form.barriers.items():
         ranks = [op.rank for op in barriers]
         if ranks != list(range(plan.world_size)):
@@ -134,7 +121,49 @@ def validate(plan: Plan) -> PlanIndex:
     return form
 
 
-def _check_ranks(plan: Plan) -> None:
+def check_ops(rank: int, ops: Sequence[Op], form: PlanIndex, memory: Memory) -> None:
+    """Check the ops of a rank, and add them to the index.
+
+    Args:
+        rank: the rank.
+        ops: its ops.
+        form: the index of the plan.
+        memory: checks the views of ops.
+
+    Raises:
+        PlanError: as :func:`validate` does.
+    """
+    seen = form.ops[rank]
+    last_round = 0
+    for op in ops:
+        if op.rank != rank:
+            raise fail(op, f"stands among the ops of rank {rank}")
+        if op.id in seen:
+            raise fail(op, "its id is used twice")
+        for dep in op.deps:
+            if dep not in seen:
+                raise fail(op, f"depends on op {dep}, which does not come before it")
+        if op.round < last_round:
+            raise fail(op, f"its round {op.round} comes after round {last_round}")
+        last_round = op.round
+        seen[op.id] = op
+        if isinstance(op, Signal):
+            other: Op = form.signals.setdefault(op.flag[:2], op)
+            if other is not op:
+                raise fail(op, f"{op.flag} is signalled by {other} already")
+        elif isinstance(op, Wait):
+            if op.flag.rank != rank:
+                raise fail(op, f"waits for {op.flag}, a flag of another rank")
+            other = form.waits.setdefault(op.flag[:2], op)
+            if other is not op:
+                raise fail(op, f"{op.flag} is waited for by {other} already")
+        elif isinstance(op, Barrier):
+            form.barriers[op.round].append(op)
+        else:
+            memory.check(op)
+
+
+def check_ranks(plan: Plan) -> None:
     """Check that all fields are about the same number of ranks."""
     ranks = plan.world_size
     counts = {"mesh": prod(plan.mesh), "slots": len(plan.slots)}
@@ -151,7 +180,7 @@ HOLDERS = {"m": (("A", 1), ("D", 1)), "n": (("B", 1), ("D", 2)), "k": (("A", 2),
 """The operands with each mode, and which number of a box it has there."""
 
 
-def _check_extents(plan: Plan) -> None:
+def check_extents(plan: Plan) -> None:
     """Check that tiles and shards are those of the problem."""
     problem = plan.problem
     extents = problem.m, problem.n, problem.k, problem.l
@@ -201,7 +230,7 @@ def _check_scale_shards(plan: Plan) -> None:
                     raise PlanError(f"rank {rank}: its shard {found} of {name} is not that of {shard}, its {operand}")
 
 
-def _check_slots(plan: Plan) -> None:
+def check_slots(plan: Plan) -> None:
     """Check that slots are aligned, are large enough for their elements, do not overlap and lie in the workspace."""
     for rank, slots in enumerate(plan.slots):
         end = 0
@@ -253,7 +282,7 @@ def tile_box(plan: Plan, tile: Tile) -> Box:
     return (batches[batch], batches[batch + 1]), (rows[m], rows[m + 1]), (columns[n], columns[n + 1])
 
 
-def _check_flag(signal: Signal, wait: Wait, ops: dict[int, Op]) -> None:
+def check_flag(signal: Signal, wait: Wait, ops: Mapping[int, Op]) -> None:
     """Check that the two ops of a flag agree about it. ``ops`` are those of the Signal's rank."""
     flag = wait.flag
     if signal.slot != wait.slot:
@@ -272,7 +301,7 @@ def _check_flag(signal: Signal, wait: Wait, ops: dict[int, Op]) -> None:
         raise fail(wait, f"waits in round {wait.round} for a signal of round {signal.round}, {signal}")
 
 
-class _Memory:
+class Memory:
     """Checks the views of ops. A view that several ops share is checked once."""
 
     def __init__(self, plan: Plan) -> None:

@@ -26,8 +26,9 @@ from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View
 from distgemm.plan.plan import Plan, PlanError, collector_paused
 from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.plan.validate import FlagKey, PlanIndex, fail, not_multiplied, tile_box, validate
+from distgemm.schedulers import TileCoord
 
-__all__ = ["verify"]
+__all__ = ["Content", "Evaluation", "Order", "Piece", "verify"]
 
 
 def verify(plan: Plan) -> None:
@@ -169,6 +170,10 @@ class Order:
                 signal = self.form.signals[need.flag[:2]]
                 if signal.rank == op.rank and op.id in signal.deps:
                     return True
+        return self._leads_to(op, other)
+
+    def _leads_to(self, op: Op, other: Op) -> bool:
+        """Whether a path of happens-before leads from ``op`` to ``other`` of the same replay."""
         graph = self._graph
         first, then = graph.number[op.rank][op.id], graph.number[other.rank][other.id]
         after, prior = {first}, {then}
@@ -233,7 +238,7 @@ Content = str | int
 that operand in the same box. In a sum, bit 0 stands for beta * C, and bit k + 1 for the contribution of k tile k."""
 
 
-class _Piece:
+class Piece:
     """A box of memory that one op has written, and the ops that have read parts of it since.
 
     Attributes:
@@ -270,9 +275,9 @@ class _Piece:
         readers = [reader for reader, read in self.readers if box is None or overlaps(read, box)]
         return readers or [self.writer]
 
-    def part(self, box: Box) -> _Piece:
+    def part(self, box: Box) -> Piece:
         """The part of this piece in ``box``, which lies in the piece."""
-        part = _Piece(self.frame, box, self.content, self.writer)
+        part = Piece(self.frame, box, self.content, self.writer)
         part.known, part.flag = self.known, self.flag
         part.readers = [reader for reader in self.readers if overlaps(reader[1], box)]
         return part
@@ -291,22 +296,22 @@ class _Memory:
     __slots__ = ("_only_tiles", "held", "replaced", "tiles")
 
     def __init__(self, tiles: Collection[Box] = ()) -> None:
-        self.held: dict[Box, _Piece] = {}
+        self.held: dict[Box, Piece] = {}
         self.replaced: list[Op] = []
         self.tiles = tiles
         self._only_tiles = True
 
     @property
-    def first(self) -> _Piece:
+    def first(self) -> Piece:
         """The piece that was written first."""
         return next(iter(self.held.values()))
 
-    def add(self, piece: _Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """Add a piece that overlaps no other one."""
         self.held[piece.box] = piece
         self._only_tiles = self._only_tiles and piece.box in self.tiles
 
-    def near(self, box: Box) -> list[_Piece]:
+    def near(self, box: Box) -> list[Piece]:
         """The pieces that may overlap a box: if one has this box, no other one does."""
         piece = self.held.get(box)
         if piece is not None:
@@ -350,17 +355,24 @@ class Evaluation:
     Args:
         plan: the plan.
         order: happens-before, and the order of the execution.
+        ranks: the ranks whose memory is followed are 0 to ranks - 1. None: all.
     """
 
-    def __init__(self, plan: Plan, order: Order) -> None:
+    def __init__(self, plan: Plan, order: Order, ranks: int | None = None) -> None:
         self.plan, self.order = plan, order
         self.signals, self.waits = order.form.signals, order.form.waits
-        self.slots = [[_Memory() for _ in slots] for slots in plan.slots]
+        count = plan.world_size if ranks is None else ranks
+        self.slots = [[_Memory() for _ in plan.slots[rank]] for rank in range(count)]
         batches, rows, columns = (
             [tile for tile in pairwise(plan.edges[mode]) if tile[0] < tile[1]] for mode in (3, 0, 1)
         )
+        if count == 1:  # the tiles of its shard are enough
+            batches, rows, columns = (
+                [tile for tile in of_mode if low <= tile[0] and tile[1] <= high]
+                for of_mode, (low, high) in zip((batches, rows, columns), plan.shards[2][0], strict=True)
+            )
         tiles = set(product(batches, rows, columns))
-        self.d = [_Memory(tiles) for _ in plan.rank_ops]
+        self.d = [_Memory(tiles) for _ in range(count)]
         # The writes to each slot, by rank and number of the slot, in the order of the ops.
         self.written: dict[tuple[int, int], list[tuple[Op, View]]] = {}
         self.multiplied: dict[tuple[int, ...], Gemm] = {}
@@ -458,11 +470,14 @@ class Evaluation:
                 return True
             for signal in credits:
                 if other.rank == signal.rank and other.id in signal.deps:
-                    self.handed_over.add(signal.flag[:2])
+                    self._hand_over(signal.flag[:2])
                     return True
             return self.order.before_next(other, op)
 
         return ended
+
+    def _hand_over(self, flag: FlagKey) -> None:
+        self.handed_over.add(flag)
 
     def _check_flags(self) -> None:
         """Check that a flag is set again only after the Wait for it has ended.
@@ -492,7 +507,7 @@ class Evaluation:
             self._write(op, op.dst if piece.box == op.dst.box else op.dst._replace(box=piece.box), piece.content)
 
     def _gemm(self, op: Gemm) -> None:
-        other = self.multiplied.setdefault(op.tile, op)
+        other = self.multiplied.setdefault(self._of_class(op.tile), op)
         if other is not op:
             raise fail(op, f"multiplies a tile that {other} has multiplied")
         # validate() has checked that the boxes of scales are those of the tiles.
@@ -500,6 +515,10 @@ class Evaluation:
             if view.buffer != operand:
                 self._expect(op, view, operand)
         self._write(op, op.out, self._sum(op, 2 << op.tile.k))
+
+    def _of_class(self, tile: TileCoord) -> TileCoord:
+        """The tile that stands for a tile of work."""
+        return tile
 
     def _expect(self, op: Op, view: View, operand: str) -> None:
         if view.buffer in INPUTS:
@@ -544,7 +563,7 @@ class Evaluation:
         c = "" if content & 1 else " without C"
         return f"the sum of k tiles {parts}{c}" + (f", not of {missing}" if missing else "")
 
-    def _read(self, op: Op, view: View) -> list[_Piece]:
+    def _read(self, op: Op, view: View) -> list[Piece]:
         """The pieces of a view of a slot or of D, cut to its box.
 
         Raises:
@@ -559,7 +578,7 @@ class Evaluation:
                 continue
             if op.rank == view.rank and piece.known in op.deps:
                 if piece.flag is not None and not piece.readers:
-                    self.handed_over.add(piece.flag)
+                    self._hand_over(piece.flag)
             elif not self.order.before(piece.writer, op):
                 raise fail(op, f"reading {view} is not ordered after {piece.writer}")
             if whole:
@@ -567,7 +586,7 @@ class Evaluation:
                 return [piece]
             box = _cut(piece.box, view.box)
             piece.readers.append((op, box))
-            found.append(_Piece(view.frame, box, piece.content, piece.writer))
+            found.append(Piece(view.frame, box, piece.content, piece.writer))
             size += box_size(box)
         if not memory.held:
             raise fail(op, f"reads {view}, which holds nothing")
@@ -593,7 +612,7 @@ class Evaluation:
                 return other is op or self.order.before(other, op)
 
             memory.replace(view, op, ended)
-        piece = _Piece(view.frame, view.box, content, op)
+        piece = Piece(view.frame, view.box, content, op)
         if op.rank != view.rank:
             wait = self.arrivals.get((op.rank, op.id))
             if wait is not None:
@@ -610,7 +629,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _by(piece: _Piece) -> str:
+def _by(piece: Piece) -> str:
     return f", written by {piece.writer}"
 
 

@@ -28,7 +28,7 @@ from distgemm.plan.ops import (
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS
-from distgemm.schedulers.scheduler import MODES
+from distgemm.schedulers import MODES
 from distgemm.simulator import FLAG_LANE, Timeline, lane_order, op_title
 from distgemm.viz.canvas import op_class, problem_text
 from distgemm.viz.text import bytes_text, op_text

@@ -11,7 +11,7 @@ from distgemm.arguments import instance
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce
 from distgemm.plan.plan import Plan
 from distgemm.schedulers import DistributedTileScheduler
-from distgemm.schedulers.scheduler import MODES
+from distgemm.schedulers.symmetry import MODES
 from distgemm.simulator import FLAG_LANE, Event, Timeline, lane_order
 from distgemm.viz.canvas import (
     FAINT,

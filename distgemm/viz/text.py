@@ -15,7 +15,7 @@ from distgemm.plan.plan import ROW_ALIGNMENT, Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS, scaling_name
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
-from distgemm.schedulers.scheduler import MODES
+from distgemm.schedulers.symmetry import MODES
 
 __all__ = ["op_text", "show_plan", "show_schedule", "show_tile_order"]
 

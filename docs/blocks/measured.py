@@ -160,6 +160,17 @@ def planning(file: str) -> str:
 
 
 @table
+def planning_own() -> str:
+    """What one rank of hundreds or thousands needs."""
+    rows = [
+        [f"`{row['schedule']}`", "x".join(map(str, row["mesh"])), str(row["ops_of_rank"])]
+        + [f"{row[key]:.0f}" for key in ("own_ms", "proof_ms", "fingerprint_ms", "peak_mb")]
+        for row in read("planning_own")["rows"]
+    ]
+    return rows_of("schedule | mesh | ops of the rank | own ops, ms | proof, ms | fingerprint, ms | peak, MB", rows)
+
+
+@table
 def mutants() -> str:
     """What the oracle and the proof say of mutants, by what was changed."""
     found = read("mutants")

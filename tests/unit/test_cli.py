@@ -316,7 +316,7 @@ DTYPES = "float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, float8_e
         ("show gemm+rs", "gemm+rs takes --ranks, such as --ranks 8, got neither --ranks nor --mesh"),
         ("show gemm+rs --ranks 0", "--ranks: a whole number of at least 1, got '0'"),
         ("show gemm+rs --ranks x", "--ranks: a whole number of at least 1, got 'x'"),
-        ("show gemm+rs --ranks 5000", "--ranks: a whole number from 1 to 2048, got '5000'"),
+        ("show gemm+rs --ranks 9000", "--ranks: a whole number from 1 to 8192, got '9000'"),
         ("show gemm+rs --mesh 2y4", "--mesh: a text such as 2x4, of integers >= 1, got '2y4'"),
         ("show gemm+rs --mesh 2x0", "--mesh: a text such as 2x4, of integers >= 1, got '2x0'"),
         ("show gemm+rs --mesh 2x4", "gemm+rs takes --ranks, such as --ranks 8, got --mesh 2x4"),
