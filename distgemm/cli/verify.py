@@ -141,7 +141,7 @@ def verify_command(
                 plan = None
                 try:
                     plan = make_plan(problem, built, **mode)
-                    ops += sum(map(len, plan.rank_ops))
+                    ops += sum(size.ops for size in plan.sizes)
                     plan.verify()
                 except (ValueError, PlanError) as error:
                     with_mode = ", ".join(f"{key} {value}" for key, value in mode.items())

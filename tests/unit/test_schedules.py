@@ -89,7 +89,7 @@ def sizes_of(name: str) -> list[int]:
     return [size for size in WORLD_SIZES if name != XOR or size & (size - 1) == 0]
 
 
-ONE_D = [name for name in distgemm.list_schedules() if name.startswith(("all_gather_1d", "reduce_scatter_1d"))]
+ONE_D = [name for name in distgemm.list_schedules() if "_1d_" in name and not name.startswith("all_reduce")]
 
 
 def test_the_ten_schedules_are_listed_without_aliases_or_families():
@@ -627,7 +627,7 @@ def test_an_option_that_no_schedule_can_have_is_refused():
 )
 def test_schedules_that_use_up_the_memory_are_refused_at_once(name: str, arguments: dict):
     start = time.perf_counter()
-    message = r"\d+ ranks with \d+ tiles of (work|[ABD]) each; a (schedule|plan) .*at most 262144 .*: take fewer"
+    message = r"\d+ ranks with \d+ tiles of (work|[ABD]) each; a (schedule|plan) .*at most 262144 in total.*: take few"
     with pytest.raises(ValueError, match=message):
         distgemm.make_plan(distgemm.GemmProblem(2**20, 2**12, 2**12), name, **arguments)
     assert time.perf_counter() - start < 5
