@@ -1,0 +1,135 @@
+"""Tensors as fp8 codes and factors: ``x = codes * factors``, where a block of elements shares one factor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distgemm.arguments import instance
+from distgemm.plan.scaling import OperandScaling
+from distgemm.runtime.torch_arguments import read_dtype, read_tensor
+
+__all__ = ["FP8_DTYPES", "MIN_AMAX", "Quantized", "amax_of", "dequantize", "quantize", "quantize_with", "spans"]
+
+Tensor = torch.Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""The types of codes."""
+
+MIN_AMAX = 2.0**-100
+"""Blocks whose largest magnitude is smaller get the factor of this one, so that no factor is zero."""
+
+
+class Quantized(NamedTuple):
+    """A matrix in fp8.
+
+    Attributes:
+        codes: (rows, columns), of an fp8 type.
+        factors: float32, one for each block: (row blocks, column blocks).
+        scaling: how many rows and columns a block has.
+    """
+
+    codes: Tensor
+    factors: Tensor
+    scaling: OperandScaling
+
+    def t(self) -> Quantized:
+        """The transposed matrix, with the same codes and factors."""
+        return Quantized(self.codes.t(), self.factors.t(), self.scaling.transposed)
+
+
+def quantize(
+    x: Tensor,
+    scaling: OperandScaling,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    group: dist.ProcessGroup | None = None,
+    split: int | None = None,
+    power_of_two: bool = False,
+) -> Quantized:
+    """A matrix in fp8, with factors from its own largest magnitudes ("current" scaling).
+
+    A block's factor is its largest magnitude divided by the largest number of the type.
+
+    Args:
+        x: (rows, columns), of a floating type. It may be this rank's shard of a matrix.
+        scaling: how many rows and columns share a factor, and the scope of its factors. With ``scope="global"``, a block
+            that reaches over all shards has the same factor on all ranks: the largest magnitudes are all-reduced with
+            MAX. With ``scope="shard"``, each rank uses its own.
+        dtype: type of the codes: torch.float8_e4m3fn or torch.float8_e5m2.
+        group: the ranks that have the shards; None: x is whole.
+        split: the dimension along which x is split over the ranks, 0 or 1; None: every rank has all of x.
+        power_of_two: round factors up to powers of two, which adds no rounding error when codes are scaled back.
+
+    Returns:
+        Codes of x's shape, and float32 factors.
+
+    Raises:
+        ValueError: for another tensor than a matrix, and another type.
+    """
+    instance("scaling", scaling, OperandScaling, "an OperandScaling")
+    if read_tensor("x", x).dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x is a matrix of a floating type, got shape {tuple(x.shape)} of {x.dtype}")
+    read_dtype("dtype", dtype, FP8_DTYPES)
+    amax = amax_of(x, scaling)
+    if group is not None and scaling.scope == "global" and spans(scaling, split):
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return quantize_with(amax, x, scaling, dtype, power_of_two=power_of_two)
+
+
+def quantize_with(
+    amax: Tensor, x: Tensor, scaling: OperandScaling, dtype: torch.dtype, *, power_of_two: bool = False
+) -> Quantized:
+    """A matrix in fp8, with factors from largest magnitudes that are given, as from a history ("delayed" scaling).
+
+    Elements that are too large for their factor become the largest number of the type. NaN stays NaN.
+
+    Args:
+        amax: float32, one for each block.
+        x: as in :func:`quantize`.
+        scaling: as in :func:`quantize`.
+        dtype: as in :func:`quantize`.
+        power_of_two: as in :func:`quantize`.
+    """
+    largest = torch.finfo(dtype).max
+    factors = amax.clamp(min=MIN_AMAX) / largest
+    if power_of_two:
+        mantissa, exponent = torch.frexp(factors)
+        # The mantissa is at least 0.5, so the next power of two is 2**exponent, except of a power of two itself.
+        factors = torch.ldexp(torch.ones_like(factors), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scaled = x.float() / _expanded(factors, x, scaling)
+    return Quantized(scaled.clamp(-largest, largest).to(dtype), factors, scaling)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The matrix that codes and factors stand for, rounded to ``dtype``."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (q.codes.to(wide) * _expanded(q.factors, q.codes, q.scaling).to(wide)).to(dtype)
+
+
+def amax_of(x: Tensor, scaling: OperandScaling) -> Tensor:
+    """The largest magnitude of each block of a matrix: float32, (row blocks, column blocks). Without elements: 0."""
+    rows, columns = x.shape
+    r, c = scaling.rows or max(rows, 1), scaling.columns or max(columns, 1)
+    shape = (1 if scaling.rows is None else -(-rows // r), 1 if scaling.columns is None else -(-columns // c))
+    if not x.numel():
+        return torch.zeros(shape, device=x.device)
+    magnitudes = x.detach().abs()
+    if rows % r or columns % c:
+        magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % c, 0, -rows % r))
+    return magnitudes.view(shape[0], r, shape[1], c).amax((1, 3)).float()
+
+
+def spans(scaling: OperandScaling, split: int | None) -> bool:
+    """Whether a block reaches over all shards of a matrix that is split along a dimension."""
+    return split is not None and (scaling.rows, scaling.columns)[split] is None
+
+
+def _expanded(factors: Tensor, x: Tensor, scaling: OperandScaling) -> Tensor:
+    """Factors in a shape that broadcasts to x."""
+    for dim, size in enumerate((scaling.rows, scaling.columns)):
+        if size is not None and size > 1:
+            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
+    return factors
