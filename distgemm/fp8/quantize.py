@@ -55,9 +55,9 @@ def quantize(
 
     Args:
         x: (rows, columns), of a floating type. It may be this rank's shard of a matrix.
-        scaling: how many rows and columns share a factor, and the scope of its factors. With ``scope="global"``, a block
-            that reaches over all shards has the same factor on all ranks: the largest magnitudes are all-reduced with
-            MAX. With ``scope="shard"``, each rank uses its own.
+        scaling: how many rows and columns share a factor, and the scope of its factors. With ``scope="global"``, a
+            block that reaches over all shards has the same factor on all ranks: the largest magnitudes are all-reduced
+            with MAX. With ``scope="shard"``, each rank uses its own.
         dtype: type of the codes: torch.float8_e4m3fn or torch.float8_e5m2.
         group: the ranks that have the shards; None: x is whole.
         split: the dimension along which x is split over the ranks, 0 or 1; None: every rank has all of x.

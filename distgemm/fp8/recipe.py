@@ -124,8 +124,8 @@ def recipe(name: str, *, scope: Scope = "global", block: int = 128, **fields: An
 
     Args:
         name: one of RECIPES.
-        scope: "global": a factor is the same on all ranks. "shard": each rank uses the largest magnitude of its own shard,
-            so that nothing is all-reduced.
+        scope: "global": a factor is the same on all ranks. "shard": each rank uses the largest magnitude of its own
+            shard, so that nothing is all-reduced.
         block: the size of blocks of "blockwise".
         **fields: other fields of :class:`Recipe`.
 

@@ -95,8 +95,8 @@ class LayerState(nn.Module):
         if not self._started[role]:
             if self.recipe.amax == "static":
                 raise ValueError(
-                    f"the recipe is static, and there is no largest magnitude of {role!r}: LayerState.set(x=..., w=..., "
-                    "dy=...) sets them"
+                    f"the recipe is static, and there is no largest magnitude of {role!r}: LayerState.set(x=..., "
+                    "w=..., dy=...) sets them"
                 )
             return None
         return row.max().view(1, 1)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import integer, wrong
-from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, spans
+from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with
 from distgemm.fp8.recipe import Recipe, read_recipe
 from distgemm.fp8.state import LayerState, Role
 from distgemm.plan.scaling import OperandScaling
@@ -62,7 +62,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         if all(columns is None and rows in (1, None) for rows, columns in pair):
             a, b = _with_factors_of_rows(a), _with_factors_of_rows(b)
         else:
-            raise ValueError(f"torch._scaled_mm multiplies tensorwise and rowwise scaled tensors here, got blocks {pair}")
+            raise ValueError(f"on GPUs, tensorwise and rowwise scaled tensors are multiplied here, got blocks {pair}")
     found: Tensor = torch._scaled_mm(
         a.codes.contiguous(), b.codes.contiguous().t(), a.factors, b.factors.t().contiguous(), out_dtype=dtype
     )
@@ -87,7 +87,13 @@ class Exchange:
         self.split, self.ranks = split, ranks
 
     def quantize(
-        self, x: Tensor, scaling: OperandScaling, dtype: torch.dtype, split: int | None, amax: Tensor | None, recipe: Recipe
+        self,
+        x: Tensor,
+        scaling: OperandScaling,
+        dtype: torch.dtype,
+        split: int | None,
+        amax: Tensor | None,
+        recipe: Recipe,
     ) -> Quantized:
         """An operand in fp8.
 
@@ -137,8 +143,14 @@ class _Linear(torch.autograd.Function):
     """Y = X · Wᵀ + bias."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange, recipe: Recipe, state: LayerState | None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        exchange: Exchange,
+        recipe: Recipe,
+        state: LayerState | None,
     ) -> Tensor:
         layer = _Layer(exchange, recipe, state)
         split = exchange.split
@@ -159,7 +171,7 @@ class _Linear(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         exchange, recipe, split = layer.exchange, layer.recipe, layer.exchange.split
         x, x_factors, w, w_factors = ctx.saved_tensors
@@ -234,7 +246,7 @@ def linear_over(
         )
     if state is not None and state.recipe != recipe:
         raise ValueError("state was made for another recipe: LayerState(recipe) makes one for this recipe")
-    found: Tensor = _Linear.apply(x, w, bias, exchange, recipe, state)
+    found: Tensor = _Linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -260,8 +272,8 @@ def linear(
         bias: (out_features,).
         recipe: a recipe or its name.
         state: what the layer keeps between calls; needed by recipes with "delayed" and "static" scaling.
-        parallel: for recipes with ``scope="shard"``: how the layer would be split over the ranks. "column": tokens of the
-            input and out_features, as torch.chunk splits them. "row": in_features, and tokens of the output.
+        parallel: for recipes with ``scope="shard"``: how the layer would be split over the ranks. "column": tokens of
+            the input and out_features, as torch.chunk splits them. "row": in_features, and tokens of the output.
         ranks: number of those ranks.
 
     Returns:
@@ -277,4 +289,4 @@ def linear(
         raise wrong("parallel", f"'column' or 'row' for {ranks} ranks", parallel)
     exchange = Exchange(WHOLE if parallel is None else SPLITS[parallel], ranks)
     y = linear_over(exchange, x.flatten(0, -2), weight, bias, read_recipe("recipe", recipe), state)
-    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+    return y.view(*x.shape[:-1], y.shape[-1])

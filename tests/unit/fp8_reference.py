@@ -1,0 +1,73 @@
+"""fp8 in float64, block by block and with numpy: what distgemm.fp8 is compared with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
+"""Bits of the mantissa, smallest exponent of a normal number, and the largest number."""
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers rounded to a format, to nearest and ties to even; too large ones become the largest."""
+    bits, least, largest = FORMATS[dtype]
+    exponent = np.floor(np.log2(np.where(x == 0, 1.0, np.abs(x))))
+    spacing = 2.0 ** (np.maximum(exponent, least) - bits)
+    found: np.ndarray = np.clip(np.round(x / spacing) * spacing, -largest, largest)
+    return found
+
+
+def factor(block: np.ndarray, dtype: str, power_of_two: bool) -> float:
+    """The float32 factor of a block."""
+    amax = np.float32(max(float(np.abs(block).max(initial=0.0)), 2.0**-100))
+    found = np.float32(amax / np.float32(FORMATS[dtype][2]))
+    return float(2.0 ** math.ceil(math.log2(found))) if power_of_two else float(found)
+
+
+def bounds(extent: int, block: int | None, starts: list[int]) -> list[tuple[int, int]]:
+    """Where blocks begin and end: anew at each of some starts."""
+    found = []
+    for start, stop in zip(starts, [*starts[1:], extent], strict=True):
+        step = block or max(stop - start, 1)
+        found += [(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return found
+
+
+def quantized(
+    x: np.ndarray, scaling: Any, dtype: str, power_of_two: bool = False, split: int | None = None, ranks: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """A float64 matrix as fp8 holds it, and the factor of each element.
+
+    Elements are divided in float32, as the implementation divides them: the quotient decides between two codes.
+    """
+    starts = [[0], [0]]
+    if scaling.scope == "shard" and split is not None:
+        length = -(-x.shape[split] // ranks)
+        starts[split] = list(range(0, x.shape[split], length))
+    found, factors = np.zeros_like(x), np.zeros_like(x)
+    for top, bottom in bounds(x.shape[0], scaling.rows, starts[0]):
+        for left, right in bounds(x.shape[1], scaling.columns, starts[1]):
+            box = slice(top, bottom), slice(left, right)
+            f = factor(x[box], dtype, power_of_two)
+            quotient = (x[box].astype(np.float32) / np.float32(f)).astype(np.float64)
+            found[box], factors[box] = rounded(quotient, dtype) * f, f
+    return found, factors
+
+
+def smallest_step(dtype: str) -> float:
+    """The distance of the numbers next to zero."""
+    bits, least, _ = FORMATS[dtype]
+    return float(2.0 ** (least - bits))
+
+
+def element_bound(x: np.ndarray, factors: np.ndarray, dtype: str) -> np.ndarray:
+    """How far an element in fp8 may be from the true one: half a unit in its last place.
+
+    The division and the product with the factor round in float32.
+    """
+    bits = FORMATS[dtype][0]
+    found: np.ndarray = np.maximum(np.abs(x) * 2.0 ** -(bits + 1), factors * smallest_step(dtype) / 2) * (1 + 2.0**-20)
+    return found
