@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import integer, wrong
-from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with
+from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
 from distgemm.fp8.recipe import Recipe, read_recipe
 from distgemm.fp8.state import LayerState, Role
 from distgemm.plan.scaling import OperandScaling
@@ -58,19 +58,19 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
     pair = tuple((each.scaling.rows, each.scaling.columns) for each in (a, b))
     if pair not in (((None, None), (None, None)), ((1, None), (1, None))):
-        # A factor of the whole tensor is the factor of each row.
+        # A scale of the whole tensor is the scale of each row.
         if all(columns is None and rows in (1, None) for rows, columns in pair):
-            a, b = _with_factors_of_rows(a), _with_factors_of_rows(b)
+            a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
         else:
             raise ValueError(f"on GPUs, tensorwise and rowwise scaled tensors are multiplied here, got blocks {pair}")
     found: Tensor = torch._scaled_mm(
-        a.codes.contiguous(), b.codes.contiguous().t(), a.factors, b.factors.t().contiguous(), out_dtype=dtype
+        a.codes.contiguous(), b.codes.contiguous().t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype
     )
     return found
 
 
-def _with_factors_of_rows(q: Quantized) -> Quantized:
-    return Quantized(q.codes, q.factors.expand(q.codes.shape[0], 1).contiguous(), OperandScaling(1, None))
+def _with_scales_of_rows(q: Quantized) -> Quantized:
+    return Quantized(q.codes, q.scales.expand(q.codes.shape[0], 1).contiguous(), OperandScaling(1, None))
 
 
 class Exchange:
@@ -78,7 +78,7 @@ class Exchange:
 
     Args:
         split: how the layer would be split over ``ranks``.
-        ranks: factors with ``scope="shard"`` are those that so many ranks would have.
+        ranks: scales with ``scope="shard"`` are those that so many ranks would have.
     """
 
     group: dist.ProcessGroup | None = None
@@ -107,14 +107,14 @@ class Exchange:
         """
         options: dict[str, Any] = {"power_of_two": recipe.power_of_two}
         if self.ranks > 1 and split is not None and scaling.scope == "shard":
-            # As many ranks quantise it. Each element gets its factor, because shards begin in the middle of blocks.
+            # As many ranks quantise it. Each element gets its scale, because shards begin in the middle of blocks.
             parts = []
             for shard in x.chunk(self.ranks, split):
                 q = quantize_with(amax_of(shard, scaling) if amax is None else amax, shard, scaling, dtype, **options)
                 ones = torch.ones_like(shard, dtype=torch.float32)
-                parts.append((q.codes, dequantize(Quantized(ones, q.factors, scaling))))
-            codes, factors = (torch.cat(each, split) for each in zip(*parts, strict=True))
-            return Quantized(codes, factors, OperandScaling(1, 1))
+                parts.append((q.codes, dequantize(Quantized(ones, q.scales, scaling))))
+            codes, scales = (torch.cat(each, split) for each in zip(*parts, strict=True))
+            return Quantized(codes, scales, OperandScaling(1, 1))
         return quantize_with(amax_of(x, scaling) if amax is None else amax, x, scaling, dtype, **options)
 
     def product(
@@ -160,12 +160,12 @@ class _Linear(torch.autograd.Function):
         ctx.layer, ctx.biased = layer, bias is not None
         # Codes instead of the tensor, where the backward pass has use for them.
         ctx.codes = {
-            "x": recipe.grad_weight is not None and recipe.grad_weight[1] == qx.scaling.transposed,
-            "w": recipe.grad_input[1] == qw.scaling.transposed,
+            "x": recipe.grad_weight is not None and recipe.grad_weight[1] == transposed(qx.scaling),
+            "w": recipe.grad_input[1] == transposed(qw.scaling),
         }
         kept: list[Tensor] = []
         for role, given, q in (("x", x, qx), ("w", w, qw)):
-            kept += (q.codes, q.factors) if ctx.codes[role] else (given, given)
+            kept += (q.codes, q.scales) if ctx.codes[role] else (given, given)
         ctx.save_for_backward(*kept)
         ctx.dtypes = x.dtype, w.dtype
         return y if bias is None else y.add_(bias)
@@ -174,7 +174,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         layer: _Layer = ctx.layer
         exchange, recipe, split = layer.exchange, layer.recipe, layer.exchange.split
-        x, x_factors, w, w_factors = ctx.saved_tensors
+        x, x_scales, w, w_scales = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
@@ -183,20 +183,20 @@ class _Linear(torch.autograd.Function):
             scaling_dy, scaling_w = recipe.grad_input
             qdy = layer.quantized("dy", dy, scaling_dy, split.y)
             if ctx.codes["w"]:
-                qw = Quantized(w, w_factors, recipe.forward[1]).t()
+                qw = Quantized(w, w_scales, recipe.forward[1]).t()
             else:
-                qw = layer.weight(w.t(), scaling_w, turned(split.w), transposed=True)
+                qw = layer.weight(w.t(), scaling_w, turned(split.w), is_transposed=True)
             dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype)
         if wants_w and recipe.grad_weight is None:
             dw = (exchange.whole(dy.t(), turned(split.y)) @ exchange.whole(x.t(), turned(split.x)).t()).to(w_dtype)
         elif wants_w and recipe.grad_weight is not None:
             scaling_dy, scaling_x = recipe.grad_weight
-            if qdy is not None and scaling_dy == qdy.scaling.transposed:
+            if qdy is not None and scaling_dy == transposed(qdy.scaling):
                 qdyt = qdy.t()
             else:
                 qdyt = layer.quantized("dy", dy.t(), scaling_dy, turned(split.y))
             if ctx.codes["x"]:
-                qxt = Quantized(x, x_factors, recipe.forward[0]).t()
+                qxt = Quantized(x, x_scales, recipe.forward[0]).t()
             else:
                 qxt = layer.quantized("x", x.t(), scaling_x, turned(split.x))
             dw = multiply(exchange.whole(qdyt, turned(split.y)), exchange.whole(qxt, turned(split.x)), w_dtype)
@@ -214,20 +214,20 @@ class _Layer(NamedTuple):
     state: LayerState | None
 
     def quantized(self, role: Role, x: Tensor, scaling: OperandScaling, split: int | None) -> Quantized:
-        """An operand in fp8, with the factors that the recipe says."""
+        """An operand in fp8, with the scales that the recipe says."""
         dtype = self.recipe.grad_dtype if role == "dy" else self.recipe.dtype
         amax = None if self.state is None else self.state.amax(role)
         if self.state is not None and self.recipe.amax == "delayed":
             self.state.note(role, amax_of(x, scaling))
         return self.exchange.quantize(x, scaling, dtype, split, amax, self.recipe)
 
-    def weight(self, w: Tensor, scaling: OperandScaling, split: int | None, transposed: bool = False) -> Quantized:
+    def weight(self, w: Tensor, scaling: OperandScaling, split: int | None, is_transposed: bool = False) -> Quantized:
         """The weight in fp8, or its transpose."""
 
         def make() -> Quantized:
             return self.quantized("w", w, scaling, split)
 
-        return make() if self.state is None else self.state.weight(transposed, make)
+        return make() if self.state is None else self.state.weight(is_transposed, make)
 
     def finish(self) -> None:
         """The end of a backward pass."""
@@ -236,16 +236,24 @@ class _Layer(NamedTuple):
 
 
 def linear_over(
-    exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, state: LayerState | None
+    exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, given: Recipe | LayerState | str
 ) -> Tensor:
-    """The linear layer of an exchange, for matrices."""
+    """The linear layer of an exchange, for matrices.
+
+    Args:
+        exchange: what it needs from other ranks.
+        x: (tokens, in_features).
+        w: (out_features, in_features).
+        bias: (out_features,).
+        given: its recipe, the recipe's name, or a state that has the recipe.
+    """
+    state = given if isinstance(given, LayerState) else None
+    recipe = read_recipe("recipe", given) if state is None else state.recipe
     if recipe.amax != "current" and state is None:
         raise ValueError(
-            f"a recipe with amax={recipe.amax!r} keeps largest magnitudes between calls: state=distgemm.fp8.LayerState("
-            "recipe), one for each layer"
+            f"a recipe with amax={recipe.amax!r} keeps largest magnitudes between calls: "
+            "recipe=distgemm.fp8.LayerState(recipe), one for each layer"
         )
-    if state is not None and state.recipe != recipe:
-        raise ValueError("state was made for another recipe: LayerState(recipe) makes one for this recipe")
     found: Tensor = _Linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
     return found
 
@@ -255,8 +263,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    recipe: Recipe | str,
-    state: LayerState | None = None,
+    recipe: Recipe | LayerState | str,
     parallel: Parallel | None = None,
     ranks: int = 1,
 ) -> Tensor:
@@ -270,8 +277,8 @@ def linear(
         x: (..., in_features).
         weight: (out_features, in_features).
         bias: (out_features,).
-        recipe: a recipe or its name.
-        state: what the layer keeps between calls; needed by recipes with "delayed" and "static" scaling.
+        recipe: a recipe or its name, or a :class:`distgemm.fp8.LayerState` with it. Recipes with "delayed" and
+            "static" scaling need the state of the layer.
         parallel: for recipes with ``scope="shard"``: how the layer would be split over the ranks. "column": tokens of
             the input and out_features, as torch.chunk splits them. "row": in_features, and tokens of the output.
         ranks: number of those ranks.
@@ -288,5 +295,5 @@ def linear(
     if ranks > 1 and parallel is None:
         raise wrong("parallel", f"'column' or 'row' for {ranks} ranks", parallel)
     exchange = Exchange(WHOLE if parallel is None else SPLITS[parallel], ranks)
-    y = linear_over(exchange, x.flatten(0, -2), weight, bias, read_recipe("recipe", recipe), state)
+    y = linear_over(exchange, x.flatten(0, -2), weight, bias, recipe)
     return y.view(*x.shape[:-1], y.shape[-1])

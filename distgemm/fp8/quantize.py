@@ -1,8 +1,8 @@
-"""Tensors as fp8 codes and factors: ``x = codes * factors``, where a block of elements shares one factor."""
+"""Tensors as fp8 codes and scales: ``x = codes * scales``, where a block of elements shares one scale."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,17 @@ from distgemm.arguments import instance
 from distgemm.plan.scaling import OperandScaling
 from distgemm.runtime.torch_arguments import read_dtype, read_tensor
 
-__all__ = ["FP8_DTYPES", "MIN_AMAX", "Quantized", "amax_of", "dequantize", "quantize", "quantize_with", "spans"]
+__all__ = [
+    "FP8_DTYPES",
+    "MIN_AMAX",
+    "Quantized",
+    "amax_of",
+    "dequantize",
+    "quantize",
+    "quantize_with",
+    "spans",
+    "transposed",
+]
 
 Tensor = torch.Tensor
 
@@ -19,25 +29,26 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The types of codes."""
 
 MIN_AMAX = 2.0**-100
-"""Blocks whose largest magnitude is smaller get the factor of this one, so that no factor is zero."""
+"""Blocks whose largest magnitude is smaller get the scale of this one, so that no scale is zero."""
 
 
-class Quantized(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Quantized:
     """A matrix in fp8.
 
     Attributes:
         codes: (rows, columns), of an fp8 type.
-        factors: float32, one for each block: (row blocks, column blocks).
+        scales: float32, one for each block: (row blocks, column blocks).
         scaling: how many rows and columns a block has.
     """
 
     codes: Tensor
-    factors: Tensor
+    scales: Tensor
     scaling: OperandScaling
 
     def t(self) -> Quantized:
-        """The transposed matrix, with the same codes and factors."""
-        return Quantized(self.codes.t(), self.factors.t(), self.scaling.transposed)
+        """The transposed matrix, with the same codes and scales."""
+        return Quantized(self.codes.t(), self.scales.t(), transposed(self.scaling))
 
 
 def quantize(
@@ -49,22 +60,22 @@ def quantize(
     split: int | None = None,
     power_of_two: bool = False,
 ) -> Quantized:
-    """A matrix in fp8, with factors from its own largest magnitudes ("current" scaling).
+    """A matrix in fp8, with scales from its own largest magnitudes ("current" scaling).
 
-    A block's factor is its largest magnitude divided by the largest number of the type.
+    A block's scale is its largest magnitude divided by the largest number of the type.
 
     Args:
         x: (rows, columns), of a floating type. It may be this rank's shard of a matrix.
-        scaling: how many rows and columns share a factor, and the scope of its factors. With ``scope="global"``, a
-            block that reaches over all shards has the same factor on all ranks: the largest magnitudes are all-reduced
+        scaling: how many rows and columns share a scale, and the scope of its scales. With ``scope="global"``, a
+            block that reaches over all shards has the same scale on all ranks: the largest magnitudes are all-reduced
             with MAX. With ``scope="shard"``, each rank uses its own.
         dtype: type of the codes: torch.float8_e4m3fn or torch.float8_e5m2.
         group: the ranks that have the shards; None: x is whole.
         split: the dimension along which x is split over the ranks, 0 or 1; None: every rank has all of x.
-        power_of_two: round factors up to powers of two, which adds no rounding error when codes are scaled back.
+        power_of_two: round scales up to powers of two, which adds no rounding error when codes are scaled back.
 
     Returns:
-        Codes of x's shape, and float32 factors.
+        Codes of x's shape, and float32 scales.
 
     Raises:
         ValueError: for another tensor than a matrix, and another type.
@@ -82,9 +93,9 @@ def quantize(
 def quantize_with(
     amax: Tensor, x: Tensor, scaling: OperandScaling, dtype: torch.dtype, *, power_of_two: bool = False
 ) -> Quantized:
-    """A matrix in fp8, with factors from largest magnitudes that are given, as from a history ("delayed" scaling).
+    """A matrix in fp8, with scales from largest magnitudes that are given, as from a history ("delayed" scaling).
 
-    Elements that are too large for their factor become the largest number of the type. NaN stays NaN.
+    Elements that are too large for their scale become the largest number of the type. NaN stays NaN.
 
     Args:
         amax: float32, one for each block.
@@ -94,19 +105,19 @@ def quantize_with(
         power_of_two: as in :func:`quantize`.
     """
     largest = torch.finfo(dtype).max
-    factors = amax.clamp(min=MIN_AMAX) / largest
+    scales = amax.clamp(min=MIN_AMAX) / largest
     if power_of_two:
-        mantissa, exponent = torch.frexp(factors)
+        mantissa, exponent = torch.frexp(scales)
         # The mantissa is at least 0.5, so the next power of two is 2**exponent, except of a power of two itself.
-        factors = torch.ldexp(torch.ones_like(factors), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scaled = x.float() / _expanded(factors, x, scaling)
-    return Quantized(scaled.clamp(-largest, largest).to(dtype), factors, scaling)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scaled = x.float() / _expanded(scales, x, scaling)
+    return Quantized(scaled.clamp(-largest, largest).to(dtype), scales, scaling)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix that codes and factors stand for, rounded to ``dtype``."""
+    """The matrix that codes and scales stand for, rounded to ``dtype``."""
     wide = torch.promote_types(dtype, torch.float32)
-    return (q.codes.to(wide) * _expanded(q.factors, q.codes, q.scaling).to(wide)).to(dtype)
+    return (q.codes.to(wide) * _expanded(q.scales, q.codes, q.scaling).to(wide)).to(dtype)
 
 
 def amax_of(x: Tensor, scaling: OperandScaling) -> Tensor:
@@ -122,14 +133,19 @@ def amax_of(x: Tensor, scaling: OperandScaling) -> Tensor:
     return magnitudes.view(shape[0], r, shape[1], c).amax((1, 3)).float()
 
 
+def transposed(scaling: OperandScaling) -> OperandScaling:
+    """The scaling of the transposed matrix with the same scales."""
+    return replace(scaling, rows=scaling.columns, columns=scaling.rows)
+
+
 def spans(scaling: OperandScaling, split: int | None) -> bool:
     """Whether a block reaches over all shards of a matrix that is split along a dimension."""
     return split is not None and (scaling.rows, scaling.columns)[split] is None
 
 
-def _expanded(factors: Tensor, x: Tensor, scaling: OperandScaling) -> Tensor:
-    """Factors in a shape that broadcasts to x."""
+def _expanded(scales: Tensor, x: Tensor, scaling: OperandScaling) -> Tensor:
+    """Scales in a shape that broadcasts to x."""
     for dim, size in enumerate((scaling.rows, scaling.columns)):
         if size is not None and size > 1:
-            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
-    return factors
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim])
+    return scales

@@ -1,4 +1,4 @@
-"""Recipes: which tensors of a linear layer are quantised, how, and with which factors."""
+"""Recipes: which tensors of a linear layer are quantised, how, and with which scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from distgemm.arguments import boolean, instance, integer, member, wrong
 from distgemm.fp8.quantize import FP8_DTYPES
-from distgemm.plan.scaling import OperandScaling, Scope
+from distgemm.plan.scaling import OperandScaling, ScalingScope
 from distgemm.runtime.torch_arguments import read_dtype
 
 __all__ = ["RECIPES", "Amax", "Recipe", "read_recipe", "recipe"]
@@ -33,14 +33,14 @@ class Recipe:
         grad_weight: the scalings of dYᵀ and Xᵀ in dW = dYᵀ · (Xᵀ)ᵀ; None: dW is computed in the type of X and dY.
         dtype: type of the codes of X and W.
         grad_dtype: type of the codes of dY.
-        amax: where the largest magnitudes come from. "delayed" and "static" are for one factor for the whole tensor on
+        amax: where the largest magnitudes come from. "delayed" and "static" are for one scale for the whole tensor on
             all ranks, and need the layer's :class:`distgemm.fp8.LayerState`.
         history: number of steps of "delayed" whose largest magnitudes count.
         power_of_two: as in :func:`distgemm.fp8.quantize`.
         partial_dtype: type of the partial sums that travel between ranks; None: the type of the result.
 
     Raises:
-        ValueError: for other types, and for "delayed" or "static" with several factors for a tensor.
+        ValueError: for other types, and for "delayed" or "static" with several scales for a tensor.
     """
 
     forward: Scalings
@@ -70,7 +70,7 @@ class Recipe:
         whole = OperandScaling(None, None, scope="global")
         if self.amax != "current" and any(scaling != whole for scaling in self.scalings):
             raise ValueError(
-                f"Recipe: amax={self.amax!r} is for one factor for the whole tensor on all ranks, as in "
+                f"Recipe: amax={self.amax!r} is for one scale for the whole tensor on all ranks, as in "
                 f"recipe('tensorwise_{self.amax}'), got {self.scalings}"
             )
 
@@ -79,8 +79,8 @@ class Recipe:
         """The scalings of all operands."""
         return self.forward + self.grad_input + (self.grad_weight or ())
 
-    def with_scope(self, scope: Scope) -> Recipe:
-        """The same recipe with another scope of factors."""
+    def with_scope(self, scope: ScalingScope) -> Recipe:
+        """The same recipe with another scope of scales."""
 
         def scoped(pair: Scalings) -> Scalings:
             return replace(pair[0], scope=scope), replace(pair[1], scope=scope)
@@ -108,23 +108,23 @@ RECIPES = tuple(_recipes(128))
 """The names of :func:`recipe`."""
 
 
-def recipe(name: str, *, scope: Scope = "global", block: int = 128, **fields: Any) -> Recipe:
+def recipe(name: str, *, scope: ScalingScope = "global", block: int = 128, **fields: Any) -> Recipe:
     """A recipe by its name.
 
-    - ``"tensorwise"``: one factor for each tensor, from the tensor itself; gradients in e5m2. It is torchao's recipe of
+    - ``"tensorwise"``: one scale for each tensor, from the tensor itself; gradients in e5m2. It is torchao's recipe of
       this name.
-    - ``"tensorwise_delayed"``: one factor for each tensor, from the tensors of the steps before.
-    - ``"tensorwise_static"``: one factor for each tensor, which is set once.
-    - ``"rowwise"``: one factor for each row of A and of B: for each token and each output channel. All in e4m3, factors
+    - ``"tensorwise_delayed"``: one scale for each tensor, from the tensors of the steps before.
+    - ``"tensorwise_static"``: one scale for each tensor, which is set once.
+    - ``"rowwise"``: one scale for each row of A and of B: for each token and each output channel. All in e4m3, scales
       are powers of two. It is torchao's recipe of this name.
-    - ``"rowwise_with_gw_hp"``: the same, but dW is not computed in fp8, and W has one factor for dX. It is torchao's
+    - ``"rowwise_with_gw_hp"``: the same, but dW is not computed in fp8, and W has one scale for dX. It is torchao's
       recipe of this name.
-    - ``"blockwise"``: one factor for 1 x 128 elements of activations and gradients, and for 128 x 128 of weights, as in
+    - ``"blockwise"``: one scale for 1 x 128 elements of activations and gradients, and for 128 x 128 of weights, as in
       DeepSeek-V3. All in e4m3.
 
     Args:
         name: one of RECIPES.
-        scope: "global": a factor is the same on all ranks. "shard": each rank uses the largest magnitude of its own
+        scope: "global": a scale is the same on all ranks. "shard": each rank uses the largest magnitude of its own
             shard, so that nothing is all-reduced.
         block: the size of blocks of "blockwise".
         **fields: other fields of :class:`Recipe`.
@@ -133,7 +133,7 @@ def recipe(name: str, *, scope: Scope = "global", block: int = 128, **fields: An
         ValueError: for another name, and for wrong fields.
     """
     integer("block", block)
-    found = _recipes(block)[member("recipe", name, RECIPES)].with_scope(member("scope", scope, get_args(Scope)))
+    found = _recipes(block)[member("recipe", name, RECIPES)].with_scope(member("scope", scope, get_args(ScalingScope)))
     return replace(found, **fields) if fields else found
 
 

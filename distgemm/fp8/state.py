@@ -43,9 +43,9 @@ def fixed_weights() -> Iterator[None]:
 class LayerState(nn.Module):
     """What a linear layer with a recipe keeps between calls. A layer makes its own.
 
-    A "delayed" recipe takes the factor of a tensor from the largest magnitude in its history. The history moves on in
+    A "delayed" recipe takes the scale of a tensor from the largest magnitude in its history. The history moves on in
     the backward pass, so an evaluation or a recomputed forward pass does not change it. Before the first backward pass,
-    the factors are those of the "current" recipe.
+    the scales are those of the "current" recipe.
 
     Args:
         recipe: the layer's recipe.

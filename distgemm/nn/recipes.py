@@ -66,4 +66,4 @@ def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     state = self.fp8
     assert isinstance(state, fp8.LayerState)
     bias = None if self.bias is None else autocast(self.bias)
-    return fp8.linear(autocast(x), autocast(self.weight), bias, recipe=state.recipe, state=state)
+    return fp8.linear(autocast(x), autocast(self.weight), bias, recipe=state)

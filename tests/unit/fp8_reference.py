@@ -20,8 +20,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return found
 
 
-def factor(block: np.ndarray, dtype: str, power_of_two: bool) -> float:
-    """The float32 factor of a block."""
+def scale(block: np.ndarray, dtype: str, power_of_two: bool) -> float:
+    """The float32 scale of a block."""
     amax = np.float32(max(float(np.abs(block).max(initial=0.0)), 2.0**-100))
     found = np.float32(amax / np.float32(FORMATS[dtype][2]))
     return float(2.0 ** math.ceil(math.log2(found))) if power_of_two else float(found)
@@ -39,7 +39,7 @@ def bounds(extent: int, block: int | None, starts: list[int]) -> list[tuple[int,
 def quantized(
     x: np.ndarray, scaling: Any, dtype: str, power_of_two: bool = False, split: int | None = None, ranks: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A float64 matrix as fp8 holds it, and the factor of each element.
+    """A float64 matrix as fp8 holds it, and the scale of each element.
 
     Elements are divided in float32, as the implementation divides them: the quotient decides between two codes.
     """
@@ -47,14 +47,14 @@ def quantized(
     if scaling.scope == "shard" and split is not None:
         length = -(-x.shape[split] // ranks)
         starts[split] = list(range(0, x.shape[split], length))
-    found, factors = np.zeros_like(x), np.zeros_like(x)
+    found, scales = np.zeros_like(x), np.zeros_like(x)
     for top, bottom in bounds(x.shape[0], scaling.rows, starts[0]):
         for left, right in bounds(x.shape[1], scaling.columns, starts[1]):
             box = slice(top, bottom), slice(left, right)
-            f = factor(x[box], dtype, power_of_two)
+            f = scale(x[box], dtype, power_of_two)
             quotient = (x[box].astype(np.float32) / np.float32(f)).astype(np.float64)
-            found[box], factors[box] = rounded(quotient, dtype) * f, f
-    return found, factors
+            found[box], scales[box] = rounded(quotient, dtype) * f, f
+    return found, scales
 
 
 def smallest_step(dtype: str) -> float:
@@ -63,11 +63,11 @@ def smallest_step(dtype: str) -> float:
     return float(2.0 ** (least - bits))
 
 
-def element_bound(x: np.ndarray, factors: np.ndarray, dtype: str) -> np.ndarray:
+def element_bound(x: np.ndarray, scales: np.ndarray, dtype: str) -> np.ndarray:
     """How far an element in fp8 may be from the true one: half a unit in its last place.
 
-    The division and the product with the factor round in float32.
+    The division and the product with the scale round in float32.
     """
     bits = FORMATS[dtype][0]
-    found: np.ndarray = np.maximum(np.abs(x) * 2.0 ** -(bits + 1), factors * smallest_step(dtype) / 2) * (1 + 2.0**-20)
+    found: np.ndarray = np.maximum(np.abs(x) * 2.0 ** -(bits + 1), scales * smallest_step(dtype) / 2) * (1 + 2.0**-20)
     return found

@@ -1,4 +1,4 @@
-"""fp8 on one rank: codes, factors and layers against float64, with bounds that the formats imply."""
+"""fp8 on one rank: codes, scales and layers against float64, with bounds that the formats imply."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def test_codes_are_those_of_float64(shape: Any, blocks: Any, dtype: torch.dtype,
     x, scaling = matrix(*shape), OperandScaling(*blocks)
     q = fp8.quantize(x, scaling, dtype, power_of_two=power_of_two)
     true = x.double().numpy()
-    wanted, factors = quantized(true, scaling, name_of(dtype), power_of_two)
+    wanted, scales = quantized(true, scaling, name_of(dtype), power_of_two)
     found = fp8.dequantize(q, torch.float64).numpy()
     assert q.codes.dtype == dtype and q.codes.shape == x.shape
-    assert q.factors.shape == tuple(1 if size is None else -(-n // size) for n, size in zip(shape, blocks, strict=True))
+    assert q.scales.shape == tuple(1 if size is None else -(-n // size) for n, size in zip(shape, blocks, strict=True))
     np.testing.assert_array_equal(found, wanted)
-    assert (np.abs(found - true) <= element_bound(true, factors, name_of(dtype))).all()
+    assert (np.abs(found - true) <= element_bound(true, scales, name_of(dtype))).all()
     assert np.abs(found - true).max() > 0  # otherwise the bound says nothing
     back = fp8.dequantize(q.t(), torch.float64).numpy()
     np.testing.assert_array_equal(back, found.T)
 
 
-def test_factors_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
+def test_scales_that_are_powers_of_two_are_the_smallest_that_fit() -> None:
     x = torch.cat([torch.tensor([[448.0, 1.0], [449.0, 1.0], [1e-30, 0.0]]), torch.zeros(1, 2)])
     q = fp8.quantize(x, OperandScaling(1, None), power_of_two=True)
-    assert q.factors[:2].flatten().tolist() == [1.0, 2.0]
-    assert torch.equal(torch.frexp(q.factors).mantissa, torch.full((4, 1), 0.5))
+    assert q.scales[:2].flatten().tolist() == [1.0, 2.0]
+    assert torch.equal(torch.frexp(q.scales).mantissa, torch.full((4, 1), 0.5))
     assert fp8.dequantize(q)[3].tolist() == [0.0, 0.0]
 
 
@@ -72,14 +72,14 @@ def test_nan_and_infinity_are_not_hidden() -> None:
 
 def test_elements_beyond_a_given_magnitude_become_the_largest() -> None:
     x = torch.tensor([[1.0, -8.0, 2.0]])
-    q = quantize_with(torch.tensor([[2.0]]), x, OperandScaling(), torch.float8_e4m3fn)
+    q = quantize_with(torch.tensor([[2.0]]), x, OperandScaling(None, None), torch.float8_e4m3fn)
     assert fp8.dequantize(q).tolist() == [[1.0, -2.0, 2.0]]
 
 
-def test_an_empty_shard_has_factors() -> None:
-    q = fp8.quantize(torch.empty(0, 8), OperandScaling())
-    assert q.codes.shape == (0, 8) and q.factors.shape == (1, 1)
-    assert fp8.quantize(torch.empty(0, 8), OperandScaling(1, None)).factors.shape == (0, 1)
+def test_an_empty_shard_has_scales() -> None:
+    q = fp8.quantize(torch.empty(0, 8), OperandScaling(None, None))
+    assert q.codes.shape == (0, 8) and q.scales.shape == (1, 1)
+    assert fp8.quantize(torch.empty(0, 8), OperandScaling(1, None)).scales.shape == (0, 1)
 
 
 # --- layers -----------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def test_the_error_of_a_layer_is_bounded_by_its_formats(name: str) -> None:
     errors = []
     for operand, scaling in zip((x, w), recipe.forward, strict=True):
         true = operand.double().numpy()
-        _, factors = quantized(true, scaling, name_of(recipe.dtype), recipe.power_of_two)
-        errors.append((true, element_bound(true, factors, name_of(recipe.dtype))))
+        _, scales = quantized(true, scaling, name_of(recipe.dtype), recipe.power_of_two)
+        errors.append((true, element_bound(true, scales, name_of(recipe.dtype))))
     (a, da), (b, db) = errors
     bound = da @ np.abs(b).T + np.abs(a) @ db.T + da @ db.T + (FEATURES + 3) * 2.0**-23 * (np.abs(a) @ np.abs(b).T)
     error = np.abs(y - a @ b.T)
@@ -165,34 +165,34 @@ def test_a_layer_has_a_bias_and_more_dimensions_and_16_bits() -> None:
     assert x.grad is not None and x.grad.shape == x.shape
 
 
-def factors_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The factors of all tensors that are quantised from now on."""
+def scales_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The scales of all tensors that are quantised from now on."""
     found: list[float] = []
 
     def noted(*args: Any, **options: Any) -> Any:
         q = quantize_with(*args, **options)
-        found.append(float(q.factors.max()))
+        found.append(float(q.scales.max()))
         return q
 
     monkeypatch.setattr(layer, "quantize_with", noted)
     return found
 
 
-def test_delayed_factors_are_those_of_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_scales_are_those_of_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = fp8.recipe("tensorwise_delayed", history=2)
     state = fp8.LayerState(recipe)
     w = torch.ones(4, 8, requires_grad=True)
-    factors = factors_of(monkeypatch)
+    scales = scales_of(monkeypatch)
     seen = []
     for size in (8.0, 4.0, 2.0, 1.0):
         x = torch.full((2, 8), size, requires_grad=True)
         for evaluation in (True, False):
-            factors.clear()
-            y = fp8.linear(x, w, recipe=recipe, state=state)
+            scales.clear()
+            y = fp8.linear(x, w, recipe=state)
             if evaluation:
                 continue  # without a backward pass, as a pass that is computed again
             y.backward(torch.full((2, 4), size))
-            seen.append([round(factors[0] * 448, 4), round(factors[-1] * 57344, 4)])
+            seen.append([round(scales[0] * 448, 4), round(scales[-1] * 57344, 4)])
     # Before the first step the current magnitudes, then the largest of the last two steps.
     assert seen == [[8, 8], [8, 8], [8, 8], [4, 4]]
     saved = state.state_dict()
@@ -201,14 +201,14 @@ def test_delayed_factors_are_those_of_the_steps_before(monkeypatch: pytest.Monke
     assert float(other.amax("x")) == 2.0  # type: ignore[arg-type]
 
 
-def test_static_factors_are_those_that_were_set() -> None:
+def test_static_scales_are_those_that_were_set() -> None:
     recipe = fp8.recipe("tensorwise_static")
     state = fp8.LayerState(recipe)
     x, w = torch.full((1, 16), 3.0), torch.eye(16)
     with pytest.raises(ValueError, match="there is no largest magnitude of 'x'"):
-        fp8.linear(x, w, recipe=recipe, state=state)
+        fp8.linear(x, w, recipe=state)
     state.set(x=2.0, w=1.0)
-    assert fp8.linear(x, w, recipe=recipe, state=state).tolist() == [[2.0] * 16]
+    assert fp8.linear(x, w, recipe=state).tolist() == [[2.0] * 16]
 
 
 def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +217,14 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     )  # a weight is quantised for the forward pass, and its transpose for the backward pass
     state = fp8.LayerState(recipe)
     w = torch.ones(16, 16, requires_grad=True)
-    factors = factors_of(monkeypatch)
+    scales = scales_of(monkeypatch)
 
     def count() -> int:
-        factors.clear()
+        scales.clear()
         for _ in range(3):
             x = torch.full((2, 16), 5.0, requires_grad=True)
-            fp8.linear(x, w, recipe=recipe, state=state).sum().backward()
-        return len(factors)
+            fp8.linear(x, w, recipe=state).sum().backward()
+        return len(scales)
 
     each_time = count()
     with fp8.fixed_weights():
@@ -234,7 +234,7 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         w.mul_(2)
     with fp8.fixed_weights():
         x = torch.ones(1, 16)
-        assert torch.equal(fp8.linear(x, w, recipe=recipe, state=state), x @ w.t())  # of the new weight
+        assert torch.equal(fp8.linear(x, w, recipe=state), x @ w.t())  # of the new weight
 
 
 def test_scope_of_shards_differs_from_the_whole() -> None:
@@ -250,25 +250,22 @@ def test_scope_of_shards_differs_from_the_whole() -> None:
         (lambda: fp8.recipe("mxfp4"), "recipe is one of tensorwise, tensorwise_delayed"),
         (lambda: fp8.recipe("tensorwise", scope="rank"), "scope is one of global, shard, got 'rank'"),  # type: ignore[arg-type]
         (lambda: fp8.recipe("tensorwise", dtype=torch.int8), "Recipe: dtype is one of torch.float8_e4m3fn"),
-        (lambda: fp8.recipe("rowwise", amax="delayed"), "is for one factor for the whole tensor on all ranks"),
-        (lambda: fp8.recipe("tensorwise_delayed", scope="shard"), "is for one factor for the whole tensor on all"),
-        (lambda: fp8.quantize(torch.ones(3), OperandScaling()), "x is a matrix of a floating type, got shape (3,)"),
-        (lambda: fp8.quantize(torch.ones(3, 3), OperandScaling(), torch.int8), "dtype is one of torch.float8_e4m3fn"),
+        (lambda: fp8.recipe("rowwise", amax="delayed"), "is for one scale for the whole tensor on all ranks"),
+        (lambda: fp8.recipe("tensorwise_delayed", scope="shard"), "is for one scale for the whole tensor on all"),
+        (
+            lambda: fp8.quantize(torch.ones(3), OperandScaling(None, None)),
+            "x is a matrix of a floating type, got shape (3,)",
+        ),
+        (
+            lambda: fp8.quantize(torch.ones(3, 3), OperandScaling(None, None), torch.int8),
+            "dtype is one of torch.float8_e4m3fn",
+        ),
         (lambda: fp8.quantize(torch.ones(3, 3), "row"), "scaling is an OperandScaling, got 'row'"),  # type: ignore[arg-type]
         (lambda: fp8.linear(torch.ones(2, 4), torch.ones(3, 4), recipe="fp8"), "recipe is one of tensorwise"),
         (lambda: fp8.linear(torch.ones(2, 4), torch.ones(3, 4), recipe="rowwise", ranks=2), "'column' or 'row' for 2"),
         (
             lambda: fp8.linear(torch.ones(2, 4), torch.ones(3, 4), recipe="tensorwise_delayed"),
-            "state=distgemm.fp8.LayerState(recipe), one for each layer",
-        ),
-        (
-            lambda: fp8.linear(
-                torch.ones(2, 4),
-                torch.ones(3, 4),
-                recipe="tensorwise_delayed",
-                state=fp8.LayerState(fp8.recipe("rowwise")),
-            ),
-            "state was made for another recipe",
+            "recipe=distgemm.fp8.LayerState(recipe), one for each layer",
         ),
         (lambda: distgemm.nn.use_recipe(nn.ReLU(), "rowwise"), "no layer of the model computes in fp8"),
         (lambda: distgemm.nn.all_but(3), "patterns[0] is the name of a layer"),  # type: ignore[arg-type]
