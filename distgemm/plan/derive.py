@@ -13,8 +13,9 @@ from distgemm.plan.movement import Derivation, SlotShape, SlotSizes, cut_rows, t
 from distgemm.plan.ops import Box
 from distgemm.plan.plan import Mechanism, Plan, SyncMode, WorkspaceMode, collector_paused
 from distgemm.plan.problem import GemmProblem
-from distgemm.plan.resize import ResizedOps, RowsOfOps, views_of_b
+from distgemm.plan.resize import ResizedOps, RowsOfOps, fixed_views, scales_have_rows
 from distgemm.plan.restrict import Numbers, RestrictedOps, TilesOfM, tiles_of_m
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.schedulers import DistributedTileScheduler, get_schedule
 from distgemm.schedulers.cache import BoundedCache
 
@@ -103,7 +104,7 @@ class Structure:
         cuts: (m, part, parts) of each part of a tile of A or D that moves by itself.
         shapes: for each rank the shapes of its slots; for "bounded" those of both ways to share slots.
         alignment: alignment of slots in bytes.
-        fixed: views of B, as :func:`views_of_b` returns them.
+        fixed: views without rows of A and D, as :func:`fixed_views` returns them.
         tiles: what is needed to leave out tiles of M; None if that is not possible.
         restricted: the structures without some tiles of M, by which are kept. They need this structure's memory, too.
     """
@@ -149,7 +150,11 @@ class Structure:
     def _with(self, rows: Mapping[int, int], **fields: Any) -> Plan:
         """The plan with other rows in its shards, and with other fields."""
         a, b, d = self.plan.shards
-        return replace(self.plan, shards=(_with_rows(a, rows), b, _with_rows(d, rows)), **fields)
+        scales = self.plan.scale_shards
+        scaling = self.plan.problem.scaling
+        if scales is not None and scaling is not None and scales_have_rows(scaling):
+            scales = _with_rows(scales[0], rows), scales[1]
+        return replace(self.plan, shards=(_with_rows(a, rows), b, _with_rows(d, rows)), scale_shards=scales, **fields)
 
     def restrict(self, problem: GemmProblem, edges: Edges) -> Structure:
         """The structure of a problem in which some tiles of M are empty. No tile of this structure is empty.
@@ -203,6 +208,10 @@ def _derive(
     shards = {
         operand: tuple(derivation.shard(operand, rank) for rank in derivation.ranks) for operand in ("A", "B", "D")
     }
+    scale_shards = None
+    if derivation.scale_shards:
+        scale_shards = derivation.scale_shards["A"], derivation.scale_shards["B"]
+        shards |= zip(SCALE_OPERANDS.values(), scale_shards, strict=True)
     emitter = Emitter(derivation, shards, sync)
     rank_ops = tuple(map(tuple, emitter.emit()))
     tiles = tiles_of_m(derivation, emitter, send_slots) if workspace == "full" else None
@@ -219,9 +228,10 @@ def _derive(
         shards=(shards["A"], shards["B"], shards["D"]),
         rank_ops=rank_ops,
         slots=slots,
+        scale_shards=scale_shards,
     )
     cuts, shapes = tuple(sorted(derivation.cuts)), tuple(derivation.shapes)
-    return Structure(plan, cuts, shapes, derivation.alignment, views_of_b(rank_ops), tiles)
+    return Structure(plan, cuts, shapes, derivation.alignment, fixed_views(rank_ops, problem.scaling), tiles)
 
 
 CACHE_BYTES = 256 << 20
@@ -252,7 +262,9 @@ def _resize_or_derive(problem: GemmProblem, scheduler: DistributedTileScheduler,
     """A plan with the structure of an earlier one, if there is one that fits; otherwise a new plan."""
     edges = tile_edges(problem, scheduler)
     p = problem
-    rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype
+    if p.scaling is not None and p.scaling.a.unit[0] != 1:  # bounds of tiles are multiples of it
+        return _derive(p, scheduler, *options).plan
+    rest = p.n, p.k, p.l, p.dtype, p.out_dtype, p.partial_dtype, p.b_dtype, p.scaling
 
     def structure_of(heights: tuple[int, ...], make: Callable[[], Structure]) -> Structure:
         key = (rest, heights, scheduler, *options)

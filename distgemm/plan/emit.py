@@ -13,6 +13,7 @@ from collections import defaultdict
 from distgemm.plan.movement import Derivation, Event, Place
 from distgemm.plan.ops import Barrier, Box, Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, maker
 from distgemm.plan.plan import SyncMode
+from distgemm.plan.scaling import SCALE_OPERANDS
 
 __all__ = ["Emitter"]
 
@@ -38,6 +39,7 @@ class Emitter:
         for position, event in enumerate(self.events):
             event.position = position
         self.shards = shards
+        self.derivation = derivation
         self.ops: list[list[Op]] = [[] for _ in derivation.ranks]
         self.slot_ranks: list[list[int]] = [[] for _ in derivation.ranks]
         self.flag_tiles: list[list[int]] = [[] for _ in derivation.ranks]
@@ -63,7 +65,7 @@ class Emitter:
         for event in sorted(self.events, key=lambda event: event.rank):
             self._emit(event)
             for into, readers, flag in credits.get(event.position, ()):
-                deps = tuple(reader.op for reader in readers)
+                deps = tuple([op for reader in readers for op in reader.ops])
                 at = event.round, into.iteration, into.operand, into.tile, into.slot
                 self._add(Signal, event.rank, into.rank, *at, deps, flag)
         return self.ops
@@ -133,12 +135,29 @@ class Emitter:
         frame = self.shards["D" if operand == "C" else operand][rank]
         return View(rank, operand, -1, frame, box, box_extents(frame)[2])
 
+    def _scales(self, place: Place, box: Box | None) -> View | None:
+        """The view of a tile's scales: beside the tile in a slot, or in the rank's shard. None without scaling."""
+        if box is None:
+            return None
+        if place.scale is None or place.shard:
+            return self._shard(place.rank, SCALE_OPERANDS[place.operand], box)
+        columns = box_extents(place.scale)[2]
+        return View(place.rank, "slot", place.scale_slot, place.scale, box, columns)
+
+    def _tile_scales(self, place: Place) -> View | None:
+        """The view of the scales of a whole tile, the same object each time. None without scaling."""
+        if not self.derivation.scale_shards:
+            return None
+        if place.scale_view is None:
+            place.scale_view = self._scales(place, self.derivation.scale_frame(place.operand, place.tile))
+        return place.scale_view
+
     def _deps(self, event: Event, round_: int) -> list[int]:
         """Ids of the ops on which an event depends. Emits the Wait for each event of another rank, once for a rank."""
-        found = []
+        found: list[int] = []
         for before in event.after:
             if before.rank == event.rank:
-                found.append(before.op)
+                found += before.ops
                 continue
             if event.rank not in before.waits:
                 into = before.out
@@ -163,6 +182,11 @@ class Emitter:
             deps.append(0)
         if event.kind is Copy:
             assert event.box is not None
+            if event.scale_box is not None:
+                operand, slot_of_scales = SCALE_OPERANDS[event.operand], into.scale_slot
+                views = [self._scales(place, event.scale_box) for place in (event.sources[0], into)]
+                at = (round_, event.iteration, operand, event.tile, slot_of_scales, tuple(deps))
+                event.scale_op = self._add(Copy, rank, into.rank, *at, *views)
             src, dst = self._view(event.sources[0], event.box), self._view(into, event.box)
             event.op = self._add(Copy, rank, into.rank, *common, tuple(deps), src, dst)
         else:
@@ -170,6 +194,8 @@ class Emitter:
             operands, sources = (views[:2], views[2:]) if event.kind is Gemm else ([], views)
             c = self._shard(rank, "C", into.frame) if event.completes else None
             out = self._view(into, into.frame)
-            event.op = self._add(event.kind, rank, into.rank, *common, tuple(deps), *operands, tuple(sources), c, out)
+            scales = [self._tile_scales(place) for place in event.sources[:2]] if event.kind is Gemm else []
+            terms = *operands, tuple(sources), c, out, *scales
+            event.op = self._add(event.kind, rank, into.rank, *common, tuple(deps), *terms)
         for flag in event.done_flags.values():
-            self._add(Signal, rank, into.rank, *common, (event.op,), flag)
+            self._add(Signal, rank, into.rank, *common, event.ops, flag)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from distgemm.plan.ops import (
@@ -37,6 +37,7 @@ from distgemm.plan.ops import (
 )
 from distgemm.plan.plan import SLOT_ALIGNMENT, STORED_ALIGNMENT, Mechanism, PlanError, WorkspaceMode, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.resize import scales_have_rows
 from distgemm.schedulers import DistributedTileScheduler, GatherRoute, Hop, ReduceRoute, TileCoord
 
 __all__ = [
@@ -84,6 +85,9 @@ class Place:
     wraps: bool = False  # ``last`` used the slot in the replay before
     view: View | None = None  # the view of the whole frame
     width: int = -1  # ``row_elements``, once it is computed
+    scale: Box | None = None  # the box of the tile's scales, if they rest in a slot of their own beside the tile
+    scale_slot: int = -1
+    scale_view: View | None = None  # the view of all its scales
 
     @property
     def pitch(self) -> int:
@@ -140,6 +144,8 @@ class Event:
     round: int = -1
     position: int = -1  # among all events, in the order in which they become ops
     op: int = -1  # id of the op
+    scale_box: Box | None = None  # the scales that a transfer moves with its box
+    scale_op: int = -1  # id of the Copy of these scales
     done_flags: dict[int, Flag] = field(default_factory=dict)  # by rank: the flag that says that the event has ended
     waits: dict[int, int] = field(default_factory=dict)  # by rank: id of the Wait for that flag
     credits: list[tuple[Flag, int]] = field(default_factory=list)  # credits that it waits for, and who signals them
@@ -149,6 +155,11 @@ class Event:
     def crosses(self) -> bool:
         """Whether the event writes another rank's memory."""
         return self.out is not None and self.out.rank != self.rank
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """Ids of all its ops."""
+        return (self.op,) if self.scale_op < 0 else (self.scale_op, self.op)
 
     def read(self, place: Place, box: Box) -> None:
         """Record that the event reads ``box``, after the events that wrote it."""
@@ -219,16 +230,32 @@ class Part:
     home: Place | None = None  # where its own partial sum accumulates
 
 
-def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The bounds of shards * chunks tiles. A shard has its entry of ``sizes``, or ceil(extent / shards)."""
+def _bounds(extent: int, shards: int, chunks: int, sizes: Sequence[int] | None, unit: int) -> tuple[int, ...]:
+    """The bounds of shards * chunks tiles, in multiples of ``unit``, and the extent.
+
+    A shard has its entry of ``sizes``, or ceil(units / shards) units.
+    """
     edges = [0]
-    length = -(-extent // shards)
+    length = _multiple(-(-extent // shards), unit)
     for shard in range(shards):
         start = edges[-1]
         stop = min((shard + 1) * length, extent) if sizes is None else start + sizes[shard]
-        part = -(-(stop - start) // chunks)
+        part = _multiple(-(-(stop - start) // chunks), unit)
         edges += [min(start + (chunk + 1) * part, stop) for chunk in range(chunks)]
     return tuple(edges)
+
+
+def _multiple(length: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not smaller."""
+    return -(-length // unit) * unit
+
+
+def _units(problem: GemmProblem) -> tuple[int, int, int, int]:
+    """The extents in m, n, k and l of which bounds of tiles are multiples: no block of a scale is divided."""
+    if problem.scaling is None:
+        return 1, 1, 1, 1
+    (m, k_a), (n, k_b) = problem.scaling.a.unit, problem.scaling.b.unit
+    return m, n, lcm(k_a, k_b), 1
 
 
 def tile_edges(problem: GemmProblem, scheduler: DistributedTileScheduler) -> tuple[tuple[int, ...], ...]:
@@ -238,10 +265,12 @@ def tile_edges(problem: GemmProblem, scheduler: DistributedTileScheduler) -> tup
         ValueError: if ``m_per_rank`` does not fit the schedule.
     """
     result = []
-    for mode, tiles, chunks in zip("mnkl", scheduler.grid, scheduler.chunks, strict=True):
+    for mode, tiles, chunks, unit in zip("mnkl", scheduler.grid, scheduler.chunks, _units(problem), strict=True):
         shards = tiles // chunks
         sizes = _rows(problem, scheduler, shards) if mode == "m" and problem.m_per_rank is not None else None
-        result.append(_bounds(getattr(problem, mode), shards, chunks, sizes))
+        if sizes is not None:
+            _check_blocks(problem, scheduler, sizes, unit)
+        result.append(_bounds(getattr(problem, mode), shards, chunks, sizes, unit))
     return tuple(result)
 
 
@@ -272,12 +301,29 @@ def _rows(problem: GemmProblem, scheduler: DistributedTileScheduler, shards: int
     return [sizes[shard] for shard in range(shards)]
 
 
+def _check_blocks(problem: GemmProblem, scheduler: DistributedTileScheduler, sizes: Sequence[int], unit: int) -> None:
+    """Check that shards of these rows divide no block of scales.
+
+    Raises:
+        ValueError: if one does. The message has the nearest rows that would be right.
+    """
+    ends = list(accumulate(sizes))
+    if any(end % unit and end != problem.m for end in ends):
+        right = [min(round(end / unit) * unit, problem.m) for end in (0, *ends[:-1])] + [problem.m]
+        wanted = [high - low for low, high in pairwise(right)]
+        raise _failure(
+            scheduler,
+            f"m_per_rank {problem.m_per_rank}: {unit} rows share a scale or an atom of scales, so shards are multiples "
+            f"of {unit} rows, except the last one; such as {wanted}",
+        )
+
+
 def _failure(scheduler: DistributedTileScheduler, message: str) -> ValueError:
     """An error that names the schedule and the mesh."""
     return ValueError(f"{scheduler.name} on the mesh {scheduler.mesh}: {message}")
 
 
-def cut_rows(top: int, bottom: int, part: int, parts: int) -> Range:
+def cut_rows(top: int, bottom: int, part: int, parts: int, unit: int = 1) -> Range:
     """The rows of one part of a tile that a route divides: a part has ceil(rows / parts), or what remains.
 
     Args:
@@ -285,8 +331,9 @@ def cut_rows(top: int, bottom: int, part: int, parts: int) -> Range:
         bottom: the row after its last one.
         part: 0 to parts - 1.
         parts: number of parts.
+        unit: number of rows of which a part has a multiple, if it does not end with the tile.
     """
-    rows = -(-(bottom - top) // parts)
+    rows = _multiple(-(-(bottom - top) // parts), unit)
     return min(top + part * rows, bottom), min(top + (part + 1) * rows, bottom)
 
 
@@ -295,8 +342,9 @@ class SlotShape(NamedTuple):
 
     Attributes:
         dtype: element type.
-        elements: elements of the largest tile of B; 0: none.
-        tiles: of A and D, distinct (first row, row after the last one, elements of a row in all batches).
+        elements: elements of the largest tile of B, or of the most scales without rows of A; 0: none.
+        tiles: of A, D and scales of rows of A, distinct (first row, row after the last one, elements of a row in all
+            batches).
     """
 
     dtype: str
@@ -387,6 +435,10 @@ class Derivation:
         self.landed: dict[str, list[dict[Tile, Place]]] = {operand: [{} for _ in self.ranks] for operand in "ABD"}
         self.results: list[dict[Tile, Place]] = [{} for _ in self.ranks]  # places in each rank's shard of D
         self.alignment = STORED_ALIGNMENT if mechanism == "store" and len(self.ranks) > 2 else SLOT_ALIGNMENT
+        self.scale_shards = (
+            {} if problem.scaling is None else {operand: self._scale_shards(operand) for operand in "AB"}
+        )
+        self.moved_scales: dict[tuple[str, Tile], Box] = {}  # of the tiles whose scales move with them
         self.shapes: list[tuple[list[SlotShape], ...]] = []  # by rank
         self.known_shapes: dict[SlotShape, SlotShape] = {}
         self.sizes = SlotSizes(self.alignment)
@@ -455,6 +507,45 @@ class Derivation:
             raise self.fail(f"the tiles of {operand} that rank {rank} holds do not make up one box")
         return tuple((low, high) for (low, _), (_, high) in zip(first, last, strict=True))  # type: ignore[return-value]
 
+    def _scale_shards(self, operand: str) -> tuple[Box, ...]:
+        """The box of each rank's shard of the scales of an operand.
+
+        Raises:
+            ValueError: if each shard has scales of its own, and shards overlap in a mode without being equal in it.
+        """
+        assert self.problem.scaling is not None
+        scaling = self.problem.scaling[operand]
+        tiles = [{tile for tile in of_rank if tile} for of_rank in self.scheduler.partition[operand].tiles]
+        spans = [[_span(of_rank, mode) for of_rank in tiles] for mode in (0, 1)]
+        numbers: list[dict[Range, int]] = []
+        for mode, of_mode in enumerate(spans):
+            distinct = sorted({span for span in of_mode if span[0] < span[1]})
+            own = (scaling.rows, scaling.columns)[mode] is None and scaling.scope == "shard"
+            if own and any(before[1] > after[0] for before, after in pairwise(distinct)):
+                raise self.fail(f"shards of {operand} overlap, so they can have no scales of their own")
+            numbers.append({span: number for number, span in enumerate(distinct)})
+        found = []
+        for rank in self.ranks:
+            box = self.shard(operand, rank)
+            result = [box[0]]
+            for mode in (0, 1):
+                number = numbers[mode].get(spans[mode][rank])
+                own = (0, 0) if number is None else (number, number + 1)
+                result.append(scaling.scales(mode, box[mode + 1], own))
+            found.append(tuple(result))
+        return tuple(found)  # type: ignore[arg-type]
+
+    def scale_frame(self, operand: str, tile: Tile) -> Box:
+        """The box of the scales of a tile of A or B."""
+        return self._scales(operand, tile, self.frame(operand, tile))
+
+    def _scales(self, operand: str, tile: Tile, box: Box) -> Box:
+        """The box of the scales of a part of a tile."""
+        assert self.problem.scaling is not None
+        scaling = self.problem.scaling[operand]
+        own = self.scale_shards[operand][self.scheduler.partition[operand].holders(tile)[0]]
+        return box[0], scaling.scales(0, box[1], own[1]), scaling.scales(1, box[2], own[2])
+
     # --- what moves -----------------------------------------------------------------------------------
 
     def _gather(self) -> None:
@@ -469,7 +560,11 @@ class Derivation:
                 for tile in first_use.keys() - set(layout.tiles[rank]):
                     needs[tile][rank] = first_use[tile]
             for moved, by in sorted(needs.items()):
-                self._move(operand, moved, layout.holders(moved), by, route, self.problem.dtype)
+                if self.scale_shards:
+                    scales = self.scale_frame(operand, moved)
+                    if not all(contains(self.scale_shards[operand][rank], scales) for rank in by):
+                        self.moved_scales[operand, moved] = scales
+                self._move(operand, moved, layout.holders(moved), by, route, self.problem.operand_dtype(operand))
 
     def _move(
         self,
@@ -539,7 +634,8 @@ class Derivation:
         box = frame
         if hop.parts > 1:
             batch, rows, columns = frame
-            box = batch, cut_rows(*rows, hop.part, hop.parts), columns
+            unit = _units(self.problem)[operand == "B"] if operand != "D" else 1
+            box = batch, cut_rows(*rows, hop.part, hop.parts, unit), columns
             if operand != "B":
                 self.cuts.add((tile[0], hop.part, hop.parts))
         if not box_size(box):
@@ -557,25 +653,33 @@ class Derivation:
         place = landed[hop.dst].get(tile)
         if place is None:
             place = Place(hop.dst, operand, tile, frame, dtype, floor if used is None else used)
+            place.scale = self.moved_scales.get((operand, tile))
             landed[hop.dst][tile] = place
             self.places[hop.dst].append(place)
         if place.writers(box):
             raise self.fail(f"the route of {operand}{tile}: {hop} brings what has arrived there already")
-        self._send(place, source, box, GATHER if operand != "D" else RESULT, floor)
+        # Scales that all rows share move with the first part.
+        shared = self.problem.scaling is not None and operand != "D" and self.problem.scaling[operand].rows is None
+        scales = None if place.scale is None or (shared and hop.part) else self._scales(operand, tile, box)
+        self._send(place, source, box, GATHER if operand != "D" else RESULT, floor, scales)
 
     def _own(self, operand: str, rank: int, tile: Tile) -> Place:
         """A tile of A or B in the rank's shard."""
         places = self.landed[operand][rank]
         if tile not in places:
-            places[tile] = Place(rank, operand, tile, self.frame(operand, tile), self.problem.dtype, 0, shard=True)
+            dtype = self.problem.operand_dtype(operand)
+            places[tile] = Place(rank, operand, tile, self.frame(operand, tile), dtype, 0, shard=True)
         return places[tile]
 
-    def _send(self, into: Place, source: Place, box: Box, phase: int, floor: int = 0) -> None:
-        """Add a transfer. The mechanism decides which rank executes it."""
+    def _send(
+        self, into: Place, source: Place, box: Box, phase: int, floor: int = 0, scales: Box | None = None
+    ) -> None:
+        """Add a transfer, of ``box`` and of its scales. The mechanism decides which rank executes it."""
         rank = source.rank
         if self.mechanism == "pull":
             rank, source = into.rank, self._staged(source, phase) if source.shard else source
         event = Event(Copy, rank, into.iteration, into.operand, into.tile, phase, max(floor, 0), box, [source], into)
+        event.scale_box = scales
         into.remote = True
         event.read(source, box)
         event.write(into, box)
@@ -585,9 +689,10 @@ class Derivation:
     def _staged(self, shard: Place, phase: int) -> Place:
         """The copy of a shard's tile in a slot, from which other ranks pull. They can read only the workspace."""
         if shard.staged is None:
-            place = replace(shard, shard=False, accesses=[], first=None, start=-1, end=-1, view=None)
+            place = replace(shard, shard=False, accesses=[], first=None, start=-1, end=-1, view=None, scale_view=None)
+            place.scale = self.moved_scales.get((shard.operand, shard.tile))
             event = Event(Copy, shard.rank, shard.iteration, shard.operand, shard.tile, phase, 0, shard.frame)
-            event.sources, event.out = [shard], place
+            event.sources, event.out, event.scale_box = [shard], place, place.scale
             event.read(shard, shard.frame)
             event.write(place, shard.frame)
             event.settle()
@@ -837,19 +942,35 @@ class Derivation:
     def _allocate(self, rank: int, bounded: bool, send_slots: int) -> tuple[Slot, ...]:
         # A slot is as large as its largest tile. If tiles differ in size, sharing more slots may take more memory.
         ways = [self._share(rank, sharing, send_slots) for sharing in ([False, True] if bounded else [False])]
-        shapes = tuple([self._shape(places) for places in tenants] for tenants in ways)
+        shapes = tuple(self._shapes(tenants) for tenants in ways)
         self.shapes.append(shapes)
         slots, way = self.sizes.smallest(shapes)
+        # The slots of scales come after those of tiles. The scales of a tile rest as long as the tile itself.
+        scale_slot = len(ways[way])
         for number, places in enumerate(ways[way]):
             for place, last in zip(places, (places[-1], *places), strict=False):
-                place.slot, place.last = number, last
+                place.slot, place.last, place.scale_slot = number, last, scale_slot
             places[0].wraps = True
+            scale_slot += any(place.scale for place in places)
         return slots
 
-    def _shape(self, places: Sequence[Place]) -> SlotShape:
-        """The shape of a slot. Equal ones are one object."""
-        shape = slot_shape(places)
-        return self.known_shapes.setdefault(shape, shape)
+    def _shapes(self, tenants: Sequence[Sequence[Place]]) -> list[SlotShape]:
+        """The shapes of all slots of a rank. Equal ones are one object."""
+        shapes = [slot_shape(places) for places in tenants]
+        shapes += [self._scale_shape(places) for places in tenants if any(place.scale for place in places)]
+        return [self.known_shapes.setdefault(shape, shape) for shape in shapes]
+
+    def _scale_shape(self, places: Sequence[Place]) -> SlotShape:
+        """What the slot of the scales of these places must have room for."""
+        assert self.problem.scaling is not None
+        frames = dict.fromkeys(place.scale for place in places if place.scale)
+        dtype = self.problem.scaling[places[0].operand].dtype
+        if places[0].operand == "A" and scales_have_rows(self.problem.scaling):
+            tiles = dict.fromkeys(
+                (*rows, (batch[1] - batch[0]) * (columns[1] - columns[0])) for batch, rows, columns in frames
+            )
+            return SlotShape(dtype, 0, tuple(tiles))
+        return SlotShape(dtype, max(map(box_size, frames)), ())
 
     def _share(self, rank: int, bounded: bool, send_slots: int) -> list[list[Place]]:
         """The places that use each slot of a rank in turn."""
@@ -858,6 +979,12 @@ class Derivation:
     def in_order(self, rank: int) -> list[Place]:
         """The places of a rank in the order in which they are given slots."""
         return sorted(self.places[rank], key=lambda place: (place.start, place.iteration))
+
+
+def _span(tiles: Iterable[Tile], mode: int) -> Range:
+    """The tiles of a mode from the first one to the last one of some tiles of an operand."""
+    indices = [tile[mode] for tile in tiles]
+    return (min(indices), max(indices) + 1) if indices else (0, 0)
 
 
 def share(places: Iterable[Place], bounded: bool, send_slots: int, group: int) -> list[list[Place]]:

@@ -72,7 +72,7 @@ class View(NamedTuple):
 
     Attributes:
         rank: the rank whose memory it is.
-        buffer: "A", "B", "C" or "D" for the rank's shard, "slot" for its workspace.
+        buffer: "A", "B", "C", "D", "SFA" or "SFB" for the rank's shard, "slot" for its workspace.
         slot: number of the slot. -1 for a shard.
         frame: the box of the matrix that the buffer holds, row-major.
         box: the part of the frame that the view covers, in the same global coordinates.
@@ -152,8 +152,9 @@ class Op:
         round: position in the plan's global order. Everything that happens before this op, on any rank, has a smaller
             or the same round. The first use of a chunk is in a later round than its transfer.
         iteration: the iteration to which the op belongs.
-        operand: "A", "B" or "D".
-        tile: coordinate of the tile: (m, n, k, l) for a Gemm, the coordinate in the operand for other ops.
+        operand: "A", "B" or "D"; "SFA" or "SFB" for a Copy of the scales of a tile of A or B.
+        tile: coordinate of the tile: (m, n, k, l) for a Gemm, the coordinate in the operand for other ops. Scales have
+            the coordinate of their tile.
         slot: the slot that the op writes, or that a Signal or Wait is about. -1 for none.
         deps: ids of the ops that must have finished before this op starts.
     """
@@ -186,6 +187,8 @@ class Op:
 class Gemm(Op):
     """out = alpha * a @ b.T + sum of sources. The op that completes a tile also adds beta * c.
 
+    With scales, the elements of a and b are multiplied by them before they are added. So partial sums are scaled.
+
     Attributes:
         tile: coordinate (m, n, k, l) of the work tile.
         a: the tile of A.
@@ -193,6 +196,8 @@ class Gemm(Op):
         sources: partial sums that the epilogue adds.
         c: the tile of C for the op that completes a tile of D. None for other ops.
         out: the result. With the mechanism "store" a partial sum goes directly into a slot of the next rank.
+        scale_a: the scales of ``a``. None for a problem without scaling.
+        scale_b: the scales of ``b``. None for a problem without scaling.
     """
 
     tile: TileCoord
@@ -201,6 +206,13 @@ class Gemm(Op):
     sources: tuple[View, ...]
     c: View | None
     out: View
+    scale_a: View | None = None
+    scale_b: View | None = None
+
+    @property
+    def scales(self) -> tuple[View, ...]:
+        """The scales that it reads: those of ``a`` and of ``b``, or none."""
+        return () if self.scale_a is None or self.scale_b is None else (self.scale_a, self.scale_b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +293,7 @@ def accesses(op: Op) -> tuple[list[View], View | None]:
         The views that it reads, and the view that it writes. [] and None for a Signal, Wait or Barrier.
     """
     if isinstance(op, Gemm):
-        return [op.a, op.b, *op.sources, *([op.c] if op.c else [])], op.out
+        return [op.a, op.b, *op.sources, *([op.c] if op.c else []), *op.scales], op.out
     if isinstance(op, Reduce):
         return [*op.sources, *([op.c] if op.c else [])], op.out
     if isinstance(op, Copy):

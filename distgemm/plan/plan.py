@@ -28,7 +28,8 @@ from distgemm.plan.ops import (
     link_of,
 )
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
-from distgemm.plan.resize import RankSize, ResizedOps, size_of_rank, views_of_b
+from distgemm.plan.resize import RankSize, ResizedOps, fixed_views, size_of_rank
+from distgemm.plan.scaling import SCALE_OPERANDS, Scaling
 from distgemm.plan.schema import Mechanism, PlanError, SyncMode, WorkspaceMode, check_types, read_fields
 from distgemm.schedulers import TileCoord
 
@@ -140,6 +141,8 @@ class Plan:
         shards: the boxes of A, B and D that each rank holds: ``shards[operand][rank]``.
         rank_ops: the ops of each rank, in an order in which the rank can issue them one by one.
         slots: the slots of each rank's workspace.
+        scale_shards: the boxes of SFA and SFB, the scales, that each rank holds: ``scale_shards[operand][rank]``. None
+            for a problem without scaling.
     """
 
     problem: GemmProblem
@@ -153,6 +156,7 @@ class Plan:
     shards: tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]
     rank_ops: Sequence[tuple[Op, ...]]
     slots: tuple[tuple[Slot, ...], ...]
+    scale_shards: tuple[tuple[Box, ...], tuple[Box, ...]] | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -227,25 +231,55 @@ class Plan:
         """The box of a rank's shard in global coordinates (l, rows, columns).
 
         Args:
-            operand: "A", "B", "C" or "D". C has the same shards as D.
+            operand: "A", "B", "C" or "D". C has the same shards as D. With scaling also "SFA" or "SFB", the scales of A
+                and B, with a row and a column for each block of elements that share a scale.
             rank: 0 to world_size - 1.
 
         Raises:
             ValueError: for another operand or rank.
         """
-        member("operand", operand, ("A", "B", "C", "D"))
-        return self.shards[{"A": 0, "B": 1}.get(operand, 2)][self._rank(rank)]
+        a, b, d = self.shards
+        known = {"A": a, "B": b, "C": d, "D": d}
+        if self.scale_shards is not None:
+            known |= zip(SCALE_OPERANDS.values(), self.scale_shards, strict=True)
+        return known[member("operand", operand, known)][self._rank(rank)]
+
+    def scale_box(self, operand: str, box: Box) -> Box:
+        """The box of SFA or SFB that has the scales of a box of A or B.
+
+        Args:
+            operand: "A" or "B".
+            box: a box of the operand that lies in the shard of a rank. Its bounds are bounds of blocks.
+
+        Raises:
+            ValueError: for another operand, and for a problem without scaling.
+        """
+        scaling = instance("scaling of the problem", self.problem.scaling, Scaling, "a Scaling")[
+            member("operand", operand, ("A", "B"))
+        ]
+        assert self.scale_shards is not None
+        at = "AB".index(operand)
+        result = [box[0]]
+        for mode in (1, 2):
+            low, high = box[mode]
+            holders = (
+                rank for rank, shard in enumerate(self.shards[at]) if shard[mode][0] <= low < high <= shard[mode][1]
+            )
+            holder = next(holders, None)
+            own = (0, 0) if holder is None else self.scale_shards[at][holder][mode]
+            result.append(scaling.scales(mode - 1, box[mode], own))
+        return tuple(result)  # type: ignore[return-value]
 
     def shard(self, operand: str, rank: int) -> tuple[slice, ...]:
         """The slices of a global array that are a rank's shard.
 
         Args:
-            operand: "A", "B", "C" or "D".
+            operand: as :meth:`box` takes it.
             rank: 0 to world_size - 1.
 
         Returns:
-            Slices of an array of shape (m, k) for A, (n, k) for B, (m, n) for C and D. With l > 1 the first slice is
-            along l.
+            Slices of an array of shape (m, k) for A, (n, k) for B, (m, n) for C and D, and of all scales for SFA and
+            SFB. With l > 1 the first slice is along l.
 
         Raises:
             ValueError: for another operand or rank.
@@ -257,7 +291,7 @@ class Plan:
         """The shape of a rank's shard, with the axes of :meth:`shard`.
 
         Args:
-            operand: "A", "B", "C" or "D".
+            operand: as :meth:`box` takes it.
             rank: 0 to world_size - 1.
 
         Raises:
@@ -295,7 +329,7 @@ class Plan:
         instance("view", view, View, "a View of an op")
         if view.buffer == "slot":
             return self.slots[view.rank][view.slot].dtype
-        return self.problem.dtype if view.buffer in ("A", "B") else str(self.problem.out_dtype)
+        return self.problem.operand_dtype(view.buffer)
 
     def workspace_bytes(self, rank: int) -> int:
         """The bytes of all slots of a rank, with alignment, without signal memory and scratch memory of kernels.
@@ -361,9 +395,16 @@ class Plan:
             assert isinstance(self.rank_ops, ResizedOps)
             rows = [self.rank_ops.rows[row] for row in rows]
         slots = {of_rank: repr([tuple(slot) for slot in of_rank]) for of_rank in set(self.slots)}
-        header = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        header = self._header()
         header |= {"rank_ops": ops, "slots": [slots[of_rank] for of_rank in self.slots]}
         return hashlib.sha256(repr((header, rows)).encode()).hexdigest()
+
+    def _header(self) -> dict[str, Any]:
+        """The fields for hashes. Plans without scales have the hashes that they had before there were scales."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.scale_shards is None:
+            del fields["scale_shards"]
+        return fields
 
     @cached_property
     def fingerprint(self) -> str:
@@ -377,7 +418,7 @@ class Plan:
         if whole is None:
             return self.digest
         plan, send_slots = whole
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = self._header()
         del fields["rank_ops"], fields["slots"]  # the rest determines them
         sizes = [self.workspace_bytes(rank) for rank in range(self.world_size)]
         return hashlib.sha256(repr((plan._hashed_ops[0], send_slots, fields, sizes)).encode()).hexdigest()
@@ -385,7 +426,7 @@ class Plan:
     @cached_property
     def _hashed_ops(self) -> tuple[str, list[int]]:
         """The hash of all ops with numbers in place of the rows of A and D, and the sorted list of these rows."""
-        fixed = views_of_b(self.rank_ops)
+        fixed = fixed_views(self.rank_ops, self.problem.scaling)
         views = {id(view): view for ops in self.rank_ops for op in ops for view in _views(op)}
         rows = set(self.edges[0])
         for of_view, view in views.items():

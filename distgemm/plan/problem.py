@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from distgemm.arguments import MAX_EXTENT, integer, integers, member, wrong
+from distgemm.plan.scaling import Scaling, read_scaling
 
-__all__ = ["DTYPE_BYTES", "MAX_EXTENT", "GemmProblem"]
+__all__ = ["DTYPES", "DTYPE_BYTES", "MAX_EXTENT", "QUANTIZED_DTYPES", "GemmProblem"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -16,33 +17,49 @@ DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float4_e2m1fn_x2": 1,
+    "float8_e8m0fnu": 1,
 }
-"""The element types and their sizes in bytes. "tfloat32" is float32 that is multiplied with 10 bits of mantissa."""
+"""The element types and their sizes in bytes. "tfloat32" is float32 that is multiplied with 10 bits of mantissa. An
+element of "float4_e2m1fn_x2" is two numbers. "float8_e8m0fnu" is for scales only."""
 
-_DEFAULT_OUT = {"tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+"""The element types that scales belong to. No result has one of them."""
+
+DTYPES = tuple(name for name in DTYPE_BYTES if name != "float8_e8m0fnu")
+"""The element types of A and B."""
+
+_DEFAULT_OUT = {"tfloat32": "float32", **dict.fromkeys(QUANTIZED_DTYPES, "bfloat16")}
+
+_EIGHT_BITS = {"float8_e4m3fn", "float8_e5m2"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GemmProblem:
     """D[m, n] = alpha * sum over k of A[m, k] * B[n, k] + beta * C[m, n], for each of l batches.
 
     A has the shape (m, k). B has the shape (n, k), as the weight of a torch Linear. C and D have the shape (m, n). With
-    l > 1 all of them have a leading axis l. The extents are global, over all ranks.
+    l > 1 all of them have a leading axis l. The extents are global, over all ranks. With ``scaling``, the elements of A
+    and B are multiplied by their scales.
 
     Attributes:
         m: rows of A and D, 1 to MAX_EXTENT.
         n: rows of B and columns of D, 1 to MAX_EXTENT.
-        k: columns of A and B, 1 to MAX_EXTENT.
+        k: columns of A and B, 1 to MAX_EXTENT, in elements of ``dtype``.
         l: number of batches, 1 to MAX_EXTENT.
-        dtype: element type of A and B, a key of ``DTYPE_BYTES``.
+        dtype: element type of A, and of B without ``b_dtype``; one of ``DTYPES``.
         out_dtype: element type of C and D. None: ``dtype``, but "float32" for "tfloat32" and "bfloat16" for
-            "float8_e4m3fn".
+            ``QUANTIZED_DTYPES``.
         partial_dtype: element type of partial sums of D in memory and in transfers. None: ``out_dtype``.
         m_per_rank: number of rows of each rank's shard, if M is sharded. Zeros are allowed. None: as torch.chunk
             splits.
+        b_dtype: element type of B. None: ``dtype``. It differs from ``dtype`` only for two types of 8 bits: gradients
+            are "float8_e5m2", weights and activations "float8_e4m3fn".
+        scaling: the scales of A and B, a :class:`distgemm.plan.scaling.Scaling` or one of its names. None: no scales.
 
     Raises:
-        ValueError: for other extents or types, and for ``m_per_rank`` whose sum is no multiple of m.
+        ValueError: for other extents, types or scalings, and for ``m_per_rank`` whose sum is no multiple of m.
     """
 
     m: int
@@ -53,12 +70,14 @@ class GemmProblem:
     out_dtype: str | None = None
     partial_dtype: str | None = None
     m_per_rank: tuple[int, ...] | None = None
+    b_dtype: str | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "l"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_EXTENT))
-        outputs = tuple(name for name in DTYPE_BYTES if name != "float8_e4m3fn")
-        object.__setattr__(self, "dtype", member("dtype", self.dtype, DTYPE_BYTES))
+        outputs = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
+        object.__setattr__(self, "dtype", member("dtype", self.dtype, DTYPES))
         out = _DEFAULT_OUT.get(self.dtype, self.dtype) if self.out_dtype is None else self.out_dtype
         object.__setattr__(self, "out_dtype", member("out_dtype", out, outputs))
         partial = out if self.partial_dtype is None else self.partial_dtype
@@ -69,10 +88,38 @@ class GemmProblem:
                 wanted = f"a tuple of integers >= 0 whose sum is a multiple of m = {self.m}"
                 raise wrong("m_per_rank", f"{wanted}, not {sum(rows)}", self.m_per_rank)
             object.__setattr__(self, "m_per_rank", rows)
+        b_dtype = self.dtype if self.b_dtype is None else member("b_dtype", self.b_dtype, DTYPES)
+        if b_dtype != self.dtype and not {b_dtype, self.dtype} <= _EIGHT_BITS:
+            wanted = f"{self.dtype!r}, the dtype of A" if self.dtype not in _EIGHT_BITS else "a float8 type as dtype is"
+            raise wrong("b_dtype", wanted, b_dtype)
+        object.__setattr__(self, "b_dtype", b_dtype)
+        if self.scaling is not None:
+            object.__setattr__(self, "scaling", read_scaling(self.scaling))
+            assert self.scaling is not None
+            if self.dtype not in QUANTIZED_DTYPES:
+                raise wrong("dtype", f"one of {', '.join(QUANTIZED_DTYPES)} with a scaling", self.dtype)
+            for operand in "AB":
+                if self.scaling[operand].dtype == "float8_e4m3fn" and self.dtype != "float4_e2m1fn_x2":
+                    raise wrong("dtype", "float4_e2m1fn_x2 with scales of float8_e4m3fn", self.dtype)
+
+    def __repr__(self) -> str:
+        # Digests of plans contain this text, so fields without a value of their own are left out.
+        left_out = {"b_dtype": self.dtype, "scaling": None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in values.items() if left_out.get(name, self) != value]
+        return f"GemmProblem({', '.join(shown)})"
+
+    def operand_dtype(self, operand: str) -> str:
+        """The element type of "A", "B", "C", "D", or of the scales "SFA" or "SFB"."""
+        if operand in ("SFA", "SFB"):
+            if self.scaling is None:
+                raise wrong("operand", "A, B, C or D of a problem without scaling", operand)
+            return self.scaling[operand[-1]].dtype
+        return str({"A": self.dtype, "B": self.b_dtype}.get(operand, self.out_dtype))
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.m, self.n, self.k, self.l, self.dtype, self.out_dtype, self.partial_dtype, self.m_per_rank))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))

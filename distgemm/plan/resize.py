@@ -11,22 +11,36 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
 from distgemm.plan.ops import Box, Copy, Gemm, Op, Reduce, View, Wait, maker
+from distgemm.plan.scaling import Scaling
 
-__all__ = ["RankSize", "ResizedOps", "RowsOfOps", "size_of_rank", "views_of_b"]
+__all__ = ["RankSize", "ResizedOps", "RowsOfOps", "fixed_views", "scales_have_rows", "size_of_rank"]
 
 make_gemm, make_copy, make_reduce = maker(Gemm), maker(Copy), maker(Reduce)
 
 
-def views_of_b(rank_ops: Sequence[Sequence[Op]]) -> frozenset[int]:
-    """The ``id`` of each view of B. Its rows are those of B, which have nothing to do with the rows of A and D."""
+def fixed_views(rank_ops: Sequence[Sequence[Op]], scaling: Scaling | None) -> frozenset[int]:
+    """The ``id`` of each view whose rows have nothing to do with the rows of A and D.
+
+    These are the views of B and of its scales, and those of A's scales unless each row of A has its own.
+    """
+    with_rows = {"A", "D"} | ({"SFA"} if scaling is not None and scales_have_rows(scaling) else set())
     found: set[int] = set()
     for ops in rank_ops:
         for op in ops:
             if isinstance(op, Gemm):
                 found.add(id(op.b))
-            elif isinstance(op, Copy) and op.operand == "B":
+                if op.scales:
+                    found.add(id(op.scale_b))
+                    if "SFA" not in with_rows:
+                        found.add(id(op.scale_a))
+            elif isinstance(op, Copy) and op.operand not in with_rows:
                 found |= {id(op.src), id(op.dst)}
     return frozenset(found)
+
+
+def scales_have_rows(scaling: Scaling) -> bool:
+    """Whether A's scales have the rows of A."""
+    return scaling.a.rows == 1 and not scaling.a.swizzled
 
 
 class RankSize(NamedTuple):
@@ -55,7 +69,7 @@ class RowsOfOps(Sequence[tuple[Op, ...]]):
     Args:
         original: the ops of a plan, by rank.
         rows: the new row for each row of A and D that the plan's views have.
-        fixed: :func:`views_of_b` of the original ops.
+        fixed: :func:`fixed_views` of the original ops.
 
     Attributes:
         rows: as given.
@@ -133,8 +147,9 @@ class ResizedOps(RowsOfOps):
         view = self.view
         if isinstance(op, Gemm):
             sources, c = tuple(map(view, op.sources)), None if op.c is None else view(op.c)
-            return make_gemm(*_common(op), view(op.a), op.b, sources, c, view(op.out))
-        if isinstance(op, Copy) and op.operand != "B":
+            scales = (op.scale_a and view(op.scale_a), op.scale_b)
+            return make_gemm(*_common(op), view(op.a), op.b, sources, c, view(op.out), *scales)
+        if isinstance(op, Copy) and op.operand not in ("B", "SFB"):
             return make_copy(*_common(op), view(op.src), view(op.dst))
         if isinstance(op, Reduce):
             c = None if op.c is None else view(op.c)

@@ -95,6 +95,8 @@ def tiles_of_m(derivation: Derivation, emitter: Emitter, send_slots: int) -> Til
     """
     independent = (
         all(low < high for low, high in pairwise(derivation.edges[0]))
+        # Scales move beside their tiles, in slots and ops of their own.
+        and not derivation.moved_scales
         # The rows of a tile determine which of its parts are empty.
         and not derivation.cuts
         # A tile of B moves when the first tile of M needs it.
@@ -190,7 +192,7 @@ class RestrictedOps(RowsOfOps):
     Args:
         original: the ops of a plan without empty tiles, by rank.
         rows: the new row for each row of A and D that the plan's views have. Those of empty tiles coincide.
-        fixed: :func:`distgemm.plan.resize.views_of_b` of the original ops.
+        fixed: :func:`distgemm.plan.resize.fixed_views` of the original ops.
         numbers: what is left out, and the numbers of the rest.
     """
 
@@ -239,7 +241,8 @@ class RestrictedOps(RowsOfOps):
                 sources, out = tuple([view(source) for source in op.sources]), view(op.out)
                 c = None if op.c is None else view(op.c)
                 if isinstance(op, Gemm):
-                    made.append(make_gemm(*common, out.slot, deps, view(op.a), op.b, sources, c, out))
+                    scales = (op.scale_a and view(op.scale_a), op.scale_b)
+                    made.append(make_gemm(*common, out.slot, deps, view(op.a), op.b, sources, c, out, *scales))
                 else:
                     made.append(make_reduce(*common, out.slot, deps, sources, c, out))
             else:  # a Barrier has no tile, and comes first

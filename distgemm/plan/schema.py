@@ -13,6 +13,7 @@ from distgemm.arguments import MAX_EXTENT, shown
 from distgemm.plan.ops import Barrier, Copy, Flag, Gemm, Op, Reduce, Signal, Slot, View, Wait
 from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.plan.resize import RowsOfOps
+from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling, Scaling
 from distgemm.schedulers import TileCoord
 
 __all__ = ["Mechanism", "PlanError", "SyncMode", "WorkspaceMode", "check_types", "read_fields"]
@@ -45,7 +46,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mechanism": get_args(Mechanism),
 }
 INTEGERS = {int}
-OPERANDS = {"A", "B", "D"}
+OPERANDS = {"A", "B", "D", *SCALE_OPERANDS.values()}
+
+OPTIONAL_VIEWS = ("c", "scale_a", "scale_b")
+"""Fields of ops that are a view or None."""
 
 
 def _is_integer(value: Any) -> bool:
@@ -108,11 +112,11 @@ Check = Callable[[Any], bool]
 INTEGER = "an integer"
 FIELDS: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("id", "rank", "round", "iteration", "slot", "peer"), (_is_integer, INTEGER)),
-    "operand": (lambda value: type(value) is str and value in OPERANDS, "'A', 'B' or 'D'"),
+    "operand": (lambda value: type(value) is str and value in OPERANDS, "'A', 'B', 'D', 'SFA' or 'SFB'"),
     "tile": (_are_indices, "a tuple of integers"),
     "deps": (_are_integers, "a tuple of integers"),
     **dict.fromkeys(("a", "b", "out", "src", "dst"), (_is_view, "a View")),
-    "c": (lambda value: value is None or _is_view(value), "a View or None"),
+    **dict.fromkeys(OPTIONAL_VIEWS, (lambda value: value is None or _is_view(value), "a View or None")),
     "sources": (_are_views, "a tuple of Views"),
     "flag": (_is_flag, "a Flag"),
 }
@@ -156,6 +160,13 @@ def check_types(plan: Any) -> None:
     _check_each("shards", plan.shards, 3, lambda value: type(value) is tuple, "a tuple of boxes")
     for operand, boxes in enumerate(plan.shards):
         _check_each(f"shards[{operand}]", boxes, None, _is_box, "a box: three pairs of integers")
+    if plan.problem.scaling is None:
+        if plan.scale_shards is not None:
+            raise _wrong("scale_shards", "None for a problem without scaling", plan.scale_shards)
+    else:
+        _check_each("scale_shards", plan.scale_shards, 2, lambda value: type(value) is tuple, "a tuple of boxes")
+        for operand, boxes in enumerate(plan.scale_shards):
+            _check_each(f"scale_shards[{operand}]", boxes, None, _is_box, "a box: three pairs of integers")
     _check_each("slots", plan.slots, None, lambda value: type(value) is tuple, "a tuple of Slots")
     for rank, slots in enumerate(plan.slots):
         wanted = f"a Slot of integers and one of the types {', '.join(DTYPE_BYTES)}"
@@ -192,7 +203,7 @@ def _have_types(rank_ops: tuple[tuple[Any, ...], ...]) -> bool:
                     values = list(chain.from_iterable(values)) if good else []
                 else:
                     good = True
-                views += [view for view in values if view is not None] if name == "c" else values
+                views += [view for view in values if view is not None] if name in OPTIONAL_VIEWS else values
             if not good:
                 return False
     return _are_typed_views(views)
@@ -265,7 +276,13 @@ def read_fields(fields: Any, names: Collection[str]) -> dict[str, Any]:
     """
     fields = _known(fields, "plan", names)
     problem = _known(fields["problem"], "problem", _names(GemmProblem))
+    if problem["scaling"] is not None:
+        scaling = _known(problem["scaling"], "problem.scaling", _names(Scaling))
+        for name in scaling:
+            scaling[name] = _known(scaling[name], f"problem.scaling.{name}", _names(OperandScaling))
     try:
+        if problem["scaling"] is not None:
+            problem["scaling"] = Scaling(*(OperandScaling(**scaling[name]) for name in ("a", "b")))
         fields["problem"] = GemmProblem(**problem)
     except (ValueError, TypeError) as error:
         raise PlanError(f"the plan's problem: {error}") from None
@@ -316,7 +333,7 @@ def _made(kind: Any, value: Any) -> Any:
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("a", "b", "out", "src", "dst", "c"), lambda value: _made(View, value)),
+    **dict.fromkeys(("a", "b", "out", "src", "dst", *OPTIONAL_VIEWS), lambda value: _made(View, value)),
     "sources": lambda value: tuple(_made(View, view) for view in value) if type(value) is list else value,
     "flag": lambda value: _made(Flag, value),
 }

@@ -32,8 +32,11 @@ from distgemm.plan.ops import (
 )
 from distgemm.plan.plan import SLOT_ALIGNMENT, Plan, PlanError, slot_pitch
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS
 
 __all__ = ["FlagKey", "PlanIndex", "fail", "not_multiplied", "tile_box", "validate"]
+
+SCALES = tuple(SCALE_OPERANDS.values())
 
 FlagKey = tuple[int, int]
 """(rank, number) of a flag."""
@@ -81,6 +84,7 @@ def validate(plan: Plan) -> PlanIndex:
     plan.check_types()
     _check_ranks(plan)
     _check_extents(plan)
+    _check_scale_shards(plan)
     _check_slots(plan)
     _check_owners(plan)
     form = PlanIndex([{} for _ in plan.rank_ops], {}, {}, defaultdict(list))
@@ -134,7 +138,8 @@ def _check_ranks(plan: Plan) -> None:
     """Check that all fields are about the same number of ranks."""
     ranks = plan.world_size
     counts = {"mesh": prod(plan.mesh), "slots": len(plan.slots)}
-    counts |= {f"shards of {operand}": len(boxes) for operand, boxes in zip("ABD", plan.shards, strict=True)}
+    shards = zip(("A", "B", "D", "SFA", "SFB"), (*plan.shards, *(plan.scale_shards or ())), strict=False)
+    counts |= {f"shards of {operand}": len(boxes) for operand, boxes in shards}
     for name, count in counts.items():
         if count != ranks:
             raise PlanError(f"the plan has ops for {ranks} ranks, but its {name} are for {count}")
@@ -162,6 +167,32 @@ def _check_extents(plan: Plan) -> None:
         [box_extents(box)[1] for box in boxes] != list(problem.m_per_rank) for boxes in (plan.shards[0], plan.shards[2])
     ):
         raise PlanError(f"neither the shards of A nor those of D have m_per_rank = {problem.m_per_rank} rows")
+
+
+def _check_scale_shards(plan: Plan) -> None:
+    """Check that shards of scales are those of the shards of A and B, and that no tile divides a block."""
+    scaling = plan.problem.scaling
+    if scaling is None or plan.scale_shards is None:
+        return
+    for operand, shards, scales in zip("AB", plan.shards, plan.scale_shards, strict=False):
+        of_operand = scaling[operand]
+        for at, unit in zip((0 if operand == "A" else 1, 2), of_operand.unit, strict=True):
+            edges = plan.edges[at]
+            if any(edge % unit and edge != edges[-1] for edge in edges):
+                raise PlanError(
+                    f"the plan's bounds of tiles in mode {'mnk'[at]} are multiples of {unit}, or {edges[-1]}, so that "
+                    f"they divide no block of scales of {operand}; got {shown(edges)}"
+                )
+        for mode, shared in enumerate((of_operand.rows is None, of_operand.columns is None)):
+            owners: dict[Range, Range] = {}  # the rows or columns of the operand, by the scale that they alone have
+            for rank, (shard, found) in enumerate(zip(shards, scales, strict=True)):
+                bounds, own = shard[mode + 1], found[mode + 1]
+                good = found[0] == shard[0] and own == of_operand.scales(mode, bounds, own)
+                if shared and of_operand.scope == "shard" and bounds[0] < bounds[1]:
+                    good = good and 0 <= own[0] == own[1] - 1 and owners.setdefault(own, bounds) == bounds
+                if not good:
+                    name = SCALE_OPERANDS[operand]
+                    raise PlanError(f"rank {rank}: its shard {found} of {name} is not that of {shard}, its {operand}")
 
 
 def _check_slots(plan: Plan) -> None:
@@ -222,8 +253,9 @@ def _check_flag(signal: Signal, wait: Wait, ops: dict[int, Op]) -> None:
     if signal.slot != wait.slot:
         raise fail(wait, f"is about slot {wait.slot}, but {signal} about slot {signal.slot}")
     for dep in () if flag.credit else signal.deps:
-        if isinstance(ops[dep], (Copy, Gemm, Reduce)) and ops[dep].slot != signal.slot:
-            raise fail(signal, f"is about slot {signal.slot}, but comes after {ops[dep]}")
+        moved = ops[dep]
+        if isinstance(moved, (Copy, Gemm, Reduce)) and moved.slot != signal.slot and moved.operand not in SCALES:
+            raise fail(signal, f"is about slot {signal.slot}, but comes after {moved}")
     if signal.flag != flag:
         raise fail(wait, f"waits for {flag!r}, but {signal} sets {signal.flag!r}")
     if flag.initial not in (0, 1):
@@ -241,6 +273,10 @@ class _Memory:
         self.plan = plan
         self.problem = plan.problem
         self.shards = dict(zip("ABDC", (*plan.shards, plan.shards[2]), strict=True))
+        if plan.scale_shards is not None:
+            self.shards |= zip(SCALES, plan.scale_shards, strict=True)
+        self.scale_boxes: dict[tuple[str, Box], Box] = {}  # by operand and box
+        self.of_scales: set[int] = set()  # id() of the views of scales
         self.tiles = tuple(dict(enumerate(pairwise(edges))) for edges in plan.edges)  # by mode and index
         self.dtypes: dict[int, str] = {}  # by id() of the view; equal views may be checked twice
         self.views: list[tuple[View, Op]] = []  # each view, and the first op that has it
@@ -249,6 +285,11 @@ class _Memory:
         """Check that an op may access the memory of its views, and that they agree with its tile and types."""
         reads, write = accesses(op)
         assert write is not None
+        if self.problem.scaling is not None:
+            if isinstance(op, Gemm):
+                self.of_scales |= set(map(id, op.scales))
+            elif op.operand in SCALES:
+                self.of_scales |= {id(view) for view in (*reads, write)}
         self._check_access(op, reads, write)
         if op.slot != write.slot:
             raise fail(op, f"names slot {op.slot}, but writes {write}")
@@ -299,8 +340,8 @@ class _Memory:
             if m not in of_m or n not in of_n or k not in of_k or l not in of_l:
                 raise fail(op, f"its tile is outside the grid {tuple(self.plan.grid)}")
             rows, columns, depth, batch = of_m[m], of_n[n], of_k[k], of_l[l]
-            self._check_operand(op, op.a, (batch, rows, depth))
-            self._check_operand(op, op.b, (batch, columns, depth))
+            self._check_operand(op, "A", op.a, op.scale_a, (batch, rows, depth))
+            self._check_operand(op, "B", op.b, op.scale_b, (batch, columns, depth))
             wanted = batch, rows, columns
         rests = self.problem.partial_dtype if op.c is None else self.problem.out_dtype
         if dtypes[id(write)] != rests:
@@ -309,12 +350,25 @@ class _Memory:
             if view.box != wanted:
                 raise fail(op, f"adds {view} where its tile is {wanted}")
 
-    def _check_operand(self, op: Gemm, view: View, box: Box) -> None:
+    def _check_operand(self, op: Gemm, operand: str, view: View, scales: View | None, box: Box) -> None:
         if view.box != box:
             raise fail(op, f"reads {view} where its tile is {box}")
-        dtype = self.dtypes[id(view)]
-        if dtype != self.problem.dtype:
-            raise fail(op, f"reads {view} of {dtype} where A and B are {self.problem.dtype}")
+        dtype, wanted = self.dtypes[id(view)], self.problem.operand_dtype(operand)
+        if dtype != wanted:
+            raise fail(op, f"reads {view} of {dtype} where {operand} is {wanted}")
+        if (scales is None) != (self.problem.scaling is None):
+            has = "no scales" if scales is None else f"the scales {scales}"
+            raise fail(op, f"reads {has} of {operand} where the problem has the scaling {self.problem.scaling}")
+        if scales is None:
+            return
+        of_tile = self.scale_boxes.get((operand, box))
+        if of_tile is None:
+            of_tile = self.scale_boxes[operand, box] = self.plan.scale_box(operand, box)
+        if scales.box != of_tile:
+            raise fail(op, f"reads {scales} as the scales of its tile of {operand}, which are {of_tile}")
+        dtype, wanted = self.dtypes[id(scales)], self.problem.operand_dtype(SCALE_OPERANDS[operand])
+        if dtype != wanted:
+            raise fail(op, f"reads {scales} of {dtype} where scales of {operand} are {wanted}")
 
     def _check_place(self, op: Op, view: View) -> None:
         if not contains(view.frame, view.box) or not box_size(view.box):
@@ -333,9 +387,14 @@ class _Memory:
         self.views.append((view, op))
 
     def check_pitches(self) -> None:
-        """Check that rows are dense in the caller's shards, and aligned in slots."""
+        """Check that rows are dense in the caller's shards and in slots of scales, and aligned in other slots."""
+        of_frames: dict[tuple[int, int, Box], int] = {}
         for view, op in self.views:
             columns = box_extents(view.frame)[2]
-            pitch = slot_pitch(columns, self.dtypes[id(view)]) if view.buffer == "slot" else columns
+            aligned = view.buffer == "slot" and id(view) not in self.of_scales
+            pitch = slot_pitch(columns, self.dtypes[id(view)]) if aligned else columns
+            if view.buffer == "slot":
+                # A tile and scales of the same frame would have rows at other distances.
+                pitch = of_frames.setdefault((view.rank, view.slot, view.frame), pitch)
             if view.pitch != pitch:
                 raise fail(op, f"{view} has rows {view.pitch} elements apart, not {pitch}")

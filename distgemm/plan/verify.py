@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from distgemm.plan.ops import Barrier, Box, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_size, link_of, overlaps
 from distgemm.plan.plan import Plan, PlanError, collector_paused
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.plan.validate import FlagKey, PlanIndex, fail, not_multiplied, tile_box, validate
 
 __all__ = ["verify"]
@@ -225,11 +226,11 @@ class Order:
 
 # --- values -------------------------------------------------------------------------------------------
 
-INPUTS = ("A", "B", "C")
+INPUTS = ("A", "B", "C", *SCALE_OPERANDS.values())
 
 Content = str | int
-"""The content of a box of memory: an operand, or the bits of a sum. "A", "B" or "C" means the elements of that operand
-in the same box. In a sum, bit 0 stands for beta * C, and bit k + 1 for the contribution of k tile k."""
+"""The content of a box of memory: an operand, or the bits of a sum. "A", "B", "C", "SFA" or "SFB" means the elements of
+that operand in the same box. In a sum, bit 0 stands for beta * C, and bit k + 1 for the contribution of k tile k."""
 
 
 class _Piece:
@@ -494,10 +495,10 @@ class Evaluation:
         other = self.multiplied.setdefault(op.tile, op)
         if other is not op:
             raise fail(op, f"multiplies a tile that {other} has multiplied")
-        if op.a.buffer != "A":
-            self._expect(op, op.a, "A")
-        if op.b.buffer != "B":
-            self._expect(op, op.b, "B")
+        # validate() has checked that the boxes of scales are those of the tiles.
+        for view, operand in zip((op.a, op.b, *op.scales), ("A", "B", *SCALE_OPERANDS.values()), strict=False):
+            if view.buffer != operand:
+                self._expect(op, view, operand)
         self._write(op, op.out, self._sum(op, 2 << op.tile.k))
 
     def _expect(self, op: Op, view: View, operand: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,9 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float8_e8m0fnu": torch.float8_e8m0fnu,
+    "float4_e2m1fn_x2": torch.float4_e2m1fn_x2,
 }
 
 Group = dist.ProcessGroup | DeviceMesh | str
@@ -469,14 +473,51 @@ def check_bias(rank: int, bias: Tensor | None, d: Tensor) -> None:
     _check_memory("bias", rank, bias, written=False)
 
 
-def check_scales(plan: Plan, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
-    """Raises ValueError where a scale is neither one number nor one number for each row of the whole A, or B."""
-    for name, scale, rows in (("scale_a", scale_a, plan.problem.m), ("scale_b", scale_b, plan.problem.n)):
-        if scale is not None and read_tensor(name, scale).numel() not in (1, rows):
+def check_scales(
+    plan: Plan, rank: int, device: torch.device, scale_a: Tensor | None, scale_b: Tensor | None
+) -> dict[str, Tensor]:
+    """The scales of a call as "SFA" and "SFB", of the shapes of the plan's shards. Empty for a plan without scaling.
+
+    Args:
+        plan: what is executed.
+        rank: this rank.
+        device: where the tensors lie.
+        scale_a: the scales of this rank's shard of A.
+        scale_b: the scales of this rank's shard of B.
+
+    Raises:
+        ValueError: for scales that are missing or that the problem does not have, and for tensors of another shape,
+            dtype or device.
+    """
+    found: dict[str, Tensor] = {}
+    for name, scales in (("SFA", scale_a), ("SFB", scale_b)):
+        argument = f"scale_{name[-1].lower()} on rank {rank}"
+        if plan.problem.scaling is None:
+            if scales is not None:
+                raise ValueError(
+                    f"{argument} is None, because the problem has no scaling: GemmProblem(..., scaling='rowwise') has"
+                )
+            continue
+        shape, dtype = plan.shard_shape(name, rank), shard_dtype(plan, name)
+        if scales is None:
+            raise ValueError(f"{argument} is {shape} of {dtype}, the scales of {name[-1]}'s shard, got None")
+        read_tensor(argument, scales)
+        same = tuple(scales.shape) == shape or (
+            scales.numel() == prod(shape) and max(_long_sides(scales.shape), _long_sides(shape)) < 2
+        )
+        if not same or scales.dtype != dtype or scales.device != device:
             raise ValueError(
-                f"{name} is one number, or {rows} for the rows of the whole {name[-1].upper()}, got "
-                f"{tuple(scale.shape)}"
+                f"{argument} is {shape} of {dtype} on {device}, got {tuple(scales.shape)} of {scales.dtype} on "
+                f"{scales.device}"
             )
+        _check_memory(argument, rank, scales, written=False)
+        found[name] = scales.detach().reshape(shape)
+    return found
+
+
+def _long_sides(shape: Sequence[int]) -> int:
+    """The number of sides that are longer than 1."""
+    return sum(side != 1 for side in shape)
 
 
 def _check_memory(what: str, rank: int, tensor: Tensor, written: bool) -> None:
@@ -530,8 +571,8 @@ def _has_overlap(tensor: Tensor) -> bool:
 
 
 def shard_dtype(plan: Plan, name: str) -> torch.dtype:
-    """The dtype of a rank's shard of "A", "B", "C" or "D"."""
-    return TORCH_DTYPES[str(plan.problem.dtype if name in "AB" else plan.problem.out_dtype)]
+    """The dtype of a rank's shard of "A", "B", "C" or "D", or of its scales "SFA" or "SFB"."""
+    return TORCH_DTYPES[plan.problem.operand_dtype(name)]
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:

@@ -148,13 +148,15 @@ class Executable(Protocol):
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
-            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.b_dtype``.
             c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
             alpha: factor of A @ B.T.
             beta: factor of C.
             bias: one row of D's shard, of ``problem.out_dtype``.
-            scale_a: float32 factor of the whole A, or one for each row of the whole A.
-            scale_b: float32 factor of the whole B, or one for each row of the whole B.
+            scale_a: with ``problem.scaling``, the scales of this rank's shard of A, of shape
+                ``plan.shard_shape("SFA", rank)`` and of the scaling's dtype. Other shapes of as many elements are taken
+                if only one of their sides, and of that shape's, is longer than 1. None: the problem has no scaling.
+            scale_b: as ``scale_a``, of this rank's shard of B: "SFB".
             out: where D goes, instead of a new tensor. It shares no memory with the shards.
             gathered: where all of A goes, (m, k), where this rank receives all of A. It shares no memory with the
                 others.

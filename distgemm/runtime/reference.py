@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from distgemm.arguments import finite, instance, integer, member, wrong
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, View, Wait, box_extents
 from distgemm.plan.plan import Plan, PlanError
+from distgemm.plan.scaling import SCALE_OPERANDS
 
 __all__ = ["ORDERS", "run_reference"]
 
@@ -20,6 +21,15 @@ ORDERS = ("random", "issue")
 MAX_REPLAYS = 2**16
 
 Array = NDArray[np.float64]
+
+NAMES = {
+    "A": "a_shards",
+    "B": "b_shards",
+    "C": "c_shards",
+    "SFA": "scale_a_shards",
+    "SFB": "scale_b_shards",
+}
+"""The arguments that have the shards of operands."""
 
 
 def run_reference(
@@ -32,6 +42,8 @@ def run_reference(
     order: str = "random",
     seed: int = 0,
     replays: int = 1,
+    scale_a_shards: Sequence[Any] | None = None,
+    scale_b_shards: Sequence[Any] | None = None,
 ) -> list[Array]:
     """Execute a plan's ops for all ranks, and return the shard of D of each.
 
@@ -41,9 +53,13 @@ def run_reference(
     replays: executes the plan this many times on the same workspace. All but the last run on other inputs
         (multiples of those given), so that a result made of leftovers would be wrong
 
+    scale_a_shards, scale_b_shards: with ``plan.problem.scaling``, the scales of A and B: an array for each rank, of
+             the shape ``plan.shard_shape("SFA", rank)`` and "SFB"; swizzled scales as they lie in memory
+
     Everything is added in float64 and nothing is rounded in between. The workspace and D hold NaN before the
     first replay, D before every replay. The program it stands for is ``D = alpha * A @ B.T + beta * C`` on the
-    whole matrices.
+    whole matrices, with A and B multiplied by their scales. Elements and scales are numbers, whatever type the plan
+    has; elements of "float4_e2m1fn_x2" are pairs, so they are refused.
 
     Raises ValueError for arguments of another type and for shards of the wrong number or shape, and PlanError where
     the plan blocks or refers to what does not exist.
@@ -57,13 +73,21 @@ def run_reference(
     inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
     if c_shards is not None:
         inputs["C"] = _shards(plan, "C", c_shards)
+    if "float4_e2m1fn_x2" in (plan.problem.dtype, plan.problem.b_dtype):
+        raise ValueError("no runtime multiplies float4_e2m1fn_x2: its plans can be made, proved and simulated")
+    for operand, given in zip(SCALE_OPERANDS.values(), (scale_a_shards, scale_b_shards), strict=True):
+        if (given is None) != (plan.problem.scaling is None):
+            wanted = "given with a scaling of the problem" if given is None else "None for a problem without scaling"
+            raise wrong(NAMES[operand], wanted, given)
+        if given is not None:
+            inputs[operand] = _shards(plan, operand, given)
     machine = RankMemories(plan, inputs, alpha, beta, replays)
     machine.run(random.Random(seed) if order == "random" else None)
     return [d.reshape(plan.shard_shape("D", rank)) for rank, d in enumerate(machine.d)]
 
 
 def _shards(plan: Plan, operand: str, given: Sequence[Any]) -> list[Array]:
-    name = f"{operand.lower()}_shards"
+    name = NAMES[operand]
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != plan.world_size:
         raise wrong(name, f"a sequence of {plan.world_size} arrays, the shard of {operand} of each rank", given)
     result: list[Array] = []
@@ -152,7 +176,8 @@ class RankMemories:
 
     def _execute(self, rank: int, op: Op) -> None:
         if isinstance(op, Gemm):
-            product = self.alpha * np.einsum("lmk,lnk->lmn", self._read(op.a), self._read(op.b))
+            a, b = self._operand("A", op.a, op.scale_a), self._operand("B", op.b, op.scale_b)
+            product = self.alpha * np.einsum("lmk,lnk->lmn", a, b)
             self._write(op.out, self._sum(op, product))
         elif isinstance(op, Reduce):
             self._write(op.out, self._sum(op, np.zeros(box_extents(op.out.box))))
@@ -166,6 +191,14 @@ class RankMemories:
             self.flags[op.flag[:2]] = 0
         self.ranks[rank].ready.remove(op.id)
         self.ranks[rank].finish(op.id)
+
+    def _operand(self, operand: str, view: View, scales: View | None) -> Array:
+        """A tile of A or B, multiplied by its scales."""
+        tile, scaling = self._read(view), self.plan.problem.scaling
+        if scales is None or scaling is None:
+            return tile
+        factors: Array = scaling[operand].expand(self._read(scales), *tile.shape[1:])
+        return tile * factors
 
     def _sum(self, op: Gemm | Reduce, result: Array) -> Array:
         for source in op.sources:
