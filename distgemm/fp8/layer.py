@@ -118,7 +118,13 @@ class Exchange:
         return quantize_with(amax_of(x, scaling) if amax is None else amax, x, scaling, dtype, **options)
 
     def product(
-        self, a: Quantized, b: Quantized, splits: tuple[int | None, int | None, int | None], dtype: torch.dtype
+        self,
+        a: Quantized,
+        b: Quantized,
+        splits: tuple[int | None, int | None, int | None],
+        dtype: torch.dtype,
+        recipe: Recipe,
+        forward: bool,
     ) -> Tensor:
         """A · Bᵀ over the ranks, without a bias.
 
@@ -127,6 +133,8 @@ class Exchange:
             b: (n, k).
             splits: the dimensions along which A, B and the result are split.
             dtype: type of the result.
+            recipe: the recipe of the layer.
+            forward: whether it is the output of the layer, and not a gradient.
         """
         return multiply(a, b, dtype)
 
@@ -156,7 +164,7 @@ class _Linear(torch.autograd.Function):
         split = exchange.split
         qx = layer.quantized("x", x, recipe.forward[0], split.x)
         qw = layer.weight(w, recipe.forward[1], split.w)
-        y = exchange.product(qx, qw, (split.x, split.w, split.y), x.dtype)
+        y = exchange.product(qx, qw, (split.x, split.w, split.y), x.dtype, recipe, forward=True)
         ctx.layer, ctx.biased = layer, bias is not None
         # Codes instead of the tensor, where the backward pass has use for them.
         ctx.codes = {
@@ -186,7 +194,7 @@ class _Linear(torch.autograd.Function):
                 qw = Quantized(w, w_scales, recipe.forward[1]).t()
             else:
                 qw = layer.weight(w.t(), scaling_w, turned(split.w), is_transposed=True)
-            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype)
+            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, forward=False)
         if wants_w and recipe.grad_weight is None:
             dw = (exchange.whole(dy.t(), turned(split.y)) @ exchange.whole(x.t(), turned(split.x)).t()).to(w_dtype)
         elif wants_w and recipe.grad_weight is not None:
