@@ -12,6 +12,7 @@ model are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -20,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional
 
 import distgemm
+from distgemm.runtime.launch import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -47,23 +51,29 @@ class Run:
     tokens: int = 64
 
 
-def make_recipe(run: Run) -> Any:
+def recipe_of(run: Run) -> Any:
     """The recipe of a run; None: bf16."""
-    if run.recipe == "bf16":
-        return None
-    return distgemm.fp8.recipe(run.recipe, scope=run.scope, block=BLOCK)
+    return None if run.recipe == "bf16" else distgemm.fp8.recipe(run.recipe, scope=run.scope, block=BLOCK)
+
+
+def make_model(run: Run, recipe: Any) -> Any:
+    """The model, the same on all ranks and for all numbers of ranks."""
+    torch.manual_seed(train_llama.SEED)
+    model = llama.Llama(CONFIG)
+    if run.tp > 1:
+        mesh = init_device_mesh("cpu", (run.tp,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, llama.tensor_parallel_plan())
+    if recipe is not None:
+        distgemm.nn.use_recipe(model, recipe, distgemm.nn.all_but("head"))
+    return model
 
 
 def train(run: Run) -> list[float]:
-    """The losses of a run on this rank."""
-    torch.manual_seed(train_llama.SEED)
-    model: Any = llama.Llama(CONFIG)
-    recipe = make_recipe(run)
-    only = distgemm.nn.all_but("head")
+    """The losses of a run."""
+    recipe = recipe_of(run)
+    model = make_model(run, recipe)
     if recipe is not None and recipe.amax == "static":
         calibrate(model, run)
-    elif recipe is not None:
-        distgemm.nn.use_recipe(model, recipe, only)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate)
     losses = []
     for number in range(run.steps):
@@ -74,30 +84,27 @@ def train(run: Run) -> list[float]:
 
 def step(model: Any, optimizer: Any, run: Run, number: int) -> float:
     """One step. Returns its loss."""
-    options = train_llama.Options(batch=run.batch, tokens=run.tokens)
-    ids = train_llama.batch_of(number, options)
+    ids = train_llama.batch_of(number, train_llama.Options(batch=run.batch, tokens=run.tokens))
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids[:-1])
-    loss = functional.cross_entropy(logits.float().flatten(0, 1), ids[1:].flatten())
-    loss.backward()
+    with loss_parallel() if run.tp > 1 else contextlib.nullcontext():
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), ids[1:].flatten())
+        loss.backward()
     optimizer.step()
-    return loss.item()
+    return float(train_llama.local(loss.detach()))
 
 
 def calibrate(model: Any, run: Run) -> None:
-    """Give a model a static recipe, with four times the largest magnitudes of 3 steps of a copy that is trained."""
-    import copy
-
-    trial = copy.deepcopy(model)
-    only = distgemm.nn.all_but("head")
-    distgemm.nn.use_recipe(trial, distgemm.fp8.recipe("tensorwise_delayed"), only)
+    """Set the largest magnitudes of a static recipe: four times those of 3 steps with a delayed one."""
+    trial = make_model(run, distgemm.fp8.recipe("tensorwise_delayed"))
     optimizer = torch.optim.AdamW(trial.parameters(), lr=run.rate)
     for number in range(3):
         step(trial, optimizer, run, number)
-    for name in distgemm.nn.use_recipe(model, make_recipe(run), only):
-        x, w, dy = (4 * trial.get_submodule(name).fp8.history.max(1).values).tolist()
-        model.get_submodule(name).fp8.set(x=x, w=w, dy=dy)
+    for name, found in trial.named_modules():
+        if isinstance(found, distgemm.fp8.LayerState):
+            x, w, dy = (4 * found.history.max(1).values).tolist()
+            model.get_submodule(name).set(x=x, w=w, dy=dy)
 
 
 def loss_of(losses: list[float]) -> float:
@@ -119,7 +126,7 @@ def main() -> None:
     for name in options.recipes:
         run = Run(name, options.scope, options.steps, options.tp)
         start = time.monotonic()
-        losses = train(run)
+        losses = train(run) if run.tp == 1 else launch(train, run.tp, run, timeout=3600)[0]
         rows = [row for row in rows if row["run"] != asdict(run)]
         rows.append({"run": asdict(run), "loss": loss_of(losses), "losses": [round(each, 5) for each in losses]})
         print(f"{name}, {run.scope}, tp {run.tp}: {losses[0]:.4f} to {loss_of(losses):.5f}, "

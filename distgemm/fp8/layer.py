@@ -124,7 +124,9 @@ class Exchange:
         splits: tuple[int | None, int | None, int | None],
         dtype: torch.dtype,
         recipe: Recipe,
-        forward: bool,
+        *,
+        forward: bool = False,
+        keep: bool = False,
     ) -> Tensor:
         """A · Bᵀ over the ranks, without a bias.
 
@@ -135,6 +137,7 @@ class Exchange:
             dtype: type of the result.
             recipe: the recipe of the layer.
             forward: whether it is the output of the layer, and not a gradient.
+            keep: whether :meth:`whole` may return what is gathered here.
         """
         return multiply(a, b, dtype)
 
@@ -147,7 +150,7 @@ class Exchange:
         return x
 
 
-class _Linear(torch.autograd.Function):
+class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the nodes of autograd's graph)
     """Y = X · Wᵀ + bias."""
 
     @staticmethod
@@ -194,7 +197,9 @@ class _Linear(torch.autograd.Function):
                 qw = Quantized(w, w_scales, recipe.forward[1]).t()
             else:
                 qw = layer.weight(w.t(), scaling_w, turned(split.w), is_transposed=True)
-            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, forward=False)
+            # The gathered codes also serve the gradient of the weight if it takes the same.
+            keep = wants_w and recipe.grad_weight is not None and recipe.grad_weight[0] == transposed(scaling_dy)
+            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, keep=keep)
         if wants_w and recipe.grad_weight is None:
             dw = (exchange.whole(dy.t(), turned(split.y)) @ exchange.whole(x.t(), turned(split.x)).t()).to(w_dtype)
         elif wants_w and recipe.grad_weight is not None:
@@ -262,7 +267,7 @@ def linear_over(
             f"a recipe with amax={recipe.amax!r} keeps largest magnitudes between calls: "
             "recipe=distgemm.fp8.LayerState(recipe), one for each layer"
         )
-    found: Tensor = _Linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
+    found: Tensor = distgemm_fp8_linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
     return found
 
 

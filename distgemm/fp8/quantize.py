@@ -105,13 +105,13 @@ def quantize_with(
         power_of_two: as in :func:`quantize`.
     """
     largest = torch.finfo(dtype).max
-    scales = amax.clamp(min=MIN_AMAX) / largest
+    # In float64, and a product rather than a quotient, so that codes have the bits of torchao's.
+    multipliers = (largest / amax.clamp(min=MIN_AMAX).double()).float()
     if power_of_two:
-        mantissa, exponent = torch.frexp(scales)
-        # The mantissa is at least 0.5, so the next power of two is 2**exponent, except of a power of two itself.
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scaled = x.float() / _expanded(scales, x, scaling)
-    return Quantized(scaled.clamp(-largest, largest).to(dtype), scales, scaling)
+        mantissas, exponents = torch.frexp(multipliers)
+        multipliers = torch.ldexp(torch.full_like(mantissas, 0.5), exponents)
+    scaled = x.float() * _expanded(multipliers, x, scaling)
+    return Quantized(scaled.clamp(-largest, largest).to(dtype), multipliers.reciprocal(), scaling)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,6 +15,8 @@ from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import process_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops import library
+from distgemm.torch_ops.library import split_extent
+from distgemm.torch_ops.needs import recording
 
 __all__ = ["RankExchange", "as_quantized", "gather_products", "product_of", "rank_linear"]
 
@@ -62,7 +64,7 @@ class RankExchange(Exchange):
         """An operand in fp8. Its largest magnitudes are all-reduced if the scales are those of all shards."""
         if amax is None:
             amax = amax_of(x, scaling)
-            if scaling.scope == "global" and spans(scaling, split):
+            if scaling.scope == "global" and spans(scaling, split) and not recording():
                 dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
         return quantize_with(amax, x, scaling, dtype, power_of_two=recipe.power_of_two)
 
@@ -73,7 +75,9 @@ class RankExchange(Exchange):
         splits: tuple[int | None, int | None, int | None],
         dtype: torch.dtype,
         recipe: Recipe,
-        forward: bool,
+        *,
+        forward: bool = False,
+        keep: bool = False,
     ) -> Tensor:
         """A · Bᵀ over the ranks, by the plan of a pattern."""
         split_a, split_b, split_d = splits
@@ -87,9 +91,10 @@ class RankExchange(Exchange):
         options: dict[str, Any] = {"rows": self.rows, "whole": self.features, "partial_dtype": recipe.partial_dtype}
         if forward:
             options |= {"schedule": self.schedule, "chunks": self.chunks}
-        found = product_of(
-            pattern, a, b, None, self.group_name, dtype, gathered=self.keeps_gathered and forward, **options
-        )
+            keep = self.keeps_gathered
+        # A rank without rows of B receives nothing.
+        keep = keep and pattern == "ag+gemm" and (self.features is None or all(split_extent(self.features, self.ranks)))
+        found = product_of(pattern, a, b, None, self.group_name, dtype, gathered=keep, **options)
         if len(found) > 1:
             self.kept = whole_scales(a, found[1], self.group_name, self.rows)
         return found[0]
@@ -106,7 +111,7 @@ class RankExchange(Exchange):
 
     def sum(self, x: Tensor, split: int | None) -> Tensor:
         """The sum over ranks of what each has computed from its tokens."""
-        if split == 0:
+        if split == 0 and not recording():
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -155,7 +160,8 @@ def _gathered(x: Tensor, shares: Sequence[int], group: str) -> Tensor:
     most = max(shares)
     padded = torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[0]))
     found = [torch.empty_like(padded) for _ in shares]
-    dist.all_gather(found, padded, group=process_group(group))
+    if not recording():
+        dist.all_gather(found, padded, group=process_group(group))
     return torch.cat([each[:share] for each, share in zip(found, shares, strict=True)])
 
 

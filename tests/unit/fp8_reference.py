@@ -20,11 +20,10 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return found
 
 
-def scale(block: np.ndarray, dtype: str, power_of_two: bool) -> float:
-    """The float32 scale of a block."""
-    amax = np.float32(max(float(np.abs(block).max(initial=0.0)), 2.0**-100))
-    found = np.float32(amax / np.float32(FORMATS[dtype][2]))
-    return float(2.0 ** math.ceil(math.log2(found))) if power_of_two else float(found)
+def multiplier(block: np.ndarray, dtype: str, power_of_two: bool) -> np.float32:
+    """What the elements of a block are multiplied by, in float32. Its reciprocal is the scale."""
+    found = np.float32(FORMATS[dtype][2] / max(float(np.abs(block).max(initial=0.0)), 2.0**-100))
+    return np.float32(2.0 ** math.floor(math.log2(found))) if power_of_two else found
 
 
 def bounds(extent: int, block: int | None, starts: list[int]) -> list[tuple[int, int]]:
@@ -41,7 +40,7 @@ def quantized(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A float64 matrix as fp8 holds it, and the scale of each element.
 
-    Elements are divided in float32, as the implementation divides them: the quotient decides between two codes.
+    Elements are multiplied in float32, as the implementation does: the product decides between two codes.
     """
     starts = [[0], [0]]
     if scaling.scope == "shard" and split is not None:
@@ -51,9 +50,10 @@ def quantized(
     for top, bottom in bounds(x.shape[0], scaling.rows, starts[0]):
         for left, right in bounds(x.shape[1], scaling.columns, starts[1]):
             box = slice(top, bottom), slice(left, right)
-            f = scale(x[box], dtype, power_of_two)
-            quotient = (x[box].astype(np.float32) / np.float32(f)).astype(np.float64)
-            found[box], scales[box] = rounded(quotient, dtype) * f, f
+            f = multiplier(x[box], dtype, power_of_two)
+            scale = float(np.float32(1) / f)
+            product = (x[box].astype(np.float32) * f).astype(np.float64)
+            found[box], scales[box] = rounded(product, dtype) * scale, scale
     return found, scales
 
 
@@ -66,7 +66,7 @@ def smallest_step(dtype: str) -> float:
 def element_bound(x: np.ndarray, scales: np.ndarray, dtype: str) -> np.ndarray:
     """How far an element in fp8 may be from the true one: half a unit in its last place.
 
-    The division and the product with the scale round in float32.
+    The product with the multiplier, and the multiplier and the scale themselves, round in float32.
     """
     bits = FORMATS[dtype][0]
     found: np.ndarray = np.maximum(np.abs(x) * 2.0 ** -(bits + 1), scales * smallest_step(dtype) / 2) * (1 + 2.0**-20)
