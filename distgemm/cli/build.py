@@ -13,7 +13,7 @@ import typer
 
 from distgemm.cli.options import OutDtype, PartialDtype, each_once, named, number, one_of
 from distgemm.cli.output import Line, print_figures, print_wrapped, say
-from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.problem import DTYPES, GemmProblem
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ Dtypes = Annotated[
     list[str] | None,
     typer.Option(
         "--dtype",
-        parser=one_of(DTYPE_BYTES),
+        parser=one_of(DTYPES),
         metavar="TYPE",
         help="Type of A and B; repeatable. [default: bfloat16]",
     ),

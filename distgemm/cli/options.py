@@ -15,7 +15,8 @@ from distgemm.arguments import MAX_EXTENT, TECHNICAL_LIMIT, shown
 from distgemm.measure.models import MODELS
 from distgemm.plan.derive import MECHANISMS, SYNCS, WORKSPACES
 from distgemm.plan.options import Mesh, parse_mesh, parse_options
-from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
+from distgemm.plan.problem import DTYPES, GemmProblem
+from distgemm.plan.scaling import SCALINGS, read_scaling
 from distgemm.schedulers import PATTERNS, list_patterns, list_schedules, schedule_mesh_rank
 from distgemm.schedulers.registry import MAX_RANKS
 from distgemm.simulator.machine import Machine, list_machines
@@ -204,16 +205,21 @@ M = Annotated[
 N = Annotated[int, typer.Option("--n", metavar="N", parser=number(1), help="Rows of B, columns of D.")]
 K = Annotated[int, typer.Option("--k", metavar="K", parser=number(1), help="Columns of A and B.")]
 Batches = Annotated[int, typer.Option("--l", metavar="L", parser=number(1), help="Batches.")]
-Dtype = Annotated[str, _choice("--dtype", values=DTYPE_BYTES, metavar="TYPE", help="Element type of A and B")]
+Dtype = Annotated[str, _choice("--dtype", values=DTYPES, metavar="TYPE", help="Element type of A and B")]
+BDtype = Annotated[
+    str | None,
+    _choice("--b-dtype", values=DTYPES, metavar="TYPE", help="Element type of B, if it differs", default="as --dtype"),
+]
+Scaling = Annotated[
+    str | None, _choice("--scaling", values=SCALINGS, metavar="NAME", help="Scales of A and B", default="none")
+]
 OutDtype = Annotated[
     str | None,
-    _choice("--out-dtype", values=DTYPE_BYTES, metavar="TYPE", help="Element type of C and D", default="as --dtype"),
+    _choice("--out-dtype", values=DTYPES, metavar="TYPE", help="Element type of C and D", default="as --dtype"),
 ]
 PartialDtype = Annotated[
     str | None,
-    _choice(
-        "--partial-dtype", values=DTYPE_BYTES, metavar="TYPE", help="Type of partial sums", default="as --out-dtype"
-    ),
+    _choice("--partial-dtype", values=DTYPES, metavar="TYPE", help="Type of partial sums", default="as --out-dtype"),
 ]
 RowsPerRank = Annotated[
     list[int] | None,
@@ -343,14 +349,18 @@ def gemm_problem(
     out_dtype: str | None,
     partial_dtype: str | None,
     m_per_rank: list[int] | None,
+    b_dtype: str | None,
+    scaling: str | None,
 ) -> GemmProblem:
-    """The problem that --m, --n, --k, --l, the types and --m-per-rank give."""
+    """The problem that --m, --n, --k, --l, the types, --m-per-rank and --scaling give."""
     rows = tuple(m_per_rank) if m_per_rank else None
     if m is None:
         m = DEFAULT_M if rows is None else sum(rows)
     elif rows is not None and sum(rows) != m:
         raise ValueError(f"--m-per-rank gives {sum(rows)} rows in all, --m {m}")
-    return GemmProblem(m, n, k, batches, dtype, out_dtype, partial_dtype, rows)
+    return GemmProblem(
+        m, n, k, batches, dtype, out_dtype, partial_dtype, rows, b_dtype, read_scaling(scaling) if scaling else None
+    )
 
 
 def check_rows_per_rank(problem: GemmProblem, mesh: Mesh) -> None:

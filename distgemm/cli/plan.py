@@ -9,6 +9,7 @@ import typer
 
 from distgemm.cli.options import (
     Batches,
+    BDtype,
     Dtype,
     JsonFile,
     K,
@@ -21,6 +22,7 @@ from distgemm.cli.options import (
     Pictures,
     Ranks,
     RowsPerRank,
+    Scaling,
     ScheduleName,
     ScheduleOptions,
     Sync,
@@ -60,6 +62,8 @@ def plan_command(
     dtype: Dtype = "bfloat16",
     out_dtype: OutDtype = None,
     partial_dtype: PartialDtype = None,
+    b_dtype: BDtype = None,
+    scaling: Scaling = None,
     m_per_rank: RowsPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
@@ -83,7 +87,7 @@ def plan_command(
     paths = output or []
     check_files(paths, PAGE_SUFFIX)
     check_json(json)
-    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
+    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, b_dtype, scaling)
     options: dict[str, Any] = {"workspace": workspace, "sync": sync, "mechanism": mechanism, **parse_options(option)}
     on = arrangement(name, ranks, mesh)
     check_rows_per_rank(problem, on)

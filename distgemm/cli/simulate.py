@@ -11,6 +11,7 @@ import typer
 
 from distgemm.cli.options import (
     Batches,
+    BDtype,
     Dtype,
     JsonFile,
     K,
@@ -24,6 +25,7 @@ from distgemm.cli.options import (
     PerTile,
     Ranks,
     RowsPerRank,
+    Scaling,
     ScheduleNameOrAll,
     ScheduleOptions,
     Sync,
@@ -53,6 +55,7 @@ from distgemm.plan.ops import Gemm, accesses, box_size, link_of
 from distgemm.plan.options import Mesh, parse_options
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
+from distgemm.plan.scaling import scaling_name
 from distgemm.schedulers import Pattern, get_schedule, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS, BuilderError
 from distgemm.simulator import MAX_STREAMS, Machine, Timeline, predict_unfused, simulate
@@ -93,6 +96,8 @@ def simulate_command(
     dtype: Dtype = "bfloat16",
     out_dtype: OutDtype = None,
     partial_dtype: PartialDtype = None,
+    b_dtype: BDtype = None,
+    scaling: Scaling = None,
     m_per_rank: RowsPerRank = None,
     workspace: Workspace = WORKSPACES[0],
     sync: Sync = SYNCS[0],
@@ -152,7 +157,7 @@ def simulate_command(
     paths = output or []
     check_files(paths, PAGE_SUFFIX, ".json")
     check_json(json)
-    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank)
+    problem = gemm_problem(m, n, k, batches, dtype, out_dtype, partial_dtype, m_per_rank, b_dtype, scaling)
     if ranks_per_host is not None:
         machine = dataclasses.replace(machine, ranks_per_host=ranks_per_host)
     options = parse_options(option)
@@ -439,7 +444,9 @@ def _about(problem: GemmProblem) -> str:
     batches = f" x l {p.l}" if p.l > 1 else ""
     out = f", D {p.out_dtype}" if p.out_dtype != p.dtype else ""
     partial = f", partial sums {p.partial_dtype}" if p.partial_dtype != p.out_dtype else ""
-    return f"m {p.m} x n {p.n} x k {p.k}{batches}, {p.dtype}{out}{partial}"
+    b = f" x {p.b_dtype}" if p.b_dtype else ""
+    scaling = f", scales {scaling_name(p.scaling)}" if p.scaling else ""
+    return f"m {p.m} x n {p.n} x k {p.k}{batches}, {p.dtype}{b}{out}{partial}{scaling}"
 
 
 def _cut(plan: Plan, operand: str) -> str:
@@ -457,8 +464,9 @@ def _cut(plan: Plan, operand: str) -> str:
 
 
 def moved_operands(plan: Plan) -> str:
-    """The operands that move from rank to rank: "A", "AB", ..."""
-    moves = ((op.operand, accesses(op)[1]) for ops in plan.rank_ops for op in ops if link_of(op) is not None)
+    """The operands that move from rank to rank: "A", "AB", ... Scales move with their operand, and are left out."""
+    every = (op for ops in plan.rank_ops for op in ops if op.operand in ("A", "B", "D"))
+    moves = ((op.operand, accesses(op)[1]) for op in every if link_of(op) is not None)
     return "".join(sorted({operand for operand, view in moves if view is not None and box_size(view.box)}))
 
 
@@ -497,7 +505,9 @@ def unfused_program(plan: Plan) -> UnfusedProgram | None:
     if held[moved] != size[moved] or held["D"] != size["D"]:
         return None
     if moved == "B":  # the transposed GEMM gathers its A
-        p = dataclasses.replace(p, m=p.n, n=p.m, m_per_rank=None)
+        turned = p.scaling and dataclasses.replace(p.scaling, a=p.scaling.b, b=p.scaling.a)
+        types = p.operand_dtype("B"), p.dtype
+        p = dataclasses.replace(p, m=p.n, n=p.m, m_per_rank=None, scaling=turned, dtype=types[0], b_dtype=types[1])
     return UnfusedProgram(f"a library's all-gather of {moved}, then one GEMM", "ag+gemm", p)
 
 

@@ -8,11 +8,11 @@ import torch
 
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, ScaleMode, common_power_of_two
-from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPES
 
 __all__ = ["check_device", "matrix_spec", "spec_of"]
 
-DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if name != "tfloat32"}
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES if name != "tfloat32"}
 
 
 def matrix_spec(name: str, tensor: torch.Tensor, dtype: str | None = None) -> MatrixSpec:

@@ -159,7 +159,7 @@ class Event:
     @property
     def ops(self) -> tuple[int, ...]:
         """Ids of all its ops."""
-        return (self.op,) if self.scale_op < 0 else (self.scale_op, self.op)
+        return (self.op,) if self.scale_op < 0 else (self.op, self.scale_op)
 
     def read(self, place: Place, box: Box) -> None:
         """Record that the event reads ``box``, after the events that wrote it."""
@@ -520,8 +520,8 @@ class Derivation:
         numbers: list[dict[Range, int]] = []
         for mode, of_mode in enumerate(spans):
             distinct = sorted({span for span in of_mode if span[0] < span[1]})
-            own = (scaling.rows, scaling.columns)[mode] is None and scaling.scope == "shard"
-            if own and any(before[1] > after[0] for before, after in pairwise(distinct)):
+            separate = (scaling.rows, scaling.columns)[mode] is None and scaling.scope == "shard"
+            if separate and any(before[1] > after[0] for before, after in pairwise(distinct)):
                 raise self.fail(f"shards of {operand} overlap, so they can have no scales of their own")
             numbers.append({span: number for number, span in enumerate(distinct)})
         found = []

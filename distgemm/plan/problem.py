@@ -54,8 +54,8 @@ class GemmProblem:
         partial_dtype: element type of partial sums of D in memory and in transfers. None: ``out_dtype``.
         m_per_rank: number of rows of each rank's shard, if M is sharded. Zeros are allowed. None: as torch.chunk
             splits.
-        b_dtype: element type of B. None: ``dtype``. It differs from ``dtype`` only for two types of 8 bits: gradients
-            are "float8_e5m2", weights and activations "float8_e4m3fn".
+        b_dtype: element type of B, if it differs from that of A: one of them is "float8_e5m2" then (gradients), and the
+            other one "float8_e4m3fn". None: ``dtype``. ``operand_dtype("B")`` is the type in both cases.
         scaling: the scales of A and B, a :class:`distgemm.plan.scaling.Scaling` or one of its names. None: no scales.
 
     Raises:
@@ -92,7 +92,7 @@ class GemmProblem:
         if b_dtype != self.dtype and not {b_dtype, self.dtype} <= _EIGHT_BITS:
             wanted = f"{self.dtype!r}, the dtype of A" if self.dtype not in _EIGHT_BITS else "a float8 type as dtype is"
             raise wrong("b_dtype", wanted, b_dtype)
-        object.__setattr__(self, "b_dtype", b_dtype)
+        object.__setattr__(self, "b_dtype", None if b_dtype == self.dtype else b_dtype)  # equal problems are one key
         if self.scaling is not None:
             object.__setattr__(self, "scaling", read_scaling(self.scaling))
             assert self.scaling is not None
@@ -103,11 +103,12 @@ class GemmProblem:
                     raise wrong("dtype", "float4_e2m1fn_x2 with scales of float8_e4m3fn", self.dtype)
 
     def __repr__(self) -> str:
-        # Digests of plans contain this text, so fields without a value of their own are left out.
-        left_out = {"b_dtype": self.dtype, "scaling": None}
+        # Digests of plans contain this text: that of a problem without scales is the same as before there were any.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = [f"{name}={value!r}" for name, value in values.items() if left_out.get(name, self) != value]
-        return f"GemmProblem({', '.join(shown)})"
+        for name in ("b_dtype", "scaling"):
+            if values[name] is None:
+                del values[name]
+        return f"GemmProblem({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def operand_dtype(self, operand: str) -> str:
         """The element type of "A", "B", "C", "D", or of the scales "SFA" or "SFB"."""
@@ -115,7 +116,7 @@ class GemmProblem:
             if self.scaling is None:
                 raise wrong("operand", "A, B, C or D of a problem without scaling", operand)
             return self.scaling[operand[-1]].dtype
-        return str({"A": self.dtype, "B": self.b_dtype}.get(operand, self.out_dtype))
+        return str({"A": self.dtype, "B": self.b_dtype or self.dtype}.get(operand, self.out_dtype))
 
     def __hash__(self) -> int:
         return self._hash

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from distgemm.arguments import boolean, instance, integer, member, wrong
 
-__all__ = ["SCALE_DTYPES", "SCALE_OPERANDS", "SCALINGS", "OperandScaling", "Scaling", "ScalingScope", "read_scaling"]
+__all__ = [
+    "SCALE_DTYPES",
+    "SCALE_OPERANDS",
+    "SCALINGS",
+    "OperandScaling",
+    "Scaling",
+    "ScalingScope",
+    "read_scaling",
+    "scaling_name",
+]
 
 ScalingScope = Literal["global", "shard"]
 
@@ -168,6 +177,15 @@ SCALINGS: dict[str, Scaling] = {
 - "nvfp4": blocks of 1 x 16 numbers, which are 8 elements of float4_e2m1fn_x2, with scales of e4m3, swizzled. Its scale
   for the whole tensor is part of ``alpha``.
 """
+
+
+def scaling_name(scaling: Scaling) -> str:
+    """The name of a scaling; for one without a name, its blocks as "1x128 and 128x128"."""
+    for name, known in SCALINGS.items():
+        if scaling == known:
+            return name
+    blocks = (f"{each.rows or 'all'}x{each.columns or 'all'}" for each in (scaling.a, scaling.b))
+    return " and ".join(blocks)
 
 
 def read_scaling(value: object) -> Scaling:

@@ -282,7 +282,7 @@ def read_fields(fields: Any, names: Collection[str]) -> dict[str, Any]:
             scaling[name] = _known(scaling[name], f"problem.scaling.{name}", _names(OperandScaling))
     try:
         if problem["scaling"] is not None:
-            problem["scaling"] = Scaling(*(OperandScaling(**scaling[name]) for name in ("a", "b")))
+            problem["scaling"] = Scaling(**{name: OperandScaling(**each) for name, each in scaling.items()})
         fields["problem"] = GemmProblem(**problem)
     except (ValueError, TypeError) as error:
         raise PlanError(f"the plan's problem: {error}") from None

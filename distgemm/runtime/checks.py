@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from distgemm.arguments import wrong
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.groups import failing
@@ -494,9 +495,7 @@ def check_scales(
         argument = f"scale_{name[-1].lower()} on rank {rank}"
         if plan.problem.scaling is None:
             if scales is not None:
-                raise ValueError(
-                    f"{argument} is None, because the problem has no scaling: GemmProblem(..., scaling='rowwise') has"
-                )
+                raise wrong(argument, "None without a scaling, as GemmProblem(..., scaling='rowwise') has it", scales)
             continue
         shape, dtype = plan.shard_shape(name, rank), shard_dtype(plan, name)
         if scales is None:

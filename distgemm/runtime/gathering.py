@@ -28,8 +28,8 @@ def check_gathers(plan: Plan) -> None:
     """Check that the callers of all ranks can multiply the chunks of A.
 
     Raises:
-        ValueError: for a plan with several batches, that does not bring every rank all of A, that cuts A along k, or
-            whose chunks share slots.
+        ValueError: for a plan with scales or several batches, that does not bring every rank all of A, that cuts A
+            along k, or whose chunks share slots.
     """
     if reason := _why_not(plan):
         raise ValueError(reason)
@@ -38,6 +38,8 @@ def check_gathers(plan: Plan) -> None:
 @once_for_structure
 def _why_not(plan: Plan) -> str:
     p = plan.problem
+    if p.scaling is not None:
+        return "a gather hands out chunks of A without scales, and the problem has a scaling"
     for rank, ops in enumerate(plan.rank_ops):
         tiles = {op.a for op in ops if isinstance(op, Gemm)}
         covered = sum(map(box_size, {tile.box for tile in tiles})) == p.m * p.k

@@ -73,7 +73,7 @@ def run_reference(
     inputs = {"A": _shards(plan, "A", a_shards), "B": _shards(plan, "B", b_shards)}
     if c_shards is not None:
         inputs["C"] = _shards(plan, "C", c_shards)
-    if "float4_e2m1fn_x2" in (plan.problem.dtype, plan.problem.b_dtype):
+    if plan.problem.dtype == "float4_e2m1fn_x2":
         raise ValueError("no runtime multiplies float4_e2m1fn_x2: its plans can be made, proved and simulated")
     for operand, given in zip(SCALE_OPERANDS.values(), (scale_a_shards, scale_b_shards), strict=True):
         if (given is None) != (plan.problem.scaling is None):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from distgemm.gemm.spec import Status
 from distgemm.plan.derive import make_plan
+from distgemm.plan.ops import box_extents, box_size
 from distgemm.plan.plan import Plan
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import (
     TORCH_DTYPES,
     backends,
@@ -21,6 +22,7 @@ from distgemm.runtime.checks import (
     check_bias,
     check_gathered,
     check_gradients,
+    check_scales,
     check_shards,
     compare,
     differences,
@@ -56,8 +58,11 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def unfused_status(problem: GemmProblem, pattern: Pattern) -> Status:
     """Whether the unfused program computes the problem; falsy with the reason where it does not."""
     dtype, product = problem.dtype, _product_dtype(problem, pattern)
-    if dtype in ("float8_e4m3fn", "tfloat32"):
-        return Status(f"the unfused program has no products of {dtype}")
+    if dtype == "float4_e2m1fn_x2" or dtype == "tfloat32" or (dtype in QUANTIZED_DTYPES and problem.scaling is None):
+        without = " without scaling" if dtype in QUANTIZED_DTYPES else ""
+        return Status(f"the unfused program has no products of {dtype}{without}")
+    if problem.scaling is not None:
+        return Status()  # products are in float32, which rounds to any type
     if product != dtype and not (dtype in DTYPES_16_BITS and product == "float32"):
         return Status(f"the unfused program multiplies {dtype} into {dtype} or, from 16 bits, float32, not {product}")
     return Status()
@@ -184,6 +189,11 @@ class UnfusedExecutable:
             raise ValueError(f"collective is one of {', '.join(COLLECTIVES)}, got {collective!r}")
         if not (status := collective_status(problem, pattern, collective, self.world_size)):
             raise ValueError(status.reason)
+        if problem.scaling is not None and device.type != "cpu":
+            raise ValueError(
+                f"the unfused program multiplies scaled operands on CPUs, in float32; that says nothing about fp8 on a "
+                f"{device.type} device"
+            )
         if collective != "nccl" and device.type != "cuda":
             raise ValueError(f"symmetric memory's {collective} all-reduce is of GPUs, this is a {device.type}")
         self.pattern, self.device, self.collective = pattern, device, collective
@@ -305,13 +315,13 @@ class UnfusedExecutable:
             alpha: factor of A @ B.T.
             beta: factor of C.
             bias: one row of D's shard.
-            scale_a: None; the unfused program has no scales.
-            scale_b: None; the unfused program has no scales.
+            scale_a: with ``problem.scaling``, the scales of this rank's shard of A; it gathers them with A.
+            scale_b: with ``problem.scaling``, the scales of this rank's shard of B.
             out: where D goes, instead of a new tensor.
             gathered: where all of A goes, with "ag+gemm".
 
         Raises:
-            ValueError: for tensors of another shape, dtype or device, and for scales. A rank that raises has sent
+            ValueError: for tensors of another shape, dtype or device. A rank that raises has sent
                 nothing and may call again; the others wait for it. On CPUs also on all ranks where they call different
                 executables, or with another ``alpha``, ``beta`` or bias.
             RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names rank and
@@ -319,11 +329,10 @@ class UnfusedExecutable:
         """
         group = self.group
         raise_if_failed(group)
-        if scale_a is not None or scale_b is not None:
-            raise ValueError("the unfused program has no scales: they are for fp8, which it does not multiply")
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         self._check(given, bias, gathered)
+        scales = check_scales(self.plan, self.rank, self.device, scale_a, scale_b)
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured:
             self._keep()
@@ -343,8 +352,12 @@ class UnfusedExecutable:
                 with torch.no_grad(), _ieee() if self._ieee else contextlib.nullcontext():
                     if self.pattern == "ag+gemm":
                         whole = self._gather(a, gathered)
+                        if scales:
+                            whole, b = self._scaled_whole(whole, scales["SFA"]), self._scaled("B", b, scales["SFB"])
                         _multiply(whole, b, whole_d, alpha, c, beta, bias)
                     else:
+                        if scales:
+                            a, b = self._scaled("A", a, scales["SFA"]), self._scaled("B", b, scales["SFB"])
                         self._reduce(a, b, whole_d, alpha)
                         _add(whole_d, c, beta, bias)
         if odd:
@@ -376,16 +389,42 @@ class UnfusedExecutable:
             whole = gathered if gathered.dim() == 3 else gathered.unsqueeze(0)
         if not self._blocked:
             target = whole if whole.is_contiguous() else self._buffers["whole"]
-            _all_gather(target[0], self._dense(a)[0], group=self.group)
+            _all_gather(_bytes(target[0]), _bytes(self._dense(a)[0]), group=self.group)
             if target is not whole:
                 whole.copy_(target)
             return whole
         block, blocks = self._buffers["block"], self._buffers["blocks"]
         block[:, : a.shape[1]] = a
-        _all_gather(blocks.flatten(0, 1), block, group=self.group)
+        _all_gather(_bytes(blocks.flatten(0, 1)), _bytes(block), group=self.group)
         for rows, found in zip(self._rows, blocks, strict=True):
             whole[:, rows] = found[:, : rows.stop - rows.start]
         return whole
+
+    def _scaled_whole(self, whole: Tensor, scales: Tensor) -> Tensor:
+        """All of A times its scales, which it gathers, in float32."""
+        boxes = [self.plan.box("SFA", rank) for rank in range(self.world_size)]
+        if all(box == boxes[0] for box in boxes):  # every rank has them
+            parts = [scales] * self.world_size
+        else:
+            mine = scales.contiguous().view(-1).view(torch.uint8)
+            sent = mine.new_zeros(max(map(box_size, boxes)) * scales.element_size())
+            sent[: mine.numel()] = mine
+            found = [torch.empty_like(sent) for _ in boxes]
+            dist.all_gather(found, sent, group=self.group)
+            parts = [
+                each.view(scales.dtype)[: box_size(box)].view(box_extents(box))
+                for each, box in zip(found, boxes, strict=True)
+            ]
+        scaled = [self._scaled("A", whole[:, rows], part) for rows, part in zip(self._rows, parts, strict=True)]
+        return torch.cat(scaled, dim=1)
+
+    def _scaled(self, operand: str, x: Tensor, scales: Tensor) -> Tensor:
+        """The elements of an operand times their scales, in float32."""
+        scaling = self.plan.problem.scaling
+        assert scaling is not None
+        factors = scales if scales.dim() == 3 else scales.unsqueeze(0)
+        scaled: Tensor = x.float() * scaling[operand].expand(factors.float(), *x.shape[1:])
+        return scaled
 
     def _dense(self, a: Tensor) -> Tensor:
         """A shard in contiguous memory, as collectives send it."""
@@ -488,6 +527,10 @@ def _multiply(
     single = a.shape[0] == 1
     x, y, d = (a[0], b[0].mT, out[0]) if single else (a, b.mT, out)
     if out.dtype != a.dtype:
+        if a.dtype == torch.float32:  # scaled operands
+            torch.mul(a @ b.mT, alpha, out=out)
+            _add(out, c, beta, bias)
+            return
         if a.is_cuda:
             (torch.mm if single else torch.bmm)(x, y, out.dtype, out=d)
         else:  # torch has no such product on CPUs
@@ -508,6 +551,11 @@ def _multiply(
     (torch.addmm if single else torch.baddbmm)(added, x, y, beta=factor, alpha=alpha, out=d)
     if c is not None:
         _add(out, None, 0.0, bias)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A tensor as collectives take it: they gather bytes of types of 8 bits."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _add(out: Tensor, c: Tensor | None, beta: float, bias: Tensor | None) -> None:

@@ -50,6 +50,7 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
     if pattern == "ag+gemm":
         n = -(-n // world_size)
         size, passes = problem.m * problem.k * problem.l * DTYPE_BYTES[problem.dtype], 1
+        size += _gathered_scales(problem, world_size)
     else:
         k = -(-k // world_size)
         size, passes = problem.m * problem.n * problem.l * out, 1 if pattern == "gemm+rs" else 2
@@ -61,6 +62,20 @@ def predict_unfused(problem: GemmProblem, machine: Machine, pattern: Pattern, wo
         bandwidth = min(bandwidth, machine.network.bandwidth)
     moved = passes * size * (world_size - 1) / world_size
     return machine.replay + gemm + machine.collective.latency + moved / (bandwidth * 1e3)
+
+
+def _gathered_scales(problem: GemmProblem, world_size: int) -> int:
+    """The bytes of all scales of A, if its rows are gathered; 0: every rank has them already."""
+    if problem.scaling is None:
+        return 0
+    scaling = problem.scaling.a
+    if scaling.rows is None and scaling.scope == "global":
+        return 0
+    (_, rows), (_, columns) = (
+        scaling.scales(0, (0, problem.m), (0, world_size)),
+        scaling.scales(1, (0, problem.k), (0, 1)),
+    )
+    return rows * columns * problem.l * DTYPE_BYTES[scaling.dtype]
 
 
 def whole_gemm_us(machine: Machine, m: int, n: int, k: int, batches: int, dtype: str, out: int) -> float:
@@ -79,8 +94,8 @@ def copy_bytes(plan: Plan, op: Copy) -> int:
 
 
 def is_staging(op: Copy) -> bool:
-    """Whether a copy puts a tile of the rank's shard into a slot, from which other ranks pull it."""
-    return op.src.buffer in ("A", "B") and link_of(op) is None
+    """Whether a copy puts a tile of the rank's shard, or its scales, into a slot, from which other ranks pull it."""
+    return op.src.buffer not in ("D", "slot") and link_of(op) is None
 
 
 def copy_bandwidth(machine: Machine, op: Copy, link: Link) -> float:

@@ -26,7 +26,7 @@ from distgemm.arguments import (
     write,
     wrong,
 )
-from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES, DTYPES
 
 __all__ = ["GemmCost", "KernelTile", "Link", "Machine", "Rate", "list_machines"]
 
@@ -172,7 +172,7 @@ class Machine:
         if not isinstance(self.rates, Mapping) or not self.rates:
             raise wrong("rates", "a mapping from at least one element type to a Rate", self.rates)
         for dtype, rate in self.rates.items():
-            member("each element type of rates", dtype, DTYPE_BYTES)
+            member("each element type of rates", dtype, DTYPES)
             instance(f"rates.{dtype}", rate, Rate, "a Rate with the fields peak, power")
             _rate(f"rates.{dtype}.peak", rate.peak)
             _rate(f"rates.{dtype}.power", rate.power)
@@ -255,7 +255,8 @@ class Machine:
 
     def rate(self, dtype: str) -> Rate:
         """The rate of an element type. Raises ValueError if the machine has none."""
-        found = self.rates.get(dtype) if isinstance(dtype, str) else None
+        known = "float8_e4m3fn" if dtype == "float8_e5m2" else dtype  # tensor cores multiply both at one rate
+        found = self.rates.get(known) if isinstance(known, str) else None
         if found is None:
             raise wrong(
                 "dtype", f"one of {', '.join(self.rates)}, the types of which {self.name} has a GEMM rate", dtype

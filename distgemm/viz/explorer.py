@@ -27,6 +27,7 @@ from distgemm.plan.ops import (
 )
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.schedulers.scheduler import MODES
 from distgemm.simulator import FLAG_LANE, Timeline, lane_order, op_title
 from distgemm.viz.canvas import op_class, problem_text
@@ -166,7 +167,8 @@ def tiles_of(op: Op) -> list[TileKey]:
     if isinstance(op, Barrier):
         return []
     # The flag of a GEMM that stores to another rank has the coordinate of the work tile.
-    return [(op.operand, (*op.tile[:2], op.tile[3]) if len(op.tile) == 4 else tuple(op.tile))]
+    operand = op.operand[-1]  # scales belong to their tile
+    return [(operand, (*op.tile[:2], op.tile[3]) if len(op.tile) == 4 else tuple(op.tile))]
 
 
 def _tile_box(plan: Plan, key: TileKey) -> Box:
@@ -287,6 +289,8 @@ class _States:
 
     def _start(self, run: Run, time: float) -> None:
         op = run.op
+        if op.operand in SCALE_OPERANDS.values():
+            return  # pages show tiles, without their scales
         write = accesses(op)[1]
         assert write is not None
         changed = [self._place(key, op.rank) for key in tiles_of(op)]
@@ -321,6 +325,8 @@ class _States:
 
     def _done(self, run: Run, time: float) -> None:
         op = run.op
+        if op.operand in SCALE_OPERANDS.values():
+            return
         write = accesses(op)[1]
         assert write is not None
         keys = tiles_of(op)

@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import Protocol
 
 from distgemm.arguments import boolean, instance, integer
-from distgemm.plan.ops import Gemm, Op, Reduce, box_extents, box_size
+from distgemm.plan.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan.plan import ROW_ALIGNMENT, Plan
+from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS, scaling_name
 from distgemm.schedulers import AddPlace, DistributedTileScheduler
 from distgemm.schedulers.scheduler import MODES
 
@@ -364,13 +366,15 @@ def show_plan(
 def _plan_head(plan: Plan) -> list[str]:
     problem = plan.problem
     rows = f", m per rank {','.join(map(str, problem.m_per_rank))}" if problem.m_per_rank is not None else ""
+    b = f" x {problem.b_dtype}" if problem.b_dtype else ""
+    scales = f", scales {scaling_name(problem.scaling)}" if problem.scaling else ""
     tiles = ", ".join(f"{mode} {_tiles(edges)}" for mode, edges in zip("mnkl", plan.edges, strict=True))
     return [
         f"{plan.schedule}: {_count(plan.world_size, 'rank')}{_mesh(plan.mesh)}, "
         f"{_count(plan.iterations, 'iteration')}, workspace {plan.workspace}, sync {plan.sync}, "
         f"mechanism {plan.mechanism}",
         f"problem: m {problem.m}, n {problem.n}, k {problem.k}, l {problem.l}{rows}; "
-        f"{problem.dtype} -> {problem.out_dtype}, partial sums {problem.partial_dtype}",
+        f"{problem.dtype}{b} -> {problem.out_dtype}, partial sums {problem.partial_dtype}{scales}",
         f"tiles: {tiles}",
     ]
 
@@ -397,9 +401,11 @@ def _more_ranks(plan: Plan, limit: int) -> list[str]:
 
 
 def _shards(plan: Plan, limit: int, width: int | None) -> str:
-    rows = [["shards", "A", "B", "D (and C)"]]
+    operands = {"A": "A", "B": "B", "D": "D (and C)"}
+    operands |= {} if plan.scale_shards is None else {name: name for name in SCALE_OPERANDS.values()}
+    rows = [["shards", *operands.values()]]
     for rank in range(plan.world_size)[:limit]:
-        shapes = ("x".join(map(str, plan.shard_shape(operand, rank))) for operand in "ABD")
+        shapes = ("x".join(map(str, plan.shard_shape(operand, rank))) for operand in operands)
         rows.append([f"rank {rank}", *shapes])
     return "\n".join([*_table(rows, width), *_more_ranks(plan, limit)])
 
@@ -445,9 +451,14 @@ def _totals(plan: Plan) -> str:
     ops = [op for of_rank in plan.rank_ops for op in of_rank]
     flops = sum(2 * box_size(op.a.box) * box_extents(op.b.box)[1] for op in ops if isinstance(op, Gemm))
     workspace = max(plan.workspace_bytes(rank) for rank in range(plan.world_size))
+    scales = ""
+    if plan.scale_shards is not None:
+        moved = [op.dst for op in ops if isinstance(op, Copy) and op.operand in SCALE_OPERANDS.values() and link_of(op)]
+        size = sum(box_size(view.box) * DTYPE_BYTES[plan.dtype(view)] for view in moved)
+        scales = f", {size} of them scales"
     return (
         f"totals: {_count(len(ops), 'op')}, {flops} flop, {sum(links.values())} bytes over {_count(len(links), 'link')}"
-        f" ({max(links.values(), default=0)} on the busiest), at most {workspace} bytes of workspace on a rank"
+        f"{scales} ({max(links.values(), default=0)} on the busiest), at most {workspace} bytes of workspace on a rank"
     )
 
 
@@ -457,6 +468,8 @@ def op_text(op: Op) -> str:
     if isinstance(op, (Gemm, Reduce)):
         terms = [f"{op.a} * {op.b}"] if isinstance(op, Gemm) else []
         terms += map(str, op.sources)
+        if isinstance(op, Gemm) and op.scales:
+            terms[0] += f" (scales {op.scale_a} and {op.scale_b})"
         if op.c is not None:
             terms.append(f"beta * {op.c}")
         text += f": {' + '.join(terms)} -> {op.out}"

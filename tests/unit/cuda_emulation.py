@@ -31,6 +31,7 @@ from distgemm.runtime.cuda.lowering.actions import Action, SingleKernel
 from distgemm.runtime.cuda.workspace import BUFFERS, FLAG_BYTES, Workspace, WorkspaceBuffer
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import schedule_options
+from tests.unit.reference_data import Scales
 
 GATHERS = ["all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a", "all_gather_1d_bidirectional_full_a"]
 GATHER_B = "all_gather_1d_tiling_cd_rotating_b"
@@ -217,7 +218,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         def gemm() -> None:
-            found = t.alpha * t.a.double() @ t.b.double().mT
+            factors = [1.0 if scale is None else scale.double().view(-1, 1) for scale in (t.scale_a, t.scale_b)]
+            found = t.alpha * (t.a.double() * factors[0]) @ (t.b.double() * factors[1]).mT
             for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in addends)):
                 if added is not None:
                     found = found + factor * added.double()
@@ -382,13 +384,19 @@ class Data:
         row = draw(p.n) if bias else None
         dtypes = {name: TORCH_DTYPES[str(p.dtype if name in "AB" else p.out_dtype)] for name in "ABCD"}
         self.wanted, self.calls, self.whole = [], [], whole
-        product = alpha * whole["A"] @ whole["B"].mT + beta * whole["C"] + (0 if row is None else row)
+        scales = None if p.scaling is None else Scales.draw(plan, seed)
+        multiplied = {name: whole[name] for name in "AB"}
+        if scales is not None:
+            multiplied = {name: x * torch.from_numpy(scales.of_elements[name][0]) for name, x in multiplied.items()}
+        product = alpha * multiplied["A"] @ multiplied["B"].mT + beta * whole["C"] + (0 if row is None else row)
         for rank in range(plan.world_size):
             shards = {name: x[plan.shard(name, rank)].to(dtypes[name]).contiguous() for name, x in whole.items()}
             shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
             part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
             if first_users_of_a(plan, rank):
                 shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
+            if scales is not None:
+                shards |= {name: torch.from_numpy(drawn[rank]).float() for name, drawn in scales.shards.items()}
             self.wanted.append(product[plan.shard("D", rank)])
             self.calls.append(CallTensors(shards, alpha, beta, part))
 

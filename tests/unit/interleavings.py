@@ -26,7 +26,7 @@ from distgemm.plan.problem import DTYPE_BYTES
 REPLAYS = 2
 
 Cell = tuple[int, str, int]
-"""rank, "A", "B", "C", "D" or "workspace", address of one element in bytes."""
+"""rank, "A", "B", "C", "D", "SFA", "SFB" or "workspace", address of one element in bytes."""
 
 Value = tuple[Any, ...]
 """("A", replay, l, row, column, dtype), or ("D", replay, l, row, column, dtype, k's that are in it, C in it)."""
@@ -58,6 +58,7 @@ class Machine:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.inputs = ("A", "B", "C", *(("SFA", "SFB") if plan.problem.scaling else ()))
         self.tasks: list[Task] = []
         self.flag_bit: dict[tuple[int, int], int] = {}
         self.flags = 0
@@ -89,7 +90,7 @@ class Machine:
                         barriers[op.round].append(task)
                 everything = ((1 << len(ops)) - 1) << first
                 caller = self._add(Task(len(self.tasks), replay, rank, None, everything | callers[rank]))
-                caller.writes = {cell for operand in "ABCD" for cell in self.shard(operand, rank).values()}
+                caller.writes = {cell for operand in (*self.inputs, "D") for cell in self.shard(operand, rank).values()}
                 callers[rank] = 1 << caller.index
             for members in barriers.values():
                 missing = plan.world_size - len({task.rank for task in members})
@@ -136,10 +137,12 @@ class Machine:
     def dtype(self, view: View) -> str:
         if view.buffer == "slot":
             return self.plan.slots[view.rank][view.slot].dtype
+        if view.buffer in ("SFA", "SFB"):
+            return "float32"
         return self.plan.problem.dtype if view.buffer in "AB" else str(self.plan.problem.out_dtype)
 
     def _inputs(self, rank: int, replay: int, memory: dict[Cell, Value]) -> None:
-        for operand in "ABC":
+        for operand in self.inputs:
             dtype = self.dtype(View(rank, operand, -1, *[self.plan.box(operand, rank)] * 2, 0))
             for at, cell in self.shard(operand, rank).items():
                 memory[cell] = (operand, replay, *at, dtype)
@@ -213,7 +216,8 @@ class Machine:
                 for row in a
                 for column in b
             ]
-            if any(set(self.cells(view).values()) & task.writes for view in (op.a, op.b)):
+            self._check_scales(task, op, memory)
+            if any(set(self.cells(view).values()) & task.writes for view in (op.a, op.b, *op.scales)):
                 raise Fault(f"{task}: writes what it multiplies")
         else:
             result = [("D", replay, *at, 0, False) for at in self.cells(op.out)]
@@ -245,6 +249,39 @@ class Machine:
         dtype = self.dtype(op.out)
         for cell, value in zip(outs, result, strict=True):
             memory[cell] = (*value[:5], dtype, *value[5:])
+
+    def _check_scales(self, task: Task, op: Gemm, memory: dict[Cell, Value]) -> None:
+        """That a GEMM finds the scale of each element of its tiles, and that of no other element."""
+        if self.plan.problem.scaling is None:
+            return
+        for operand, tile, view in (("A", op.a, op.scale_a), ("B", op.b, op.scale_b)):
+            (l0, l1), rows, columns = tile.box
+            wanted = {
+                self._scale(operand, (batch, row, column))
+                for batch in range(l0, l1)
+                for row in range(*rows)
+                for column in range(*columns)
+            }
+            found = set() if view is None else {memory.get(cell) for cell in self.cells(view).values()}
+            expected = {(f"SF{operand}", task.replay, *at, "float32") for at in wanted}
+            if found != expected or (view is not None and set(self.cells(view)) != wanted):
+                raise Fault(f"{task}: reads {found} as scales of {operand}, which are {expected}")
+
+    def _scale(self, operand: str, at: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Where the scale of an element of A or B is: worked out element by element."""
+        scaling = self.plan.problem.scaling
+        assert scaling is not None
+        of_operand = scaling[operand]
+        found = [at[0]]
+        for mode, shared in ((1, of_operand.rows), (2, of_operand.columns)):
+            if shared is not None:
+                found.append(at[mode] // shared)
+            elif of_operand.scope == "global":
+                found.append(0)
+            else:  # the shards in which the element may lie, from the first one on
+                starts = {box[mode] for box in self.plan.shards["AB".index(operand)] if box[mode][0] < box[mode][1]}
+                found.append(sorted(starts).index(next(each for each in starts if each[0] <= at[mode] < each[1])))
+        return tuple(found)  # type: ignore[return-value]
 
     def _product(self, task: Task, row: list[Value | None], column: list[Value | None]) -> Value:
         """One element of A @ B.T, from a row of A and a row of B."""
@@ -376,7 +413,7 @@ class Machine:
 def touched(op: Op) -> tuple[list[View], list[View]]:
     """What an op reads and writes."""
     if isinstance(op, Gemm):
-        return [op.a, op.b, *op.sources, *([op.c] if op.c else [])], [op.out]
+        return [op.a, op.b, *op.sources, *([op.c] if op.c else []), *op.scales], [op.out]
     if isinstance(op, Reduce):
         return [*op.sources, *([op.c] if op.c else [])], [op.out]
     if isinstance(op, Copy):

@@ -138,9 +138,11 @@ def _swaps(plan: Plan) -> Iterator[Mutation]:
         ("out",),
         ("sources",),
         ("c",),
+        ("scale_a",),
+        ("scale_b",),
         ("tile", "a", "b"),
-        ("tile", "a", "b", "sources", "c", "out"),
-        ("tile", "a", "b", "sources", "c", "out", "deps"),
+        ("tile", "a", "b", "scale_a", "scale_b", "sources", "c", "out"),
+        ("tile", "a", "b", "scale_a", "scale_b", "sources", "c", "out", "deps"),
     ]
     for ops in plan.rank_ops:
         for first, second in combinations([op for op in ops if isinstance(op, Gemm)], 2):
@@ -263,7 +265,8 @@ def _doubles(plan: Plan) -> Iterator[Mutation]:
         for other in ops:
             # The work of another GEMM of the rank becomes this one's.
             if isinstance(other, Gemm) and other is not op:
-                again = _replace(other, tile=op.tile, a=op.a, b=op.b)
+                same = {"tile": op.tile, "a": op.a, "b": op.b, "scale_a": op.scale_a, "scale_b": op.scale_b}
+                again = _replace(other, **same)
                 yield Mutation("double a tile", f"{op} in the place of {other}", _with(plan, again))
 
 
@@ -372,7 +375,7 @@ def _does(op: Op | None) -> Hashable:
     """What an op does to which memory, whatever it is called."""
     match op:
         case Gemm():
-            return op.kind, op.tile, op.a, op.b, op.sources, op.c, op.out
+            return op.kind, op.tile, op.a, op.b, op.sources, op.c, op.out, op.scales
         case Reduce():
             return op.kind, op.sources, op.c, op.out
         case Copy():

@@ -142,7 +142,11 @@ def test_list(nvcc: Nvcc) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--dtype int8", "--dtype: one of float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, got 'int8'"),
+        (
+            "--dtype int8",
+            "--dtype: one of float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, float8_e5m2, "
+            "float4_e2m1fn_x2, got 'int8'",
+        ),
         ("--out-dtype int8", "--out-dtype: one of float64"),
         ("--majors rx", "--majors: one of rr, rc, cr, cc, got 'rx'"),
         (

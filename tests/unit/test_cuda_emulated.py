@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import distgemm
+from distgemm import PlanError
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.plan.ops import Copy, Gemm, Wait
@@ -94,6 +95,61 @@ def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, rec
         flags = {address: value for address, value in machine.flags.items() if address >> 32 == workspace.rank}
         left = [flags.pop(buffer.left(workspace.rank, peer)) for buffer in workspace.buffers for peer in buffer.peers]
         assert set(left) <= {1} and set(flags.values()) <= {0}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("scaling", ["tensorwise", "tensorwise-shard", "rowwise", "rowwise-shard"])
+@pytest.mark.parametrize("schedule", distgemm.list_schedules())
+def test_every_schedule_is_right_with_scales(schedule: str, scaling: str, recorded: list[Task]) -> None:
+    """Scales are powers of two and elements small integers, so products are exact."""
+    order, ranks = random.Random(schedule), 4
+    sides = 3 if "3d" in schedule else 2 if "2d" in schedule else 1
+    mesh = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}[sides]
+    problem = distgemm.GemmProblem(22, 21, 19, dtype="float8_e4m3fn", out_dtype="float32", scaling=scaling)
+    chunked = {"chunks": 2} if "chunks" in schedule_options(schedule) else {}
+    every = [
+        distgemm.make_plan(problem, schedule, mesh=mesh, mechanism=mechanism, workspace=workspace, sync=sync, **chunked)
+        for mechanism, workspace, sync in (
+            ("push", "full", "barrier"),
+            ("pull", "full", "barrier"),
+            ("store", "bounded", "credit"),
+            ("push", "bounded", "barrier"),
+        )
+    ]
+    machine = machine_of(every)
+    todo: list[list[Any]] = [[] for _ in range(ranks)]
+    data = []
+    for replay, plan in enumerate(every * 2):
+        buffer = order.randrange(2)
+        data.append(Data(plan, replay, alpha=2.0, beta=float(replay % 2)))
+        for rank in range(ranks):
+            merged = {"merge_copies": replay % 2 == 0}
+            one = Emulated(plan, rank, machine.workspaces[rank], 1 + replay % 2, **merged)
+            todo[rank].append((one, one.tasks(data[-1].calls[rank], recorded, buffer)))
+    run(machine, todo, order, queues=bool(order.randrange(2)))
+    for drawn in data:
+        drawn.check()
+
+
+def test_scalings_without_kernels_are_refused() -> None:
+    for scaling in ("blockwise", "mxfp8"):
+        problem = distgemm.GemmProblem(512, 256, 512, dtype="float8_e4m3fn", scaling=scaling)
+        plan = distgemm.make_plan(problem, GATHERS[0], 2)
+        with pytest.raises(ValueError, match="kernels take one float32 scale for a tile of A or for each of its rows"):
+            Emulated(plan, 0, machine_of([plan]).workspaces[0])
+    batches = distgemm.GemmProblem(8, 8, 8, 2, dtype="float8_e4m3fn", scaling="rowwise")
+    plan = distgemm.make_plan(batches, GATHERS[0], 2)
+    with pytest.raises(ValueError, match="kernels take scales of one batch, got l = 2"):
+        Emulated(plan, 0, machine_of([plan]).workspaces[0])
+
+
+def test_the_fused_kernel_takes_scales_that_do_not_move(recorded: list[Task]) -> None:
+    for schedule, scaling in ((GATHERS[0], "tensorwise"), (CHAINS[0], "rowwise"), (CHAINS[0], "tensorwise-shard")):
+        problem = distgemm.GemmProblem(32, 16, 64, dtype="float8_e4m3fn", out_dtype="float32", scaling=scaling)
+        run_fused(distgemm.make_plan(problem, schedule, 4, sync="barrier", send_slots=4), recorded, 2)
+    problem = distgemm.GemmProblem(32, 16, 64, dtype="float8_e4m3fn", scaling="rowwise")
+    with pytest.raises(PlanError, match="scales that each rank has already"):
+        actions_of(distgemm.make_plan(problem, GATHERS[0], 4), 0, fused=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -679,15 +679,13 @@ def test_gathered_of_another_form_is_refused() -> None:
         exe._check(a, b, None, 0.0, gathered.view(-1)[:128].view(16, 8), gathered)
 
 
-def test_bias_and_scales_of_another_shape_are_refused() -> None:
+def test_a_bias_of_another_shape_is_refused() -> None:
     """A bias of all ranks' columns would be cut, and its first columns added on every rank."""
     exe = emulated(GATHERS[0])
-    given = exe._check(torch.zeros(8, 16), torch.zeros(8, 16), None, 0.0, None)
-    exe._check_terms(given, torch.zeros(8), torch.zeros(1), torch.zeros(16))
-    exe._check_terms(given, None, torch.zeros(16), None)
+    a, b, d = torch.zeros(8, 16), torch.zeros(8, 16), torch.zeros(16, 8)
+    exe._checked((a, b, None, torch.zeros(8), None, None, d, None))
     for bias in (torch.zeros(16), torch.zeros(1), torch.zeros(1, 8), torch.zeros(8, dtype=torch.float64), [0.0] * 8):
         with pytest.raises(ValueError, match="bias on rank 0 is "):
-            exe._check_terms(given, bias, None, None)
-    for name, scales in (("scale_a", (torch.zeros(8), None)), ("scale_b", (None, torch.zeros(17)))):
-        with pytest.raises(ValueError, match=f"{name} is one number, or 16 for the rows of the whole"):
-            exe._check_terms(given, None, *scales)
+            exe._checked((a, b, None, bias, None, None, d, None))
+    with pytest.raises(ValueError, match="scale_a on rank 0 is None without a scaling"):
+        exe._checked((a, b, None, None, torch.ones(1), None, d, None))

@@ -129,7 +129,7 @@ def test_neither_rows_nor_columns_are_contiguous(tensor: torch.Tensor) -> None:
         (empty(8), r"C has 2 or 3 dimensions, got shape \(8,\)"),
         (empty(1, 1, 8, 8), "C has 2 or 3 dimensions"),
         (torch.zeros(8, 8, dtype=torch.int32), r"C is of torch.int32; known are torch.float64, torch.float32"),
-        (torch.zeros(8, 8).to(torch.float8_e5m2), "C is of torch.float8_e5m2; known are"),
+        (torch.zeros(8, 8).to(torch.float8_e5m2fnuz), "C is of torch.float8_e5m2fnuz; known are"),
     ],
 )
 def test_other_tensors(tensor: torch.Tensor, message: str) -> None:

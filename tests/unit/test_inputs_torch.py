@@ -316,16 +316,14 @@ def executables() -> Iterator[Case]:
             "alpha": numbers(),
             "beta": numbers(),
             "bias": BIAS,
-            "scale_a": Wrong((3, torch.ones(1), "x"), "scale"),
-            "scale_b": Wrong((3, torch.ones(1), "x"), "scale"),
+            "scale_a": Wrong((3, torch.ones(1), "x"), "without a scaling"),
+            "scale_b": Wrong((3, torch.ones(1), "x"), "without a scaling"),
             "gathered": tensors(4, 8, optional=True),
         },
         {
             "a_shard": ("A's shard",),
             "b_shard": ("B's shard",),
             "c_shard": ("C's shard", "c_shard"),
-            "scale_a": ("scales",),
-            "scale_b": ("scales",),
         },
     )
     yield from table(

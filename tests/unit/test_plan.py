@@ -13,7 +13,7 @@ import distgemm
 from distgemm.layouts import Axis, TVLayout
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_size
 from distgemm.plan.plan import SLOT_ALIGNMENT, Mechanism
-from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.problem import DTYPE_BYTES, DTYPES
 from distgemm.schedulers import schedule_mesh_rank
 from distgemm.schedulers.scheduler import WHOLE
 from distgemm.viz.text import show_plan
@@ -76,7 +76,7 @@ def test_a_single_rank_has_everything_and_sends_nothing():
 # --- bytes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", list(DTYPE_BYTES))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_total_bytes_are_those_of_the_collective(name: str, dtype: str):
     m, n, k, l = 16, 24, 32, 2  # noqa: E741

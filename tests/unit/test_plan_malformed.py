@@ -112,7 +112,7 @@ MALFORMED = [
     (lambda plan: with_op(plan, Gemm, sources=(None,)), r"\.sources is a tuple of Views"),
     (lambda plan: with_op(plan, Gemm, a=None), r"\.a is a View, got None"),
     (lambda plan: with_op(plan, Gemm, c=3), r"\.c is a View or None, got 3"),
-    (lambda plan: with_op(plan, Copy, operand=0), r"\.operand is 'A', 'B' or 'D', got 0"),
+    (lambda plan: with_op(plan, Copy, operand=0), r"\.operand is 'A', 'B', 'D', 'SFA' or 'SFB', got 0"),
     (lambda plan: with_op(plan, Copy, dst=()), r"\.dst is a View, got \(\)"),
     (lambda plan: with_op(plan, Signal, flag=(1, 0, 0, False)), r"\.flag is a Flag"),
     (lambda plan: with_op(plan, Wait, peer=None), r"\.peer is an integer, got None"),
@@ -153,7 +153,7 @@ def test_a_plan_that_does_not_fit_its_problem_is_refused_from_json(
         (lambda plan: {}, "has no 'edges', no 'iterations'"),
         (lambda plan: plan | {"more": 1}, "has unknown 'more'"),
         (lambda plan: plan | {"problem": None}, "plan's problem is a JSON object, got None"),
-        (lambda plan: plan | {"problem": {}}, "plan's problem has no 'dtype'"),
+        (lambda plan: plan | {"problem": {}}, "plan's problem has no 'b_dtype', no 'dtype'"),
         (lambda plan: plan | {"problem": plan["problem"] | {"m": "8"}}, "m is an integer >= 1, got '8'"),
         (
             lambda plan: plan | {"problem": plan["problem"] | {"m": BIG}},

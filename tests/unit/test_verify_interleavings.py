@@ -9,6 +9,7 @@ import pytest
 
 import distgemm
 from distgemm import GemmProblem, Plan, PlanError
+from distgemm.plan.scaling import Scaling
 from tests.unit.interleavings import Machine, fault
 from tests.unit.mutations import effect, mutations
 
@@ -34,12 +35,24 @@ CONTRADICTIONS = (
 )
 
 
-def small(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str, mechanism: str = "push") -> Plan:
-    """A plan with tiles of one element, or of two where a route halves them, and on the ring."""
+def small(
+    name: str,
+    mesh: tuple[int, ...],
+    chunks: int,
+    workspace: str,
+    sync: str,
+    mechanism: str = "push",
+    scaling: Scaling | None = None,
+) -> Plan:
+    """A plan with tiles of one block of scales, or of two where a route halves them, and on the ring."""
     schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
     m, n, k, _ = schedule.grid
     rows = 2 if "split" in name or "ring" in name else 1
-    problem = GemmProblem(m=m * rows, n=n, k=k)
+    if scaling is None:
+        problem = GemmProblem(m=m * rows, n=n, k=k)
+    else:
+        block_m, block_n, block_k = scaling.a.unit[0], scaling.b.unit[0], scaling.a.unit[1]
+        problem = GemmProblem(m * rows * block_m, n * block_n, k * block_k, dtype="float8_e4m3fn", scaling=scaling)
     return distgemm.make_plan(problem, schedule, workspace=workspace, sync=sync, mechanism=mechanism)
 
 

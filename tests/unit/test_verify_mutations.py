@@ -160,7 +160,7 @@ def test_a_view_is_a_box_of_a_shard_that_may_be_written() -> None:
 def test_operands_have_their_type() -> None:
     plan = _plan()
     slots = tuple(slot._replace(dtype="float16") for slot in plan.slots[0])
-    with pytest.raises(PlanError, match="of float16 where A and B are bfloat16"):
+    with pytest.raises(PlanError, match="of float16 where A is bfloat16"):
         dataclasses.replace(plan, slots=(slots, *plan.slots[1:])).verify()
 
 

@@ -116,7 +116,7 @@ def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
         raise refuse(f"it takes one matrix, got {problem.l} batches")
     if max(plan.mesh) != prod(plan.mesh):
         raise refuse(f"its ranks lie along one axis, got the mesh {plan.mesh}")
-    if BYTES.get(problem.dtype) != 2:
+    if BYTES.get(problem.dtype) != 2:  # and so there are no scales
         raise refuse(f"its operands are bfloat16 or float16, got {problem.dtype}")
     out_dtype, partial_dtype = str(problem.out_dtype), str(problem.partial_dtype)
     for name, dtype in (("out_dtype", out_dtype), ("partial_dtype", partial_dtype)):

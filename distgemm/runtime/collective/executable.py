@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from distgemm.arguments import finite, instance, wrong
+from distgemm.arguments import finite, instance
 from distgemm.plan.ops import Op
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
@@ -17,6 +17,7 @@ from distgemm.runtime.checks import (
     check_bias,
     check_gathered,
     check_gradients,
+    check_scales,
     check_shard,
     check_shards,
     differences,
@@ -86,6 +87,8 @@ class CollectiveExecutable:
             raise ValueError(
                 f'the collective runtime sends messages: it takes plans with mechanism="push", got {plan.mechanism!r}'
             )
+        if plan.problem.dtype == "float4_e2m1fn_x2":
+            raise ValueError("no runtime multiplies float4_e2m1fn_x2: its plans can be made, proved and simulated")
         if dist.get_world_size(self.group) != plan.world_size:
             size = dist.get_world_size(self.group)
             raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {size}")
@@ -153,19 +156,20 @@ class CollectiveExecutable:
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
-            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of B's type.
             c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
             alpha: factor of A @ B.T.
             beta: factor of C.
             bias: one row of D's shard, of ``problem.out_dtype``.
-            scale_a: None; this runtime has no scales.
-            scale_b: None; this runtime has no scales.
+            scale_a: with ``problem.scaling``, the scales of this rank's shard of A, of shape
+                ``plan.shard_shape("SFA", rank)``. Each element is multiplied by its scale in float32.
+            scale_b: as ``scale_a``, of this rank's shard of B: "SFB".
             out: where D goes, instead of a new tensor. It shares no memory with the shards.
             gathered: where all of A goes, (m, k), on ranks that multiply all of it. It shares no memory with the
                 others.
 
         Raises:
-            ValueError: for tensors of another shape, dtype or device, for beta without C, for scales, for ``gathered``
+            ValueError: for tensors of another shape, dtype or device, for beta without C, for ``gathered``
                 where this rank does not multiply all of A, and for shards that require grad outside of torch.no_grad().
                 A rank that raises has sent nothing and may call again; the others wait for it. On CPUs also on all
                 ranks where they call different executables, or with another ``alpha``, ``beta`` or bias.
@@ -174,13 +178,11 @@ class CollectiveExecutable:
         """
         group = self.group
         raise_if_failed(group)
-        if scale_a is not None or scale_b is not None:
-            scale = scale_b if scale_a is None else scale_a
-            raise wrong("scale_a and scale_b", "None: the collective runtime has no scales", scale)
         alpha, beta = finite("alpha", alpha), finite("beta", beta)
         check_gradients(self.rank, a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered)
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         check_bias(self.rank, bias, given["D"])
+        given |= check_scales(self.plan, self.rank, self.device, scale_a, scale_b)
         if gathered is not None:
             if not self._multiplies_all_of_a:
                 raise ValueError(f"gathered is for ranks that multiply all of A; rank {self.rank} does not")

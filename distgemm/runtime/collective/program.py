@@ -30,17 +30,29 @@ from distgemm.plan.ops import (
     overlaps,
 )
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.plan.validate import validate
 from distgemm.runtime.checks import TORCH_DTYPES
 from distgemm.runtime.collective.memory import Place, ScratchName, Step
-from distgemm.runtime.collective.steps import Add, Float32Precision, Join, KeepTile, Message, Move, Multiply, Post, Sum
+from distgemm.runtime.collective.steps import (
+    Add,
+    Float32Precision,
+    Join,
+    KeepTile,
+    Message,
+    Move,
+    Multiply,
+    Post,
+    Sum,
+    TileScales,
+)
 
 __all__ = ["Program", "multiplies_all_of_a"]
 
 
 Where = tuple[str, int]
 """Memory of this rank: a view's buffer and slot."""
-INPUTS = ("A", "B", "C")
+INPUTS = ("A", "B", "C", *SCALE_OPERANDS.values())
 
 
 @dataclass(frozen=True)
@@ -346,14 +358,15 @@ class _Compiler:
         return Sum(sources, c, bias_columns, _place(op.out), total, in_place)
 
     def _multiply(self, op: Gemm) -> Multiply:
-        dtype = self.plan.problem.dtype
+        problem = self.plan.problem
+        dtype = problem.dtype
         accumulation = _accumulation(self.plan)
         on_cuda = self.device.type == "cuda"
         factors = TORCH_DTYPES[dtype]
-        if factors.itemsize < 4 and not on_cuda:
+        if problem.scaling is not None or (factors.itemsize < 4 and not on_cuda):
             factors = accumulation
         elif factors.itemsize == 1:
-            factors = torch.bfloat16  # holds all values of float8_e4m3fn
+            factors = torch.bfloat16  # holds all values of fp8
         converted = []
         if factors != TORCH_DTYPES[dtype]:
             converted = [_scratch("a", op.a, factors), _scratch("b", op.b, factors)]
@@ -361,8 +374,13 @@ class _Compiler:
         if factors == torch.float32:
             precision = "tf32" if dtype == "tfloat32" and on_cuda else "ieee"
         out_dtype = accumulation if factors != accumulation else None
-        a, b = _place(op.a), _place(op.b)
-        return Multiply(a, b, converted, self._sum(op), out_dtype, precision)
+        scales = []
+        if problem.scaling is not None:
+            scales = [
+                TileScales(_place(view), problem.scaling[operand])
+                for view, operand in zip(op.scales, SCALE_OPERANDS, strict=True)
+            ]
+        return Multiply(_place(op.a), _place(op.b), converted, scales, self._sum(op), out_dtype, precision)
 
     def _check_written(self) -> None:
         """Check that the ops write all of this rank's D: the rest of a new D would be whatever its memory held."""

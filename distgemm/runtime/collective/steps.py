@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.ops import Copy, View
+from distgemm.plan.scaling import OperandScaling
 from distgemm.runtime.collective.memory import CallState, Place
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Post",
     "Sum",
     "Synchronize",
+    "TileScales",
     "matmul",
 ]
 
@@ -180,6 +182,24 @@ class Sum:
 
 
 @dataclass(slots=True, eq=False)
+class TileScales:
+    """The scales of a tile of A or B.
+
+    Attributes:
+        place: where they are.
+        scaling: which elements share one.
+    """
+
+    place: Place
+    scaling: OperandScaling
+
+    def apply(self, call: CallState, tile: Tensor) -> None:
+        """Multiply the elements of a tile, which are float32, by their scales."""
+        scales = self.place(call)
+        tile.mul_(self.scaling.expand(scales.to(tile.dtype), *tile.shape[1:]))
+
+
+@dataclass(slots=True, eq=False)
 class Multiply:
     """A Gemm.
 
@@ -187,6 +207,7 @@ class Multiply:
         a: A's tile.
         b: B's tile.
         converted: memory for both in the dtype that is multiplied; empty: they have it.
+        scales: those of A and B, by which their converted elements are multiplied; empty: there are none.
         sum: what follows the product.
         out_dtype: dtype of the product where the operands have another; None: they have the same.
         precision: of float32; None: the operands are not float32.
@@ -195,6 +216,7 @@ class Multiply:
     a: Place
     b: Place
     converted: list[Place]
+    scales: list[TileScales]
     sum: Sum
     out_dtype: torch.dtype | None
     precision: Float32Precision | None
@@ -203,6 +225,8 @@ class Multiply:
         a, b = self.a(call), self.b(call)
         if self.converted:
             a, b = self.converted[0](call).copy_(a), self.converted[1](call).copy_(b)
+        for tile, scales in zip((a, b), self.scales, strict=False):
+            scales.apply(call, tile)
         target = self.sum.target(call)
         with _float32_precision(target.device, self.precision):
             matmul(a, b, target, self.out_dtype)

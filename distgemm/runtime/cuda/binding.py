@@ -24,6 +24,7 @@ from distgemm.gemm.tensors import matrix_spec, spec_of
 from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.runtime.checks import TORCH_DTYPES, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
@@ -50,13 +51,11 @@ class CallTensors:
     """The tensors and numbers of one call.
 
     Args:
-        given: tensors by name, as :func:`distgemm.runtime.checks.check_shards` finds them; and "gathered". A alone
-            where the caller multiplies.
+        given: tensors by name, as :func:`distgemm.runtime.checks.check_shards` finds them; "gathered"; and the scales
+            "SFA" and "SFB". A alone where the caller multiplies.
         alpha: factor of A @ B.T.
         beta: factor of C.
         bias: one row of D's shard; None: none.
-        scale_a: as a call takes it.
-        scale_b: as a call takes it.
 
     Attributes:
         given: as given.
@@ -69,13 +68,11 @@ class CallTensors:
         alpha: float = 1.0,
         beta: float = 0.0,
         bias: Tensor | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
     ) -> None:
         self.given = given
         self.shards = {name: x if x.dim() == 3 else x.unsqueeze(0) for name, x in given.items()}
         self.alpha, self.beta = float(alpha), float(beta)
-        self.bias, self.scale_a, self.scale_b = bias, scale_a, scale_b
+        self.bias = bias
 
     @property
     def out(self) -> Tensor:
@@ -121,6 +118,7 @@ class Binder:
 
     Raises:
         PlanError: as :func:`distgemm.runtime.cuda.lowering.lower.lower` raises it.
+        ValueError: for a scaling that no kernel has.
     """
 
     def __init__(
@@ -130,6 +128,7 @@ class Binder:
         self.execution = execution.on(device, plan.problem.dtype)
         self.provider = str(self.execution.provider)
         self.config = None if execution.config is None else GemmConfig.parse(execution.config)
+        _check_scaling(plan)
         self.first_users_of_a = first_users_of_a(plan, rank)
         self.counters: Tensor | None = None
         self.actions: Sequence[Action] = lower(plan, rank, execution)
@@ -227,7 +226,7 @@ class Binder:
         """A call with dense tensors that have no memory."""
         shards = {
             name: torch.empty(self.plan.shard_shape(name, self.rank), dtype=shard_dtype(self.plan, name), device="meta")
-            for name in "ABCD"
+            for name in ("A", "B", "C", "D", *(SCALE_OPERANDS.values() if self.plan.problem.scaling else ()))
         }
         if turned_b:
             shards["B"] = shards["B"].mT.contiguous().mT
@@ -456,7 +455,6 @@ class Binding:
             if others or c is not None:
                 rest = _RemainingTerms(None if c is None else _matrix(c), None, others)
             c_term, c_factor = further[0], 1.0
-        (_, rows, _), (_, columns, _) = op.a.box, op.b.box
         tensors = GemmTensors(
             a=_matrix(self.tensor(op.a)),
             b=_matrix(self.tensor(op.b)),
@@ -464,8 +462,8 @@ class Binding:
             c=None if c_term is None else _matrix(c_term),
             partial=_matrix(sources[0]) if sources else None,
             bias=self.call.bias_of(op.out) if op.c is not None else None,
-            scale_a=_rows_of_scale(self.call.scale_a, rows),
-            scale_b=_rows_of_scale(self.call.scale_b, columns),
+            scale_a=self._scales(op.scale_a),
+            scale_b=self._scales(op.scale_b),
             alpha=self.call.alpha,
             beta=c_factor,
             dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
@@ -479,6 +477,10 @@ class Binding:
                 return bare, left
         return tensors, rest
 
+    def _scales(self, view: View | None) -> Tensor | None:
+        """The scales of a GEMM's tile: one number, or one for each row."""
+        return None if view is None else self.tensor(view).reshape(-1)
+
     def _reduce(self, op: Reduce) -> MovableLaunch:
         c = self.tensor(op.c) if op.c is not None and self.call.beta else None
         sources = [self.tensor(view) for view in op.sources]
@@ -491,6 +493,26 @@ def first_users_of_a(plan: Plan, rank: int) -> set[int]:
     first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
     p = plan.problem
     return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
+
+
+def _check_scaling(plan: Plan) -> None:
+    """Check that kernels multiply with the scaling of a plan.
+
+    Raises:
+        ValueError: if none does.
+    """
+    p = plan.problem
+    for operand in "AB":
+        if p.scaling is None:
+            return
+        found = p.scaling[operand]
+        if found.columns is not None or found.rows not in (None, 1) or found.dtype != "float32":
+            raise ValueError(
+                f"kernels take one float32 scale for a tile of {operand} or for each of its rows, and the problem has "
+                f"{found}; CollectiveExecutable multiplies with scales of blocks"
+            )
+        if p.l > 1:
+            raise ValueError(f"kernels take scales of one batch, got l = {p.l}; CollectiveExecutable takes several")
 
 
 class _RemainingTerms(NamedTuple):
@@ -510,9 +532,3 @@ class _Passage(NamedTuple):
 
 def _matrix(tensor: Tensor) -> Tensor:
     return tensor[0] if tensor.shape[0] == 1 else tensor
-
-
-def _rows_of_scale(scale: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
-    if scale is None or scale.numel() == 1:
-        return scale
-    return scale[rows[0] : rows[1]]

@@ -135,7 +135,7 @@ class GpuExecutable(ABC):
 
         Args:
             a_shard: of shape ``plan.shard_shape("A", rank)`` and of ``problem.dtype``.
-            b_shard: of shape ``plan.shard_shape("B", rank)`` and of ``problem.b_dtype``.
+            b_shard: of shape ``plan.shard_shape("B", rank)`` and of B's type.
             c_shard: of D's shape, of ``problem.out_dtype``; read only where ``beta`` is not 0.
             alpha: factor of A @ B.T.
             beta: factor of C.

@@ -284,8 +284,10 @@ class CudaExecutable(GpuExecutable):
         a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered = tensors
         assert a_shard is not None and b_shard is not None
         given = self._check(a_shard, b_shard, c_shard, beta, out, gathered)
-        self._check_terms(given, bias, scale_a, scale_b)
-        return CallTensors(given, alpha, beta, bias, scale_a, scale_b)
+        check_bias(self.rank, bias, given["D"])
+        scales = check_scales(self.plan, self.rank, self.device, scale_a, scale_b)
+        self._check_rows(scales, self._copied)
+        return CallTensors(given | scales, alpha, beta, bias)
 
     def _check(
         self,
@@ -314,17 +316,12 @@ class CudaExecutable(GpuExecutable):
             rows, columns = given[name].shape[-2:]
             row_stride, column_stride = given[name].stride()[-2:]
             if (columns > 1 and column_stride != 1) or (rows > 1 and row_stride < columns):
-                what = {"D": "out", "gathered": "gathered"}.get(name, f"{name}'s shard")
+                names = {"D": "out", "gathered": "gathered", "SFA": "scale_a", "SFB": "scale_b"}
+                what = names.get(name, f"{name}'s shard")
                 raise ValueError(
                     f"{what} on rank {self.rank} is copied by rows, which must be contiguous and must not overlap, got "
                     f"strides {given[name].stride()}; pass it as .contiguous()"
                 )
-
-    def _check_terms(
-        self, given: dict[str, Tensor], bias: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None
-    ) -> None:
-        check_bias(self.rank, bias, given["D"])
-        check_scales(self.plan, scale_a, scale_b)
 
     def _record(self, call: CallTensors, buffer: int, layout: CallLayout) -> Recording:
         bound = self.binder.bind(call, buffer)
@@ -402,7 +399,7 @@ class CudaExecutable(GpuExecutable):
 
 
 def copied_buffers(plan: Plan, rank: int) -> set[str]:
-    """Which of the caller's "A", "B" and "D" a rank copies from or to."""
+    """Which of the caller's "A", "B", "D", "SFA" and "SFB" a rank copies from or to."""
     copies = [op for op in plan.ops(rank) if isinstance(op, Copy)]
     return {view.buffer for op in copies for view in (op.src, op.dst)} - {"slot"}
 

@@ -131,7 +131,7 @@ def _assign_streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
     computed = 0
     sums = GEMM_STREAM + gemm_streams if _gemm_follows_sum(ops) else None
     for op in ops:
-        if isinstance(op, Copy) and (link_of(op) or op.src.buffer in ("A", "B")):
+        if isinstance(op, Copy) and (link_of(op) or op.src.buffer not in ("D", "slot")):
             found[op.id] = COMM  # to or from a peer, or for peers to read
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums

@@ -95,6 +95,7 @@ def _runs_by_shard(plan: Plan, rank: int) -> list[list[Gemm]]:
         if (
             before is not None
             and before.b == op.b
+            and before.scales == op.scales
             and not (before.sources or op.sources)
             and needed.isdisjoint((before.id, op.id))
             and (before.c is None) == (op.c is None)

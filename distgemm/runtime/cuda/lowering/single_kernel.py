@@ -11,6 +11,7 @@ from distgemm.gemm.spec import Moving
 from distgemm.plan.ops import Copy, Flag, Gemm, Op, Reduce, Signal, View, Wait, box_extents, link_of
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.runtime.cuda.lowering.actions import GEMM_STREAM, Action, Send, SingleKernel
 from distgemm.runtime.cuda.lowering.merge_copies import gemms_by_shard, halve_last
 from distgemm.runtime.cuda.lowering.slices import copies_shard, ids_of
@@ -46,6 +47,12 @@ def fuse_gemms(
         PlanError: for GEMMs that cannot be one kernel.
     """
     gemms = [op for op in ops if isinstance(op, Gemm)]
+    moved = next((op for op in ops if op.operand in SCALE_OPERANDS.values()), None)
+    if moved is not None:
+        raise PlanError(
+            f"{moved}: the fused kernel takes scales that each rank has already, and here they move with their tiles; "
+            "execution='multi_kernel' takes them"
+        )
     if not gemms:
         return list(ops), None
     kernel_copies = config.transport == "sm"
