@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from distgemm.arguments import integer, wrong
 from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
@@ -81,8 +80,6 @@ class Exchange:
         ranks: scales with ``scope="shard"`` are those that so many ranks would have.
     """
 
-    group: dist.ProcessGroup | None = None
-
     def __init__(self, split: Split = WHOLE, ranks: int = 1) -> None:
         self.split, self.ranks = split, ranks
 
@@ -143,6 +140,10 @@ class Exchange:
 
     def whole(self, x: Tensor | Quantized, split: int | None) -> Any:
         """All of an operand, (rows, columns), of which each rank has some columns if ``split`` is 1."""
+        return x
+
+    def reduce_max(self, x: Tensor) -> Tensor:
+        """The maximum over ranks."""
         return x
 
     def sum(self, x: Tensor, split: int | None) -> Tensor:
@@ -245,7 +246,7 @@ class _Layer(NamedTuple):
     def finish(self) -> None:
         """The end of a backward pass."""
         if self.state is not None:
-            self.state.advance(self.exchange.group)
+            self.state.advance(self.exchange.reduce_max)
 
 
 def linear_over(

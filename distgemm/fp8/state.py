@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public name)
 
@@ -111,18 +110,17 @@ class LayerState(nn.Module):
         seen = self._seen.get(role)
         self._seen[role] = amax.view(()) if seen is None else torch.maximum(seen, amax.view(()))
 
-    def advance(self, group: dist.ProcessGroup | None) -> None:
-        """Move the history on by a step. With a group, the ranks take the largest magnitudes of all.
+    def advance(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Move the history on by a step, at the end of a backward pass.
 
-        Called at the end of a backward pass. One all-reduce of three numbers.
+        Args:
+            reduce_max: the maximum over ranks of three numbers.
         """
         if self.recipe.amax != "delayed" or not self._seen:
             return
         latest = torch.stack([self._seen.get(role, self.history.new_zeros(())) for role in ROLES])
         self._seen.clear()
-        if group is not None:
-            dist.all_reduce(latest, dist.ReduceOp.MAX, group)
-        self.history.copy_(torch.cat([latest[:, None], self.history[:, :-1]], 1))
+        self.history.copy_(torch.cat([reduce_max(latest)[:, None], self.history[:, :-1]], 1))
 
     def weight(self, transposed: bool, make: Callable[[], Quantized]) -> Quantized:
         """The quantised weight, or its transpose: inside of :func:`fixed_weights` the one that was made before."""

@@ -244,7 +244,7 @@ def _stacked_linear(
     if len(ws) == 1:
         options["features"] = None if ns is None else ns[0]
         return [_linear(x, ws[0], biases[0], recipe, SPLITS["column"], group, options)]
-    size, _ = library.size_and_rank(group)
+    size = quantized.ranks_of(group)
     if ns is not None and any(n % size for n in ns):
         raise ValueError(
             f"all_gather_matmul: with a recipe, several b are stacked, so ranks have equal shares of each, got "

@@ -6,6 +6,7 @@ They take matrices and the name of a group. Users call the functions of :mod:`di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from distgemm.torch_ops.eager import EagerOp
 
 __all__ = [
     "all_gather_matmul",
+    "check_blocks",
     "check_operands",
     "largest",
     "matmul_all_reduce",
@@ -532,6 +534,16 @@ def _scaling(name: str) -> Scaling:
     return Scaling(*operands)
 
 
+def check_blocks(function: str, what: str, shares: Sequence[int], block: int) -> None:
+    """Raises ValueError if a rank's share begins in the middle of a block that shares a scale."""
+    starts = accumulate(shares[:-1])
+    if any(start % block for start in starts if start < sum(shares)):  # behind the last share, there are empty ones
+        raise ValueError(
+            f"{function}: blocks of {block} share a scale, so each rank except the last has a multiple of {block} "
+            f"{what}, got {list(shares)}"
+        )
+
+
 class _ScaledCall(NamedTuple):
     """A product of a pattern whose operands are in fp8.
 
@@ -592,19 +604,24 @@ class _ScaledCall(NamedTuple):
             )
         size, _ = size_and_rank(self.group)
         m, n, k = a.shape[0], b.shape[0], a.shape[1]
+        scaling = _scaling(self.scaling) if self.scaling else None
         rows: Sizes = None
         if self.pattern == "ag+gemm":
             rows = _gathered_rows(function, m, self.rows, self.group)
             m, n = sum(rows), _whole(function, "out_features", n, self.whole, self.group)
+            if scaling is not None:
+                check_blocks(function, "tokens", rows, scaling.a.unit[0])
+                check_blocks(function, "out_features", split_extent(n, size), scaling.b.unit[0])
         else:
             k = _whole(function, "in_features", k, self.whole, self.group)
+            if scaling is not None:
+                check_blocks(function, "in_features", split_extent(k, size), scaling.a.unit[1])
+                check_blocks(function, "in_features", split_extent(k, size), scaling.b.unit[1])
             if self.pattern == "gemm+rs":
                 rows = _scattered_rows(function, m, self.rows, self.group)
-        options: dict[str, Any] = {"out_dtype": NAMES[self.out_dtype], "b_dtype": NAMES[b.dtype]}
+        options: dict[str, Any] = {"out_dtype": NAMES[self.out_dtype], "b_dtype": NAMES[b.dtype], "scaling": scaling}
         if self.partial_dtype is not None and self.pattern != "ag+gemm":
             options["partial_dtype"] = NAMES[self.partial_dtype]
-        if self.scaling:
-            options["scaling"] = _scaling(self.scaling)
         return _problem(function, a, m, n, k, rows, size, **options)
 
     def prepare(self) -> PreparedCall:

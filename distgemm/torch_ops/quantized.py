@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distgemm.fp8.layer import Exchange, Split, linear_over, multiply
 from distgemm.fp8.quantize import Quantized, amax_of, quantize_with, spans
@@ -18,9 +17,11 @@ from distgemm.torch_ops import library
 from distgemm.torch_ops.library import split_extent
 from distgemm.torch_ops.needs import recording
 
-__all__ = ["RankExchange", "as_quantized", "gather_products", "product_of", "rank_linear"]
+__all__ = ["RankExchange", "as_quantized", "gather_products", "product_of", "rank_linear", "ranks_of"]
 
 Tensor = torch.Tensor
+COLLECTIVES: Any = torch.ops._c10d_functional
+"""The collectives that torch.compile knows, by the name of a group."""
 
 
 class RankExchange(Exchange):
@@ -48,8 +49,7 @@ class RankExchange(Exchange):
     ) -> None:
         self.split, self.group_name, self.rows, self.features = split, group, rows, features
         self.schedule, self.chunks = schedule, chunks
-        self.group = process_group(group)
-        self.ranks, self.keeps_gathered = self.group.size(), keeps_gathered
+        self.ranks, self.keeps_gathered = ranks_of(group), keeps_gathered
         self.kept: Quantized | None = None
 
     def quantize(
@@ -64,8 +64,8 @@ class RankExchange(Exchange):
         """An operand in fp8. Its largest magnitudes are all-reduced if the scales are those of all shards."""
         if amax is None:
             amax = amax_of(x, scaling)
-            if scaling.scope == "global" and spans(scaling, split) and not recording():
-                dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
+            if scaling.scope == "global" and spans(scaling, split):
+                amax = self.reduce_max(amax)
         return quantize_with(amax, x, scaling, dtype, power_of_two=recipe.power_of_two)
 
     def product(
@@ -111,9 +111,11 @@ class RankExchange(Exchange):
 
     def sum(self, x: Tensor, split: int | None) -> Tensor:
         """The sum over ranks of what each has computed from its tokens."""
-        if split == 0 and not recording():
-            dist.all_reduce(x, group=self.group)
-        return x
+        return _reduced(x, "sum", self.group_name) if split == 0 else x
+
+    def reduce_max(self, x: Tensor) -> Tensor:
+        """The maximum over ranks."""
+        return _reduced(x, "max", self.group_name)
 
 
 def gather_quantized(q: Quantized, group: str, rows: Sequence[int] | None) -> Quantized:
@@ -137,9 +139,8 @@ def gather_quantized(q: Quantized, group: str, rows: Sequence[int] | None) -> Qu
 
 def whole_scales(q: Quantized, codes: Tensor, group: str, rows: Sequence[int] | None) -> Quantized:
     """A matrix in fp8 from its gathered codes and this rank's rows: the scales of all ranks."""
-    size, _ = library.size_and_rank(group)
+    size, scaling = ranks_of(group), q.scaling
     shares = list(rows) if rows is not None else [q.codes.shape[0]] * size
-    scaling = q.scaling
     if scaling.rows is None and scaling.scope == "global":
         return Quantized(codes, q.scales, scaling)
     if scaling.rows is None:  # a scale for the rows of each rank
@@ -147,11 +148,7 @@ def whole_scales(q: Quantized, codes: Tensor, group: str, rows: Sequence[int] | 
         counts = torch.tensor(shares, device=scales.device)
         scales = scales.repeat_interleave(counts, 0, output_size=sum(shares))
         return Quantized(codes, scales, OperandScaling(1, scaling.columns))
-    if any(share % scaling.rows for share in shares[:-1]):
-        raise ValueError(
-            f"blocks of {scaling.rows} tokens share a scale, so each rank except the last has a multiple of "
-            f"{scaling.rows} tokens, got {shares}"
-        )
+    library.check_blocks("all_gather_matmul", "tokens", shares, scaling.rows)
     return Quantized(codes, _gathered(q.scales, [-(-share // scaling.rows) for share in shares], group), scaling)
 
 
@@ -159,10 +156,25 @@ def _gathered(x: Tensor, shares: Sequence[int], group: str) -> Tensor:
     """The rows of all ranks."""
     most = max(shares)
     padded = torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[0]))
-    found = [torch.empty_like(padded) for _ in shares]
-    if not recording():
-        dist.all_gather(found, padded, group=process_group(group))
-    return torch.cat([each[:share] for each, share in zip(found, shares, strict=True)])
+    if recording():
+        return x.new_empty(sum(shares), x.shape[1])
+    found = COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(padded.contiguous(), len(shares), group))
+    parts = found.view(len(shares), most, x.shape[1])
+    return torch.cat([each[:share] for each, share in zip(parts, shares, strict=True)])
+
+
+def _reduced(x: Tensor, how: str, group: str) -> Tensor:
+    """The "sum" or the "max" over ranks."""
+    if recording():
+        return x
+    found: Tensor = COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x, how, group))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # a graph holds for one number of ranks
+def ranks_of(group: str) -> int:
+    """The number of ranks of a group."""
+    return process_group(group).size()
 
 
 # --- what the functions call ----------------------------------------------------------------------------
@@ -236,7 +248,7 @@ def gather_products(
     **options: Any,
 ) -> tuple[list[Tensor], Quantized | None]:
     """All of A times each B, and the gathered A. The product with the largest B overlaps with the gather."""
-    size, _ = library.size_and_rank(group)
+    size = ranks_of(group)
     wholes = list(ns) if ns is not None else [b.codes.shape[0] * size for b in bs]
     first = library.largest(wholes, size)
     needs = gathered or len(bs) > 1
