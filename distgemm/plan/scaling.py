@@ -95,7 +95,8 @@ class OperandScaling:
             return (0, 1) if self.scope == "global" else shard
         unit = self.unit[mode]
         each = ATOM if self.swizzled and mode else 1
-        return bounds[0] // unit * each, -(-bounds[1] // unit) * each
+        low, high = (-(-bound // unit) * each for bound in bounds)  # an empty shard at the end has no scales
+        return low, high
 
     def positions(self, rows: int, columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the scales of a box of the operand are.

@@ -102,7 +102,7 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
         ("type", "is a torch.Tensor, as torch.as_tensor makes it, got a ndarray of shape"),
         ("bias shape", "bias on rank"),
         ("bias dtype", "of torch.bfloat16 on cpu, got"),
-        ("scale", "the collective runtime has no scales"),
+        ("scale", "scale_a on rank "),
         ("no c", "c_shard is a torch.Tensor where beta is not 0: beta is 1.0, got None"),
         ("size", "the plan is for 3 ranks, the group has 2"),
         ("cuda", "cuda:0"),

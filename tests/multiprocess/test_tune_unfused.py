@@ -52,7 +52,7 @@ def test_warm_calls_allocate_nothing() -> None:
 def test_wrong_calls_are_refused() -> None:
     for found in results(2):
         wanted = [
-            "ValueError: the unfused program has no scales",
+            "ValueError: scale_a on rank",
             "ValueError: bias on rank",
             "ValueError: c_shard is a torch.Tensor where beta is not 0: beta is 1.0, got None",
             "ValueError: gathered on rank",
