@@ -34,6 +34,8 @@ import train_llama
 
 CONFIG = llama.Config(vocabulary=len(train_llama.LETTERS), hidden=128, intermediate=384)
 BLOCK = 32
+EVERY = 10
+"""Of so many steps, one loss is recorded."""
 LAST = 20
 """Steps whose mean loss is that of the run."""
 
@@ -128,13 +130,17 @@ def main() -> None:
         start = time.monotonic()
         losses = train(run) if run.tp == 1 else launch(train, run.tp, run, timeout=3600)[0]
         rows = [row for row in rows if row["run"] != asdict(run)]
-        rows.append({"run": asdict(run), "loss": loss_of(losses), "losses": [round(each, 5) for each in losses]})
+        rows.append(
+            {"run": asdict(run), "loss": loss_of(losses), "losses": [round(each, 4) for each in losses[::EVERY]]}
+        )
         print(f"{name}, {run.scope}, tp {run.tp}: {losses[0]:.4f} to {loss_of(losses):.5f}, "
               f"{time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
         if options.record:
             command = "python benchmarks/fp8_training.py --record FILE, also with --tp and --scope"
             facts = {"command": command, "torch": torch.__version__, "model": asdict(CONFIG), "block": BLOCK}
-            options.record.write_text(json.dumps({**facts, "last_steps": LAST, "runs": rows}, indent=1) + "\n")
+            options.record.write_text(
+                json.dumps({**facts, "last_steps": LAST, "recorded_every": EVERY, "runs": rows}, indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":
