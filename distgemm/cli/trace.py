@@ -34,7 +34,8 @@ from distgemm.cli.output import (
 )
 from distgemm.plan.derive import MECHANISMS, make_plan
 from distgemm.plan.options import parse_options
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
+from distgemm.plan.scaling import SCALINGS
 from distgemm.runtime.executable import WaitBy
 from distgemm.schedulers.registry import MAX_CHUNKS, MAX_RANKS
 from distgemm.simulator import simulate
@@ -125,7 +126,9 @@ def trace_command(
         if "chunks" in options:
             raise ValueError("chunks are given by --chunks or by --option chunks=, not by both")
         options["chunks"] = chunks
-    problem = GemmProblem(m, n, k, dtype=dtype)
+    # cuBLAS multiplies fp8 with scales only.
+    scaling = SCALINGS["tensorwise"] if dtype in QUANTIZED_DTYPES else None
+    problem = GemmProblem(m, n, k, dtype=dtype, scaling=scaling)
     if ranks is None and mesh is None:
         # Whatever no number of ranks could run is refused before GPUs are looked for.
         make_plan(problem, name, mesh=arrangement(name, 2, None), **options)

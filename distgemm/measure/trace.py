@@ -20,6 +20,7 @@ from distgemm.measure.profiler import GpuEvent, profile_replays
 from distgemm.plan.ops import Copy, Gemm, Op, Reduce, box_extents, box_size, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
+from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.runtime.checks import shard_dtype
 from distgemm.runtime.cuda import compile_plan
 from distgemm.runtime.cuda.lowering import COMM, GEMM_STREAM, lower
@@ -86,7 +87,7 @@ def record(
 ) -> Recording:
     """Run a plan on this rank's GPU, replay its graph, and record what the GPU does. A collective call.
 
-    Shards are random. Arguments and errors are those of :func:`distgemm.compile`.
+    Shards are random, and scales are 1. Arguments and errors are those of :func:`distgemm.compile`.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     exe = compile_plan(plan, ExecutionConfig(provider, config, gemm_streams, wait_by=wait_by))
@@ -95,9 +96,12 @@ def record(
         torch.randn(plan.shard_shape(name, exe.rank), generator=generator, device=device).to(shard_dtype(plan, name))
         for name in "AB"
     )
-    scale = torch.ones(1, device=device) if plan.problem.dtype == "float8_e4m3fn" else None
-    out = exe(a, b, scale_a=scale, scale_b=scale)  # loads kernels, which a capture must not do
-    replay = exe.capture(a, b, out=out, scale_a=scale, scale_b=scale)
+    scales: dict[str, Any] = {
+        f"scale_{name[-1].lower()}": torch.ones(plan.shard_shape(name, exe.rank), device=device)
+        for name in (SCALE_OPERANDS.values() if plan.problem.scaling else ())
+    }
+    out = exe(a, b, **scales)  # loads kernels, which a capture must not do
+    replay = exe.capture(a, b, out=out, **scales)
     for _ in range(PROFILED_REPLAYS):
         replay()
     dist.barrier(device_ids=[device.index])

@@ -135,10 +135,8 @@ class Emitter:
         frame = self.shards["D" if operand == "C" else operand][rank]
         return View(rank, operand, -1, frame, box, box_extents(frame)[2])
 
-    def _scales(self, place: Place, box: Box | None) -> View | None:
-        """The view of a tile's scales: beside the tile in a slot, or in the rank's shard. None without scaling."""
-        if box is None:
-            return None
+    def _scales(self, place: Place, box: Box) -> View:
+        """The view of a tile's scales: beside the tile in a slot, or in the rank's shard."""
         if place.scale is None or place.shard:
             return self._shard(place.rank, SCALE_OPERANDS[place.operand], box)
         columns = box_extents(place.scale)[2]

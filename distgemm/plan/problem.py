@@ -8,7 +8,7 @@ from functools import cached_property
 from distgemm.arguments import MAX_EXTENT, integer, integers, member, wrong
 from distgemm.plan.scaling import Scaling, read_scaling
 
-__all__ = ["DTYPES", "DTYPE_BYTES", "MAX_EXTENT", "QUANTIZED_DTYPES", "GemmProblem"]
+__all__ = ["DTYPES", "DTYPE_BYTES", "MAX_EXTENT", "OUT_DTYPES", "QUANTIZED_DTYPES", "GemmProblem"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -29,6 +29,9 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
 
 DTYPES = tuple(name for name in DTYPE_BYTES if name != "float8_e8m0fnu")
 """The element types of A and B."""
+
+OUT_DTYPES = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
+"""The element types of C and D."""
 
 _DEFAULT_OUT = {"tfloat32": "float32", **dict.fromkeys(QUANTIZED_DTYPES, "bfloat16")}
 
@@ -76,12 +79,11 @@ class GemmProblem:
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "l"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_EXTENT))
-        outputs = tuple(name for name in DTYPES if name not in QUANTIZED_DTYPES)
         object.__setattr__(self, "dtype", member("dtype", self.dtype, DTYPES))
         out = _DEFAULT_OUT.get(self.dtype, self.dtype) if self.out_dtype is None else self.out_dtype
-        object.__setattr__(self, "out_dtype", member("out_dtype", out, outputs))
+        object.__setattr__(self, "out_dtype", member("out_dtype", out, OUT_DTYPES))
         partial = out if self.partial_dtype is None else self.partial_dtype
-        object.__setattr__(self, "partial_dtype", member("partial_dtype", partial, outputs))
+        object.__setattr__(self, "partial_dtype", member("partial_dtype", partial, OUT_DTYPES))
         if self.m_per_rank is not None:
             rows = integers("m_per_rank", self.m_per_rank, 0, MAX_EXTENT)
             if not sum(rows) or sum(rows) % self.m:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.fp8.quantize import FP8_DTYPES
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import OUT_DTYPES, GemmProblem
 from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.schedulers import Pattern
@@ -39,7 +39,7 @@ Purpose = Literal["forward", "gradient", "gather"]
 
 NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name != "tfloat32"}
 """The names of types. Float32 tensors are multiplied in IEEE float32."""
-DTYPE_NAMES = {dtype: NAMES[dtype] for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+DTYPE_NAMES = {TORCH_DTYPES[name]: name for name in OUT_DTYPES if name != "tfloat32"}
 """The types of operands without scales."""
 
 GATHER_ROWS = 8

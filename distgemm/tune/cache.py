@@ -9,6 +9,7 @@ import torch
 
 from distgemm.gemm.cache import TunedCache
 from distgemm.plan import GemmProblem
+from distgemm.plan.scaling import scaling_name
 from distgemm.schedulers import Pattern, check_pattern
 from distgemm.tune.config import TunedConfig
 
@@ -37,7 +38,9 @@ def key_of(problem: GemmProblem, pattern: Pattern, world_size: int) -> str:
     """
     p = problem
     check_pattern(pattern)
-    return f"{pattern} {p.m}x{p.n}x{p.k}x{p.l} {p.dtype} {p.out_dtype} {p.partial_dtype} tp:{world_size}"
+    operands = p.dtype if p.b_dtype is None else f"{p.dtype}*{p.b_dtype}"
+    operands += "" if p.scaling is None else f" scales:{scaling_name(p.scaling).replace(' ', '_')}"
+    return f"{pattern} {p.m}x{p.n}x{p.k}x{p.l} {operands} {p.out_dtype} {p.partial_dtype} tp:{world_size}"
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:

@@ -329,7 +329,7 @@ def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size:
     """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
     machine = Machine.load(MACHINE)
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
-    if unfused_status(problem, pattern):
+    if unfused_status(problem, pattern) and problem.scaling is None:  # it multiplies scaled operands on CPUs only
         time = predict_unfused(problem, machine, pattern, world_size)
         for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
@@ -492,7 +492,7 @@ def specs_of(plan: Plan) -> list[GemmSpec]:
     for op in (op for ops in plan.rank_ops for op in ops if isinstance(op, Gemm)):
         partial = extents(op.sources[0], plan.dtype(op.sources[0])) if op.sources else None
         d = extents(op.out, plan.dtype(op.out))
-        found[extents(op.a, dtype), extents(op.b, dtype), d, partial] = None
+        found[extents(op.a, dtype), extents(op.b, plan.problem.operand_dtype("B")), d, partial] = None
 
     def matrix(dtype: str, rows: int, columns: int, batches: int, pitch: int, between: int, padded: bool) -> MatrixSpec:
         return MatrixSpec(dtype, rows, columns, batches, stride=pitch, batch_stride=between, padded=padded)

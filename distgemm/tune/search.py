@@ -22,7 +22,7 @@ from distgemm.gemm.nvcc import KernelSource, build_together, is_there
 from distgemm.gemm.spec import Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
 from distgemm.runtime.executable import Executable
 from distgemm.schedulers import Pattern
@@ -88,7 +88,7 @@ def measurable(problem: GemmProblem) -> Status:
     """Whether :func:`tune` can measure a problem; falsy with the reason."""
     if problem.l > 1:
         return Status(f"batches are not measured: l is 1, got {problem.l}")
-    if problem.dtype == "float8_e4m3fn":
+    if problem.dtype in QUANTIZED_DTYPES:
         return Status("fp8 is not measured: there is no unfused program to check the results against")
     return Status()
 

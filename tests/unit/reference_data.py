@@ -96,7 +96,8 @@ class Scales:
 def _swizzled(whole: Array, box: tuple[tuple[int, int], ...], columns: int) -> Array:
     """The scales of a box in atoms of 128 x 4, as torch.nn.functional's and torchao's ``to_blocked`` arrange them."""
     batch, (top, bottom), (left, right) = box
-    found = whole[slice(*batch), top:bottom, left // columns : -(-right // columns)]
+    blocks_across = slice(left // columns, -(-right // columns) if left < right else left // columns)
+    found = whole[slice(*batch), top:bottom, blocks_across]
     l, rows, wide = found.shape  # noqa: E741
     across, down = -(-rows // 128), -(-wide // 4)
     padded = np.zeros((l, across * 128, down * 4))
