@@ -19,8 +19,8 @@ from tests.multiprocess.ops_torch_worker import run_all
 CHECKS: dict[int, list[Any]] = {
     1: [worker.functions, worker.layers],
     2: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.bytes_of_gathers, worker.misuse, worker.models,
-        worker.layers, worker.warmed, worker.compiled],
-    3: [worker.functions, worker.unequal, worker.tensors_in_fp8],
+        worker.layers],
+    3: [worker.functions, worker.unequal, worker.tensors_in_fp8, worker.warmed, worker.compiled],
     4: [worker.functions, worker.unequal, worker.bytes_of_gathers, worker.models, worker.layers],
     8: [worker.models],
 }  # fmt: skip
