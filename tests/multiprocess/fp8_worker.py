@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import llama
 
 Tensor = torch.Tensor
-TOKENS, FEATURES, OUT, BLOCK = 96, 96, 192, 8
+TOKENS, FEATURES, OUT, BLOCK = 96, 96, 192, 4
 ROUNDING = 2.0**-24 * 4 * FEATURES
 """How much sums of float32 in another order may differ, relative to their largest result."""
 
@@ -45,7 +45,9 @@ def far(found: Tensor | None, wanted: Tensor | None, bound: float = ROUNDING) ->
     found, wanted = found.detach(), wanted.detach()
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"{tuple(found.shape)} of {found.dtype} instead of {tuple(wanted.shape)} of {wanted.dtype}"
-    error = float((found.double() - wanted.double()).abs().max()) if found.numel() else 0.0
+    if not found.numel():
+        return ""
+    error = float((found.double() - wanted.double()).abs().max())
     return "" if error <= bound * float(wanted.abs().max()) else f"differs by {error}"
 
 
@@ -292,7 +294,7 @@ def models() -> list[str]:
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[1:].flatten())
                 loss.backward()
                 losses.append(loss.item())
-            if abs(losses[0] - losses[1]) > (1e-3 if step else 1e-6) * losses[0]:
+            if abs(losses[0] - losses[1]) > (1e-3 if step else 1e-5) * losses[0]:
                 wrong.append(f"{name}, step {step}: {losses}")
             for (key, one), two in zip(plain.named_parameters(), model.parameters(), strict=True):
                 error = float((two.grad.full_tensor() - one.grad).norm() / one.grad.norm())
@@ -367,7 +369,7 @@ def warmed() -> list[str]:
     group: Any = dist.group.WORLD
     wrong = []
     for name in ("tensorwise_delayed", "rowwise", "blockwise"):
-        layer = distgemm.nn.ColumnParallelLinear(64, 128, group=group, recipe=fp8.recipe(name, block=BLOCK), bias=False)
+        layer = distgemm.nn.ColumnParallelLinear(64, 192, group=group, recipe=fp8.recipe(name, block=BLOCK), bias=False)
         x = torch.randn(32, 64, requires_grad=True)
         needs = distgemm.warmup(layer, x)
         with distgemm.record_calls() as calls:
