@@ -306,7 +306,7 @@ def test_demo_checks_before_it_prints(arguments: str, message: str) -> None:
 # --- mistakes -----------------------------------------------------------------------------------------
 
 
-DTYPES = "float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn"
+DTYPES = "float64, float32, tfloat32, bfloat16, float16, float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2"
 
 
 @pytest.mark.parametrize(
