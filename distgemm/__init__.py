@@ -16,7 +16,7 @@ from distgemm.schedulers import (
 )
 
 if TYPE_CHECKING:
-    from distgemm import nn, tune
+    from distgemm import fp8, nn, tune
     from distgemm.api import compile
     from distgemm.runtime.collective.executable import CollectiveExecutable, run_collective
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
@@ -64,6 +64,7 @@ __all__ = [
     "run_reference",
     # torch
     "all_gather_matmul",
+    "fp8",
     "gather",
     "install",
     "last_call",
@@ -116,6 +117,6 @@ def __getattr__(name: str) -> Any:
         from distgemm.torch_ops.warmup import warmup
 
         return warmup
-    if name in ("nn", "tune"):
+    if name in ("fp8", "nn", "tune"):
         return importlib.import_module(f"distgemm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

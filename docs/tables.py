@@ -16,11 +16,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from blocks import DOCS, ROOT, TABLES, benchmark, measured, own_schedule, per_tile, predicted, schedules
+from blocks import DOCS, ROOT, TABLES, benchmark, fp8, measured, own_schedule, per_tile, predicted, schedules
 
 import distgemm
 
-__all__ = ["benchmark", "changes", "fill", "main", "measured", "own_schedule", "per_tile", "predicted", "schedules"]
+__all__ = [
+    "benchmark",
+    "changes",
+    "fill",
+    "fp8",
+    "main",
+    "measured",
+    "own_schedule",
+    "per_tile",
+    "predicted",
+    "schedules",
+]
 
 BLOCK = re.compile(r"<!-- begin generated: (.+?) -->(.*?)<!-- end generated -->", re.S)
 

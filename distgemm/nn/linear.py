@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distgemm.arguments import MAX_EXTENT, boolean, instance, integer
+from distgemm.fp8 import LayerState, Recipe
+from distgemm.fp8.recipe import read_recipe
+from distgemm.nn.recipes import state_of
 from distgemm.nn.state import megatron_sharded_state_dict
 from distgemm.nn.tensors import (
     GradientCheck,
@@ -65,6 +68,7 @@ class ParallelLinear(nn.Module):
             contiguous. None: 0, for inputs of two dimensions only; a DTensor's placement says it as well.
         m_per_rank: tokens of each rank, zeros allowed; or a function that returns them, which each call asks. None: as
             many on each rank, or as the input says if it is a DTensor. A call's own ``m_per_rank`` comes first.
+        recipe: compute in fp8, as in :func:`distgemm.all_gather_matmul`: a recipe or its name.
         device: device of the parameters; None: torch's default device if the group serves it.
         dtype: dtype of the parameters.
 
@@ -75,6 +79,7 @@ class ParallelLinear(nn.Module):
         mesh: the ranks of the group, as the DTensors have them.
         ranks: number of ranks of the group.
         rank: this rank in the group.
+        fp8: the :class:`distgemm.fp8.LayerState` of a layer with a recipe; otherwise None.
 
     Raises:
         ValueError: for wrong sizes, an unknown group or an unknown schedule, and for a device that the group does not
@@ -98,6 +103,7 @@ class ParallelLinear(nn.Module):
         chunks: int | None = None,
         sequence_dim: int | None = None,
         m_per_rank: Tokens = None,
+        recipe: Recipe | str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -117,6 +123,7 @@ class ParallelLinear(nn.Module):
         self.ranks, self.rank = ranks.size(), dist.get_rank(ranks)
         self.schedule, self.chunks, self.sequence_dim = schedule, chunks, sequence_dim
         self.m_per_rank = check_tokens(m_per_rank)
+        self.fp8 = None if recipe is None else LayerState(read_recipe("recipe", recipe))
         self._check = GradientCheck(type(self).__name__)
         self.mesh = group if isinstance(group, DeviceMesh) else _mesh_of(ranks, device)
         options: dict[str, Any] = {"device": _parameter_device(device, self.mesh), "dtype": dtype}
@@ -156,13 +163,15 @@ class ParallelLinear(nn.Module):
         Args:
             linear: a Linear with the same parameters on all ranks.
             group: the ranks that take part.
-            **options: further options of the constructor.
+            **options: further options of the constructor. A Float8Linear of torchao has a recipe, unless ``recipe`` is
+                given.
         """
         instance("linear", linear, nn.Linear, "an nn.Linear")
-        weight = linear.weight
+        weight, state = linear.weight, state_of(options.pop("recipe", None), linear)
         options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(linear.in_features, linear.out_features, group=group, bias=linear.bias is not None, **options)
         layer.load_state_dict(linear.state_dict())
+        layer.fp8 = state  # which the Linear's state dict does not have
         for name, parameter in linear.named_parameters():
             layer.get_parameter(name).requires_grad_(parameter.requires_grad)
         return layer
@@ -259,7 +268,7 @@ class ColumnParallelLinear(ParallelLinear):
         in_features: in_features over all ranks.
         out_features: out_features over all ranks.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
-        **options: group, bias, schedule, chunks, sequence_dim, m_per_rank, device and dtype, as in
+        **options: group, bias, schedule, chunks, sequence_dim, m_per_rank, recipe, device and dtype, as in
             :class:`ParallelLinear`.
     """
 
@@ -289,6 +298,7 @@ class ColumnParallelLinear(ParallelLinear):
             m_per_rank=m_per_rank,
             out_features=uneven(self.out_features, self.ranks),
             keep_gathered=self.keep_gathered,
+            recipe=self.fp8,
         )
         return tokens_back(y, dim)
 
@@ -323,5 +333,6 @@ class RowParallelLinear(ParallelLinear):
             chunks=self.chunks,
             m_per_rank=m_per_rank,
             in_features=uneven(self.in_features, self.ranks),
+            recipe=self.fp8,
         )
         return tokens_back(y, dim)

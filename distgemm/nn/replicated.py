@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from distgemm.fp8 import LayerState
+from distgemm.fp8.layer import Split
 from distgemm.torch_ops import matmul_all_reduce
 from distgemm.torch_ops.functional import autocast
+from distgemm.torch_ops.quantized import rank_linear
 
 __all__ = ["linear_of_replicated"]
 
@@ -15,7 +18,12 @@ Tensor = torch.Tensor
 
 
 def linear_of_replicated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, out_features: int | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    out_features: int | None,
+    recipe: LayerState | None = None,
 ) -> Tensor:
     """This rank's features of all tokens. The gradient of x is a GEMM + all-reduce.
 
@@ -28,12 +36,17 @@ def linear_of_replicated(
         bias: (out_features of this rank,) or None.
         group: name of the group.
         out_features: over all ranks, if ranks have different shares; otherwise None.
+        recipe: the state of a layer with a recipe.
 
     Returns:
         (tokens, ..., out_features of this rank).
     """
     linear: Any = _LinearOfReplicated.apply
     cast = None if bias is None else autocast(bias)
+    if recipe is not None:
+        split, options = Split(None, 0, 1), {"rows": None, "features": out_features}
+        y = rank_linear(autocast(x).flatten(0, -2), autocast(weight), cast, recipe, split, group, **options)
+        return y.view(*x.shape[:-1], y.shape[-1])
     found: Tensor = linear(autocast(x), autocast(weight), cast, group, out_features)
     return found
 

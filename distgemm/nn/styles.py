@@ -20,6 +20,9 @@ from torch.distributed.tensor.parallel import SequenceParallel as SequenceParall
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distgemm.arguments import boolean, string, wrong
+from distgemm.fp8 import Recipe
+from distgemm.fp8.recipe import read_recipe
+from distgemm.nn.recipes import give_state, share_state, state, state_of
 from distgemm.nn.replicated import linear_of_replicated
 from distgemm.nn.tensors import (
     GradientCheck,
@@ -111,6 +114,8 @@ class ColwiseParallel(ParallelStyle):
         schedule: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
         chunks: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
         keep_gathered: as in :func:`distgemm.all_gather_matmul`. Not with input_layouts=Replicate().
+        recipe: compute in fp8: a recipe or its name, as in :func:`distgemm.all_gather_matmul`. None: no fp8, unless the
+            module is a Float8Linear of torchao, which has a recipe.
         use_local_output: whether the output is this rank's tensor. If False, it is a DTensor with the placement
             ``output_layouts``.
 
@@ -128,12 +133,14 @@ class ColwiseParallel(ParallelStyle):
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
+        recipe: Recipe | str | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
         self.replicated, self.sequence_dim = token_layout("input_layouts", input_layouts, sequence_dim)
         self.gathers_features = feature_layout("output_layouts", output_layouts)
+        self.recipe = None if recipe is None else read_recipe("recipe", recipe)
         self.m_per_rank = check_tokens(m_per_rank)
         if self.replicated and (m_per_rank, schedule, chunks, keep_gathered) != (None, "auto", None, False):
             raise ValueError(
@@ -146,6 +153,7 @@ class ColwiseParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
+        give_state(linear, state_of(self.recipe, linear))
         group, options = group_name(device_mesh), self.options
         out_features = uneven(linear.out_features, device_mesh.size())
         as_dtensor, gathers_features = not self.use_local_output, self.gathers_features
@@ -161,7 +169,7 @@ class ColwiseParallel(ParallelStyle):
 
         def forward_of_replicated(self: nn.Linear, x: Tensor) -> Tensor:
             x = input_replicated(check.name, x, device_mesh)
-            y = linear_of_replicated(x, local(self.weight), local(self.bias), group, out_features)
+            y = linear_of_replicated(x, local(self.weight), local(self.bias), group, out_features, state(self))
             return output(y, 0, self.out_features)
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
@@ -169,7 +177,14 @@ class ColwiseParallel(ParallelStyle):
             check(x, device_mesh)
             weight, bias = local(self.weight), local(self.bias)
             y = all_gather_matmul(
-                x, weight, group=group, bias=bias, m_per_rank=rows, out_features=out_features, **options
+                x,
+                weight,
+                group=group,
+                bias=bias,
+                m_per_rank=rows,
+                out_features=out_features,
+                recipe=state(self),
+                **options,
             )
             return output(tokens_back(y, dim), dim, self.out_features)
 
@@ -205,6 +220,7 @@ class RowwiseParallel(ParallelStyle):
             output_layouts=Replicate().
         schedule: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
         chunks: as in :func:`distgemm.all_gather_matmul`. Not for an nn.Embedding.
+        recipe: as in :class:`ColwiseParallel`. Not for an nn.Embedding.
         use_local_output: whether the output is this rank's tensor. If False, it is a DTensor that is sharded along the
             tokens, or replicated. The tokens must then be split as torch.chunk splits them.
 
@@ -221,10 +237,12 @@ class RowwiseParallel(ParallelStyle):
         m_per_rank: Tokens = None,
         schedule: str = "auto",
         chunks: int | None = None,
+        recipe: Recipe | str | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
         check_schedule(schedule, chunks)
+        self.recipe = None if recipe is None else read_recipe("recipe", recipe)
         self.input_layouts, self.splits_features = input_layouts, feature_layout("input_layouts", input_layouts)
         self.replicated, self.sequence_dim = token_layout("output_layouts", output_layouts, sequence_dim)
         self.m_per_rank = check_tokens(m_per_rank)
@@ -238,6 +256,7 @@ class RowwiseParallel(ParallelStyle):
             return self._apply_to_embedding(module, device_mesh)
         linear = _linear(self, module)
         _distribute(self, linear, device_mesh, {"weight": Shard(1), "bias": Replicate()})
+        give_state(linear, state_of(self.recipe, linear))
         group, options, as_dtensor = group_name(device_mesh), self.options, not self.use_local_output
         sequence_dim, m_per_rank, splits_features = self.sequence_dim, self.m_per_rank, self.splits_features
         in_features, check = uneven(linear.in_features, device_mesh.size()), GradientCheck(_name(self))
@@ -245,7 +264,9 @@ class RowwiseParallel(ParallelStyle):
         def forward_to_replicated(self: nn.Linear, x: Tensor) -> Tensor:
             x, _ = input_with_features(check.name, x, device_mesh, 0, replicated=splits_features)
             weight, bias = local(self.weight), local(self.bias)
-            y = matmul_all_reduce(x, weight, group=group, bias=bias, in_features=in_features, **options)
+            y = matmul_all_reduce(
+                x, weight, group=group, bias=bias, in_features=in_features, recipe=state(self), **options
+            )
             return DTensor.from_local(y, device_mesh, [Replicate()], run_check=False) if as_dtensor else y
 
         def forward(self: nn.Linear, x: Tensor) -> Tensor:
@@ -253,7 +274,14 @@ class RowwiseParallel(ParallelStyle):
             check(x, device_mesh)
             weight, bias, rows = local(self.weight), local(self.bias), tokens_now(m_per_rank)
             y = matmul_reduce_scatter(
-                x, weight, group=group, bias=bias, m_per_rank=rows, in_features=in_features, **options
+                x,
+                weight,
+                group=group,
+                bias=bias,
+                m_per_rank=rows,
+                in_features=in_features,
+                recipe=state(self),
+                **options,
             )
             y = tokens_back(y, dim)
             return dtensor_of_tokens(y, dim, rows, device_mesh) if as_dtensor else y
@@ -269,8 +297,8 @@ class RowwiseParallel(ParallelStyle):
                 f"{_name(self)}: every rank has the ids of all tokens, so an nn.Embedding takes "
                 f"input_layouts=Replicate() or None, got {self.input_layouts}"
             )
-        if self.options != {"schedule": "auto", "chunks": None}:
-            raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes neither schedule nor chunks")
+        if self.options != {"schedule": "auto", "chunks": None} or self.recipe is not None:
+            raise ValueError(f"{_name(self)}: an nn.Embedding has no GEMM, so it takes no schedule, chunks or recipe")
         if not all(split_extent(module.num_embeddings, device_mesh.size())):
             raise ValueError(
                 f"{_name(self)}: {module.num_embeddings} embeddings leave some of {device_mesh.size()} ranks without "
@@ -447,6 +475,7 @@ class _Shared:
             bias=[local(linear.bias) for linear in self.linears.values()],
             m_per_rank=rows,
             out_features=self.out_features,
+            recipe=state(next(iter(self.linears.values()))),
             **self.options,
         )
         return {name: tokens_back(y, dim) for name, y in zip(self.linears, outputs, strict=True)}
@@ -474,6 +503,7 @@ class SharedColwiseParallel(ParallelStyle):
         schedule: as in :func:`distgemm.all_gather_matmul`.
         chunks: as in :func:`distgemm.all_gather_matmul`.
         keep_gathered: as in :func:`distgemm.all_gather_matmul`.
+        recipe: as in :class:`ColwiseParallel`. The Linears have the scales of one stacked weight.
 
     Raises:
         ValueError: without names, for an unknown schedule and for wrong chunks.
@@ -487,6 +517,7 @@ class SharedColwiseParallel(ParallelStyle):
         schedule: str = "auto",
         chunks: int | None = None,
         keep_gathered: bool = False,
+        recipe: Recipe | str | None = None,
     ) -> None:
         super().__init__()
         wanted = "the names of the Linears that share a gather"
@@ -497,6 +528,7 @@ class SharedColwiseParallel(ParallelStyle):
         boolean("keep_gathered", keep_gathered)
         check_sequence_dim(sequence_dim)
         self.sequence_dim, self.m_per_rank = sequence_dim, check_tokens(m_per_rank)
+        self.recipe = None if recipe is None else read_recipe("recipe", recipe)
         self.options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "keep_gathered": keep_gathered}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -506,6 +538,7 @@ class SharedColwiseParallel(ParallelStyle):
         linears = {name: _linear(self, children[name]) for name in self.names}
         for linear in linears.values():
             _distribute(self, linear, device_mesh, {"weight": Shard(0), "bias": Shard(0)})
+        share_state(list(linears.values()), self.recipe)
         widths = [linear.out_features for linear in linears.values()]
         divides = not any(width % device_mesh.size() for width in widths)
         out_features = None if divides else widths

@@ -17,7 +17,7 @@ from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
 from distgemm.plan.plan import Plan, once_for_structure
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
 from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
@@ -287,12 +287,20 @@ class PreparedCall:
         return not self.dropped and self.group.takes_calls()
 
     def __call__(
-        self, function: Function, a: Tensor, b: Tensor, bias: Tensor | None = None, gathered: Tensor | None = None
+        self,
+        function: Function,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        gathered: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
     ) -> Tensor:
         """This rank's shard of A @ B.T + bias; writes all of A to ``gathered`` if that is given."""
         if bias is not None and bias.is_neg():
             bias = bias.resolve_neg()
-        d = self.executable(with_rows(a), with_rows_or_columns(b), bias=bias, gathered=gathered)
+        a, b = with_rows(a), with_rows_or_columns(b)
+        d = self.executable(a, b, bias=bias, gathered=gathered, scale_a=scale_a, scale_b=scale_b)
         self._record(function)
         return d
 
@@ -464,7 +472,8 @@ def make(
     from distgemm import tune  # imported here so that layers can be made without the GPU code
 
     of_group = GroupRef(group)
-    if schedule == "auto" and chunks is None and device.type == "cuda" and not caller_multiplies:
+    measures = not caller_multiplies and problem.dtype not in QUANTIZED_DTYPES  # the search multiplies without scales
+    if schedule == "auto" and chunks is None and device.type == "cuda" and measures:
         measured = tune.executable(problem, pattern, group, device=device, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None

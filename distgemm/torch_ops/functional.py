@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 
 from distgemm.arguments import MAX_EXTENT, boolean, integer, integers, string, wrong
+from distgemm.fp8 import LayerState, Quantized, Recipe
+from distgemm.fp8.layer import SPLITS, Split
+from distgemm.fp8.quantize import transposed
+from distgemm.fp8.recipe import read_recipe
 from distgemm.runtime.checks import Group, process_group
 from distgemm.runtime.gathering import GatheredChunk
-from distgemm.runtime.torch_arguments import is_plain, read_tensor
-from distgemm.schedulers import schedule_options
+from distgemm.runtime.torch_arguments import PLAIN, is_plain, read_tensor
+from distgemm.schedulers import Pattern, schedule_options
 from distgemm.schedulers.registry import MAX_CHUNKS
-from distgemm.torch_ops import library
+from distgemm.torch_ops import library, quantized
 from distgemm.torch_ops.dispatch import Function
 
 __all__ = [
@@ -34,6 +38,9 @@ Tensor = torch.Tensor
 # Found at import, because torch.compile of torch 2.11 cannot trace is_autocast_available.
 _AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda") if torch.amp.is_autocast_available(name))
 
+
+RecipeLike: TypeAlias = Recipe | LayerState | str | None
+"""A recipe of :mod:`distgemm.fp8`, its name, or the state of a layer with a recipe; None: no fp8."""
 
 SCHEDULE = "'auto', the name of a schedule, or a configuration such as 'gemm+rs chunks=2'"
 
@@ -158,10 +165,122 @@ def _unflattened(x: Tensor, between: Sequence[int]) -> Tensor:
     return x.reshape(x.shape[0] // prod(between), *between, x.shape[1]) if between else x
 
 
+# --- fp8 ------------------------------------------------------------------------------------------------
+
+
+class _InFp8(NamedTuple):
+    """The operands of a call, in fp8.
+
+    Attributes:
+        operands: a, and all b.
+        between: the dimensions of a between the first and the last one.
+        out_dtype: type of the result.
+    """
+
+    operands: list[Quantized]
+    between: Sequence[int]
+    out_dtype: torch.dtype
+
+    def product(self, pattern: Pattern, bias: Tensor | None, group: str, **options: Any) -> Tensor:
+        """The product with one b."""
+        a, b = self.operands
+        (found,) = quantized.product_of(pattern, a, b, bias, group, self.out_dtype, **options)
+        return _unflattened(found, self.between)
+
+
+def _in_fp8(
+    function: Function, named: dict[str, Any], recipe: RecipeLike, out_dtype: torch.dtype | None
+) -> _InFp8 | None:
+    """The operands of a call if they are in fp8, which are taken out of ``named``; None: they are not.
+
+    Raises:
+        ValueError: if some are and others are not, for a recipe beside them, and for an ``out_dtype`` without them.
+    """
+    if out_dtype is None and type(next(iter(named.values()))) in PLAIN:
+        return None  # soon, as each eager call comes here
+    given = {name: x for name, x in named.items() if not name.startswith("bias")}
+    found = {name: quantized.as_quantized(x) for name, x in given.items()}
+    if not any(found.values()):
+        if out_dtype is not None:
+            raise ValueError(
+                f"{function}: out_dtype is for operands in fp8, got {out_dtype}; others have results of their type"
+            )
+        return None
+    operands = [each for each in found.values() if each is not None]
+    if len(operands) < len(found):
+        lacking = ", ".join(name for name, each in found.items() if each is None)
+        raise ValueError(
+            f"{function}: all operands are in fp8, or none; {lacking} is not. distgemm.fp8.quantize makes one"
+        )
+    if recipe is not None:
+        raise ValueError(f"{function}: the operands are in fp8 already, so there is no recipe, got {recipe}")
+    for name in given:
+        del named[name]
+    first = next(iter(given.values()))
+    if isinstance(first, Quantized):
+        return _InFp8(operands, (), torch.bfloat16 if out_dtype is None else out_dtype)
+    return _InFp8(operands, first.shape[1:-1], first.dtype if out_dtype is None else out_dtype)
+
+
+def _linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: RecipeLike, split: Split, group: str, options: dict[str, Any]
+) -> Tensor:
+    """A layer with a recipe, which torch.autocast casts as others."""
+    x, w, bias = autocast(_matrix("a", x)), autocast(w), None if bias is None else autocast(bias)
+    library.check_operands("all_gather_matmul", {"a": x, "b": w, "bias": bias})
+    return quantized.rank_linear(x, w, bias, recipe, split, group, **options)
+
+
+def _stacked_linear(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    recipe: RecipeLike,
+    group: str,
+    ns: Sequence[int] | None,
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """Layers with a recipe that share their input: one layer, whose weight is stacked from theirs."""
+    if len(ws) == 1:
+        options["features"] = None if ns is None else ns[0]
+        return [_linear(x, ws[0], biases[0], recipe, SPLITS["column"], group, options)]
+    size = quantized.ranks_of(group)
+    if ns is not None and any(n % size for n in ns):
+        raise ValueError(
+            f"all_gather_matmul: with a recipe, several b are stacked, so ranks have equal shares of each, got "
+            f"out_features={list(ns)} over {size} ranks; call it once for each b"
+        )
+    bias = None
+    if any(each is not None for each in biases):
+        bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(ws, biases, strict=True)])
+    y = _linear(x, torch.cat(list(ws)), bias, recipe, SPLITS["column"], group, options | {"features": None})
+    return list(torch.split(y, [w.shape[0] for w in ws], 1))
+
+
+def _keeps_codes(recipe: RecipeLike, keep_gathered: bool) -> bool:
+    """Whether the gathered codes of the forward pass are kept.
+
+    Raises:
+        ValueError: if the gradient of the weight cannot use them.
+    """
+    if not keep_gathered:
+        return False
+    found = recipe.recipe if isinstance(recipe, LayerState) else read_recipe("recipe", recipe)
+    if found.grad_weight is None or found.grad_weight[1] != transposed(found.forward[0]):
+        raise ValueError(
+            "all_gather_matmul: keep_gathered is for recipes whose gradient of the weight takes the codes of the "
+            "forward pass, such as 'tensorwise'; with this recipe, a is gathered once more, in other codes"
+        )
+    return torch.is_grad_enabled()
+
+
+# --- the functions --------------------------------------------------------------------------------------
+
+
 @overload
 def all_gather_matmul(
-    a_shard: Tensor,
-    b: Tensor,
+    a_shard: Tensor | Quantized,
+    b: Tensor | Quantized,
     *,
     group: Group,
     bias: Tensor | None = None,
@@ -170,13 +289,15 @@ def all_gather_matmul(
     m_per_rank: Sequence[int] | None = None,
     out_features: int | None = None,
     keep_gathered: bool = False,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor: ...
 
 
 @overload
 def all_gather_matmul(
-    a_shard: Tensor,
-    b: Sequence[Tensor],
+    a_shard: Tensor | Quantized,
+    b: Sequence[Tensor] | Sequence[Quantized],
     *,
     group: Group,
     bias: Sequence[Tensor | None] | None = None,
@@ -185,13 +306,15 @@ def all_gather_matmul(
     m_per_rank: Sequence[int] | None = None,
     out_features: Sequence[int] | None = None,
     keep_gathered: bool = False,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]: ...
 
 
 @overload
 def all_gather_matmul(
-    a_shard: Tensor,
-    b: Tensor,
+    a_shard: Tensor | Quantized,
+    b: Tensor | Quantized,
     *,
     group: Group,
     bias: Tensor | None = None,
@@ -200,14 +323,16 @@ def all_gather_matmul(
     m_per_rank: Sequence[int] | None = None,
     out_features: int | None = None,
     keep_gathered: bool = False,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
     return_gathered: bool,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Any]: ...
 
 
 @overload
 def all_gather_matmul(
-    a_shard: Tensor,
-    b: Sequence[Tensor],
+    a_shard: Tensor | Quantized,
+    b: Sequence[Tensor] | Sequence[Quantized],
     *,
     group: Group,
     bias: Sequence[Tensor | None] | None = None,
@@ -216,13 +341,15 @@ def all_gather_matmul(
     m_per_rank: Sequence[int] | None = None,
     out_features: Sequence[int] | None = None,
     keep_gathered: bool = False,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
     return_gathered: bool,
-) -> tuple[list[Tensor], Tensor]: ...
+) -> tuple[list[Tensor], Any]: ...
 
 
 def all_gather_matmul(
-    a_shard: Tensor,
-    b: Tensor | Sequence[Tensor],
+    a_shard: Tensor | Quantized,
+    b: Tensor | Quantized | Sequence[Tensor] | Sequence[Quantized],
     *,
     group: Group,
     bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -231,8 +358,10 @@ def all_gather_matmul(
     m_per_rank: Sequence[int] | None = None,
     out_features: int | Sequence[int] | None = None,
     keep_gathered: bool = False,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
     return_gathered: bool = False,
-) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
+) -> Any:
     """The tokens of all ranks times this rank's part of a weight.
 
     The unfused program is ::
@@ -245,7 +374,8 @@ def all_gather_matmul(
     arguments of all ranks. Later calls compare on CPUs only.
 
     Args:
-        a_shard: (tokens of this rank, ..., in_features).
+        a_shard: (tokens of this rank, ..., in_features). In fp8: a matrix as :class:`distgemm.fp8.Quantized`, which
+            needs a b in fp8 and has no gradient, or a Float8TrainingTensor of torchao.
         b: (out_features of this rank, in_features), as the weight of an nn.Linear. A sequence of several weights, such
             as those of q, k and v, shares one gather: the GEMM of the largest overlaps with it, the others follow.
         group: the ranks that take part.
@@ -260,6 +390,10 @@ def all_gather_matmul(
             ``torch.chunk``. A sequence for several b. None: as many on each rank.
         keep_gathered: keep the gathered a for the gradient of b. It is an ordinary tensor with the tokens of all
             ranks, which lives until the backward pass. Otherwise a_shard is kept and gathered a second time.
+        recipe: compute in fp8, forward and backward: a recipe of :mod:`distgemm.fp8`, its name, or the
+            :class:`distgemm.fp8.LayerState` of the layer. a is quantised before it is gathered, so that one byte of
+            each element travels. Several b have the scales of one stacked weight. The result has the type of a.
+        out_dtype: type of the result for operands in fp8; None: torch.bfloat16.
         return_gathered: also return the gathered a. It has no gradient.
 
     Returns:
@@ -282,12 +416,34 @@ def all_gather_matmul(
         for index, x in enumerate(each):
             named[f"{name}[{index}]" if several else name] = x
     switches = {"keep_gathered": keep_gathered, "return_gathered": return_gathered}
+    in_fp8 = _in_fp8("all_gather_matmul", named, recipe, out_dtype)
     _check("all_gather_matmul", named, schedule, chunks, m_per_rank, **switches)
     if len(biases) != len(bs) or (several and isinstance(bias, Tensor)):
         wanted = f"a sequence of {len(bs)}, as there are {len(bs)} b, with None for one without a bias"
         raise wrong("all_gather_matmul: bias", wanted, bias)
     ns = _extents("all_gather_matmul: out_features", out_features, len(bs), several)
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
+    if in_fp8 is not None:
+        a, *rest = in_fp8.operands
+        between = in_fp8.between
+        rows = _rows(m_per_rank, between)
+        made, whole = quantized.gather_products(
+            a, rest[: len(bs)], biases, group_name(group), in_fp8.out_dtype, rows, ns, return_gathered, **options
+        )
+        results = [_unflattened(each, between) for each in made]
+        result = results if several else results[0]
+        return (result, whole) if return_gathered else result
+    assert isinstance(a_shard, Tensor)
     between = a_shard.shape[1:-1]
+    if recipe is not None:
+        if return_gathered:
+            raise ValueError(
+                "all_gather_matmul: return_gathered has no recipe: the gathered a is in fp8, or not at all"
+            )
+        options |= {"keeps_gathered": _keeps_codes(recipe, keep_gathered), "rows": _rows(m_per_rank, between)}
+        results = _stacked_linear(_matrix("a_shard", a_shard), bs, biases, recipe, group_name(group), ns, options)
+        results = [_unflattened(each, between) for each in results]
+        return results if several else results[0]
     # Only the gradients of b need the gathered a.
     keeps = keep_gathered and torch.is_grad_enabled() and any(each.requires_grad for each in bs)
     found = library.all_gather_matmul(
@@ -309,8 +465,8 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Quantized,
+    b: Tensor | Quantized,
     *,
     group: Group,
     bias: Tensor | None = None,
@@ -318,6 +474,8 @@ def matmul_reduce_scatter(
     chunks: int | None = None,
     m_per_rank: Sequence[int] | None = None,
     in_features: int | None = None,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's tokens of a product that is summed over the ranks.
 
@@ -339,6 +497,8 @@ def matmul_reduce_scatter(
         m_per_rank: tokens that each rank keeps, zeros allowed; None: as many on each.
         in_features: in_features over all ranks, if ranks have different shares: rank r has part r of ``torch.chunk``.
             None: as many on each rank.
+        recipe: as in :func:`all_gather_matmul`. Partial sums travel in the type that the recipe says.
+        out_dtype: as in :func:`all_gather_matmul`, where a and b may be in fp8, too.
 
     Returns:
         (tokens of this rank, ..., out_features).
@@ -347,23 +507,35 @@ def matmul_reduce_scatter(
         ValueError: if tensors do not fit each other, the group or the schedule.
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
-    _check("matmul_reduce_scatter", {"a": a, "b": b, "bias": bias}, schedule, chunks, m_per_rank, in_features)
+    named: dict[str, Any] = {"a": a, "b": b, "bias": bias}
+    in_fp8 = _in_fp8("matmul_reduce_scatter", named, recipe, out_dtype)
+    _check("matmul_reduce_scatter", named, schedule, chunks, m_per_rank, in_features)
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
+    if in_fp8 is not None:
+        options |= {"rows": _rows(m_per_rank, in_fp8.between), "whole": in_features}
+        return in_fp8.product("gemm+rs", bias, group_name(group), **options)
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
     between = a.shape[1:-1]
     rows = _rows(m_per_rank, between)
+    if recipe is not None:
+        options |= {"rows": rows, "features": in_features}
+        return _unflattened(_linear(a, b, bias, recipe, SPLITS["row"], group_name(group), options), between)
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_reduce_scatter(flat, b, bias, group_name(group), schedule, chunks, rows, in_features)
     return _unflattened(found, between)
 
 
 def matmul_all_reduce(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Quantized,
+    b: Tensor | Quantized,
     *,
     group: Group,
     bias: Tensor | None = None,
     schedule: str = "auto",
     chunks: int | None = None,
     in_features: int | None = None,
+    recipe: RecipeLike = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """All tokens of a product that is summed over the ranks, on every rank.
 
@@ -384,6 +556,8 @@ def matmul_all_reduce(
         chunks: as in :func:`all_gather_matmul`.
         in_features: in_features over all ranks, if ranks have different shares: rank r has part r of ``torch.chunk``.
             None: as many on each rank.
+        recipe: as in :func:`all_gather_matmul`. Partial sums travel in the type that the recipe says.
+        out_dtype: as in :func:`all_gather_matmul`, where a and b may be in fp8, too.
 
     Returns:
         (tokens, ..., out_features), the same on all ranks.
@@ -392,7 +566,17 @@ def matmul_all_reduce(
         ValueError: if tensors do not fit each other, the group or the schedule.
         RuntimeError: for a first call with some sizes while a CUDA graph is captured.
     """
-    _check("matmul_all_reduce", {"a": a, "b": b, "bias": bias}, schedule, chunks, features=in_features)
+    named: dict[str, Any] = {"a": a, "b": b, "bias": bias}
+    in_fp8 = _in_fp8("matmul_all_reduce", named, recipe, out_dtype)
+    _check("matmul_all_reduce", named, schedule, chunks, features=in_features)
+    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks}
+    if in_fp8 is not None:
+        return in_fp8.product("gemm+ar", bias, group_name(group), whole=in_features, **options)
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    if recipe is not None:
+        options |= {"rows": None, "features": in_features}
+        y = _linear(a, b, bias, recipe, Split(1, 1, None), group_name(group), options)
+        return _unflattened(y, a.shape[1:-1])
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])

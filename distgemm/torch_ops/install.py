@@ -1,8 +1,9 @@
 """torch's fused ops of tensor parallelism, computed by distgemm.
 
-Inductor's pass ``_micro_pipeline_tp``, vLLM's AsyncTP pass and torchtitan's ``dist_gemm`` call two ops by name:
-``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``. :func:`install` registers other
-kernels for them. Their shapes for tracing stay torch's.
+Inductor's pass ``_micro_pipeline_tp``, vLLM's AsyncTP pass and torchtitan's ``dist_gemm`` call ops by name:
+``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and for fp8
+``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``. :func:`install` registers other kernels
+for them. Their shapes for tracing stay torch's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC2701 
 from torch._inductor import config  # noqa: PLC2701  (as above)
 
 from distgemm.arguments import boolean
+from distgemm.fp8.quantize import FP8_DTYPES, Quantized
+from distgemm.plan.scaling import OperandScaling, ScalingScope
 from distgemm.runtime.checks import process_group
-from distgemm.torch_ops import library
+from distgemm.torch_ops import library, quantized
 from distgemm.torch_ops.dispatch import CALLS, noting
 from distgemm.torch_ops.functional import check_schedule
 from distgemm.torch_ops.graphs import FusionPass
@@ -28,6 +31,7 @@ __all__ = ["Installation", "install", "uninstall"]
 
 Tensor = torch.Tensor
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 KEYS = ("CPU", "CUDA")
 TORCH: Any = symmetric_memory
 """The module with torch's own implementations, which have no public names."""
@@ -56,6 +60,8 @@ class Installation:
         for key in KEYS:
             self._library.impl(GATHER, self._all_gather_matmul, key, allow_override=True)
             self._library.impl(SCATTER, self._matmul_reduce_scatter, key, allow_override=True)
+            self._library.impl(SCALED_GATHER, self._all_gather_scaled_matmul, key, allow_override=True)
+            self._library.impl(SCALED_SCATTER, self._scaled_matmul_reduce_scatter, key, allow_override=True)
 
     def __enter__(self) -> Installation:
         return self
@@ -138,6 +144,125 @@ class Installation:
         d = d.view(d.shape[0] // prod(between), *between, d.shape[1])
         return d.movedim(0, scatter_dim).contiguous()
 
+    def _all_gather_scaled_matmul(
+        self,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        a_scale: Tensor,
+        b_scales: Sequence[Tensor],
+        gather_dim: int,
+        group: str,
+        biases: Sequence[Tensor | None],
+        result_scales: Sequence[Tensor | None],
+        out_dtypes: Sequence[torch.dtype | None],
+        use_fast_accum: Sequence[bool],
+    ) -> tuple[Tensor, list[Tensor]]:
+        size, rank = library.size_and_rank(group)
+        _check(SCALED_GATHER, a, bs, gather_dim, size)
+        site = _site(SCALED_GATHER, [a, *bs], (f"dimension {gather_dim}",), group)
+        out_dtypes = TORCH._maybe_convert_scalar_types_to_dtypes(out_dtypes)
+        reason = _why_not_in_fp8([a, *bs], [*result_scales], out_dtypes) or _why_not_gathered(a, gather_dim)
+        if reason is not None:
+            self._refused(site, reason, a)
+            run: Any = TORCH._fused_all_gather_scaled_matmul
+            run = run if a.is_cuda else _unfused_scaled_gather
+            terms = (biases, result_scales, out_dtypes, use_fast_accum)
+            refused: tuple[Tensor, list[Tensor]] = run(a, bs, a_scale, b_scales, gather_dim, group, *terms)
+            return refused
+        mode = TORCH._check_and_verify_fp8_all_gather_scale_mode(a, a_scale, gather_dim, size)
+        if mode.value == "row-wise-replicated":
+            a_scale = a_scale.chunk(size, gather_dim)[rank]
+        moved = a.movedim(gather_dim, 0)
+        between = moved.shape[1:-1]
+        copied = (
+            "" if _flattens(moved) else f"A is copied, because dimension {gather_dim} is not the outermost in memory"
+        )
+        if a_scale.numel() > 1:
+            a_scale = a_scale.movedim(gather_dim, 0).flatten(0, -2)
+        scope: ScalingScope = "global" if mode.value == "tensor-wise" else "shard"
+        qa = _in_fp8(moved.flatten(0, -2), a_scale, scope)
+        qbs = [
+            _in_fp8(b.t(), scale.t() if scale.numel() > 1 else scale, "shard")
+            for b, scale in zip(bs, b_scales, strict=True)
+        ]
+        out_dtype = out_dtypes[0]
+        assert out_dtype is not None
+        added = [None if bias is None else bias.to(out_dtype) for bias in biases]
+        results, whole = self._served(
+            site,
+            copied,
+            lambda: quantized.gather_products(qa, qbs, added, group, out_dtype, None, None, True, schedule=self.gather),
+        )
+        flat = [whole.codes, *results]
+        gathered, *found = (
+            x.view(x.shape[0] // prod(between), *between, x.shape[1]).movedim(0, gather_dim) for x in flat
+        )
+        return gathered, found
+
+    def _scaled_matmul_reduce_scatter(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor,
+        b_scale: Tensor,
+        reduce_op: str,
+        scatter_dim: int,
+        scatter_dim_of_a: int,
+        group: str,
+        output_shape: Sequence[int] | None = None,
+        bias: Tensor | None = None,
+        result_scale: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        shape = [*a.shape[:-1], b.shape[1]] if output_shape is None else list(output_shape)
+        _check(SCALED_SCATTER, a, [b], scatter_dim_of_a)
+        site = _site(SCALED_SCATTER, [a, b], (f"dimension {scatter_dim} of {shape}", reduce_op), group)
+        if reduce_op not in ("sum", "avg"):
+            raise ValueError(f"{SCALED_SCATTER}: reduce_op is 'sum' or 'avg', got {reduce_op!r}")
+        reason = _why_not_in_fp8([a, b], [result_scale], [out_dtype])
+        if bias is not None:
+            reason = "a bias is added to the product of each rank, and so once for each rank to their sum"
+        elif scatter_dim == len(shape) - 1:
+            reason = "the last dimension is scattered"
+        if reason is not None:
+            self._refused(site, reason, a)
+            run: Any = TORCH._fused_scaled_matmul_reduce_scatter
+            run = run if a.is_cuda else TORCH._fused_scaled_matmul_reduce_scatter_fallback
+            terms = (
+                reduce_op,
+                scatter_dim,
+                scatter_dim_of_a,
+                group,
+                shape,
+                bias,
+                result_scale,
+                out_dtype,
+                use_fast_accum,
+            )
+            refused: Tensor = run(a, b, a_scale, b_scale, *terms)
+            return refused
+
+        def rows(x: Tensor) -> Tensor:
+            """Rows in the order in which they are scattered."""
+            return x.reshape(*shape[:-1], x.shape[-1]).movedim(scatter_dim, 0).flatten(0, -2)
+
+        qa = _in_fp8(rows(a), rows(a_scale) if a_scale.numel() > 1 else a_scale, "shard")
+        qb = _in_fp8(b.t(), b_scale.t() if b_scale.numel() > 1 else b_scale, "shard")
+        copied = (
+            "A is copied, because the dimension that is scattered is not the first; D is copied" if scatter_dim else ""
+        )
+        assert out_dtype is not None
+        (d,) = self._served(
+            site, copied, lambda: quantized.product_of("gemm+rs", qa, qb, None, group, out_dtype, schedule=self.scatter)
+        )
+        if reduce_op == "avg":
+            d = d.div_(site.ranks)
+        between = [*shape[:scatter_dim], *shape[scatter_dim + 1 : -1]]
+        d = d.view(d.shape[0] // prod(between), *between, d.shape[1])
+        found: Tensor = d.movedim(0, scatter_dim).contiguous()
+        return found
+
     def _served(self, site: CallSite, copied: str, run: Callable[[], Any]) -> Any:
         with torch.no_grad(), noting(copied):
             found = run()
@@ -158,10 +283,11 @@ _INSTALLED: list[Installation] = []
 def install(*, gather: str = "auto", scatter: str = "auto", fuse: bool = True, strict: bool = False) -> Installation:
     """Let distgemm compute torch's fused ops of tensor parallelism, in this process.
 
-    These are ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, on CUDA and CPU
-    tensors. All ranks install. A gather along the last dimension of A, and dtypes that
-    :func:`distgemm.all_gather_matmul` does not take, go to torch's own implementation; on CPU tensors, where torch has
-    none, to a collective and GEMMs. :func:`distgemm.report` says what ran.
+    These are ``torch.ops.symm_mem.fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``, and with scales of fp8
+    ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``, on CUDA and CPU tensors. All ranks
+    install. A gather along the last dimension of A, dtypes that :func:`distgemm.all_gather_matmul` does not take,
+    results in fp8, and a bias of ``fused_scaled_matmul_reduce_scatter`` go to torch's own implementation; on CPU
+    tensors, where torch has none, to a collective and GEMMs. :func:`distgemm.report` says what ran.
 
     In graphs that inductor compiles from then on, its pass ``micro_pipeline_tp`` replaces a gather before a GEMM, and a
     scatter behind one, by these ops.
@@ -239,6 +365,31 @@ def _why_not(operands: Sequence[Tensor]) -> str | None:
     return None
 
 
+def _why_not_in_fp8(
+    operands: Sequence[Tensor], result_scales: Sequence[Tensor | None], out_dtypes: Sequence[torch.dtype | None]
+) -> str | None:
+    """Why distgemm does not multiply these with scales; None: it does."""
+    if TORCH._is_test_mode:
+        return "torch's ops are in their test mode"
+    if other := [x.dtype for x in operands if x.dtype not in FP8_DTYPES]:
+        return f"distgemm does not multiply {other[0]} with scales"
+    if any(not x.numel() for x in operands):
+        return "an operand is empty"
+    if any(scale is not None for scale in result_scales):
+        return "the result has a scale"
+    if len(set(out_dtypes)) > 1:
+        return "the results have several dtypes"
+    if out_dtypes[0] not in library.DTYPE_NAMES:
+        return f"distgemm has no results of {operands[0].dtype if out_dtypes[0] is None else out_dtypes[0]}"
+    return None
+
+
+def _in_fp8(codes: Tensor, scale: Tensor, scope: ScalingScope) -> Quantized:
+    """A matrix with the scales that torch's ops take: one, or one for each row."""
+    scaling = OperandScaling(None if scale.numel() == 1 else 1, None, scope)
+    return Quantized(codes, scale.reshape(-1, 1), scaling)
+
+
 def _why_not_gathered(a: Tensor, gather_dim: int) -> str | None:
     if gather_dim == a.dim() - 1:
         return "A is gathered along its last dimension, over which the GEMM sums"
@@ -256,6 +407,39 @@ def _unfused_gather(
     parts = op.wait_tensor(op.all_gather_into_tensor(a.contiguous(), size, group)).chunk(size)
     whole = torch.cat(parts, gather_dim)
     return (whole if return_gathered else None), [whole @ b for b in bs]
+
+
+def _unfused_scaled_gather(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    a_scale: Tensor,
+    b_scales: Sequence[Tensor],
+    gather_dim: int,
+    group: str,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    # gloo knows no fp8, and sends codes as bytes.
+    gathered, _ = _unfused_gather(a.view(torch.uint8), [], gather_dim, group, True)
+    assert gathered is not None
+    whole = gathered.view(a.dtype)
+    size, _ = library.size_and_rank(group)
+    if TORCH._check_and_verify_fp8_all_gather_scale_mode(a, a_scale, gather_dim, size).value == "row-wise-sharded":
+        scales, _ = _unfused_gather(a_scale, [], gather_dim, group, True)
+        assert scales is not None
+        a_scale = scales
+    if a_scale.numel() > 1:
+        a_scale = a_scale.flatten(0, -2)
+    found = []
+    for b, scale, *terms, out_dtype, fast in zip(
+        bs, b_scales, biases, result_scales, out_dtypes, use_fast_accum, strict=True
+    ):
+        options = {"out_dtype": out_dtype, "use_fast_accum": fast}
+        d = torch._scaled_mm(whole.flatten(0, -2), b, a_scale, scale, *terms, **options)
+        found.append(d.view(*whole.shape[:-1], d.shape[1]))
+    return whole, found
 
 
 def _unfused_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group: str) -> Tensor:

@@ -6,25 +6,41 @@ They take matrices and the name of a group. Users call the functions of :mod:`di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from distgemm.fp8.quantize import FP8_DTYPES
 from distgemm.plan.problem import OUT_DTYPES, GemmProblem
+from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.checks import TORCH_DTYPES, process_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops.dispatch import Function, PreparedCall, prepare, with_rows_or_columns
 from distgemm.torch_ops.eager import EagerOp
 
-__all__ = ["all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "prepare_gather", "split_extent"]
+__all__ = [
+    "all_gather_matmul",
+    "check_blocks",
+    "check_operands",
+    "largest",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "prepare_gather",
+    "scaled_matmul",
+    "scaling_name",
+    "split_extent",
+]
 
 Tensor = torch.Tensor
 Sizes = Sequence[int] | None
 Purpose = Literal["forward", "gradient", "gather"]
 
-# float32 tensors are multiplied in IEEE float32, and fp8 would need scales.
+NAMES = {of_torch: name for name, of_torch in TORCH_DTYPES.items() if name != "tfloat32"}
+"""The names of types. Float32 tensors are multiplied in IEEE float32."""
 DTYPE_NAMES = {TORCH_DTYPES[name]: name for name in OUT_DTYPES if name != "tfloat32"}
+"""The types of operands without scales."""
 
 GATHER_ROWS = 8
 """Rows of the b with which A alone is gathered: so many that results of 16 bits end at multiples of 16 bytes. Other
@@ -88,7 +104,7 @@ def size_and_rank(group: str) -> tuple[int, int]:
     return found.size(), dist.get_rank(found)
 
 
-def _check(function: Function, tensors: dict[str, Tensor | None]) -> None:
+def check_operands(function: Function, tensors: dict[str, Tensor | None]) -> None:
     """Check that all tensors have the dtype and device of a, and that all matrices share K."""
     a = tensors["a"]
     assert a is not None
@@ -129,12 +145,13 @@ def _is_turned(b: Tensor) -> bool:
 
 
 def _problem(
-    function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int
+    function: Function, a: Tensor, m: int, n: int, k: int, rows: Sequence[int] | None, ranks: int, **options: Any
 ) -> GemmProblem:
     if not m or not n or not k:
         raise ValueError(f"{function}: m, n and k over all ranks are at least 1, got m {m}, n {n}, k {k}")
     unequal = rows is not None and list(rows) != split_extent(m, ranks)
-    return GemmProblem(m, n, k, dtype=DTYPE_NAMES[a.dtype], m_per_rank=tuple(rows) if unequal and rows else None)
+    m_per_rank = tuple(rows) if unequal and rows else None
+    return GemmProblem(m, n, k, dtype=NAMES[a.dtype], m_per_rank=m_per_rank, **options)
 
 
 # --- all-gather, then matmul ----------------------------------------------------------------------------
@@ -153,7 +170,7 @@ def _named(bs: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool
     return found
 
 
-def _largest(ns: Sequence[int], size: int) -> int:
+def largest(ns: Sequence[int], size: int) -> int:
     """The index of the b whose GEMM overlaps with the gather: the largest one that has rows on every rank."""
     # A rank without rows of b has no GEMM, so the plan sends it nothing.
     return max(range(len(ns)), key=lambda index: (all(split_extent(ns[index], size)), ns[index]))
@@ -193,7 +210,7 @@ class _GatherCall(NamedTuple):
     def _sizes(self) -> tuple[list[int], list[int]]:
         """The rows of each rank, and the out_features of each b over all ranks."""
         function: Function = "all_gather_matmul"
-        _check(function, {"a": self.a, **_named(self.bs, self.biases, self.biased)})
+        check_operands(function, {"a": self.a, **_named(self.bs, self.biases, self.biased)})
         ns = self.ns
         if ns is not None and len(ns) != len(self.bs):
             raise ValueError(f"{function}: out_features has a number for each of {len(self.bs)} b, got {list(ns)}")
@@ -206,7 +223,7 @@ class _GatherCall(NamedTuple):
     def prepare(self) -> PreparedCall:
         rows, ns = self._sizes()
         size, _ = size_and_rank(self.group)
-        first = _largest(ns, size)
+        first = largest(ns, size)
         shares = split_extent(ns[first], size)
         if (len(ns) > 1 or self.gathered) and not all(shares) and self.purpose == "forward":
             idle = shares.index(0)
@@ -231,7 +248,7 @@ class _GatherCall(NamedTuple):
         if len(bs) == 1 and not gathered:
             return [call("all_gather_matmul", a, bs[0], biases[0] if biases else None)]
         size, _ = size_and_rank(group)
-        first = _largest([b.shape[0] * size for b in bs] if ns is None else ns, size)
+        first = largest([b.shape[0] * size for b in bs] if ns is None else ns, size)
         bias_of = _by_index(biases, biased)
         whole = a.new_empty(a.shape[0] * size if rows is None else sum(rows), a.shape[1])
         function: Function = "gather" if purpose == "gather" else "all_gather_matmul"
@@ -314,7 +331,7 @@ def gather(a: Tensor, group: str, rows: Sizes) -> Tensor:
 
 def prepare_gather(a: Tensor, group: str, schedule: str, chunks: int | None, rows: Sizes) -> PreparedCall:
     """The prepared call of :func:`distgemm.gather`: a plan with one row of b on each rank, which is not multiplied."""
-    _check("gather", {"a": a})
+    check_operands("gather", {"a": a})
     size, _ = size_and_rank(group)
     rows = _gathered_rows("gather", a.shape[0], rows, group)
     problem = _problem("gather", a, sum(rows), size, a.shape[1], rows, size)
@@ -366,7 +383,7 @@ class _ScatterCall(NamedTuple):
     def _sizes(self) -> tuple[list[int], int]:
         """The rows of each rank, and K over all ranks."""
         function: Function = "matmul_reduce_scatter"
-        _check(function, {"a": self.a, "b": self.b, "bias": self.bias})
+        check_operands(function, {"a": self.a, "b": self.b, "bias": self.bias})
         k = _whole(function, "in_features", self.a.shape[1], self.k, self.group)
         size, _ = size_and_rank(self.group)
         if self.bias is not None and not all(split_extent(k, size)):
@@ -453,7 +470,7 @@ class _ReduceCall(NamedTuple):
     k: int | None
 
     def _whole_k(self) -> int:
-        _check("matmul_all_reduce", {"a": self.a, "b": self.b, "bias": self.bias})
+        check_operands("matmul_all_reduce", {"a": self.a, "b": self.b, "bias": self.bias})
         return _whole("matmul_all_reduce", "in_features", self.a.shape[1], self.k, self.group)
 
     def prepare(self) -> PreparedCall:
@@ -489,4 +506,161 @@ matmul_all_reduce = EagerOp(
     _ReduceCall,
     _reduce_setup,
     _reduce_backward,
+)
+
+
+# --- fp8 ------------------------------------------------------------------------------------------------
+
+
+FUNCTIONS: dict[str, Function] = {
+    "ag+gemm": "all_gather_matmul",
+    "gemm+rs": "matmul_reduce_scatter",
+    "gemm+ar": "matmul_all_reduce",
+}
+
+
+def scaling_name(scaling: Scaling) -> str:
+    """A scaling as an argument of :data:`scaled_matmul`, whose schema has no other types."""
+    return ";".join(f"{each.rows or 0},{each.columns or 0},{each.scope}" for each in (scaling.a, scaling.b))
+
+
+def _scaling(name: str) -> Scaling:
+    operands = []
+    for each in name.split(";"):
+        rows, columns, scope = each.split(",")
+        operands.append(
+            OperandScaling(int(rows) or None, int(columns) or None, "shard" if scope == "shard" else "global")
+        )
+    return Scaling(*operands)
+
+
+def check_blocks(function: str, what: str, shares: Sequence[int], block: int) -> None:
+    """Raises ValueError if a rank's share begins in the middle of a block that shares a scale."""
+    starts = accumulate(shares[:-1])
+    if any(start % block for start in starts if start < sum(shares)):  # behind the last share, there are empty ones
+        raise ValueError(
+            f"{function}: blocks of {block} share a scale, so each rank except the last has a multiple of {block} "
+            f"{what}, got {list(shares)}"
+        )
+
+
+class _ScaledCall(NamedTuple):
+    """A product of a pattern whose operands are in fp8.
+
+    Attributes:
+        a: codes of this rank's shard of A.
+        b: codes of this rank's shard of B.
+        scale_a: scales of a; None, as of ``scale_b``, if the operands have no scales.
+        scale_b: scales of b.
+        bias: (N of this rank,).
+        pattern: "ag+gemm", "gemm+rs" or "gemm+ar".
+        scaling: from :func:`scaling_name`; "" without scales.
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        rows: rows of A ("ag+gemm") or of D ("gemm+rs") on each rank; None: as many on each.
+        whole: N ("ag+gemm") or K over all ranks; None: as much on each rank.
+        out_dtype: type of the result.
+        partial_dtype: type of the partial sums that travel; None: that of the result.
+        gathered: whether the codes of all of A are returned, too.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor | None
+    scale_b: Tensor | None
+    bias: Tensor | None
+    pattern: Pattern
+    scaling: str
+    group: str
+    schedule: str
+    chunks: int | None
+    rows: Sizes
+    whole: int | None
+    out_dtype: torch.dtype
+    partial_dtype: torch.dtype | None
+    gathered: bool
+
+    def _problem(self) -> GemmProblem:
+        function, a, b = FUNCTIONS[self.pattern], self.a, self.b
+        for name, x in (("a", a), ("b", b)):
+            if x.dtype not in FP8_DTYPES:
+                raise ValueError(f"{function}: {name} is in fp8, {' or '.join(map(str, FP8_DTYPES))}, got {x.dtype}")
+            if x.device != a.device:
+                raise ValueError(f"{function}: a is on {a.device}, {name} on {x.device}; they are on one device")
+        if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+            raise ValueError(
+                f"{function}: a is (tokens, in_features) and b (out_features, in_features), as a Linear's weight; got "
+                f"{tuple(a.shape)} and {tuple(b.shape)}"
+            )
+        if self.out_dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{function}: out_dtype is one of {', '.join(map(str, DTYPE_NAMES))}, got {self.out_dtype}"
+            )
+        if self.bias is not None and (tuple(self.bias.shape) != (b.shape[0],) or self.bias.dtype != self.out_dtype):
+            raise ValueError(
+                f"{function}: bias is ({b.shape[0]},) of {self.out_dtype}, as the result, got "
+                f"{tuple(self.bias.shape)} of {self.bias.dtype}"
+            )
+        size, _ = size_and_rank(self.group)
+        m, n, k = a.shape[0], b.shape[0], a.shape[1]
+        scaling = _scaling(self.scaling) if self.scaling else None
+        rows: Sizes = None
+        if self.pattern == "ag+gemm":
+            rows = _gathered_rows(function, m, self.rows, self.group)
+            m, n = sum(rows), _whole(function, "out_features", n, self.whole, self.group)
+            if scaling is not None:
+                check_blocks(function, "tokens", rows, scaling.a.unit[0])
+                check_blocks(function, "out_features", split_extent(n, size), scaling.b.unit[0])
+        else:
+            k = _whole(function, "in_features", k, self.whole, self.group)
+            if scaling is not None:
+                check_blocks(function, "in_features", split_extent(k, size), scaling.a.unit[1])
+                check_blocks(function, "in_features", split_extent(k, size), scaling.b.unit[1])
+            if self.pattern == "gemm+rs":
+                rows = _scattered_rows(function, m, self.rows, self.group)
+        options: dict[str, Any] = {"out_dtype": NAMES[self.out_dtype], "b_dtype": NAMES[b.dtype], "scaling": scaling}
+        if self.partial_dtype is not None and self.pattern != "ag+gemm":
+            options["partial_dtype"] = NAMES[self.partial_dtype]
+        return _problem(function, a, m, n, k, rows, size, **options)
+
+    def prepare(self) -> PreparedCall:
+        terms = self.bias is not None, _is_turned(self.b)
+        return prepare(self.pattern, self._problem(), self.group, self.a.device, self.schedule, self.chunks, *terms)
+
+    def run(self, call: PreparedCall) -> list[Tensor]:
+        scale_a, scale_b = (None if each is None else each.contiguous() for each in (self.scale_a, self.scale_b))
+        whole = self.a.new_empty(call.executable.plan.problem.m, self.a.shape[1]) if self.gathered else None
+        # Nobody asked for the product of a gather without scales.
+        function: Function = FUNCTIONS[self.pattern] if self.scaling else "gather"
+        d = call(function, self.a, self.b, self.bias, whole, scale_a, scale_b)
+        return [d] if whole is None else [d, whole]
+
+    def fake(self) -> list[Tensor]:
+        problem, (size, rank) = self._problem(), size_and_rank(self.group)
+        rows = problem.m
+        if self.pattern == "gemm+rs":
+            rows = (problem.m_per_rank or split_extent(problem.m, size))[rank]
+        found = [self.a.new_empty(rows, self.b.shape[0], dtype=self.out_dtype)]
+        return [*found, self.a.new_empty(problem.m, self.a.shape[1])] if self.gathered else found
+
+
+def _scaled_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+
+
+def _scaled_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    raise RuntimeError(
+        "products of fp8 tensors have no gradient: pass tensors in bf16 and a recipe, which has gradients"
+    )
+
+
+scaled_matmul = EagerOp(
+    "distgemm::scaled_matmul",
+    "(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, str pattern, str scaling, str group, "
+    "str schedule, int? chunks, SymInt[]? rows, SymInt? whole, ScalarType out_dtype, ScalarType? partial_dtype, "
+    "bool gathered) -> Tensor[]",
+    _ScaledCall,
+    _scaled_setup,
+    _scaled_backward,
 )

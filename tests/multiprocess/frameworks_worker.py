@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -17,6 +18,7 @@ from torch._inductor import config  # noqa: PLC2701  (torch has no public name)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import distgemm
 from tests.multiprocess.install_worker import MIDDLE, device, draw, group_of_all, near, raised
@@ -280,6 +282,62 @@ def transformers_linears() -> list[str]:
             wrong.append(f"gradient of {name}")
     if "uninstall() comes first" not in again or "was not called" not in raised(RuntimeError, transformers.uninstall):
         wrong.append(again)
+    return wrong
+
+
+def torchao_linears() -> list[str]:
+    """Models of convert_to_float8_training follow torchao's own, on one rank; its tensors are taken as they are."""
+    import torchao.float8
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    mesh, group = init_device_mesh("cpu", (ranks,)), group_of_all()
+    tokens, features, hidden = 8 * ranks, 32, 16 * ranks
+
+    def compare(what: str, found: Any, wanted: Tensor, bound: float = 1e-5) -> None:
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        error = float((found - wanted).detach().norm() / wanted.detach().norm())
+        if found.shape != wanted.shape or found.dtype != wanted.dtype or not error < bound:
+            wrong.append(f"{what}: {tuple(found.shape)} of {found.dtype}, error {error}")
+
+    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        config = torchao.float8.Float8LinearConfig.from_recipe_name(name)
+        config = dataclasses.replace(config, emulate=True)  # torchao's way to run without a GPU
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, features))
+        own = torchao.float8.convert_to_float8_training(plain, config=config)
+        styles: Any = {"0": distgemm.nn.ColwiseParallel(), "2": distgemm.nn.RowwiseParallel()}
+        styled = parallelize_module(copy.deepcopy(own), mesh, styles)
+        first, _, second = copy.deepcopy(own)
+        layers = nn.Sequential(
+            distgemm.nn.ColumnParallelLinear.from_linear(first, group=mesh),
+            nn.ReLU(),
+            distgemm.nn.RowParallelLinear.from_linear(second, group=mesh),
+        )
+        x, dy = torch.randn(tokens, features), torch.randn(tokens, features)
+        y = own(x)
+        y.backward(dy)
+        for what, model in (("styles", styled), ("layers", layers)):
+            found = model(x.chunk(ranks)[rank])
+            found.backward(dy.chunk(ranks)[rank])
+            compare(f"{name}, {what}", found, y.chunk(ranks)[rank])
+            for key, (one, two) in enumerate(zip(model.parameters(), own.parameters(), strict=True)):
+                # A sum in another order may change a code of the second layer.
+                compare(f"{name}, {what}, parameter {key}", one.grad, two.grad, 1e-2)
+    granularity = torchao.float8.config.ScalingGranularity
+    for scaling, dim in ((granularity.TENSORWISE, None), (granularity.AXISWISE, -1)):
+        a, b = torch.randn(tokens, features), torch.randn(hidden, features)
+        quantised = [
+            hp_tensor_to_float8_dynamic(
+                each, torch.float8_e4m3fn, torchao.float8.float8_training_tensor.LinearMMConfig(),
+                scaling_granularity=scaling, axiswise_dim=dim,
+            )
+            for each in (a.chunk(ranks)[rank], b.chunk(ranks)[rank])
+        ]  # fmt: skip
+        parts = [torch.empty(tokens // ranks, features) for _ in range(ranks)]
+        dist.all_gather(parts, quantised[0].to_original_precision())
+        found = distgemm.all_gather_matmul(quantised[0], quantised[1], group=group)
+        compare(f"{scaling}", found, torch.cat(parts) @ quantised[1].to_original_precision().t())
     return wrong
 
 

@@ -108,6 +108,98 @@ def scatters() -> list[str]:
     return wrong
 
 
+def in_fp8(x: Tensor, rowwise: bool) -> tuple[Tensor, Tensor]:
+    """Codes, and the scales that torch's ops take: one, or one for each row."""
+    amax = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().max().view(1)
+    scale = (amax / 448).float()
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def columns_in_fp8(x: Tensor, rowwise: bool) -> tuple[Tensor, Tensor]:
+    codes, scale = in_fp8(x.t().contiguous(), rowwise)
+    return codes.t(), scale.t() if rowwise else scale
+
+
+def near_in_bf16(found: Tensor, wanted: Tensor) -> bool:
+    """Equal except for the rounding of partial sums and results, which may be smaller than the partial sums."""
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() < 2.0**-7 * wanted.abs().max())
+
+
+def scaled_gathers() -> list[str]:
+    """fused_all_gather_scaled_matmul: tensorwise, rowwise, scales of all rows; for one and several B, with a bias."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    modes = ("tensorwise", "sharded", "replicated")
+    for dims, mode, count, biased in product((2, 3), modes, (1, 2), (False, True)):
+        for dim in range(dims - 1):
+            whole = draw(1, *[16 * ranks, MIDDLE * ranks, 32][-dims if dims == 3 else 0 :: 1 if dims == 3 else 2])
+            codes, scale = in_fp8(whole, mode != "tensorwise")
+            bs = [columns_in_fp8(draw(2 + index, 32, 16), mode != "tensorwise") for index in range(count)]
+            biases = [draw(9, 16).bfloat16() if biased else None for _ in bs]
+            a = codes.chunk(ranks, dim)[rank].contiguous()
+            scale_a = scale.chunk(ranks, dim)[rank].contiguous() if mode == "sharded" else scale
+            terms: Any = (dim, group_of_all(), biases, [None] * count, [torch.bfloat16] * count, [False] * count)
+            with distgemm.install(strict=True):
+                gathered, results = OPS.fused_all_gather_scaled_matmul(
+                    a, [b for b, _ in bs], scale_a, [s for _, s in bs], *terms
+                )
+            case = f"{dims} dimensions, {dim}, {mode}, {count} B, bias {biased}"
+            true = codes.double() * scale
+            for (b, s), bias, found in zip(bs, biases, results, strict=True):
+                wanted = true @ (b.double() * s) + (0 if bias is None else bias)
+                if found.dtype != torch.bfloat16 or not near_in_bf16(found, wanted):
+                    wrong.append(case)
+            if not torch.equal(gathered.float(), codes.float()) or sum(distgemm.report().served.values()) != 1:
+                wrong.append(f"{case}: A, or {distgemm.report()}")
+    return wrong
+
+
+def scaled_scatters() -> list[str]:
+    """fused_scaled_matmul_reduce_scatter: each rank has scales of its own; also of a tensor that was reshaped."""
+    ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    for rowwise, reduce_op, shape in product(
+        (False, True), ("sum", "avg"), ((16 * ranks,), (4 * ranks, MIDDLE * ranks))
+    ):
+        for dim in range(len(shape)):
+            whole, weight = draw(1, *shape, 16 * ranks), draw(2, 16 * ranks, 16)
+            a, scale_a = in_fp8(whole.chunk(ranks, -1)[rank].flatten(0, -2), rowwise)
+            b, scale_b = columns_in_fp8(weight.chunk(ranks)[rank], rowwise)
+            with distgemm.install(strict=True):
+                found = OPS.fused_scaled_matmul_reduce_scatter(
+                    a, b, scale_a, scale_b, reduce_op, dim, 0, group_of_all(), [*shape, 16], out_dtype=torch.bfloat16
+                )
+            wanted = (a.double() * scale_a) @ (b.double() * scale_b)
+            dist.all_reduce(wanted)
+            wanted = wanted.view(*shape, 16).chunk(ranks, dim)[rank] / (ranks if reduce_op == "avg" else 1)
+            if not near_in_bf16(found, wanted) or not found.is_contiguous():
+                wrong.append(f"rowwise {rowwise}, {reduce_op}, dimension {dim} of {shape}: {found.shape}")
+            if sum(distgemm.report().served.values()) != 1:
+                wrong.append(str(distgemm.report()))
+    return wrong
+
+
+def scaled_refusals() -> list[str]:
+    """What torch's own programs compute, and why."""
+    ranks, wrong = dist.get_world_size(), []
+    a, scale = in_fp8(draw(1, 16 * ranks, 32), False)
+    b, scale_b = columns_in_fp8(draw(2, 32, 16), False)
+    group, bias, bf16 = group_of_all(), draw(3, 16).bfloat16(), torch.bfloat16
+    scatter, gather = OPS.fused_scaled_matmul_reduce_scatter, OPS.fused_all_gather_scaled_matmul
+    terms: Any = 0, group, [None] * 2, [None] * 2, [bf16, torch.float32], [False] * 2
+    shape = [16 * ranks, 16]
+    for reason, run in (
+        ("once for each rank", lambda: scatter(a, b, scale, scale_b, "sum", 0, 0, group, shape, bias, None, bf16)),
+        ("several dtypes", lambda: gather(a, [b, b], scale, [scale_b] * 2, *terms)),
+    ):
+        with distgemm.install():
+            run()
+        if reason not in str(distgemm.report()) or sum(distgemm.report().not_served.values()) != 1:
+            wrong.append(f"{reason}: {distgemm.report()}")
+        with distgemm.install(strict=True):
+            if reason not in (message := raised(NotFusedError, run)):
+                wrong.append(f"{reason}: {message}")
+    return wrong
+
+
 def groups() -> list[str]:
     """Groups that are not the world: each half of the ranks."""
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []

@@ -21,6 +21,7 @@ LAYERS = (
     "viz",
     "gemm",
     "runtime",
+    "fp8",
     "measure",
     "tune",
     "api",

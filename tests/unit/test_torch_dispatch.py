@@ -127,7 +127,7 @@ def test_a_call_is_handed_to_the_executable_and_recorded(bias: torch.Tensor | No
     with distgemm.record_calls() as calls:
         call("all_gather_matmul", expanded, expanded.t(), bias, gathered)
     ((a_stride, b_stride, arguments),) = called
-    assert (a_stride, b_stride) == ((4, 1), (2, 1)) and arguments.keys() == {"bias", "gathered"}
+    assert (a_stride, b_stride) == ((4, 1), (2, 1)) and arguments.keys() == {"bias", "gathered", "scale_a", "scale_b"}
     assert arguments["bias"] is bias and arguments["gathered"] is gathered
     assert calls == [CallRecord("all_gather_matmul", plan, (("chunks", 1),), "carrier", "abacus")]
     assert distgemm.last_call() is calls[0]

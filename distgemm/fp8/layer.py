@@ -1,0 +1,313 @@
+"""A linear layer in fp8, forward and backward, on one rank or over the ranks of an exchange."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from distgemm.arguments import integer, wrong
+from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
+from distgemm.fp8.recipe import Recipe, read_recipe
+from distgemm.fp8.state import LayerState, Role
+from distgemm.plan.scaling import OperandScaling
+
+__all__ = ["Exchange", "Parallel", "Split", "linear", "linear_over", "multiply"]
+
+Tensor = torch.Tensor
+Parallel = Literal["column", "row"]
+
+
+class Split(NamedTuple):
+    """The dimension along which each tensor of a layer is split over the ranks; None: every rank has all of it.
+
+    Attributes:
+        x: the input, (tokens, in_features).
+        w: the weight, (out_features, in_features).
+        y: the output and its gradient, (tokens, out_features).
+    """
+
+    x: int | None
+    w: int | None
+    y: int | None
+
+
+WHOLE = Split(None, None, None)
+SPLITS: dict[Parallel, Split] = {"column": Split(0, 0, 1), "row": Split(1, 1, 0)}
+
+
+def turned(split: int | None) -> int | None:
+    """The dimension of the transposed tensor."""
+    return None if split is None else 1 - split
+
+
+def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """A · Bᵀ on one rank.
+
+    On CPUs, the dequantised operands are multiplied in float32, or in float64 if that is the result's type. On GPUs it
+    is ``torch._scaled_mm``.
+
+    Args:
+        a: (m, k).
+        b: (n, k).
+        dtype: type of the result.
+    """
+    if not a.codes.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
+        return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
+    pair = tuple((each.scaling.rows, each.scaling.columns) for each in (a, b))
+    if pair not in (((None, None), (None, None)), ((1, None), (1, None))):
+        # A scale of the whole tensor is the scale of each row.
+        if all(columns is None and rows in (1, None) for rows, columns in pair):
+            a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
+        else:
+            raise ValueError(f"on GPUs, tensorwise and rowwise scaled tensors are multiplied here, got blocks {pair}")
+    found: Tensor = torch._scaled_mm(
+        a.codes.contiguous(), b.codes.contiguous().t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype
+    )
+    return found
+
+
+def _with_scales_of_rows(q: Quantized) -> Quantized:
+    return Quantized(q.codes, q.scales.expand(q.codes.shape[0], 1).contiguous(), OperandScaling(1, None))
+
+
+class Exchange:
+    """What the three GEMMs of a layer need from other ranks. This one is of a layer that is whole on one rank.
+
+    Args:
+        split: how the layer would be split over ``ranks``.
+        ranks: scales with ``scope="shard"`` are those that so many ranks would have.
+    """
+
+    def __init__(self, split: Split = WHOLE, ranks: int = 1) -> None:
+        self.split, self.ranks = split, ranks
+
+    def quantize(
+        self,
+        x: Tensor,
+        scaling: OperandScaling,
+        dtype: torch.dtype,
+        split: int | None,
+        amax: Tensor | None,
+        recipe: Recipe,
+    ) -> Quantized:
+        """An operand in fp8.
+
+        Args:
+            x: the operand, (rows, columns).
+            scaling: its scaling.
+            dtype: type of the codes.
+            split: the dimension along which it is split.
+            amax: its largest magnitude; None: from the operand.
+            recipe: the recipe of the layer.
+        """
+        options: dict[str, Any] = {"power_of_two": recipe.power_of_two}
+        if self.ranks > 1 and split is not None and scaling.scope == "shard":
+            # As many ranks quantise it. Each element gets its scale, because shards begin in the middle of blocks.
+            parts = []
+            for shard in x.chunk(self.ranks, split):
+                q = quantize_with(amax_of(shard, scaling) if amax is None else amax, shard, scaling, dtype, **options)
+                ones = torch.ones_like(shard, dtype=torch.float32)
+                parts.append((q.codes, dequantize(Quantized(ones, q.scales, scaling))))
+            codes, scales = (torch.cat(each, split) for each in zip(*parts, strict=True))
+            return Quantized(codes, scales, OperandScaling(1, 1))
+        return quantize_with(amax_of(x, scaling) if amax is None else amax, x, scaling, dtype, **options)
+
+    def product(
+        self,
+        a: Quantized,
+        b: Quantized,
+        splits: tuple[int | None, int | None, int | None],
+        dtype: torch.dtype,
+        recipe: Recipe,
+        *,
+        forward: bool = False,
+        keep: bool = False,
+    ) -> Tensor:
+        """A · Bᵀ over the ranks, without a bias.
+
+        Args:
+            a: (m, k).
+            b: (n, k).
+            splits: the dimensions along which A, B and the result are split.
+            dtype: type of the result.
+            recipe: the recipe of the layer.
+            forward: whether it is the output of the layer, and not a gradient.
+            keep: whether :meth:`whole` may return what is gathered here.
+        """
+        return multiply(a, b, dtype)
+
+    def whole(self, x: Tensor | Quantized, split: int | None) -> Any:
+        """All of an operand, (rows, columns), of which each rank has some columns if ``split`` is 1."""
+        return x
+
+    def reduce_max(self, x: Tensor) -> Tensor:
+        """The maximum over ranks."""
+        return x
+
+    def sum(self, x: Tensor, split: int | None) -> Tensor:
+        """The sum over ranks of a vector, if each rank has a part of it: of the tokens that are split along 0."""
+        return x
+
+
+class distgemm_fp8_linear(torch.autograd.Function):  # noqa: N801  (it names the nodes of autograd's graph)
+    """Y = X · Wᵀ + bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        exchange: Exchange,
+        recipe: Recipe,
+        state: LayerState | None,
+    ) -> Tensor:
+        layer = _Layer(exchange, recipe, state)
+        split = exchange.split
+        qx = layer.quantized("x", x, recipe.forward[0], split.x)
+        qw = layer.weight(w, recipe.forward[1], split.w)
+        y = exchange.product(qx, qw, (split.x, split.w, split.y), x.dtype, recipe, forward=True)
+        ctx.layer, ctx.biased = layer, bias is not None
+        # Codes instead of the tensor, where the backward pass has use for them.
+        ctx.codes = {
+            "x": recipe.grad_weight is not None and recipe.grad_weight[1] == transposed(qx.scaling),
+            "w": recipe.grad_input[1] == transposed(qw.scaling),
+        }
+        kept: list[Tensor] = []
+        for role, given, q in (("x", x, qx), ("w", w, qw)):
+            kept += (q.codes, q.scales) if ctx.codes[role] else (given, given)
+        ctx.save_for_backward(*kept)
+        ctx.dtypes = x.dtype, w.dtype
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        layer: _Layer = ctx.layer
+        exchange, recipe, split = layer.exchange, layer.recipe, layer.exchange.split
+        x, x_scales, w, w_scales = ctx.saved_tensors
+        x_dtype, w_dtype = ctx.dtypes
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        dx = dw = dbias = None
+        qdy: Quantized | None = None
+        if wants_x:
+            scaling_dy, scaling_w = recipe.grad_input
+            qdy = layer.quantized("dy", dy, scaling_dy, split.y)
+            if ctx.codes["w"]:
+                qw = Quantized(w, w_scales, recipe.forward[1]).t()
+            else:
+                qw = layer.weight(w.t(), scaling_w, turned(split.w), is_transposed=True)
+            # The gathered codes also serve the gradient of the weight if it takes the same.
+            keep = wants_w and recipe.grad_weight is not None and recipe.grad_weight[0] == transposed(scaling_dy)
+            dx = exchange.product(qdy, qw, (split.y, turned(split.w), split.x), x_dtype, recipe, keep=keep)
+        if wants_w and recipe.grad_weight is None:
+            dw = (exchange.whole(dy.t(), turned(split.y)) @ exchange.whole(x.t(), turned(split.x)).t()).to(w_dtype)
+        elif wants_w and recipe.grad_weight is not None:
+            scaling_dy, scaling_x = recipe.grad_weight
+            if qdy is not None and scaling_dy == transposed(qdy.scaling):
+                qdyt = qdy.t()
+            else:
+                qdyt = layer.quantized("dy", dy.t(), scaling_dy, turned(split.y))
+            if ctx.codes["x"]:
+                qxt = Quantized(x, x_scales, recipe.forward[0]).t()
+            else:
+                qxt = layer.quantized("x", x.t(), scaling_x, turned(split.x))
+            dw = multiply(exchange.whole(qdyt, turned(split.y)), exchange.whole(qxt, turned(split.x)), w_dtype)
+        if ctx.biased and wants_bias:
+            dbias = exchange.sum(dy.sum(0), split.y)
+        layer.finish()
+        return dx, dw, dbias, None, None, None
+
+
+class _Layer(NamedTuple):
+    """What quantises the tensors of a layer."""
+
+    exchange: Exchange
+    recipe: Recipe
+    state: LayerState | None
+
+    def quantized(self, role: Role, x: Tensor, scaling: OperandScaling, split: int | None) -> Quantized:
+        """An operand in fp8, with the scales that the recipe says."""
+        dtype = self.recipe.grad_dtype if role == "dy" else self.recipe.dtype
+        amax = None if self.state is None else self.state.amax(role)
+        if self.state is not None and self.recipe.amax == "delayed":
+            self.state.note(role, amax_of(x, scaling))
+        return self.exchange.quantize(x, scaling, dtype, split, amax, self.recipe)
+
+    def weight(self, w: Tensor, scaling: OperandScaling, split: int | None, is_transposed: bool = False) -> Quantized:
+        """The weight in fp8, or its transpose."""
+
+        def make() -> Quantized:
+            return self.quantized("w", w, scaling, split)
+
+        return make() if self.state is None else self.state.weight(is_transposed, make)
+
+    def finish(self) -> None:
+        """The end of a backward pass."""
+        if self.state is not None:
+            self.state.advance(self.exchange.reduce_max)
+
+
+def linear_over(
+    exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, given: Recipe | LayerState | str
+) -> Tensor:
+    """The linear layer of an exchange, for matrices.
+
+    Args:
+        exchange: what it needs from other ranks.
+        x: (tokens, in_features).
+        w: (out_features, in_features).
+        bias: (out_features,).
+        given: its recipe, the recipe's name, or a state that has the recipe.
+    """
+    state = given if isinstance(given, LayerState) else None
+    recipe = read_recipe("recipe", given) if state is None else state.recipe
+    if recipe.amax != "current" and state is None:
+        raise ValueError(
+            f"a recipe with amax={recipe.amax!r} keeps largest magnitudes between calls: "
+            "recipe=distgemm.fp8.LayerState(recipe), one for each layer"
+        )
+    found: Tensor = distgemm_fp8_linear.apply(x, w, bias, exchange, recipe, state)  # type: ignore[no-untyped-call]
+    return found
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | LayerState | str,
+    parallel: Parallel | None = None,
+    ranks: int = 1,
+) -> Tensor:
+    """``torch.nn.functional.linear`` in fp8 on one rank, with gradients.
+
+    It is the reference of the functions over ranks: :func:`distgemm.all_gather_matmul` is the layer with
+    ``parallel="column"``, :func:`distgemm.matmul_reduce_scatter` the layer with ``parallel="row"``. They differ by the
+    rounding of partial sums.
+
+    Args:
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,).
+        recipe: a recipe or its name, or a :class:`distgemm.fp8.LayerState` with it. Recipes with "delayed" and
+            "static" scaling need the state of the layer.
+        parallel: for recipes with ``scope="shard"``: how the layer would be split over the ranks. "column": tokens of
+            the input and out_features, as torch.chunk splits them. "row": in_features, and tokens of the output.
+        ranks: number of those ranks.
+
+    Returns:
+        (..., out_features), of the type of x.
+
+    Raises:
+        ValueError: for a recipe that needs a state, and wrong arguments.
+    """
+    integer("ranks", ranks)
+    if parallel is not None and parallel not in SPLITS:
+        raise wrong("parallel", "'column', 'row' or None", parallel)
+    if ranks > 1 and parallel is None:
+        raise wrong("parallel", f"'column' or 'row' for {ranks} ranks", parallel)
+    exchange = Exchange(WHOLE if parallel is None else SPLITS[parallel], ranks)
+    y = linear_over(exchange, x.flatten(0, -2), weight, bias, recipe)
+    return y.view(*x.shape[:-1], y.shape[-1])

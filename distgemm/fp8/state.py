@@ -1,0 +1,134 @@
+"""What a layer keeps between calls: largest magnitudes of the steps before, and the quantised weight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor  # noqa: PLC2701  (torch has no public name)
+
+from distgemm.arguments import finite
+from distgemm.fp8.quantize import Quantized
+from distgemm.fp8.recipe import Recipe
+
+__all__ = ["LayerState", "Role", "fixed_weights"]
+
+Tensor = torch.Tensor
+Role = Literal["x", "w", "dy"]
+ROLES: tuple[Role, ...] = ("x", "w", "dy")
+
+_STEPS: list[int] = []
+"""The steps that :func:`fixed_weights` has begun, and how many there were before them."""
+_BEGUN = [0]
+
+
+@contextlib.contextmanager
+def fixed_weights() -> Iterator[None]:
+    """Inside the ``with`` block, each layer quantises its weight once: for the microbatches of a step.
+
+    Weights must not change inside the block: an optimizer's step comes after it. Without the block, a weight is
+    quantised once for each forward pass and the backward pass that belongs to it.
+    """
+    _BEGUN[0] += 1
+    _STEPS.append(_BEGUN[0])
+    try:
+        yield
+    finally:
+        _STEPS.pop()
+
+
+class LayerState(nn.Module):
+    """What a linear layer with a recipe keeps between calls. A layer makes its own.
+
+    A "delayed" recipe takes the scale of a tensor from the largest magnitude in its history. The history moves on in
+    the backward pass, so an evaluation or a recomputed forward pass does not change it. Before the first backward pass,
+    the scales are those of the "current" recipe.
+
+    Args:
+        recipe: the layer's recipe.
+
+    Attributes:
+        recipe: the layer's recipe.
+        history: a buffer, for recipes with "delayed" and "static": largest magnitudes of X, W and dY in their rows, one
+            column for each step.
+    """
+
+    history: Tensor
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        if recipe.amax != "current":
+            steps = recipe.history if recipe.amax == "delayed" else 1
+            self.register_buffer("history", torch.zeros(len(ROLES), steps))
+        self._seen: dict[Role, Tensor] = {}
+        self._started: dict[Role, bool] = {}
+        self._weights: tuple[int, dict[bool, Quantized]] = (0, {})
+
+    def set(self, *, x: float, w: float, dy: float = 0.0) -> None:
+        """Set the largest magnitudes of a "static" recipe.
+
+        Args:
+            x: of the input.
+            w: of the weight.
+            dy: of the gradient of the output; 0: there is no backward pass.
+        """
+        values = [finite(name, value, least=0.0) for name, value in (("x", x), ("w", w), ("dy", dy))]
+        self.history.copy_(torch.tensor(values)[:, None])
+        self._started.clear()
+
+    def amax(self, role: Role) -> Tensor | None:
+        """The largest magnitude that the history has, (1, 1); None: it has none, or the recipe takes the current one.
+
+        Raises:
+            ValueError: for a "static" recipe before :meth:`set`.
+        """
+        if self.recipe.amax == "current":
+            return None
+        row = self.history[ROLES.index(role)]
+        if isinstance(row, FakeTensor):
+            return row.max().view(1, 1)
+        if role not in self._started or not self._started[role]:
+            # Looks at values, which waits for a GPU: only until there is a number, as in a loaded state dict.
+            self._started[role] = bool(row.any())
+        if not self._started[role]:
+            if self.recipe.amax == "static":
+                raise ValueError(
+                    f"the recipe is static, and there is no largest magnitude of {role!r}: LayerState.set(x=..., "
+                    "w=..., dy=...) sets them"
+                )
+            return None
+        return row.max().view(1, 1)
+
+    def note(self, role: Role, amax: Tensor) -> None:
+        """Keep the largest magnitude of a tensor until :meth:`advance`."""
+        if isinstance(amax, FakeTensor):  # nothing computes it
+            return
+        seen = self._seen.get(role)
+        self._seen[role] = amax.view(()) if seen is None else torch.maximum(seen, amax.view(()))
+
+    def advance(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Move the history on by a step, at the end of a backward pass.
+
+        Args:
+            reduce_max: the maximum over ranks of three numbers.
+        """
+        if self.recipe.amax != "delayed" or not self._seen:
+            return
+        latest = torch.stack([self._seen.get(role, self.history.new_zeros(())) for role in ROLES])
+        self._seen.clear()
+        self.history.copy_(torch.cat([reduce_max(latest)[:, None], self.history[:, :-1]], 1))
+
+    def weight(self, transposed: bool, make: Callable[[], Quantized]) -> Quantized:
+        """The quantised weight, or its transpose: inside of :func:`fixed_weights` the one that was made before."""
+        if not _STEPS:
+            return make()
+        if self._weights[0] != _STEPS[-1]:
+            self._weights = _STEPS[-1], {}
+        found = self._weights[1].get(transposed)
+        if found is None:
+            found = self._weights[1][transposed] = make()
+        return found

@@ -1,0 +1,39 @@
+"""What fp8 does to losses and sums."""
+
+from __future__ import annotations
+
+from blocks import read, rows_of, table
+
+
+@table
+def fp8_losses() -> str:
+    """The losses of the small Llama, by recipe, scope and number of ranks, each beside bf16 on one rank."""
+    runs = read("fp8_training")["runs"]
+    of = {(row["run"]["recipe"], row["run"]["scope"], row["run"]["tp"]): row["loss"] for row in runs}
+    ranks = sorted({tp for *_, tp in of})
+    rows = []
+    for recipe, scope in dict.fromkeys((recipe, scope) for recipe, scope, _ in of):
+        cells = [f"`{recipe}`" if recipe != "bf16" else recipe, scope if recipe != "bf16" else ""]
+        for tp in ranks:
+            loss = of.get((recipe, scope, tp))
+            base = of["bf16", "global", 1]
+            change = "" if (recipe, tp) == ("bf16", 1) or loss is None else f" ({100 * (loss / base - 1):+.2f} %)"
+            cells.append("" if loss is None else f"{loss:.4f}{change}")
+        rows.append(cells)
+    titles = ["one rank" if tp == 1 else f"TP {tp}" for tp in ranks]
+    return rows_of(" | ".join(["recipe", "scope of scales", *titles]), rows)
+
+
+@table
+def fp8_partial_sums() -> str:
+    """The errors of a GEMM + reduce-scatter, by the type of partial sums."""
+    rows = [
+        [
+            str(row["ranks"]),
+            row["schedule"],
+            row["partial_dtype"],
+            *(f"{100 * row[key]:.2f}" for key in ("codes", "tensors")),
+        ]
+        for row in read("fp8_partial_sums")["rows"]
+    ]
+    return rows_of("ranks | sums | partial sums in | error against codes, % | error against tensors, % ", rows)
