@@ -184,3 +184,44 @@ def two_hosts() -> str:
         "Predicted for Llama 405B, bfloat16, tensor parallelism of 16 on two hosts of 8 H200s, one adapter of "
         f"400 Gbit/s for each GPU, the best of 1, 2 and 4 chunks:\n\n{rows_of(head, rows)}"
     )
+
+
+FP8_LAYERS = {
+    "8B qkv": (6144, 4096),
+    "8B fc1": (28672, 4096),
+    "70B qkv": (10240, 8192),
+    "70B fc1": (57344, 8192),
+    "405B qkv": (18432, 16384),
+    "405B fc1": (106496, 16384),
+}
+
+
+@table
+def fp8_gathers() -> str:
+    """Predicted times of all-gather + GEMM in bf16 and in fp8, by when A is quantised."""
+    nvlink = MACHINE.nvlink._replace(bandwidth=MACHINE.nvlink.bandwidth / 2)
+    half = dataclasses.replace(
+        MACHINE, nvlink=nvlink
+    )  # twice the bytes take as long as the same bytes at half the rate
+    fp8 = {"dtype": "float8_e4m3fn", "scaling": "rowwise"}
+    ways: list[tuple[Machine, dict[str, Any]]] = [(MACHINE, {}), (half, fp8), (MACHINE, fp8)]
+    rows = []
+    for layer, (n, k) in FP8_LAYERS.items():
+        for tokens in (2048, 8192):
+            cells = []
+            for ranks in (2, 4, 8):
+                times = []
+                for machine, options in ways:
+                    problem = distgemm.GemmProblem(tokens, n, k, **options)
+                    plans = [distgemm.make_plan(problem, GATHER, ranks, chunks=chunks) for chunks in CHUNKS]
+                    times.append(min(simulate(plan, machine).time for plan in plans))
+                shown = [f"{time:.0f}" for time in times]
+                at = times.index(min(times[::-1]))
+                shown[at] = f"**{shown[at]}**"
+                cells.append(" / ".join(shown))
+            rows.append([f"{layer}, {tokens}", *cells])
+    head = "layer, tokens | TP 2 | TP 4 | TP 8"
+    return (
+        "Predicted for all-gather + GEMM on H200s, us: in bf16 / in fp8, quantised after the gather / in fp8 with "
+        f"rowwise scales, quantised before it. The best of 1, 2 and 4 chunks:\n\n{rows_of(head, rows)}"
+    )
