@@ -601,7 +601,7 @@ def embeddings() -> list[str]:
         if differs(whole(made.weight.grad), plain.weight.grad):
             wrong.append(f"{dim}, {shape}: gradient")
     for style, message in (
-        (distgemm.nn.RowwiseParallel(schedule="unfused"), "takes neither schedule nor chunks"),
+        (distgemm.nn.RowwiseParallel(schedule="unfused"), "takes no schedule, chunks or recipe"),
         (distgemm.nn.ColwiseParallel(), "is for nn.Linear, got Embedding"),
     ):
         error = error_of(lambda: parallelize_module(nn.Embedding(4, 4), mesh, style))  # noqa: B023

@@ -61,6 +61,7 @@ REFUSED = {
     "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
     "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
+    **dict.fromkeys((name for name in list_schedules() if name.startswith("all_to_all")), "a schedule that gathers A"),
 }
 
 

@@ -35,7 +35,7 @@ COUNTS = (
     "-" + LONG,
 )
 EXTENTS = (*COUNTS, str(2**40))
-RANKS = (*COUNTS, "2049", "999999999")
+RANKS = (*COUNTS, "8193", "999999999")
 TIMES = ("", "x", "0", "-1", "nan", "inf", "1e999", "1,5", "None", LONG, LONGER)
 NAMES = ("", "nope", "NOPE", " full", "x,y", "None", "9" * 400)
 MESHES = (
@@ -258,7 +258,7 @@ def commands() -> Iterator[Command]:
             yield Command([command, "tensor_parallel_2d", "--ranks=4"], "--mesh", "4")
             yield Command([command, "tensor_parallel_2d", "--mesh=2x2x2"], "--mesh", "2x2x2")
     for command in ("verify", "simulate"):
-        for value in ("2049", "999999999", LONG):
+        for value in ("8193", "999999999", LONG):
             yield Command([command, "all", f"--ranks={value}"], "--ranks", value)
             yield Command([command, "all", f"--mesh={value}x{value}"], "--mesh", value)
     yield Command(["simulate", "all", "--ranks=2", f"--chunks={LONG}"], "--chunks", LONG)

@@ -277,9 +277,7 @@ def test_bounds_of_tiles_divide_no_block() -> None:
 
 
 def test_rows_that_divide_a_block_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"shards are multiples of 128 rows, except the last one; such as \[128, 272\]"
-    ):
+    with pytest.raises(ValueError, match=r"shards are multiples of 128, except the last one; such as \[128, 272\]"):
         make_plan(problem("mxfp8", 400, m_per_rank=(100, 300)), GATHER, 2)
     make_plan(problem("mxfp8", 400, m_per_rank=(128, 272)), GATHER, 2).verify()
     make_plan(problem("blockwise", 400, m_per_rank=(101, 299)), GATHER, 2).verify()  # each row has scales of its own
