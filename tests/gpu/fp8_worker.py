@@ -1,0 +1,85 @@
+"""What the ranks of the fp8 tests on GPUs do: functions and gradients, against one rank in float32 on the CPU."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import distgemm
+from distgemm import fp8
+from distgemm.fp8.layer import SPLITS, Split
+
+Tensor = torch.Tensor
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TOKENS, FEATURES, OUT = 512, 256, 768
+
+
+def split(x: Tensor, dim: int | None) -> Tensor:
+    """This rank's part on its GPU, as a leaf."""
+    part = x if dim is None else x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return part.detach().to("cuda").contiguous().requires_grad_(x.requires_grad)
+
+
+def data(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, whose rows differ in size, w and the gradient of the result, in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, w, dy = draw(TOKENS, FEATURES) * draw(TOKENS, 1).exp(), draw(OUT, FEATURES) / 8, draw(TOKENS, OUT) * 1e-3
+    return x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_(), dy.bfloat16()
+
+
+def functions() -> list[str]:
+    """The failures of each function with each recipe: result, gradients, and the same bits in a second call.
+
+    Codes are the same on both sides, so what differs is how sums are rounded: to bf16 once for each rank that adds its
+    part (2**-9 of the largest result each), and in the accumulators of the tensor cores, which have 14 bits.
+    """
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    bound = (ranks + 2) * 2.0**-8
+    wrong = []
+    cases = product(RECIPES, (distgemm.all_gather_matmul, distgemm.matmul_reduce_scatter, distgemm.matmul_all_reduce))
+    for seed, (name, function) in enumerate(cases):
+        parallel: Any = "column" if function is distgemm.all_gather_matmul else "row"
+        dims = Split(1, 1, None) if function is distgemm.matmul_all_reduce else SPLITS[parallel]
+        x, w, dy = data(seed)
+        y = fp8.linear(x, w, recipe=name, parallel=parallel, ranks=ranks)
+        y.backward(dy)
+        before: list[Tensor] = []
+        for call in range(3):  # the third one replays a recorded graph
+            mine = split(x, dims.x), split(w, dims.w)
+            got: Any = function(*mine, group=group, recipe=name)
+            got.backward(split(dy, dims.y))
+            found = [got.detach(), *(part.grad for part in mine if part.grad is not None)]
+            wanted = [
+                split(each.detach(), dim).detach() for each, dim in ((y, dims.y), (x.grad, dims.x), (w.grad, dims.w))
+            ]
+            where = f"{function.__name__}, {name}, call {call}"
+            for what, one, other in zip(("y", "x.grad", "w.grad"), found, wanted, strict=True):
+                error = float((one.double() - other.double()).abs().max()) / float(other.abs().max())
+                if not error <= bound:
+                    wrong.append(f"{what} of {where}: differs by {error:.4f} of its largest element")
+            if before and not all(map(torch.equal, found, before)):
+                wrong.append(f"{where}: other bits than in the call before")
+            before = found
+    return wrong
+
+
+def refused() -> list[str]:
+    """The message for scales that no kernel has."""
+    x, w, _ = data(1)
+    try:
+        distgemm.all_gather_matmul(split(x, 0), split(w, 0), group=dist.group.WORLD, recipe="blockwise")
+    except ValueError as error:
+        return [] if "block" in str(error) else [str(error)]
+    return ["blockwise scales were multiplied"]
+
+
+def run_all(checks: list[str]) -> dict[str, list[str]]:
+    """Each check's failures on this rank."""
+    return {name: globals()[name]() for name in checks}

@@ -1,0 +1,24 @@
+"""fp8 on GPUs: functions with recipes, also with ranks that share one GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from distgemm.runtime.launch import launch
+from tests.gpu import fp8_worker
+from tests.once import once
+
+CHECKS = ["functions", "refused"]
+pytestmark = pytest.mark.gpu(1)
+
+
+@once
+def results(ranks: int) -> list[dict[str, list[str]]]:
+    """Each rank's failures, by the check's name."""
+    return launch(fp8_worker.run_all, ranks, CHECKS, backend="nccl", timeout=400.0, share=True)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_compute_what_one_rank_computes(ranks: int, check: str) -> None:
+    assert [failure for found in results(ranks) for failure in found[check]] == []
