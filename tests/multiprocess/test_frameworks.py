@@ -14,7 +14,12 @@ from tests.multiprocess import nn_tokens_worker
 from tests.multiprocess.ops_torch_worker import run_all
 from tests.once import once
 
-LINEARS = ["torchtitan_linears", "megatron_linears", "megatron_main_grad", "transformers_linears", "torchao_linears"]
+LINEARS = [
+    "torchtitan_linears",
+    "megatron_main_grad",
+    "torchao_linears",
+    *(pytest.param(name, marks=pytest.mark.sample(0)) for name in ("megatron_linears", "transformers_linears")),
+]
 SERVERS = ["vllm_async_tp", "vllm_rows", "sglang_rows"]
 FEW_OR_MORE = [2, pytest.param(4, marks=pytest.mark.sample(0))]
 LAUNCH_TIMEOUT_S = 300.0

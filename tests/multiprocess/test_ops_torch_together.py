@@ -25,7 +25,12 @@ def results(ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "check"), [(ranks, each.__name__) for ranks, every in CHECKS.items() for each in every]
+    ("ranks", "check"),
+    [
+        pytest.param(ranks, each.__name__, marks=[] if ranks == 2 else pytest.mark.sample(0))
+        for ranks, every in CHECKS.items()
+        for each in every
+    ],
 )
 def test_training_follows_the_unsharded_model(ranks: int, check: str) -> None:
     assert [found[check] for found in results(ranks)] == [[]] * ranks

@@ -211,6 +211,7 @@ print([each.schedule for each in distgemm.tune.list_candidates("ag+gemm")][-1])
     assert run("\n".join([programs("own_schedule.md")[0], *blocks, check])).endswith("all_gather_1d_ring_b\n")
 
 
+@pytest.mark.sample(0)
 def test_the_program_for_several_processes_runs(tmp_path: Path):
     """By itself, and under torchrun."""
     (program,) = programs("collective.md")
@@ -237,6 +238,7 @@ def test_the_programs_of_the_guide_run():
     assert len(programs("index.md")[0].splitlines()) <= 25
 
 
+@pytest.mark.sample(0)
 def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
