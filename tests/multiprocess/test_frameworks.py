@@ -14,12 +14,8 @@ from tests.multiprocess import nn_tokens_worker
 from tests.multiprocess.ops_torch_worker import run_all
 from tests.once import once
 
-LINEARS = [
-    "torchtitan_linears",
-    "megatron_main_grad",
-    "torchao_linears",
-    *(pytest.param(name, marks=pytest.mark.sample(0)) for name in ("megatron_linears", "transformers_linears")),
-]
+LINEARS = ["torchtitan_linears", "megatron_linears", "megatron_main_grad", "transformers_linears", "torchao_linears"]
+FEW_LINEARS = ("torchtitan_linears", "megatron_main_grad", "torchao_linears")
 SERVERS = ["vllm_async_tp", "vllm_rows", "sglang_rows"]
 FEW_OR_MORE = [2, pytest.param(4, marks=pytest.mark.sample(0))]
 LAUNCH_TIMEOUT_S = 300.0
@@ -39,7 +35,9 @@ def results(ranks: int, names: tuple[str, ...], *arguments: Any) -> list[dict[st
 
 
 @pytest.mark.parametrize("ranks", FEW_OR_MORE)
-@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW_LINEARS else pytest.mark.sample(0)) for name in LINEARS]
+)
 def test_linears_of_a_framework_train(name: str, ranks: int) -> None:
     framework = name.partition("_")[0]
     require(framework)
