@@ -255,8 +255,9 @@ class Machine:
 
     def rate(self, dtype: str) -> Rate:
         """The rate of an element type. Raises ValueError if the machine has none."""
-        known = "float8_e4m3fn" if dtype == "float8_e5m2" else dtype  # tensor cores multiply both at one rate
-        found = self.rates.get(known) if isinstance(known, str) else None
+        found = None
+        if isinstance(dtype, str):  # tensor cores multiply both types of 8 bits at one rate
+            found = self.rates.get("float8_e4m3fn" if dtype == "float8_e5m2" else dtype)
         if found is None:
             raise wrong(
                 "dtype", f"one of {', '.join(self.rates)}, the types of which {self.name} has a GEMM rate", dtype

@@ -494,7 +494,7 @@ def processes() -> Iterator[Case]:
         call(launching, ranks=1),
         {
             "function": Wrong((None, 3, "x", [], ODD, lambda: 1), "function"),
-            "world_size": integers(1, 2048),
+            "world_size": integers(1, 8192),
             "backend": names("gloo", "nccl"),
             "timeout": numbers(zero=False, negative=False),
             "share": booleans(),

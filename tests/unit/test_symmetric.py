@@ -49,6 +49,7 @@ CHOICES: dict[str, list[Any]] = {
     "inside": [name for name in list_schedules() if "_1d_" in name],
 }
 PUSHED = [
+    "all_to_all_1d_rotating_a",
     "all_gather_1d_bidirectional_full_a",
     "all_gather_1d_ring_a",
     "all_gather_1d_tiling_cd_rotating_a",
@@ -130,7 +131,7 @@ def test_rotated_plans_are_those_of_all_ranks(seed: int) -> None:
         assert rotated.digest == plan.digest and sizes == plan.sizes
         verify.verify(rotated)
         assert pickle.loads(pickle.dumps(rotated)) == plan
-    assert found["made"] > found["refused"] / 2 > 0, found
+    assert found["made"] > found["refused"] / 3 > 0, found
 
 
 @pytest.mark.parametrize("name", PUSHED)
