@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from distgemm.arguments import integer, member
-from distgemm.layouts import Axis, Divide, Modulo, Offset, Swizzle, TVLayout
-from distgemm.schedulers.one_d import ChunkMode
+from distgemm.layouts import Axis, Divide, Modulo, Offset, TVLayout
+from distgemm.schedulers.one_d import ChunkMode, partner
 from distgemm.schedulers.registry import register_schedule
 from distgemm.schedulers.routes import Direct, Pairwise
 from distgemm.schedulers.scheduler import WHOLE, DistributedTileScheduler, Partition, Route, TileCoord
@@ -109,16 +109,8 @@ def all_to_all_1d_pairwise_xor_d(
     """
     (ranks,) = mesh
     name = "all_to_all_1d_pairwise_xor_d"
-    shard = _partner(name, ranks, Offset(ranks * (ranks - 1)), -ranks)
+    shard = partner(name, ranks, own_last=True)
     return _to_owners(name, mesh, chunks, chunk_mode, ranks, Axis(ranks, rank=1), shard)
-
-
-def _partner(name: str, ranks: int, offset: Offset, stride: int) -> Axis:
-    """r xor the quotient of (offset + stride * i) and N, where i is the second coordinate of the value."""
-    if ranks & (ranks - 1):
-        raise ValueError(f"{name} pairs ranks by xor: world_size a power of two, got {ranks}")
-    bits = ranks.bit_length() - 1
-    return Axis(ranks, rank=1, value=(0, stride), maps=(offset, Swizzle(bits, 0, bits), Modulo(ranks)))
 
 
 # --- all-to-all + GEMM: A is sharded along K, D along M, every rank has B -----------------------------
@@ -191,6 +183,5 @@ def all_to_all_1d_pairwise_xor_a(
     Raises:
         ValueError: if N is no power of two.
     """
-    (ranks,) = mesh
-    shard = _partner("all_to_all_1d_pairwise_xor_a", ranks, Offset(0), ranks)
-    return _from_holders("all_to_all_1d_pairwise_xor_a", mesh, chunks, chunk_mode, shard)
+    name = "all_to_all_1d_pairwise_xor_a"
+    return _from_holders(name, mesh, chunks, chunk_mode, partner(name, mesh[0]))

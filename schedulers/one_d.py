@@ -57,6 +57,21 @@ def _rotate(ranks: int, chunks: int, direction: int = 1, offset: int = 0) -> Axe
     return (Axis(chunks, value=(1, 0)), Axis(ranks, rank=1, value=(0, direction), maps=wrap))
 
 
+def partner(name: str, ranks: int, own_last: bool = False) -> Axis:
+    """Shard r xor j for j = 0, 1, ..., or for j = N - 1, N - 2, ... The shape of the iterations is (chunks, N).
+
+    Raises:
+        ValueError: if N is no power of two.
+    """
+    if ranks & (ranks - 1):
+        raise ValueError(f"{name} pairs r with r xor i: world_size a power of two, got {ranks}")
+    bits = ranks.bit_length() - 1
+    pairs = (Swizzle(bits, 0, bits), Modulo(ranks))
+    if own_last:
+        return Axis(ranks, rank=1, value=(0, -ranks), maps=(Offset(ranks * (ranks - 1)), *pairs))
+    return Axis(ranks, rank=1, value=(0, ranks), maps=pairs)
+
+
 def _chunk_order(shards: list[int], chunks: int) -> list[int]:
     """The order of iterations of shape (chunks, N) that takes the shards one after the other, as given."""
     return [shard * chunks + chunk for shard in shards for chunk in range(chunks)]
@@ -180,12 +195,7 @@ def all_gather_1d_pairwise_xor_a(mesh: Mesh, *, chunks: int = 1) -> DistributedT
     Raises:
         ValueError: if N is no power of two.
     """
-    (ranks,) = mesh
-    if ranks & (ranks - 1):
-        raise ValueError(f"all_gather_1d_pairwise_xor_a pairs r with r xor i: world_size a power of two, got {ranks}")
-    bits = ranks.bit_length() - 1
-    partner = Axis(ranks, rank=1, value=(0, ranks), maps=(Swizzle(bits, 0, bits), Modulo(ranks)))
-    work_m = (Axis(chunks, value=(1, 0)), partner)
+    work_m = (Axis(chunks, value=(1, 0)), partner("all_gather_1d_pairwise_xor_a", mesh[0]))
     return _gather_a("all_gather_1d_pairwise_xor_a", mesh, chunks, work_m, Direct())
 
 

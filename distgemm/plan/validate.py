@@ -376,8 +376,8 @@ class Memory:
                 raise fail(op, f"its tile is outside the grid {tuple(self.plan.grid)}")
             rows, columns, depth, batch = of_m[m], of_n[n], of_k[k], of_l[l]
             self._check_operand(op, "A", op.a, op.scale_a, (batch, rows, depth))
-            groups = batch[0] * self.problem.groups, batch[1] * self.problem.groups
-            self._check_operand(op, "B", op.b, op.scale_b, (groups, columns, depth))
+            first, last = (each * self.problem.matrices("B") for each in batch)
+            self._check_operand(op, "B", op.b, op.scale_b, ((first, last), columns, depth))
             wanted = batch, rows, columns
         rests = self.problem.partial_dtype if op.c is None else self.problem.out_dtype
         if dtypes[id(write)] != rests:
