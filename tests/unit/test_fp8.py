@@ -119,7 +119,17 @@ def expected(recipe: fp8.Recipe, parallel: Any, ranks: int, x: Any, w: Any, dy: 
 
 @pytest.mark.parametrize(("name", "scope", "parallel", "ranks"), CASES)
 def test_a_layer_computes_what_its_recipe_says(name: str, scope: Any, parallel: Any, ranks: int) -> None:
-    recipe = fp8.recipe(name, scope=scope, block=16)
+    compare_with_float64(fp8.recipe(name, scope=scope, block=16), parallel, ranks)
+
+
+def test_each_operand_has_the_scaling_that_a_recipe_gives_it() -> None:
+    """All six differ, so none can stand in another's place."""
+    scalings = [OperandScaling(*blocks) for blocks in ((1, 16), (16, 16), (1, None), (None, None), (16, 1), (1, 8))]
+    forward, grad_input, grad_weight = zip(scalings[::2], scalings[1::2], strict=True)
+    compare_with_float64(fp8.Recipe(forward, grad_input, grad_weight), None, 1)
+
+
+def compare_with_float64(recipe: fp8.Recipe, parallel: Any, ranks: int) -> None:
     x, w, dy = matrix(TOKENS, FEATURES, 1), matrix(OUT, FEATURES, 2), matrix(TOKENS, OUT, 3)
     x.requires_grad_(), w.requires_grad_()
     y = fp8.linear(x, w, recipe=recipe, parallel=parallel, ranks=ranks)
