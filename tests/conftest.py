@@ -58,12 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanted == "all" or named:
         return
     sampled = _sampled(items)
-    kept = [item for item in items if _marked(item) is None and wanted == "no"]
-    kept += [item for item in items if _marked(item) is not None and (item in sampled) == (wanted == "no")]
-    order = {item: number for number, item in enumerate(items)}
-    kept.sort(key=order.__getitem__)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    short = {item for item in items if _marked(item) is None or item in sampled}
+    config.hook.pytest_deselected(items=[item for item in items if (item in short) != (wanted == "no")])
+    items[:] = [item for item in items if (item in short) == (wanted == "no")]
 
 
 def _marked(item: pytest.Item) -> int | None:
