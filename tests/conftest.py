@@ -12,6 +12,9 @@ import pytest
 
 # Before torch is imported. Workers and the ranks that they launch share the cores: more threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiled graphs of tests are small: tests of the CPU's vector units and compiled headers would take most of the time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 # Machines with GPUs may run tests/gpu without hypothesis.
 with contextlib.suppress(ImportError):
