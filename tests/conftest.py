@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 from collections import defaultdict
@@ -12,6 +13,8 @@ import pytest
 
 # Before torch is imported. Workers and the ranks that they launch share the cores: more threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A full collection walks all plans that are cached. It would take a quarter of the time of tests that make plans.
+gc.set_threshold(*gc.get_threshold()[:2], 1000)
 # Compiled graphs of tests are small: tests of the CPU's vector units and compiled headers would take most of the time.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
