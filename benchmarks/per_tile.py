@@ -31,7 +31,7 @@ import torch
 
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
@@ -217,7 +217,7 @@ class _OneGpu(_Place):
         layout = Space((), 0, gemm.flags, gemm.slot_bytes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
-        own[:8].view(torch.int64).fill_(Clock(EPOCH).word)
+        own[:8].view(torch.int64).fill_(EPOCH << TICKET_BITS)
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)

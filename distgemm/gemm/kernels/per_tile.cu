@@ -120,8 +120,6 @@ static_assert(DG_SENDS == 0 || kGathers);
 
 struct Terms {
   float alpha, beta;
-  float const *scale_a, *scale_b;
-  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A, or of B
   Result const* bias;
   Result const* c;
   int64_t c_stride;
@@ -382,11 +380,6 @@ class Kernel {
     return arrived;
   }
 
-  // Waits until this rank may store at peers in this replay. False: it may not at all.
-  CUTE_DEVICE bool sends_(Clock clock) const {
-    return !mute_ && (!clock.waits() || spaces_.wait_for_peers(order_.ranks, clock.epoch()));
-  }
-
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
 
   // The number of a part of a tile among those of a shard.
@@ -508,7 +501,7 @@ class Kernel {
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
-    if (!__all_sync(0xffffffff, sends_(clock))) return;
+    if (__any_sync(0xffffffff, mute_)) return;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces(order_);
@@ -621,8 +614,8 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
+    bool const sends = kReduces && !mute_;
     uint32_t number = 0;
-    bool sends = false;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
       if (!stored) return;
@@ -633,7 +626,6 @@ class Kernel {
     for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
       Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
-      if (kReduces && number == 0) sends = sends_(clock);
       Tile const tile = tile_(ticket);
       bool const remote = kReduces && tile.distance;
       int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
@@ -820,10 +812,7 @@ class Kernel {
 
   template <class Sums>
   CUTE_DEVICE void scale_(Sums& sums) const {
-    Terms const& terms = params_.terms;
-    float factor = mute_ ? __int_as_float(0x7fffffff) : terms.alpha;
-    if (terms.scale_a && !terms.scale_a_step) factor *= *terms.scale_a;
-    if (terms.scale_b && !terms.scale_b_step) factor *= *terms.scale_b;
+    float const factor = mute_ ? __int_as_float(0x7fffffff) : params_.terms.alpha;
     if (factor == 1.0f) return;
     CUTE_UNROLL
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
@@ -921,12 +910,11 @@ class Kernel {
     return chunk_(subtile, row, i / 4 * 2 + thread % 4 / 2) + thread % 2 * 8;
   }
 
-  // Adds what belongs to D: scales of rows, the bias, and C.
+  // Adds what belongs to D: the bias, and C.
   template <class Sums>
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
-    bool const rows_scaled = terms.scale_a_step, columns_scaled = terms.scale_b_step;
-    if (!rows_scaled && !columns_scaled && !terms.bias && !terms.c) return;
+    if (!terms.bias && !terms.c) return;
     constexpr int columns = Part<Result>::kColumns;
     int32_t const first_row = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance) * params_.m;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
@@ -937,14 +925,12 @@ class Kernel {
       for (int j = 0; j < 2; ++j) {  // rows, 8 apart
         bool const exists = row + j * 8 < params_.m;
         int64_t const in_d = first_row + row + j * 8;
-        float const scale = rows_scaled && exists ? terms.scale_a[in_d] : 1.0f;
         Result const* const c = terms.c && exists ? terms.c + in_d * terms.c_stride : nullptr;
         CUTE_UNROLL
         for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
           int32_t const column = first_column + i / 2 * 8 + i % 2;
           if (column >= params_.n) continue;
           float& sum = at_<columns>(sums, m, i / 2 * 8 / columns, i / 2 * 8 % columns / 2 + j * 2 + i % 2);
-          sum *= columns_scaled ? scale * terms.scale_b[column] : scale;
           if (terms.bias) sum += float(terms.bias[column]);
           if (c) sum += terms.beta * float(c[column]);
         }

@@ -176,7 +176,6 @@ def params_of(
     beta: float = 0.0,
     gb_per_s: float = 0.0,
     executable: int = 0,
-    closed: bool = True,
     epochs_a_replay: int = 1,
 ) -> structs.Params:
     """The parameters of a call.
@@ -193,7 +192,6 @@ def params_of(
         beta: factor of C.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
-        closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
 
     Raises:
@@ -218,7 +216,7 @@ def params_of(
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
     spaces.rank, spaces.executable = space.rank, executable
-    spaces.closed, spaces.epochs_a_replay = closed, epochs_a_replay
+    spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta
     if bias is not None:

@@ -76,10 +76,9 @@ class Control(ctypes.Structure):
 
     _fields_ = (
         ("clock", ctypes.c_uint64),
-        ("last", ctypes.c_uint64 * 2),
         ("link_free", ctypes.c_uint64),
         *_fields(ctypes.c_uint32, "counter", "dead", "running", "executable"),
-        ("unused", ctypes.c_uint64 * 10),
+        ("unused", ctypes.c_uint64 * 12),
         ("begun", ctypes.c_uint64 * RANKS),
     )
 
@@ -93,9 +92,7 @@ class Workspaces(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
         *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer"),
-        *_fields(ctypes.c_uint32, "rank", "executable"),
-        ("closed", ctypes.c_bool),
-        ("epochs_a_replay", ctypes.c_uint8),
+        *_fields(ctypes.c_uint32, "rank", "executable", "epochs_a_replay"),
     )
 
 
@@ -105,8 +102,6 @@ class Terms(ctypes.Structure):
     _fields_ = (
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        *_fields(ctypes.c_uint64, "scale_a", "scale_b"),
-        *_fields(ctypes.c_int32, "scale_a_step", "scale_b_step"),
         *_fields(ctypes.c_uint64, "bias", "c"),
         ("c_stride", ctypes.c_int64),
     )
@@ -128,7 +123,7 @@ class Params(ctypes.Structure):
         ("shard_stride", ctypes.c_int64),
         *_fields(ctypes.c_int32, "m", "n", "k"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
-        ("padding", ctypes.c_uint32 * 19),
+        ("padding", ctypes.c_uint32 * 25),
     )
 
     @classmethod
