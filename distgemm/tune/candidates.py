@@ -214,7 +214,8 @@ PER_TILE_CONFIGS = (
     "64x128x64_1x2_pingpong",
 )
 """Those with the tiles that were fastest for a layer in docs/per_tile.md. There 128x192 had clusters of 2x1, which
-cannot load a B whose columns are contiguous, as backward passes have it. Clusters of 1x2 can."""
+cannot load a B whose columns are contiguous, as backward passes have it. Clusters of 1x2 can. The last configuration is
+for shards of at most 64 rows."""
 
 
 def _register_defaults() -> None:
@@ -461,8 +462,10 @@ def _per_tile(
             if not (status := per_tile_status(plan, name)):
                 logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
                 continue
-            execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             gemm = gemm_of(plan, name)
+            if name == PER_TILE_CONFIGS[-1] and gemm.m > gemm.traits.tile[0]:
+                continue  # it equals the one before, unless half of that one's clusters would be padding
+            execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
             yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time
 
