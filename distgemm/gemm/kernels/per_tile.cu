@@ -739,9 +739,9 @@ class Kernel {
         continue;
       }
       Tile const tile = tile_(ticket);
-      // The first column's tiles read all of A. Who multiplies one hands out its rows of A, stage by stage.
-      bool const hands_out = kHandsOut && params_.gathered_at && tile.column == 0 && (kPingpong || group == 0) &&
-          thread < 32;
+      // Each column of tiles reads all of A. They take turns to hand out their rows of it, stage by stage.
+      bool const hands_out = kHandsOut && params_.gathered_at && (kPingpong || group == 0) && thread < 32;
+      uint32_t next_handed_out = tile.column;
       if (kHandsOut && hands_out && mute_) spoil_gathered_(tile);
       if constexpr (kPingpong) turn_wait_(group);
       mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -750,7 +750,11 @@ class Kernel {
       for (uint32_t k = 0; k < depth_; ++k) {
         uint32_t const now = stage.index;
         Barrier::wait(storage_.full[now], stage.phase);
-        if (kHandsOut && hands_out) hand_out_(tile, k, now);
+        if (kHandsOut && hands_out) {
+          bool const turn = k == next_handed_out;
+          if (turn) next_handed_out += order_.columns * kClusterN;
+          hand_out_(tile, k, now, turn);
+        }
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
         CUTE_UNROLL
@@ -782,23 +786,25 @@ class Kernel {
     }
   }
 
-  // Stores a stage of A to the tensor for all of A.
-  CUTE_DEVICE void hand_out_(Tile const& tile, uint32_t k, uint32_t stage) const {
-    if (lane() == 0 && !mute_) {
-      SM90_TMA_STORE_3D::copy(
-          &params_.gathered, storage_.a[stage], int32_t(k * kTileK), int32_t(tile.row * kTileM),
-          int32_t(rank_at_(tile.distance)));
+  // Stores a stage of A to the tensor for all of A, if it is this tile's turn.
+  CUTE_DEVICE void hand_out_(Tile const& tile, uint32_t k, uint32_t stage, bool turn) const {
+    if (lane() == 0) {
+      if (turn && !mute_) {
+        SM90_TMA_STORE_3D::copy(
+            &params_.gathered, storage_.a[stage], int32_t(k * kTileK), int32_t(tile.row * kTileM),
+            int32_t(rank_at_(tile.distance)));
+      }
       commit();
     }
     __syncwarp();
   }
-  // Waits until the stages before the last kPending ones have been read.
+  // Waits until all stages but the last kPending ones have been read.
   template <int kPending>
   CUTE_DEVICE static void wait_until_handed_out_() {
     wait_until_read<kPending>();
     __syncwarp();
   }
-  // A tile's rows of all of A become NaN: what comes now may be of an earlier replay. Lanes may be mute or not.
+  // A tile's rows of all of A become NaN: what comes now may be of an earlier replay. Each mute lane does it.
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
