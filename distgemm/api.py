@@ -13,7 +13,7 @@ from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
-from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan, place
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
     ExecutionConfig,
@@ -47,6 +47,7 @@ def compile(
     on_timeout: OnTimeout = "raise",
     pattern: Pattern | None = None,
     tune: bool | None = None,
+    gathered: bool = False,
     **options: Any,
 ) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
@@ -80,6 +81,7 @@ def compile(
         on_timeout: "raise": ReplayTimeoutError in the calling thread. "abort": end the process with a log entry.
         pattern: with "auto", the pattern of the product.
         tune: with "auto", what to do if no measurement is recorded, as in :func:`distgemm.tune.select`.
+        gathered: with "auto", whether calls ask for the gathered A. Per-tile kernels do not have it.
         **options: options of the schedule and of :func:`distgemm.make_plan`, such as ``chunks=2`` or ``mesh=(2, 4)``.
 
     Returns:
@@ -105,6 +107,7 @@ def compile(
         check_pattern(pattern)
     if tune is not None:
         boolean("tune", tune)
+    boolean("gathered", gathered)
     if provider is not None:
         member("provider", provider, list_providers())
     if config is not None:
@@ -113,16 +116,18 @@ def compile(
         device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
     whole = resolve_group(group)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
-    if schedule == "auto" or pattern is not None or tune is not None:
+    if schedule == "auto" or pattern is not None or tune is not None or gathered:
         if schedule != "auto" or pattern is None or not isinstance(plan, GemmProblem):
             raise ValueError(
-                f"pattern and tune are for a problem with schedule='auto', got {schedule!r} and pattern {pattern!r}"
+                "pattern, tune and gathered are for a problem with schedule='auto', got "
+                f"{schedule!r} and pattern {pattern!r}"
             )
         if options or given != ExecutionConfig():
             raise ValueError(
                 f"schedule='auto' selects {', '.join(EXECUTION_FIELDS)} and options; name a schedule for them"
             )
-        return executable(plan, pattern, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
+        terms: dict[str, Any] = {"tune": tune, "gathered": gathered, "timeout": timeout, "on_timeout": on_timeout}
+        return executable(plan, pattern, whole, device=device, **terms)
     if isinstance(plan, GemmProblem):
         if schedule is None:
             raise ValueError("schedule is None, and a problem needs a name of distgemm.list_schedules()")
@@ -130,7 +135,4 @@ def compile(
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
-    if given.execution == "per_tile":
-        whole, at, timeout = place(plan, whole, device, timeout, on_timeout)
-        return PerTileExecutable(plan, whole, at, given, timeout=timeout, on_timeout=on_timeout)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

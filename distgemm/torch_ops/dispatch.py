@@ -20,7 +20,7 @@ from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
+from distgemm.runtime.executable import EXECUTION_FIELDS, PER_TILE, Executable, ExecutionConfig
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import Pattern, check_pattern, list_schedules
@@ -150,6 +150,8 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
+        if self.transfers == PER_TILE:
+            return None
         if self.function == "gather":
             return None if self.provider == CALLER else "a gather alone: there is no GEMM"
         if max(size.gemms for size in self.plan.sizes) == 1:
@@ -177,7 +179,7 @@ class CallRecord:
     def _details(self) -> str:
         runtime = f"{self.transfers}, GEMMs by {self.provider}"
         if self.tuned is not None:
-            if not self.unfused:
+            if not self.unfused and self.transfers != PER_TILE:
                 streams = self.tuned.execution.gemm_streams
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"
@@ -398,6 +400,7 @@ def prepare(
     chunks: int | None,
     biased: bool,
     turned_b: bool = False,
+    gathered: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
@@ -415,6 +418,7 @@ def prepare(
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
         turned_b: whether columns of b are contiguous. It says which kernels are compiled ahead.
+        gathered: whether the call asks for the gathered A. "auto" takes no per-tile kernel then.
         caller_multiplies: whether the call is a :func:`distgemm.gather`.
 
     Raises:
@@ -430,7 +434,7 @@ def prepare(
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
-    key = (pattern, problem, schedule, chunks, device, caller_multiplies)
+    key = (pattern, problem, schedule, chunks, device, gathered, caller_multiplies)
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found
@@ -449,10 +453,11 @@ def prepare(
         **problem_fields(problem),
         "device": device.type,
         "bias": "given" if biased else "none",
+        "gathered": gathered,
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks, turned_b, caller_multiplies)
+        found = make(pattern, problem, group, device, schedule, chunks, turned_b, gathered, caller_multiplies)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -466,6 +471,7 @@ def make(
     schedule: str,
     chunks: int | None,
     turned_b: bool = False,
+    gathered: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """:func:`prepare` without the cache."""
@@ -474,7 +480,7 @@ def make(
     of_group = GroupRef(group)
     measures = not caller_multiplies and problem.dtype not in QUANTIZED_DTYPES  # the search multiplies without scales
     if schedule == "auto" and chunks is None and device.type == "cuda" and measures:
-        measured = tune.executable(problem, pattern, group, device=device, turned_b=turned_b)
+        measured = tune.executable(problem, pattern, group, device=device, gathered=gathered, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
         return PreparedCall(measured, selected.options, of_group, selected)
