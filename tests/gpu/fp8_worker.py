@@ -13,8 +13,8 @@ from distgemm import fp8
 from distgemm.fp8.layer import SPLITS, Split
 
 Tensor = torch.Tensor
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-TOKENS, FEATURES, OUT = 512, 256, 768
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+TOKENS, FEATURES, OUT = 512, 512, 1024  # a block of 128 for each of 4 ranks
 
 
 def split(x: Tensor, dim: int | None) -> Tensor:
@@ -71,13 +71,14 @@ def functions() -> list[str]:
 
 
 def refused() -> list[str]:
-    """The message for scales that no kernel has."""
+    """The message for scales that no kernel has: of blocks of 64."""
     x, w, _ = data(1)
+    recipe = fp8.recipe("blockwise", block=64)
     try:
-        distgemm.all_gather_matmul(split(x, 0), split(w, 0), group=dist.group.WORLD, recipe="blockwise")
+        distgemm.all_gather_matmul(split(x, 0), split(w, 0), group=dist.group.WORLD, recipe=recipe)
     except ValueError as error:
-        return [] if "block" in str(error) else [str(error)]
-    return ["blockwise scales were multiplied"]
+        return [] if "scales of 1x128 and 128x128 blocks" in str(error) else [str(error)]
+    return ["scales of blocks of 64 were multiplied"]
 
 
 def run_all(checks: list[str]) -> dict[str, list[str]]:

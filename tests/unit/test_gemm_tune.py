@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from distgemm.gemm import GemmTensors, MatrixSpec
-from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.gemm.tiles import TMA_TILES
 from distgemm.tune.gemm import candidates, tune, with_other_memory
 
 HOPPER = CutlassProvider("90a")
