@@ -60,7 +60,7 @@ def test_error_stays_within_what_the_types_allow(case: Case) -> None:
     assert excess <= 1
 
 
-@pytest.mark.parametrize("case", fp8_cases(), ids=str)
+@pytest.mark.parametrize("case", list(fp8_cases()), ids=str)
 def test_a_second_run_has_the_same_bits(case: Case) -> None:
     made = make(case, integers=False, seed=2)
     added = {name: x.clone() for name in ("c", "partial") if (x := getattr(made.tensors, name)) is not None}
