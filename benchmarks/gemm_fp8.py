@@ -5,9 +5,9 @@
 
 The shapes are those of one of 8 ranks in the layers of Llama 3; results are in bf16. torch's is `torch._scaled_mm` with
 `use_fast_accum=False`, which moves sums to float32 after every 128 of k as these kernels do, and for blocks
-`torch.nn.functional.scaled_mm`. Scales lie as each of them wants them, and no time of a product counts quantising: "quantize"
-is what torch takes for A. Methods run in CUDA graphs, interleaved round by round. Rows that the file has already are
-not measured again.
+`torch.nn.functional.scaled_mm`. Scales lie as each of them wants them. No time of a product counts quantising;
+"quantize" is what torch takes for A. Methods run in CUDA graphs, interleaved round by round. Rows that the file has
+already are not measured again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from distgemm.plan.scaling import SCALINGS
 
 SCALES = ("tensorwise", "rowwise", "blockwise")
 CHECKED_ROWS = 64
-TOLERANCE = 2.0**-7
-"""Of the largest result: two roundings to bf16."""
+TOLERANCE = 2.0**-6
+"""Of the largest result. Roundings are smaller, and wrong scales or blocks make larger errors."""
 
 
 def tensors_of(m: int, n: int, k: int, name: str, device: str) -> tuple[GemmTensors, Quantized, Quantized]:
@@ -95,9 +95,9 @@ def measure(m: int, n: int, k: int, name: str, rounds: int) -> dict[str, Any]:
             errors[method] = str(error).partition("\n")[0]  # this torch has no such scales
             continue
         found = tensors.d if found is None else found
-        error = float((found[:CHECKED_ROWS].float() - wanted).abs().max() / wanted.abs().max())
-        if not error <= TOLERANCE:
-            errors[method] = f"differs by {error:.4f} of the largest result"
+        off = float((found[:CHECKED_ROWS].float() - wanted).abs().max() / wanted.abs().max())
+        if not off <= TOLERANCE:
+            errors[method] = f"differs by {off:.4f} of the largest result"
     methods = {method: launch for method, launch in methods.items() if method not in errors}
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     methods["quantize"] = lambda: fp8.quantize(x, a.scaling)

@@ -418,8 +418,10 @@ def _tune_gemms(
 
 
 def random_tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
-    """Random tensors of a GEMM without batches. Scales are 1; those of tensors and rows, which need no other kernel, are
-    left out."""
+    """Random tensors of a GEMM without batches.
+
+    Scales of blocks are 1. Those of tensors and rows are left out, because they need no other kernel.
+    """
 
     def drawn(matrix: MatrixSpec) -> torch.Tensor:
         whole = torch.randn(matrix.rows, matrix.stride, device=device).to(TORCH_DTYPES[matrix.dtype])
