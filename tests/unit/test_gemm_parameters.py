@@ -322,3 +322,22 @@ def test_the_parameter_of_a_fused_kernel_is_cutlass_s(name: str, tmp_path: Path)
         compiled = compiled or compile_both(source, tmp_path)
         given = fused_arguments(gemms, config, base)
         compare(compiled, given, fused_parameter(compiled.layout, config, given))
+
+
+@pytest.mark.usefixtures("driver")
+def test_scales_of_blocks_keep_their_strides() -> None:
+    """Row-major and column-major ones: the kernel reads both where they are."""
+    a, b = (torch.zeros(rows, 400).to(torch.float8_e4m3fn) for rows in (130, 300))
+    scale_a, scale_b = torch.ones(4, 130).mT, torch.ones(3, 10)[:, 1:5]
+    tensors = GemmTensors(
+        *(a, b, torch.zeros(130, 300, dtype=torch.bfloat16)), scale_a=scale_a, scale_b=scale_b, block_rows=(1, 128)
+    )
+    spec, config = spec_of(tensors), GemmConfig.parse("128x128x128_2x1_cooperative_direct")
+    given = arguments_of(tensors, spec, kernel_source(spec, config, "90a"), config, PROVIDER)
+    for scales, tensor, wanted in (
+        (given.scales_a, scale_a, (1, 130, 130, 1)),
+        (given.scales_b, scale_b, (10, 1, 300, 128)),
+    ):
+        assert scales.data == tensor.data_ptr()
+        assert (scales.stride, scales.step, scales.rows, scales.block_rows) == wanted
+    assert (given.terms.scale_a, given.terms.scale_b, given.terms.scale_a_step) == (None, None, 0)
