@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import distgemm
 from distgemm.torch_ops import library
@@ -347,4 +352,123 @@ def misuse() -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
     # No wrong call has sent anything, so calls still work.
     found["after"] = str(back(to(a, b, group=world), c, group=world).shape[0])
+    return found
+
+
+# --- layers and styles --------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal attention, (tokens, batch, features) or batch first. It takes numbers of heads from its projections."""
+
+    def __init__(self, heads: int, kv_heads: int, first: int) -> None:
+        super().__init__()
+        self.first = first
+        self.wq, self.wo = nn.Linear(K, HEAD * heads), nn.Linear(HEAD * heads, K)
+        self.wk, self.wv = nn.Linear(K, HEAD * kv_heads), nn.Linear(K, HEAD * kv_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).movedim(self.first, 0).unflatten(-1, (-1, HEAD)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.permute(2, 0, 1, 3).flatten(-2).movedim(0, self.first))  # type: ignore[no-any-return]
+
+
+SIZES: dict[int, list[tuple[int, int]]] = {
+    2: [(4, 2), (4, 1), (3, 3)],
+    3: [(6, 1), (5, 5), (10, 5)],
+    4: [(4, 4), (6, 2), (5, 1)],
+}
+"""Heads of queries and of keys, by the number of ranks."""
+
+
+def in_attention() -> list[str]:
+    """Attention by styles, by styles that sum no gradients, by layers and in torch.compile, against the whole one."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    found = []
+    for seed, ((heads, kv_heads), first, how) in enumerate(
+        product(SIZES[ranks], (0, 1), ("styles", "not summed", "layers", "compiled"))
+    ):
+        if how == "compiled" and (heads, first) != (SIZES[ranks][1][0], 1):
+            continue
+        torch.manual_seed(seed)
+        model = Attention(heads, kv_heads, first).double()
+        tokens = tuple(3 + other for other in range(ranks)) if first else (2,) * ranks
+        x = torch.randn(sum(tokens), BETWEEN, K, dtype=torch.float64).movedim(0, first).requires_grad_()
+        mine = split(x.detach(), tokens, rank, first).clone().requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        terms: dict[str, Any] = {"head_dim": HEAD, "kv_heads": kv_heads, "sequence_dim": first, "m_per_rank": tokens}
+        parallel = copy.deepcopy(model)
+        parallel.zero_grad()
+        if how == "layers":
+            for name in ("wq", "wk", "wv", "wo"):
+                kind = distgemm.nn.HeadsToTokensLinear if name == "wo" else distgemm.nn.TokensToHeadsLinear
+                setattr(parallel, name, kind.from_linear(getattr(parallel, name), group=mesh, **terms))
+        else:
+            terms["sum_gradients"] = how != "not summed"
+            to, back = distgemm.nn.TokensToHeads(**terms), distgemm.nn.HeadsToTokens(**terms)
+            parallelize_module(parallel, mesh, {"wq": to, "wk": to, "wv": to, "wo": back})
+        run: Any = parallel
+        if how == "compiled":
+            torch._dynamo.reset()
+            run = torch.compile(parallel, fullgraph=True, backend="aot_eager")
+        got = run(mine)
+        got.square().sum().backward()
+        assert x.grad is not None and mine.grad is not None
+        wanted = {
+            "y": (got, split(y, tokens, rank, first)),
+            "x.grad": (mine.grad, split(x.grad, tokens, rank, first)),
+        }
+        for name, true in model.named_parameters():
+            grad: Any = parallel.get_parameter(name).grad
+            if how == "not summed":
+                dist.all_reduce(grad)
+            elif not isinstance(grad, DTensor) or not grad.placements[0].is_replicate():
+                return [f"{name}.grad is no replicated DTensor"]
+            wanted[f"{name}.grad"] = grad.to_local() if isinstance(grad, DTensor) else grad, true.grad
+        found += [
+            f"{name}, {heads} heads, {kv_heads} of keys, {how}, rank {rank}: {one} instead of {true}"
+            for name, (one, true) in wanted.items()
+            if one.shape != true.shape or not torch.allclose(one, true, atol=BOUND)
+        ]
+    return found
+
+
+def new_layers() -> list[str]:
+    """A layer's weight is drawn alike on all ranks, with the bounds of a Linear."""
+    torch.manual_seed(3)
+    layer = distgemm.nn.TokensToHeadsLinear(8, 8 * dist.get_world_size(), head_dim=8, group=dist.group.WORLD)
+    weight = layer.weight.to_local()  # type: ignore[operator]
+    bounds = weight.amin(), weight.amax()
+    first = weight.clone()
+    dist.broadcast(first, 0)
+    fine = torch.equal(first, weight) and -(8**-0.5) <= bounds[0] < -0.2 and 0.2 < bounds[1] <= 8**-0.5
+    return [] if fine else [f"{weight}"]
+
+
+def wrong_layers() -> dict[str, str]:
+    """The messages of styles and layers with wrong numbers."""
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    mesh = init_device_mesh("cpu", (ranks,))
+    to, back = distgemm.nn.TokensToHeads, distgemm.nn.HeadsToTokens
+    todo: dict[str, Callable[[], Any]] = {
+        "part of a head": lambda: parallelize_module(nn.Linear(4, 9), mesh, to(head_dim=4)),
+        "no divisor": lambda: parallelize_module(nn.Linear(4, 16), mesh, to(head_dim=2, kv_heads=3)),
+        "few heads": lambda: parallelize_module(nn.Linear(4, 4), mesh, back(head_dim=4)),
+        "few queries": lambda: parallelize_module(nn.Linear(4, 8), mesh, to(head_dim=4, kv_heads=1)),
+        "a norm": lambda: parallelize_module(nn.LayerNorm(4), mesh, to(head_dim=4)),
+        "head_dim": lambda: to(head_dim=0),
+        "sum_gradients": lambda: to(head_dim=1, sum_gradients=1),  # type: ignore[arg-type]
+        "recipe": lambda: distgemm.nn.TokensToHeadsLinear(4, 12, head_dim=4, group=world, recipe="rowwise"),
+        "dimension": lambda: parallelize_module(nn.Linear(4, 12), mesh, to(head_dim=4))(torch.ones(2, 2, 4)),
+    }
+    found = {}
+    for name, run in todo.items():
+        try:
+            run()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found

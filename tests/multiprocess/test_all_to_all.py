@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import distgemm
 from distgemm.runtime.launch import launch
 from tests.multiprocess import all_to_all_worker as worker
 from tests.multiprocess.ops_torch_worker import run_all
@@ -14,8 +15,20 @@ from tests.once import once
 TO, BACK = "all_to_all_1d_rotating_d", "all_to_all_1d_rotating_a"
 
 CHECKS: dict[int, list[Any]] = {
-    2: [(worker.gradients, ()), (worker.compiled, ()), (worker.checked_by_torch, ()), (worker.autocast, ())],
-    3: [(worker.gradients, ()), (worker.what_ran, ()), (worker.twice, ()), (worker.misuse, ())],
+    2: [
+        (worker.gradients, ()),
+        (worker.compiled, ()),
+        (worker.checked_by_torch, ()),
+        (worker.autocast, ()),
+    ],
+    3: [
+        (worker.gradients, ()),
+        (worker.what_ran, ()),
+        (worker.twice, ()),
+        (worker.misuse, ()),
+        (worker.new_layers, ()),
+        (worker.wrong_layers, ()),
+    ],
 }
 
 
@@ -112,3 +125,66 @@ def test_wrong_calls_are_refused(what: str, message: str) -> None:
         assert found["misuse"][what].startswith("ValueError: "), found["misuse"][what]
         assert message.removesuffix("6 columns for rank 0, whose a has 2, got [6, 0, 0]") in found["misuse"][what]
         assert found["misuse"]["after"] == "2"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", worker.SIZES)
+def test_attention_is_that_of_one_rank(ranks: int) -> None:
+    assert launch(worker.in_attention, ranks, timeout=120) == [[]] * ranks
+
+
+def test_ranks_draw_one_weight() -> None:
+    assert [found["new_layers"] for found in results(3)] == [[]] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("part of a head", "distgemm.nn.TokensToHeads: 9 features are no whole heads of 4"),
+        ("no divisor", "kv_heads divides the number of heads, 8, got 3"),
+        ("few heads", "distgemm.nn.HeadsToTokens: 1 heads of queries are too few for 3 ranks"),
+        ("few queries", "2 heads of queries are too few for 3 ranks: each rank has a head"),
+        ("a norm", "distgemm.nn.TokensToHeads is for nn.Linear, got LayerNorm"),
+        ("head_dim", "head_dim is an integer >= 1, got 0"),
+        ("sum_gradients", "sum_gradients is"),
+        ("recipe", "TokensToHeadsLinear does not compute in fp8: leave recipe out"),
+        ("dimension", "distgemm.nn.TokensToHeads: sequence_dim is None, and it must name the dimension"),
+    ],
+)
+def test_wrong_layers_are_refused(what: str, message: str) -> None:
+    for found in results(3):
+        assert found["wrong_layers"][what].startswith("ValueError: "), found["wrong_layers"][what]
+        assert message in found["wrong_layers"][what]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "wanted"),
+    [
+        (4, 8, None, ([2, 2, 2, 2], 1)),
+        (6, 40, None, ([7, 7, 7, 7, 6, 6], 1)),
+        (4, 32, 8, ([8, 8, 8, 8], 1)),
+        (3, 10, 5, ([4, 4, 2], 1)),
+        (8, 4, None, ([1] * 8, 2)),
+        (8, 4, 4, ([1] * 8, 2)),
+        (4, 6, 2, ([2, 1, 2, 1], 1)),
+        (4, 1, None, ([1] * 4, 4)),
+        (1, 3, 1, ([3], 1)),
+    ],
+)
+def test_heads_of_each_rank(ranks: int, heads: int, kv_heads: int | None, wanted: tuple[list[int], int]) -> None:
+    found, copies = distgemm.nn.heads_per_rank(ranks, heads, kv_heads)
+    assert (found, copies) == wanted and sum(found) == copies * heads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 6, None), "6 heads of keys and values are for more ranks if they divide them, got 8 ranks"),
+        ((4, 6, 4), "kv_heads divides the number of heads, 6, got 4"),
+        ((8, 4, 2), "4 heads of queries are too few for 8 ranks: each rank has a head"),
+        ((0, 4, 2), "ranks is an integer >= 1, got 0"),
+    ],
+)
+def test_numbers_of_heads_that_do_not_fit(arguments: tuple[int, int, int | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distgemm.nn.heads_per_rank(*arguments)
