@@ -666,7 +666,7 @@ def test_all_reduces_copy_from_and_to_d() -> None:
 def test_gathered_is_refused_where_a_is_not_gathered() -> None:
     exe = emulated(CHAINS[0])
     a, b = torch.zeros(16, 8), torch.zeros(16, 8)
-    with pytest.raises(ValueError, match="does not bring all of A"):
+    with pytest.raises(ValueError, match="does not bring rank 0 all columns of A"):
         exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
 
 
