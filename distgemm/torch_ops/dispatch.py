@@ -412,7 +412,6 @@ def prepare(
     chunks: int | None,
     biased: bool,
     turned_b: bool = False,
-    gathered: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """The prepared call for a problem, from the cache or new.
@@ -430,7 +429,6 @@ def prepare(
         chunks: as in :func:`distgemm.all_gather_matmul`.
         biased: whether the call has a bias.
         turned_b: whether columns of b are contiguous. It says which kernels are compiled ahead.
-        gathered: whether the call asks for the gathered A. "auto" takes no per-tile kernel then.
         caller_multiplies: whether the call is a :func:`distgemm.gather`.
 
     Raises:
@@ -446,7 +444,7 @@ def prepare(
         return cast(PreparedCall, None)  # the call is not run
     raise_if_failed(group)
     calls = PREPARED.of(group)
-    key = (pattern, problem, schedule, chunks, device, gathered, caller_multiplies)
+    key = (pattern, problem, schedule, chunks, device, caller_multiplies)
     found = calls.get(key)
     if found is not None and biased in found.compared:
         return found
@@ -465,11 +463,10 @@ def prepare(
         **problem_fields(problem),
         "device": device.type,
         "bias": "given" if biased else "none",
-        "gathered": gathered,
     }
     compare(fields, group, device)
     if found is None:
-        found = make(pattern, problem, group, device, schedule, chunks, turned_b, gathered, caller_multiplies)
+        found = make(pattern, problem, group, device, schedule, chunks, turned_b, caller_multiplies)
         calls.add(key, found)
     found.compared.add(biased)
     return found
@@ -483,7 +480,6 @@ def make(
     schedule: str,
     chunks: int | None,
     turned_b: bool = False,
-    gathered: bool = False,
     caller_multiplies: bool = False,
 ) -> PreparedCall:
     """:func:`prepare` without the cache."""

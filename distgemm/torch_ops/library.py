@@ -256,7 +256,6 @@ class _GatherCall(NamedTuple):
             self.chunks,
             self.biased[first],
             _is_turned(self.bs[first]),
-            gathered=len(ns) > 1 or self.gathered,
         )
 
     def run(self, call: PreparedCall) -> list[Tensor]:

@@ -143,11 +143,10 @@ class Params(ctypes.Structure):
         moved = [(kind.a.offset, a), (kind.b.offset, b), (kind.d.offset, d)]
         if self.gathered_at:
             moved.append((kind.gathered.offset, gathered))
-            self.gathered_at = gathered
         for offset, address in moved:
             if error := libcuda().cuTensorMapReplaceAddress(at + offset, address):
                 raise ValueError(f"TMA cannot go on with a matrix at {address:#x}: {error_text(error)}")
-        self.shard = a
+        self.shard, self.gathered_at = a, gathered if self.gathered_at else 0
         terms = self.terms
         terms.bias = bias if terms.bias else 0
         terms.c = c if terms.c else 0
