@@ -139,15 +139,16 @@ class Params(ctypes.Structure):
         Raises:
             ValueError: if TMA cannot read or write there.
         """
+        here: Any = self
         at, kind = ctypes.addressof(self), type(self)
         moved = [(kind.a.offset, a), (kind.b.offset, b), (kind.d.offset, d)]
-        if self.gathered_at:
+        if here.gathered_at:
             moved.append((kind.gathered.offset, gathered))
         for offset, address in moved:
             if error := libcuda().cuTensorMapReplaceAddress(at + offset, address):
                 raise ValueError(f"TMA cannot go on with a matrix at {address:#x}: {error_text(error)}")
-        self.shard, self.gathered_at = a, gathered if self.gathered_at else 0
-        terms = self.terms
+        here.shard, here.gathered_at = a, gathered if here.gathered_at else 0
+        terms = here.terms
         terms.bias = bias if terms.bias else 0
         terms.c = c if terms.c else 0
 
