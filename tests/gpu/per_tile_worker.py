@@ -20,7 +20,12 @@ SCHEDULES = {
     "gemm+rs": "reduce_scatter_1d_pairwise_a",
     "gemm+ar": "all_reduce_1d_pairwise_a",
 }
-CONFIGS = ("128x128x64_2x1_pingpong", "128x256x64_1x2_cooperative", "64x128x64_1x1_pingpong")
+CONFIGS = (
+    "128x128x64_2x1_pingpong",
+    "128x256x64_1x2_cooperative",
+    "64x128x64_1x1_pingpong",
+    "128x192x64_1x2_cooperative",
+)
 
 
 def cases(ranks: int) -> list[Case]:
