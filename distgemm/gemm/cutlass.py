@@ -80,7 +80,7 @@ KIND_MACROS: dict[KernelKind, str] = {
     "reduce": "DG_REDUCE",
     "reduce_send": "DG_REDUCE_SEND",
 }
-GEMM_HEADERS = ("epilogue.cuh", "blockwise.cuh", "gemm_facts.cuh", "facts.cuh")
+GEMM_HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh")
 KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
     "one_gemm": GEMM_HEADERS,
     "gather": (*GEMM_HEADERS, "fused.cuh", "flags.cuh"),
@@ -167,7 +167,8 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if kind == "one_gemm" else f", fused, {kind}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    return KernelSource(name, macros, arch, headers=KIND_HEADERS[kind])
+    headers = (*KIND_HEADERS[kind], "blockwise.cuh") if spec.block_rows_b else KIND_HEADERS[kind]
+    return KernelSource(name, macros, arch, headers=headers)
 
 
 @functools.cache

@@ -149,7 +149,7 @@ class BlockwiseMainloop : public Base {
     clear(sums);
 
     pipeline.consumer_wait(state);
-    int2 const tile = storage.tiles[state.phase()][state.index()];
+    int2 const tile = read_(storage.tiles[state.phase()][state.index()]);
     constexpr int kDown = size<1>(Sums{});
     Tensor const places =
         mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<DG_TILE_M>, Int<DG_TILE_N>>{}));
@@ -187,6 +187,16 @@ class BlockwiseMainloop : public Base {
   CUTLASS_DEVICE void mma_tail(Pipeline, State, int) {}
 
  private:
+  // CUTLASS's wait does not tell the compiler that memory has changed, so that it could move an ordinary load up.
+  CUTLASS_DEVICE static int2 read_(int2 const& shared) {
+    int2 found;
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+                 : "=r"(found.x), "=r"(found.y)
+                 : "r"(cast_smem_ptr_to_uint(&shared))
+                 : "memory");
+    return found;
+  }
+
   template <class Sums, class Scales>
   CUTLASS_DEVICE static void add_(Sums& sums, Sums const& product, Scales const& scales) {
     constexpr int kAcross = size<0, 2>(Sums{}), kWidth = size<0, 2>(Sums{}) * 8;
