@@ -47,7 +47,6 @@ def compile(
     on_timeout: OnTimeout = "raise",
     pattern: Pattern | None = None,
     tune: bool | None = None,
-    gathered: bool = False,
     **options: Any,
 ) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable for a plan, or for a problem under a schedule.
@@ -81,7 +80,6 @@ def compile(
         on_timeout: "raise": ReplayTimeoutError in the calling thread. "abort": end the process with a log entry.
         pattern: with "auto", the pattern of the product.
         tune: with "auto", what to do if no measurement is recorded, as in :func:`distgemm.tune.select`.
-        gathered: with "auto", whether calls ask for the gathered A. Per-tile kernels do not have it.
         **options: options of the schedule and of :func:`distgemm.make_plan`, such as ``chunks=2`` or ``mesh=(2, 4)``.
 
     Returns:
@@ -107,7 +105,6 @@ def compile(
         check_pattern(pattern)
     if tune is not None:
         boolean("tune", tune)
-    boolean("gathered", gathered)
     if provider is not None:
         member("provider", provider, list_providers())
     if config is not None:
@@ -116,17 +113,16 @@ def compile(
         device = read_device("device", device, ("cuda", "cpu") if schedule == "auto" else ("cuda",))
     whole = resolve_group(group)
     given = ExecutionConfig(provider, config, gemm_streams, execution, wait_by, merge_copies, transport)
-    if schedule == "auto" or pattern is not None or tune is not None or gathered:
+    if schedule == "auto" or pattern is not None or tune is not None:
         if schedule != "auto" or pattern is None or not isinstance(plan, GemmProblem):
             raise ValueError(
-                "pattern, tune and gathered are for a problem with schedule='auto', got "
-                f"{schedule!r} and pattern {pattern!r}"
+                f"pattern and tune are for a problem with schedule='auto', got {schedule!r} and pattern {pattern!r}"
             )
         if options or given != ExecutionConfig():
             raise ValueError(
                 f"schedule='auto' selects {', '.join(EXECUTION_FIELDS)} and options; name a schedule for them"
             )
-        terms: dict[str, Any] = {"tune": tune, "gathered": gathered, "timeout": timeout, "on_timeout": on_timeout}
+        terms: dict[str, Any] = {"tune": tune, "timeout": timeout, "on_timeout": on_timeout}
         return executable(plan, pattern, whole, device=device, **terms)
     if isinstance(plan, GemmProblem):
         if schedule is None:

@@ -310,7 +310,7 @@ def _group(config: TunedConfig, pattern: Pattern) -> Group:
     return "fused_alone" if stored or config.execution.transport == "sm" else "fused_with_copies"
 
 
-def predicted(problem: GemmProblem, pattern: Pattern, world_size: int, *, gathered: bool = False) -> TunedConfig:
+def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
     """The configuration that the cost model predicts to be fastest, with a kernel for each GEMM.
 
     The fused kernel is left out because it cannot read tensors of any strides, and per-tile kernels unless
@@ -321,14 +321,13 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int, *, gather
         problem: the GEMM over all ranks.
         pattern: what the ranks do.
         world_size: number of ranks.
-        gathered: whether calls ask for the gathered A, which per-tile kernels do not have.
 
     Raises:
         ValueError: if no candidate computes the problem, for an unknown pattern, and for a registered candidate whose
             plan does something else.
     """
     times = multi_kernel_predictions(problem, check_pattern(pattern), world_size)
-    if PREFER_PER_TILE and not gathered:
+    if PREFER_PER_TILE:
         times = times | per_tile_predictions(problem, pattern, world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")

@@ -56,8 +56,6 @@ def configs_of(problem: GemmProblem, pattern: Pattern, world_size: int, scope: S
     found = [selected]
     while (fallback := found[-1].fallback) is not None:
         found.append(fallback)
-    if found[-1].execution.execution == "per_tile":  # calls that ask for the gathered A take another one
-        found.append(predicted(problem, pattern, world_size, gathered=True))
     return found + (shortlist(problem, pattern, world_size) if scope == "measured" else [])
 
 

@@ -19,7 +19,7 @@ from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource, build_together, is_there
-from distgemm.gemm.spec import Status
+from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
@@ -34,7 +34,7 @@ from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.kernels import sources_of, whole_gemm, with_other_tiles
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
-__all__ = ["Tuned", "finalists", "measurable", "search", "tune"]
+__all__ = ["Tuned", "finalists", "measurable", "random_tensors", "search", "tune"]
 
 MIN_SPEEDUP = 0.02
 """A plan is taken if it saves this share of the unfused program's time: two runs of one program differ by as much."""
@@ -420,7 +420,7 @@ def _tune_gemms(
                 if key not in ready:
                     finish()
                 report(f"measuring GEMM {key}")
-                best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
+                best = gemm_tuning.tune(random_tensors(spec, device), streams=streams, write=False)
                 entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
         return entries
 
@@ -431,8 +431,11 @@ def _tune_gemms(
     forget_kernels()  # so that this process uses the new tiles
 
 
-def _tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
-    """Random tensors of a GEMM without batches."""
+def random_tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
+    """Random tensors of a GEMM without batches.
+
+    Scales of blocks are 1. Those of tensors and rows are left out, because they need no other kernel.
+    """
 
     def drawn(matrix: MatrixSpec) -> torch.Tensor:
         whole = torch.randn(matrix.rows, matrix.stride, device=device).to(TORCH_DTYPES[matrix.dtype])
@@ -441,4 +444,12 @@ def _tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
     partial = None if spec.partial is None else drawn(spec.partial)
     dtype = "tfloat32" if spec.a.dtype == "tfloat32" else None
     a, b, d = map(drawn, (spec.a, spec.b, spec.d))
-    return GemmTensors(a, b, d, partial=partial, dtype=dtype, padded=spec.d.padded)
+    scales: dict[str, Any] = {}
+    if spec.block_rows_a:
+        block_rows = spec.block_rows_a, spec.block_rows_b
+        scale_a, scale_b = (
+            torch.ones(-(-extent // rows), -(-spec.k // SCALE_BLOCK), device=device)
+            for extent, rows in zip((spec.m, spec.n), block_rows, strict=True)
+        )
+        scales = {"scale_a": scale_a, "scale_b": scale_b, "block_rows": block_rows}
+    return GemmTensors(a, b, d, partial=partial, dtype=dtype, padded=spec.d.padded, **scales)

@@ -37,7 +37,6 @@ def select(
     *,
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
-    gathered: bool = False,
 ) -> TunedConfig:
     """The configuration for a problem, the same on all ranks. A collective call.
 
@@ -54,7 +53,6 @@ def select(
         tune: what happens if nothing is recorded in reach. True: measure now, at the :func:`bucket` of m, and record
             the result. False: take the nearest configuration however far it is, or the prediction of the cost model if
             there is none. None: True, unless the environment of rank 0 has DISTGEMM_TUNE=0 (or false, no, off).
-        gathered: whether calls ask for the gathered A, which per-tile kernels do not have.
 
     Raises:
         RuntimeError: while the current stream is captured.
@@ -65,43 +63,36 @@ def select(
     check_pattern(pattern)
     if tune is not None:
         boolean("tune", tune)
-    boolean("gathered", gathered)
     whole, at = resolve_group(group), device_of(device)
     size = whole.size()
     refuse_capture(problem, pattern, size, at)
     # Before anything else is sent: another rank may compile a plan, or another problem.
-    compare(
-        {"call": f"a selection of {pattern}", **problem_fields(problem), "tune": tune, "gathered": gathered}, whole, at
-    )
+    compare({"call": f"a selection of {pattern}", **problem_fields(problem), "tune": tune}, whole, at)
 
     def look_up_or_predict() -> TunedConfig | None:
         measure = switch("DISTGEMM_TUNE", True) if tune is None else tune
         measures = measure and measurable(problem)
         recorded = look_up(problem, pattern, size, gpu_name(at), REACH if measures else inf)
-        return recorded or (None if measures else predicted(problem, pattern, size, gathered=gathered))
+        return recorded or (None if measures else predicted(problem, pattern, size))
 
     config = from_first(whole, at, look_up_or_predict)
     if config is None:
         config = search(bucketed(problem), pattern, whole, at, must_write=False).config
-    return fitting(config, problem, pattern, size, gathered=gathered)
+    return fitting(config, problem, pattern, size)
 
 
-def fitting(
-    config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int, *, gathered: bool = False
-) -> TunedConfig:
-    """A configuration that executes a problem whose rows or calls differ from those that were measured.
+def fitting(config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
+    """A configuration that executes a problem whose rows differ from those that were measured.
 
-    The fused kernel needs chunks of equal size, and per-tile kernels equal shards and calls without the gathered A. If
-    the problem has not, the ``fallback`` of the configuration is taken, or the prediction. If the collective of an
-    unfused program does not support the problem, NCCL is taken.
+    The fused kernel needs chunks of equal size, and per-tile kernels equal shards. If the problem has not, the
+    ``fallback`` of the configuration is taken, or the prediction. If the collective of an unfused program does not
+    support the problem, NCCL is taken.
     """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
     execution, status = config.execution, Status()
-    if execution.execution == "per_tile" and gathered:
-        status = Status("a per-tile kernel does not write the gathered A")
-    elif execution.execution == "per_tile":
+    if execution.execution == "per_tile":
         status = per_tile_status(config.plan(problem, world_size), execution.config)
     elif execution.single_kernel:
         status = single_kernel_status(config.plan(problem, world_size), execution.transport)
@@ -109,8 +100,8 @@ def fitting(
         return config
     logger.info("%s does not execute %s for %s: %s", config, problem, pattern, status.reason)
     if config.fallback is None:
-        return predicted(problem, pattern, world_size, gathered=gathered)
-    return fitting(config.fallback, problem, pattern, world_size, gathered=gathered)
+        return predicted(problem, pattern, world_size)
+    return fitting(config.fallback, problem, pattern, world_size)
 
 
 def executable(
@@ -120,7 +111,6 @@ def executable(
     *,
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
-    gathered: bool = False,
     **options: Any,
 ) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable of the configuration that :func:`select` selects. A collective call.
@@ -133,7 +123,6 @@ def executable(
         group: the ranks that take part; None: all.
         device: this rank's GPU; None: the current one.
         tune: as in :func:`select`.
-        gathered: as in :func:`select`.
         **options: ``timeout`` and ``on_timeout`` of :func:`distgemm.compile`, for a plan.
 
     Raises:
@@ -141,5 +130,5 @@ def executable(
         ValueError: on all ranks, if a file of rank 0 is broken.
     """
     whole, at = resolve_group(group), device_of(device)
-    config = select(problem, pattern, whole, device=at, tune=tune, gathered=gathered)
+    config = select(problem, pattern, whole, device=at, tune=tune)
     return ranks.make(problem, pattern, config, whole, at, **options)

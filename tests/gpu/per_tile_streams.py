@@ -180,7 +180,7 @@ class Streams:
         self.ranks, self.control, self.first = ranks, control, FIRST_EPOCHS.get(ranks, 1)
         self.chance, self.made, self.in_graphs = random.Random(seed), 0, 0
         every = gemms(ranks)
-        self.there = LocalRanks(every[0].gemm, 1, self.first, [one.gemm for one in every[1:]], SMS)
+        self.there = LocalRanks(every[0], 1, self.first, every[1:], SMS)
         self.jobs = [Job(gemm, self.there, seed * 100 + n, 1 - control) for n, gemm in enumerate(every)]
         self.events: deque[list[torch.cuda.Event]] = deque()
         self._side = torch.cuda.Stream()

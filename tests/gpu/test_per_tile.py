@@ -132,6 +132,22 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_all_of_a_is_handed_out(kind: tuple) -> None:
+    """Each row of A once, to a tensor whose rows are apart; what lies between them stays."""
+    gemm = RankGemm(traits("ag+gemm", *kind), distances(3), 200, 392, 328)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        wide = [torch.full((600, 336), 77.0, device=call["d"].device, dtype=torch.bfloat16) for call in calls]
+        given = [{**call, "gathered": x[:, :328]} for call, x in zip(calls, wide, strict=True)]
+        there.run(there.launches(given, gb_per_s=300.0), [100_000 * (rank * 2 % 3) for rank in range(3)])
+        check(there, calls)
+        whole = torch.cat([call["a"] for call in calls])
+        for x in wide:
+            assert torch.equal(x[:, :328], whole) and (x[:, 328:] == 77).all()
+
+
 def test_pieces_of_several_slices() -> None:
     """The last piece of a column has fewer rows, and the last slice fewer bytes."""
     gemm = RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 328, 648)

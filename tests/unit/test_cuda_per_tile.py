@@ -196,6 +196,8 @@ def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
     }
     if terms:
         found |= {"bias": torch.zeros(gemm.n, dtype=torch.bfloat16), "c": torch.zeros_like(found["d"]), "beta": 0.5}
+        if gathers:
+            found["gathered"] = torch.zeros(all_rows, gemm.k, dtype=torch.bfloat16)
     return found
 
 
@@ -211,8 +213,8 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
     first, other = tensors_of(gemm, terms), tensors_of(gemm, terms)
     moved, wanted = (params_of(gemm, space_of(gemm, 1), **given, alpha=2.0, executable=3) for given in (first, other))
     assert bytes(moved) != bytes(wanted)
-    terms_at = [other[name].data_ptr() if terms else 77 for name in ("bias", "c")]
-    moved.move(other["a"].data_ptr(), other["b"].data_ptr(), other["d"].data_ptr(), *terms_at)
+    at = [other[name].data_ptr() if name in other else 77 for name in ("a", "b", "d", "bias", "c", "gathered")]
+    moved.move(*at)
     assert bytes(moved) == bytes(wanted)
     assert (moved.workspaces.rank, moved.workspaces.executable, moved.terms.alpha) == (1, 3, 2.0)
 
@@ -220,10 +222,11 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
 @pytest.mark.usefixtures("_driver")
 @pytest.mark.parametrize("pattern", SCHEDULES)
 def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
-    gemm, given = small_gemm(pattern), tensors_of(small_gemm(pattern))
+    gemm, given = small_gemm(pattern), tensors_of(small_gemm(pattern), terms=True)
     space = space_of(gemm, 2)
     params = params_of(gemm, space, **given)
-    for name, x in (("a", given["a"]), ("b", given["b"]), ("d", given["d"])):
+    for name in {"a", "b", "d", "gathered"} & set(given):
+        x = given[name]
         found = Recorded.from_buffer_copy(getattr(params, name))
         columns, rows, matrices = found.extents
         assert found.address == x.data_ptr() and columns == x.shape[1] and rows * matrices == x.shape[0]
@@ -464,11 +467,12 @@ def test_calls_that_are_refused_launch_nothing(monkeypatch: pytest.MonkeyPatch) 
     exe, (a, b, d) = there.exe, there.tensors()
     there.noted.clear()
     one = torch.ones(1)
-    whole = torch.zeros(600, 1920, dtype=torch.bfloat16)
+    whole, wide = (torch.zeros(600, columns, dtype=torch.bfloat16) for columns in (1920, 1921))
     for message, options in (
         ("takes no scale_a; execution='multi_kernel' does", {"scale_a": one}),
         ("takes no scale_b", {"scale_b": one}),
-        ("takes no gathered", {"gathered": whole}),
+        ("gathered shares memory with the shard of A", {"a": whole[:200], "gathered": whole}),
+        ("the gathered A begins at a multiple of 16 bytes", {"gathered": torch.zeros_like(wide)[:, :1920]}),
         ("beta is not 0", {"beta": 1.0}),
         ("bias on rank 1 is", {"bias": torch.zeros(3, dtype=torch.bfloat16)}),
         ("A's shard on rank 1 has contiguous rows that do not overlap, got strides", {"a": a.T.contiguous().T}),

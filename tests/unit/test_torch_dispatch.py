@@ -145,8 +145,7 @@ def test_the_gemm_of_the_largest_b_overlaps_with_the_gather(
         whole.copy_(a.repeat(2, 1))
         return whole @ b.t()
 
-    def prepare(pattern: str, problem: distgemm.GemmProblem, *args: Any, gathered: bool) -> Any:
-        assert gathered
+    def prepare(pattern: str, problem: distgemm.GemmProblem, *args: Any) -> Any:
         calls.append((pattern, problem.n, problem.m))
         return run
 
@@ -233,35 +232,6 @@ def test_a_per_tile_kernel_overlaps_whatever_its_schedule_does(tuned: bool) -> N
     call = CallRecord("matmul_reduce_scatter", plan, (), PER_TILE, "cutlass", config if tuned else None)
     end = ", recorded configuration; overlapped" if tuned else "; overlapped"
     assert str(call).endswith(f"per-tile kernel, GEMMs by cutlass{end}") and call.not_overlapped is None
-
-
-def test_auto_knows_which_calls_ask_for_the_gathered_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have an executable of their own: per-tile kernels do not serve them."""
-    asked: list[dict[str, Any]] = []
-
-    def select(*args: Any, **options: Any) -> Any:
-        asked.append(options)
-        return executables[len(asked) - 1]
-
-    problem, gpu, group = distgemm.GemmProblem(64, 64, 64), torch.device("cuda", 1), FakeGroup(4)
-    executables = [SimpleNamespace(plan=distgemm.make_plan(problem, "ag+gemm", 4)) for _ in range(2)]
-    monkeypatch.setattr("distgemm.tune.executable", select)
-    monkeypatch.setattr("distgemm.tune.config_of", lambda exe: TunedConfig.parse("ag+gemm"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    compared: list[dict[str, Any]] = []
-    for name in ("raise_if_failed", "compare"):
-        monkeypatch.setattr(dispatch, name, lambda fields, *_: compared.append(fields))
-    calls = dispatch.KeptCalls()
-    monkeypatch.setattr(dispatch, "PREPARED", SimpleNamespace(of=lambda group: calls))
-    monkeypatch.setattr(dispatch, "process_group", lambda name: group)
-    for _ in range(2):
-        found = [
-            dispatch.prepare("ag+gemm", problem, "tp", gpu, "auto", None, False, gathered=gathered)
-            for gathered in (False, True)
-        ]
-        assert [each.executable for each in found] == executables
-    assert asked == [{"device": gpu, "gathered": each, "turned_b": False} for each in (False, True)]
-    assert [fields["gathered"] for fields in compared if isinstance(fields, dict)] == [False, True]
 
 
 def test_a_gather_measures_and_compiles_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,13 +326,11 @@ def test_what_per_tile_kernels_do_not_execute_takes_the_fallback() -> None:
     )
     fits, odd, narrow = (GemmProblem(m, n, 4096) for m, n in ((2048, 8192), (2042, 8192), (2048, 8196)))
     assert tune.fitting(per_tile, fits, "ag+gemm", 4) == per_tile
-    assert tune.fitting(per_tile, fits, "ag+gemm", 4, gathered=True) == fused
     assert tune.fitting(per_tile, narrow, "ag+gemm", 4) == fused  # which stores rows of D that TMA does not
     chain = dataclasses.replace(per_tile, fallback=dataclasses.replace(fused, fallback=MERGED))
     assert tune.fitting(chain, odd, "ag+gemm", 4) == MERGED
     alone = dataclasses.replace(per_tile, fallback=None)
-    for problem, gathered in ((odd, False), (fits, True)):
-        assert tune.fitting(alone, problem, "ag+gemm", 4, gathered=gathered) == predicted(problem, "ag+gemm", 4)
+    assert tune.fitting(alone, odd, "ag+gemm", 4) == predicted(odd, "ag+gemm", 4)
 
 
 def test_fallbacks_are_the_fastest_of_the_executions_that_take_more() -> None:
@@ -365,8 +363,6 @@ def test_kernels_of_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> Non
             first, *others = kernels.sources_of(problem, "ag+gemm", 4, found, turned_b=turned_b)
         assert first.file == "per_tile.cu" and dict(first.macros)["DG_B_K_MAJOR"] == major
         assert others and all(each.file != "per_tile.cu" for each in others)
-    monkeypatch.setattr(kernels, "look_up", lambda *_: per_tile)  # calls with ``gathered`` take the prediction
-    assert kernels.configs_of(problem, "ag+gemm", 4, "selected") == [per_tile, predicted(problem, "ag+gemm", 4)]
 
 
 def test_a_plan_must_be_clearly_faster_than_an_unfused_program() -> None:

@@ -174,6 +174,7 @@ def params_of(
     bias: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     beta: float = 0.0,
+    gathered: torch.Tensor | None = None,
     gb_per_s: float = 0.0,
     executable: int = 0,
     epochs_a_replay: int = 1,
@@ -190,6 +191,7 @@ def params_of(
         bias: (n,).
         c: of D's shape.
         beta: factor of C.
+        gathered: (ranks * m, k), where all of A goes; for a gather whose shards have contiguous rows.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
         epochs_a_replay: by how much a replay raises the epoch.
@@ -210,6 +212,9 @@ def params_of(
             extents = (gemm.k, m, max(ranks - 1, 1))
             structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
+    if gathered is not None:
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, m, ranks, traits.tile[0])
+        params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
     spaces.base[:ranks] = list(space.bases)

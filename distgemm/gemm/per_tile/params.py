@@ -115,15 +115,16 @@ class Params(ctypes.Structure):
         ("b", Descriptor),
         ("d", Descriptor),
         ("received", Descriptor * 2),
+        ("gathered", Descriptor),
         ("order", Order),
         ("pieces", Pieces),
         ("workspaces", Workspaces),
         ("terms", Terms),
-        ("shard", ctypes.c_uint64),
-        ("shard_stride", ctypes.c_int64),
+        *_fields(ctypes.c_uint64, "shard", "gathered_at"),
+        *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
         *_fields(ctypes.c_int32, "m", "n", "k"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
-        ("padding", ctypes.c_uint32 * 25),
+        ("padding", ctypes.c_uint32 * 21),
     )
 
     @classmethod
@@ -132,18 +133,22 @@ class Params(ctypes.Structure):
         memory = (ctypes.c_uint8 * (ctypes.sizeof(cls) + ALIGNMENT))()
         return cls.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
 
-    def move(self, a: int, b: int, d: int, bias: int, c: int) -> None:
-        """Go on with tensors at other addresses, all else being the same. A term that it has not stays 0.
+    def move(self, a: int, b: int, d: int, bias: int, c: int, gathered: int) -> None:
+        """Go on with tensors at other addresses, all else being the same. A tensor that it has not stays 0.
 
         Raises:
             ValueError: if TMA cannot read or write there.
         """
-        at = ctypes.addressof(self)
-        for offset, address in ((type(self).a.offset, a), (type(self).b.offset, b), (type(self).d.offset, d)):
+        here: Any = self
+        at, kind = ctypes.addressof(self), type(self)
+        moved = [(kind.a.offset, a), (kind.b.offset, b), (kind.d.offset, d)]
+        if here.gathered_at:
+            moved.append((kind.gathered.offset, gathered))
+        for offset, address in moved:
             if error := libcuda().cuTensorMapReplaceAddress(at + offset, address):
                 raise ValueError(f"TMA cannot go on with a matrix at {address:#x}: {error_text(error)}")
-        self.shard = a
-        terms = self.terms
+        here.shard, here.gathered_at = a, gathered if here.gathered_at else 0
+        terms = here.terms
         terms.bias = bias if terms.bias else 0
         terms.c = c if terms.c else 0
 

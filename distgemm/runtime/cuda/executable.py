@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.nvcc import KernelSource, build_together, is_there, origin
 from distgemm.gemm.select import NEAR_BEST, agree, preferred
-from distgemm.plan.ops import Copy, Gemm
+from distgemm.plan.ops import Copy, Gemm, box_size
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     check_bias,
@@ -24,6 +24,7 @@ from distgemm.runtime.checks import (
     check_scales,
     check_shard,
     check_shards,
+    gathered_box,
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
@@ -287,9 +288,9 @@ class CudaExecutable(GpuExecutable):
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         copied = set(self._copied)
         if gathered is not None:
-            if not self.binder.first_users_of_a:
+            if not self.binder.first_users_of_a and box_size(gathered_box(self.plan, self.rank)):
                 raise ValueError(
-                    f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
+                    f"{self.plan.schedule} does not bring rank {self.rank} all columns of A: there is no gathered"
                 )
             check_gathered(self.plan, self.rank, gathered, given)
             given["gathered"] = gathered

@@ -19,7 +19,7 @@ from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
 from distgemm.gemm.per_tile.select import ROW_BYTES, gemm_of
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_bias, check_gradients, check_shards
+from distgemm.runtime.checks import check_bias, check_gathered, check_gradients, check_shards
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
 from distgemm.runtime.cuda.executable import describe_kernels
@@ -52,8 +52,8 @@ class PerTileExecutable(GpuExecutable):
     ranks exchange pieces and partial sums directly, and add partial sums in float32. A call is one launch, captured or
     not. It satisfies :class:`distgemm.runtime.executable.Executable`.
 
-    Calls raise ValueError for scales and ``gathered``, which per-tile kernels do not have, and for matrices that TMA
-    cannot copy: their addresses and rows are multiples of 16 bytes.
+    Calls raise ValueError for scales, which per-tile kernels do not have, and for matrices that TMA cannot copy: their
+    addresses and rows are multiples of 16 bytes.
 
     Attributes:
         gemm: what each rank multiplies, for calls with dense tensors.
@@ -166,8 +166,8 @@ class PerTileExecutable(GpuExecutable):
         if found is None or not layout.disjoint:  # the key has all that is checked, unless tensors share bytes
             found = BoundCall(self._bind(tensors, alpha, beta), layout.addresses)
         elif found.addresses != layout.addresses:
-            a, b, c, bias, _, _, d, _ = layout.addresses
-            found.launch.params.move(a, b, d, bias, c)
+            a, b, c, bias, _, _, d, gathered = layout.addresses
+            found.launch.params.move(a, b, d, bias, c, gathered)
             found = found._replace(addresses=layout.addresses)
         self._calls[layout.key] = found
         self._calls.move_to_end(layout.key)
@@ -195,12 +195,18 @@ class PerTileExecutable(GpuExecutable):
 
     def _bind(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> Launch:
         a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered = tensors
-        for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b), ("gathered", gathered)):
+        for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
             if tensor is not None:
                 raise ValueError(f"execution='per_tile' takes no {name}; execution='multi_kernel' does")
         assert a_shard is not None and b_shard is not None
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         check_bias(self.rank, bias, given["D"])
+        if gathered is not None:
+            if not self.gemm.traits.sends:
+                raise ValueError(
+                    f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
+                )
+            check_gathered(self.plan, self.rank, gathered, given)
         turned_b = not self._has_rows("B", given["B"])
         if (gemm := self._gemms.get(turned_b)) is None:  # its flags and slots are the same
             gemm = self._gemms[turned_b] = gemm_of(self.plan, self.execution.config, turned_b=turned_b)
@@ -214,6 +220,7 @@ class PerTileExecutable(GpuExecutable):
             bias=bias,
             c=given.get("C"),
             beta=float(beta),
+            gathered=gathered,
             gb_per_s=RATES[traits.pattern],
             executable=self.number,
         )
