@@ -10,8 +10,6 @@ from distgemm.arguments import integer, wrong
 from distgemm.fp8.quantize import Quantized, amax_of, dequantize, quantize_with, transposed
 from distgemm.fp8.recipe import Recipe, read_recipe
 from distgemm.fp8.state import LayerState, Role
-from distgemm.gemm import gemm
-from distgemm.gemm.spec import SCALE_BLOCK
 from distgemm.plan.scaling import OperandScaling
 
 __all__ = ["Exchange", "Parallel", "Split", "linear", "linear_over", "multiply"]
@@ -57,6 +55,9 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: on GPUs, for scales that no kernel has.
     """
+    from distgemm.gemm import gemm  # imported here so that layers can be made without the GPU code
+    from distgemm.gemm.spec import SCALE_BLOCK
+
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)

@@ -26,6 +26,7 @@ RANKS = [5, 8]
 TORCH_CHECKS = [
     "after_inference",
     "equal_to_the_whole",
+    "per_tile",
     "float64",
     "recorded_steps",
     "graphed_callables",

@@ -22,7 +22,7 @@ from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.plan.ops import Gemm
-from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.checks import TORCH_DTYPES, gathered_box
 from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors, first_users_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
@@ -388,7 +388,7 @@ class Data:
 
     def __init__(self, plan: distgemm.Plan, seed: int, alpha: float = 1.0, beta: float = 0.0, bias: bool = False):
         p, generator = plan.problem, torch.Generator().manual_seed(seed)
-        self.schedule = plan.schedule
+        self.plan, self.schedule = plan, plan.schedule
         lead = (p.l,) if p.l > 1 else ()
 
         def draw(*shape: int) -> torch.Tensor:
@@ -408,18 +408,23 @@ class Data:
             shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
             part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
             if first_users_of_a(plan, rank):
-                shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
+                shards["gathered"] = torch.full(self._gathered(rank).shape, float("nan"), dtype=dtypes["A"])
             if scales is not None:
                 shards |= {name: torch.from_numpy(drawn[rank]).float() for name, drawn in scales.shards.items()}
             self.wanted.append(product[plan.shard("D", rank)])
             self.calls.append(CallTensors(shards, alpha, beta, part))
 
     def check(self) -> None:
-        """Check D of all ranks, and all of A where it is gathered."""
+        """Check D of all ranks, and A where it is gathered."""
         for rank, (call, wanted) in enumerate(zip(self.calls, self.wanted, strict=True)):
             assert torch.equal(call.out.double(), wanted), (self.schedule, rank)
             gathered = call.shards.get("gathered")
-            assert gathered is None or torch.equal(gathered.double(), self.whole["A"].view(gathered.shape))
+            assert gathered is None or torch.equal(gathered.double(), self._gathered(rank).view(gathered.shape))
+
+    def _gathered(self, rank: int) -> torch.Tensor:
+        a, p = self.whole["A"], self.plan.problem
+        found = a.view(p.l, p.m, p.k)[tuple(slice(*edges) for edges in gathered_box(self.plan, rank))]
+        return found if a.dim() == 3 else found[0]
 
 
 def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:

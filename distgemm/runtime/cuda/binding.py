@@ -22,11 +22,11 @@ from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.spec import SCALE_BLOCK
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, contains, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
-from distgemm.runtime.checks import TORCH_DTYPES, shard_dtype
+from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, waits_of
@@ -431,7 +431,8 @@ class Binding:
         if op.id not in self.binder.first_users_of_a or "gathered" not in self.call.shards:
             return []
         (l0, l1), (m0, m1), (k0, k1) = op.a.box
-        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0:m1, k0:k1]
+        _, (first, _), _ = gathered_box(self.binder.plan, self.binder.rank)
+        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0 - first : m1 - first, k0:k1]
         return [*copies_of(target, source)]
 
     def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _RemainingTerms | None]:
@@ -501,10 +502,11 @@ class Binding:
 
 
 def first_users_of_a(plan: Plan, rank: int) -> set[int]:
-    """Ids of the GEMMs that are the first to use a tile of A; empty where a rank does not multiply all of A."""
+    """Ids of the GEMMs that are the first to use a tile of A; empty where a rank multiplies no :func:`gathered_box`."""
     first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
-    p = plan.problem
-    return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
+    wanted = gathered_box(plan, rank)
+    covered = all(contains(wanted, box) for box in first) and sum(map(box_size, first)) == box_size(wanted)
+    return set(first.values()) if covered else set()
 
 
 def _check_scaling(plan: Plan) -> None:
