@@ -41,7 +41,7 @@ from distgemm.gemm.spec import (
 )
 from distgemm.gemm.target import TARGET
 from distgemm.gemm.tensors import check_device, spec_of
-from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES
+from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, PLAIN_TILE, TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
@@ -110,9 +110,12 @@ def _configs(spec: GemmSpec) -> list[GemmConfig]:
     """All configurations that are tried for a spec, if they fit."""
     dtype = spec.a.dtype
     epilogue: Epilogue = "tma" if spec.results_aligned else "direct"
+    tiles = FP8_TILES if dtype in FP8 else TILES
+    if spec.block_rows_b == 1:
+        tiles = tuple(tile for tile in tiles if tile.sums <= MAX_COLUMN_SCALED_SUMS)
     found = [
         GemmConfig((*tile.extents, _depth(dtype, tile.kernel_schedule)), cluster, tile.kernel_schedule, epilogue)
-        for tile in (FP8_TILES if dtype in FP8 else TILES)
+        for tile in tiles
         for cluster in tile.clusters
     ]
     return [*found, _plain(dtype)]

@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 from distgemm.gemm.spec import KernelSchedule
 
-__all__ = ["FP8_TILES", "MAX_FP8_SUMS", "PLAIN_TILE", "TILES", "TMA_TILES", "UNLISTED_RATE", "Tile"]
+__all__ = [
+    "FP8_TILES",
+    "MAX_COLUMN_SCALED_SUMS",
+    "MAX_FP8_SUMS",
+    "PLAIN_TILE",
+    "TILES",
+    "TMA_TILES",
+    "UNLISTED_RATE",
+    "Tile",
+]
 
 
 class Tile(NamedTuple):
@@ -35,7 +44,7 @@ class Tile(NamedTuple):
         return self.extents[0] * self.extents[1] // (256 if self.kernel_schedule == "cooperative" else 128)
 
 
-TILES = (
+TILES: tuple[Tile, ...] = (
     Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=1.0),
     Tile("cooperative", (256, 128), ((2, 1), (1, 2)), rate=1.0),
     Tile("cooperative", (256, 144), ((1, 2),), rate=1.0),
@@ -55,11 +64,17 @@ MAX_FP8_SUMS = 96
 """Kernels for fp8 with TMA have each sum twice in registers: for the last 128 of k, and for all before. The compiler
 spills those of larger tiles."""
 
-FP8_TILES = (
-    *(tile for tile in TILES if tile.sums <= MAX_FP8_SUMS),
-    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.85),
+MAX_COLUMN_SCALED_SUMS = 80
+"""As ``MAX_FP8_SUMS``, if each column of D has scales of its own, which take registers, too."""
+
+FP8_TILES: tuple[Tile, ...] = (
+    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (128, 160), ((2, 1),), rate=0.96),
+    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.9),
+    Tile("pingpong", (64, 128), ((1, 1),), rate=0.6),
 )
-"""Tiles of kernels for fp8 with TMA."""
+"""Tiles of kernels for fp8 with TMA. Their rates are estimates. In a cooperative kernel one warp group moves sums while
+the other one multiplies; in a pingpong kernel none multiplies meanwhile."""
 
 PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
 """The only tile of kernels without TMA."""

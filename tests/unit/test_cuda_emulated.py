@@ -157,6 +157,9 @@ def test_the_fused_kernel_takes_scales_that_do_not_move(recorded: list[Task]) ->
     problem = distgemm.GemmProblem(32, 16, 64, dtype="float8_e4m3fn", scaling="rowwise")
     with pytest.raises(PlanError, match="scales that each rank has already"):
         actions_of(distgemm.make_plan(problem, GATHERS[0], 4), 0, fused=True)
+    problem = distgemm.GemmProblem(512, 512, 512, dtype="float8_e4m3fn", scaling="blockwise")
+    with pytest.raises(PlanError, match="fused kernel takes scales of tensors and rows, not of blocks"):
+        actions_of(distgemm.make_plan(problem, CHAINS[0], 4), 0, fused=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -16,7 +16,7 @@ from distgemm.gemm.parameters import Terms
 from distgemm.gemm.select import key_of
 from distgemm.gemm.spec import FP8
 from distgemm.gemm.sums import sum_source_of
-from distgemm.gemm.tiles import FP8_TILES, MAX_FP8_SUMS, TILES, TMA_TILES
+from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, MAX_FP8_SUMS, TILES, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 HOPPER = CutlassProvider("90a")
@@ -90,10 +90,15 @@ def test_a_misaligned_gemm_with_scales_of_blocks_has_no_kernel() -> None:
 
 def test_threads_have_room_for_both_sums_of_fp8() -> None:
     """The compiler spills the registers of larger tiles."""
-    for product in (spec("float8_e4m3fn"), spec("float8_e5m2"), BLOCKS):
-        for one in HOPPER.configs(product):
-            threads = 256 if one.kernel_schedule == "cooperative" else 128
-            assert one.kernel_schedule == "plain" or one.tile[0] * one.tile[1] <= MAX_FP8_SUMS * threads
+    limits = [(spec("float8_e4m3fn"), MAX_FP8_SUMS), (spec("float8_e5m2"), MAX_FP8_SUMS), (BLOCKS, MAX_FP8_SUMS)]
+    for product, limit in (*limits, (replace(BLOCKS, scale_b="1x128"), MAX_COLUMN_SCALED_SUMS)):
+        threads = {"cooperative": 256, "pingpong": 128}
+        sums = [
+            one.tile[0] * one.tile[1] // threads[one.kernel_schedule]
+            for one in HOPPER.configs(product)
+            if one.kernel_schedule in threads
+        ]
+        assert max(sums) == limit
 
 
 def test_the_plain_kernel_of_float32_is_shallower() -> None:
