@@ -13,7 +13,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blocks import DOCS, ROOT, TABLES, benchmark, fp8, measured, own_schedule, per_tile, predicted, schedules
@@ -21,6 +21,7 @@ from blocks import DOCS, ROOT, TABLES, benchmark, fp8, measured, own_schedule, p
 import distgemm
 
 __all__ = [
+    "PAGES",
     "benchmark",
     "changes",
     "fill",
@@ -33,6 +34,7 @@ __all__ = [
     "schedules",
 ]
 
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"<!-- begin generated: (.+?) -->(.*?)<!-- end generated -->", re.S)
 
 
@@ -53,18 +55,22 @@ def fill(text: str) -> tuple[str, list[str]]:
     return BLOCK.sub(made, text), stale
 
 
-def changes() -> Iterator[tuple[Path, str | None, str]]:
-    """Files that are not as they should be: path, new text (None: to be removed), what is stale in it."""
+def changes(pages: Sequence[Path] = PAGES) -> Iterator[tuple[Path, str | None, str]]:
+    """Of the pages of schedules and these pages, those that are not as they should be.
+
+    Yields:
+        The path, the new text (None: to be removed), and what is stale.
+    """
     folder = DOCS / "schedules"
-    pages = {folder / f"{name}.md": schedules.schedule_page(name) for name in distgemm.list_schedules()}
-    pages[folder / "index.md"] = schedules.schedule_index()
-    for path, text in pages.items():
+    made = {folder / f"{name}.md": schedules.schedule_page(name) for name in distgemm.list_schedules()}
+    made[folder / "index.md"] = schedules.schedule_index()
+    for path, text in made.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             yield path, text, "the page"
     for path in sorted(folder.glob("*.md")):
-        if path not in pages:
+        if path not in made:
             yield path, None, "a page of no schedule"
-    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
+    for path in pages:
         text, stale = fill(path.read_text(encoding="utf-8"))
         if stale:
             yield path, text, ", ".join(stale)

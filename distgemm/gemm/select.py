@@ -23,7 +23,7 @@ from distgemm.gemm.nvcc import KernelSource, is_there
 from distgemm.gemm.provider import GemmProvider
 from distgemm.gemm.spec import GemmConfig, GemmSpec, KernelSchedule
 from distgemm.gemm.target import TARGET
-from distgemm.gemm.tiles import PLAIN_TILE, TILES, UNLISTED_RATE
+from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES, UNLISTED_RATE
 
 __all__ = [
     "CACHE",
@@ -51,7 +51,7 @@ CACHE = TunedCache("gemm", Path(__file__).parent / "tuned", _check, "distgemm tu
 
 SMS = 132
 """SMs of the GPU that the heuristic assumes (H100 and H200 SXM)."""
-RATES = {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*TILES, PLAIN_TILE)}
+RATES = {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*FP8_TILES, *TILES, PLAIN_TILE)}
 OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 160, "pingpong": 60, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
 
@@ -106,7 +106,10 @@ def key_of(spec: GemmSpec, streams: int = 1) -> str:
     terms = [
         f"{name}:{matrix.dtype}" for name, matrix in (("c", spec.c), ("partial", spec.partial)) if matrix is not None
     ]
-    terms += [f"{name}:{mode}" for name, mode in (("a", spec.scale_a), ("b", spec.scale_b)) if mode == "row"]
+    terms += [
+        f"{name}:{mode}" for name, mode in (("a", spec.scale_a), ("b", spec.scale_b)) if mode not in ("none", "tensor")
+    ]
+    terms += [f"b:{spec.b.dtype}"] if spec.b.dtype != spec.a.dtype else []
     terms += [f"streams:{streams}"] if streams > 1 else []
     return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from distgemm.gemm.spec import KernelSchedule
 
-__all__ = ["PLAIN_TILE", "TILES", "TMA_TILES", "UNLISTED_RATE", "Tile"]
+__all__ = ["FP8_TILES", "MAX_FP8_SUMS", "PLAIN_TILE", "TILES", "TMA_TILES", "UNLISTED_RATE", "Tile"]
 
 
 class Tile(NamedTuple):
@@ -29,6 +29,11 @@ class Tile(NamedTuple):
     clusters: tuple[tuple[int, int], ...]
     rate: float
 
+    @property
+    def sums(self) -> int:
+        """Elements of the tile that a thread of the warp groups that multiply it has."""
+        return self.extents[0] * self.extents[1] // (256 if self.kernel_schedule == "cooperative" else 128)
+
 
 TILES = (
     Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=1.0),
@@ -46,6 +51,16 @@ TILES = (
 )
 """Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
 
+MAX_FP8_SUMS = 96
+"""Kernels for fp8 with TMA have each sum twice in registers: for the last 128 of k, and for all before. The compiler
+spills those of larger tiles."""
+
+FP8_TILES = (
+    *(tile for tile in TILES if tile.sums <= MAX_FP8_SUMS),
+    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.85),
+)
+"""Tiles of kernels for fp8 with TMA."""
+
 PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
 """The only tile of kernels without TMA."""
 
@@ -53,4 +68,4 @@ UNLISTED_RATE = 0.7
 """The rate of a tile that is not listed, but named by the user."""
 
 TMA_TILES = tuple((tile.extents, cluster, tile.kernel_schedule) for tile in TILES for cluster in tile.clusters)
-"""(extents, cluster, kernel schedule) of each configuration with TMA."""
+"""(extents, cluster, kernel schedule) of each configuration with TMA, for types of 16 and 32 bits."""

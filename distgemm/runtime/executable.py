@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXECUTION_FIELDS",
+    "PER_TILE",
     "Executable",
     "ExecutionConfig",
     "ExecutionMode",
@@ -26,6 +27,9 @@ ExecutionMode = Literal["multi_kernel", "single_kernel", "per_tile"]
 WaitBy = Literal["memory_op", "kernel"]
 Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
 OnTimeout = Literal["raise", "abort"]
+
+PER_TILE = "per-tile kernel"
+"""Who moves data where all work of a rank is one per-tile kernel, for reports."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
+from distgemm.runtime.executable import EXECUTION_FIELDS, PER_TILE, Executable, ExecutionConfig
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
 from distgemm.schedulers import PATTERNS, Pattern, list_schedules
@@ -162,6 +162,8 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
+        if self.transfers == PER_TILE:
+            return None
         if self.function == "gather":
             return None if self.provider == CALLER else "a gather alone: there is no GEMM"
         if max(size.gemms for size in self.plan.sizes) == 1:
@@ -189,7 +191,7 @@ class CallRecord:
     def _details(self) -> str:
         runtime = f"{self.transfers}, GEMMs by {self.provider}"
         if self.tuned is not None:
-            if not self.unfused:
+            if not self.unfused and self.transfers != PER_TILE:
                 streams = self.tuned.execution.gemm_streams
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -34,13 +35,15 @@ from torch.nn import functional
 import distgemm
 from distgemm.gemm import GemmTensors, get_provider, nvcc
 from distgemm.gemm.nvcc import build
+from distgemm.gemm.per_tile.select import traits_of
 from distgemm.gemm.spec import GemmConfig
 from distgemm.gemm.tensors import spec_of
 from distgemm.runtime import cuda
 from distgemm.runtime.cuda.watchdog import watchdog
-from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.executable import PER_TILE, ExecutionConfig
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops import dispatch, library
+from distgemm.tune import TunedConfig
 from distgemm.tune import ranks as tune_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,6 +58,11 @@ NAMED: dict[Pattern, tuple[str, int]] = {
     "gemm+ar": (ALL_REDUCE, 2),
     "gemm+a2a": ("all_to_all_1d_rotating_d", 2),
     "a2a+gemm": ("all_to_all_1d_rotating_a", 2),
+}
+PER_TILE_SCHEDULES: dict[Pattern, str] = {
+    "ag+gemm": GATHER,
+    "gemm+rs": PAIRWISE,
+    "gemm+ar": ALL_REDUCE_PAIRWISE,
 }
 EPS = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
@@ -458,6 +466,81 @@ def captured_all_to_all() -> list[str]:
             same = [torch.equal(one, other) for one, other in zip(kept, step(), strict=True)]
             if not all(same):
                 wrong.append(f"rank {layer.rank}, replay {number}: {same}")
+
+
+def recorded_per_tile(problem: distgemm.GemmProblem, pattern: Pattern, *_: Any) -> TunedConfig:
+    """A look-up that finds a per-tile kernel, and the same schedule by cuBLAS for what it does not execute."""
+    execution = ExecutionConfig(config=CONFIG, gemm_streams=1, execution="per_tile")
+    fallback = TunedConfig("plan", PER_TILE_SCHEDULES[pattern], (), ExecutionConfig("cublas", gemm_streams=1))
+    return dataclasses.replace(fallback, execution=execution, source="recorded", fallback=fallback)
+
+
+def per_tile() -> list[str]:
+    """schedule="auto" where per-tile kernels are recorded: forward and backward, captured, and with copies for TMA.
+
+    Calls that per-tile kernels do not execute take the fallback: those that ask for the gathered A, and unequal shards.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    n, k, unequal = 128 * ranks, 256, (200, 0, 33, 64)[:ranks]
+    layouts = itertools.product(PER_TILE_SCHEDULES, (False, True))
+    build([traits_of(CONFIG, pattern, turned_b=turned_b).source() for pattern, turned_b in layouts])
+    # The calls of each case that a per-tile kernel executes.
+    todo = [
+        (Case("gather", (n,), k), ["all_gather_matmul", "matmul_reduce_scatter"]),
+        (Case("gather", (n,), k, bias=True, between=2), ["all_gather_matmul", "matmul_reduce_scatter"]),
+        (Case("gather", (n,), k, keep=True), ["matmul_reduce_scatter"]),
+        (Case("gather", (2 * n, n), k, bias=True), ["matmul_reduce_scatter"]),
+        (Case("scatter", (k,), n, bias=True), ["matmul_reduce_scatter"]),
+        (Case("reduce", (k,), n, bias=True), ["matmul_all_reduce"]),
+    ]
+    if ranks <= len(unequal):
+        todo += [(Case("gather", (n,), k, rows=unequal), []), (Case("scatter", (k,), n, rows=unequal), [])]
+    wrong = []
+    with (
+        mock.patch.object(importlib.import_module("distgemm.tune.select"), "look_up", recorded_per_tile),
+        mock.patch.dict(os.environ, {"DISTGEMM_TUNE": "0"}),
+    ):
+        for seed, (case, wanted) in enumerate(todo):
+            with distgemm.record_calls() as calls:
+                wrong += run_case(case, 700 + seed)
+            ran = [call.function for call in calls if call.transfers == PER_TILE]
+            wrong += [f"rank {rank}: {ran} of {case} ran per tile, and not {wanted}"] * (ran != wanted)
+            others = [call for call in calls if call.transfers != PER_TILE]
+            wrong += [f"rank {rank}: {call}" for call in others if call.provider != "cublas"]
+        wrong += captured_per_tile(distgemm.matmul_all_reduce, (96 * ranks, k // ranks), (n, k // ranks))
+        wrong += captured_per_tile(distgemm.all_gather_matmul, (96, k), (128, k))
+    named = f"{GATHER} execution=per_tile config={CONFIG}"
+    a, b = (torch.randn(rows, k, device=device()).bfloat16() for rows in (96, 128))
+    try:
+        distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=named, return_gathered=True)
+    except ValueError as error:
+        return wrong + [f"rank {rank}: {error}"] * ("takes no gathered" not in str(error))
+    return [*wrong, f"rank {rank}: {named} has written the gathered A"]
+
+
+def captured_per_tile(function: Callable[..., Tensor], shape: tuple[int, int], b_shape: tuple[int, int]) -> list[str]:
+    """Graphs replay a call with other inputs, also one whose A is copied because its rows are not where TMA reads."""
+    whole = torch.randn(shape[0], shape[1] + 4, device=device()).bfloat16()
+    b, group = torch.randn(b_shape, device=device()).bfloat16(), dist.group.WORLD
+    cut, dense = whole[:, : shape[1]], whole[:, : shape[1]].contiguous()
+    graphs = []
+    for a in (cut, dense):
+        function(a, b, group=group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, function(a, b, group=group)))
+    wrong = []
+    for number in range(3):
+        whole.normal_()
+        dense.copy_(cut)
+        wanted = function(dense, b, group=group)
+        for name, (graph, found) in zip(("copied", "dense"), graphs, strict=True):
+            found.fill_(float("nan"))
+            graph.replay()
+            if not torch.equal(found, wanted):
+                wrong.append(f"rank {dist.get_rank()}: replay {number} of {function.__name__} with A {name}")
+        if distgemm.last_call().transfers != PER_TILE:
+            wrong.append(str(distgemm.last_call()))
     return wrong
 
 

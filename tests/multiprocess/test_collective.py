@@ -1,4 +1,4 @@
-"""The collective runtime on gloo, against numpy. One launch serves all tests of a world size."""
+"""The collective runtime on gloo, against numpy."""
 
 from __future__ import annotations
 
@@ -15,75 +15,49 @@ from distgemm.runtime.collective.memory import CallState, Memory, SharedMemory
 from distgemm.runtime.collective.program import Program
 from distgemm.runtime.collective.steps import Message, Synchronize
 from distgemm.runtime.launch import launch
+from tests.forked import results
 from tests.multiprocess import worker
-from tests.once import once
 
 NUMBER = {1: 4, 2: 12, 3: 12, 4: 12, 6: 4}
 """Cases of each schedule, by world size."""
 
-CHECKS: dict[int, list[Any]] = {
-    2: [
-        (worker.numerics, ()),
-        (worker.wrong_arguments, ()),
-        (worker.arrivals_without_a_flag, ()),
-        (worker.one_shot_bits, ()),
-    ],
-    3: [
-        (worker.different_plans, (1,)),
-        (worker.equal_plans, (1,)),
-        (worker.unexecutable_on_one, ()),
-        (worker.variants, ()),
-        (worker.deleted_copies, ()),
-        (worker.one_shot_bits, ()),
-    ],
-    4: [(worker.one_shot_bits, ())],
-    6: [(worker.subgroups, (2,))],
-}
 
-
-@once
-def results(ranks: int) -> list[dict[str, Any]]:
-    return launch(worker.run_all, ranks, worker.cases(ranks, NUMBER[ranks]), CHECKS.get(ranks, []), timeout=120)
-
-
-# Other tests launch 3 ranks, too.
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.sample(0)) for ranks in (1, 2, 4, 6))])
 def test_every_schedule_equals_numpy(ranks: int) -> None:
     cases = worker.cases(ranks, NUMBER[ranks])
     assert {case.schedule for case in cases} >= {
         n for n in list_schedules() if ranks & (ranks - 1) == 0 or "xor" not in n
     }
-    assert [failure for found in results(ranks) for failure in found["cases"]] == []
+    assert [failure for found in launch(worker.run_cases, ranks, cases, timeout=120) for failure in found] == []
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.sample(0)) for ranks in (2, 4))])
 def test_a_one_shot_all_reduce_has_the_same_bits_on_all_ranks(ranks: int) -> None:
-    assert [found["one_shot_bits"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, worker.one_shot_bits) == [[]] * ranks
 
 
 @pytest.mark.sample(0)
 def test_two_tensor_parallel_groups_of_three_run_at_once_on_unequal_tokens() -> None:
-    assert [found["subgroups"] for found in results(6)] == [[]] * 6
+    assert results(6, worker.subgroups, 2) == [[]] * 6
 
 
 def test_different_plans_raise_on_all_ranks_and_name_the_odd_one() -> None:
-    for found in results(3):
-        for message in found["different_plans"]:
+    for found in results(3, worker.different_plans, 1):
+        for message in found:
             assert message.startswith("ValueError: the ranks of the group make different calls; ")
             assert "digest of the plan: " in message
-        schedules, ranks, ops = found["different_plans"]
+        schedules, ranks, ops = found
         usual = "all_gather_1d_tiling_cd_rotating_a on ranks 0, 2"
         assert f"schedule: {usual}, all_gather_1d_ring_a on rank 1;" in schedules
         assert "number of ranks: 3 on ranks 0, 2, 4 on rank 1;" in ranks and "schedule: " not in ops
 
 
 def test_equal_plans_of_other_origin_run_together() -> None:
-    assert [found["equal_plans"] for found in results(3)] == [[True] * 3] * 3
+    assert results(3, worker.equal_plans, 1) == [[True] * 3] * 3
 
 
 def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
-    for rank, found in enumerate(results(3)):
-        message = found["unexecutable_on_one"]
+    for rank, message in enumerate(results(3, worker.unexecutable_on_one)):
         assert message.startswith("PlanError")
         if rank < 2:
             assert "ranks [2]" in message
@@ -112,14 +86,15 @@ def test_a_plan_that_one_rank_cannot_execute_raises_on_all_ranks() -> None:
     ],
 )
 def test_wrong_arguments_raise(argument: str, message: str) -> None:
-    for found in results(2):
-        assert found["wrong_arguments"][argument].startswith("ValueError")
-        assert message in found["wrong_arguments"][argument]
+    for found in results(2, worker.wrong_arguments):
+        assert found[argument].startswith("ValueError")
+        assert message in found[argument]
 
 
 def test_wrong_arguments_send_nothing() -> None:
-    assert [found["wrong_arguments"]["after"] for found in results(2)] == ["", ""]
-    assert "is not in the group" in results(2)[1]["wrong_arguments"]["outside"]
+    first, second = results(2, worker.wrong_arguments)
+    assert first["after"] == second["after"] == ""
+    assert "is not in the group" in second["outside"]
 
 
 @pytest.mark.parametrize("mechanism", ["pull", "store"])
@@ -138,7 +113,7 @@ def test_plans_with_another_mechanism_than_push_are_refused(mechanism: str) -> N
 
 
 def test_ways_to_call() -> None:
-    assert [found["variants"] for found in results(3)] == [[], [], []]
+    assert results(3, worker.variants) == [[], [], []]
 
 
 def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
@@ -159,11 +134,11 @@ def test_rows_of_slots_are_aligned_and_messages_carry_no_padding() -> None:
 
 
 def test_numerics() -> None:
-    assert [found["numerics"] for found in results(2)] == [[], []]
+    assert results(2, worker.numerics) == [[], []]
 
 
 def test_what_arrives_is_joined_where_no_wait_names_the_arrival() -> None:
-    assert [found["arrivals_without_a_flag"] for found in results(2)] == [[], []]
+    assert results(2, worker.arrivals_without_a_flag) == [[], []]
 
 
 def test_an_op_in_the_round_of_a_message_that_is_not_posted_is_refused() -> None:
@@ -188,7 +163,7 @@ def test_an_op_in_the_round_of_a_message_that_is_not_posted_is_refused() -> None
 
 
 def test_without_any_copy_the_result_changes_or_an_error_is_raised() -> None:
-    by_rank = [found["deleted_copies"] for found in results(3)]
+    by_rank = results(3, worker.deleted_copies)
     assert len(by_rank[0]) > 100
     for of_ranks in zip(*by_rank, strict=True):
         assert not all(right for _, right in of_ranks), of_ranks

@@ -1,97 +1,63 @@
-"""The torch functions over gloo, against the whole product. One launch runs all checks of a number of ranks."""
+"""The torch functions over gloo, against the whole product."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from distgemm.runtime.launch import launch
+from tests.forked import results
 from tests.multiprocess import gather_worker
 from tests.multiprocess import ops_torch_worker as worker
-from tests.once import once
 
 GATHER, PAIRWISE = "all_gather_1d_tiling_cd_rotating_a", "reduce_scatter_1d_pairwise_a"
 
-CHECKS: dict[int, list[Any]] = {
-    1: [(gather_worker.chunks, ()), (worker.gathered, ()), (worker.what_ran, ()), (worker.twice, ())],
-    2: [
-        (worker.gradients, ()),
-        (worker.compiled, ()),
-        (worker.checked_by_torch, ()),
-        (worker.misuse, ()),
-        (worker.executables, ()),
-        (worker.after_inference, ()),
-        (worker.autocast, ()),
-        (worker.no_gradients, ()),
-        (gather_worker.chunks, ()),
-        (gather_worker.travels_meanwhile, ()),
-        (gather_worker.ends, ()),
-    ],
-    3: [
-        (worker.gathered, ()),
-        (worker.gradients, ()),
-        (worker.what_ran, ()),
-        (gather_worker.chunks, ()),
-        (gather_worker.travels_meanwhile, ()),
-        (gather_worker.ends, ()),
-    ],
-    4: [(worker.gathered, ()), (worker.replicas, ())],
-}
-
-
-@once
-def results(ranks: int) -> list[dict[str, Any]]:
-    checks = [(worker.equal_to_the_whole, (worker.cases(ranks),)), *CHECKS[ranks]]
-    return launch(worker.run_all, ranks, checks, timeout=90)
-
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", CHECKS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> None:
-    assert [failure for found in results(ranks) for failure in found["equal_to_the_whole"]] == []
+    assert launch(worker.equal_to_the_whole, ranks, worker.cases(ranks), timeout=90) == [[]] * ranks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_the_gathered_input_is_returned(ranks: int) -> None:
-    assert [found["gathered"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, worker.gathered) == [[]] * ranks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_gather_hands_out_chunks(ranks: int) -> None:
-    assert [found["chunks"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, gather_worker.chunks) == [[]] * ranks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_chunks_travel_while_the_caller_is_busy(ranks: int) -> None:
-    assert [found["travels_meanwhile"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, gather_worker.travels_meanwhile) == [[]] * ranks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_block_of_a_gather_ends_on_all_ranks(ranks: int) -> None:
-    assert [found["ends"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, gather_worker.ends) == [[]] * ranks
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradcheck(ranks: int) -> None:
-    assert [found["gradients"] for found in results(ranks)] == [[]] * ranks
+    assert results(ranks, worker.gradients) == [[]] * ranks
 
 
 def test_second_derivatives_are_right_or_raise() -> None:
-    assert [found["twice"] for found in results(1)] == [[]]
+    assert results(1, worker.twice) == [[]]
 
 
 def test_torch_compile_needs_no_graph_break() -> None:
-    assert [found["compiled"] for found in results(2)] == [[], []]
+    assert results(2, worker.compiled) == [[], []]
 
 
 def test_opcheck() -> None:
-    assert [found["checked_by_torch"] for found in results(2)] == [None, None]
+    assert results(2, worker.checked_by_torch) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -106,40 +72,40 @@ def test_opcheck() -> None:
 )
 def test_only_the_plan_runs(what: str, wanted: list[tuple[str, str]]) -> None:
     """Forward and backward send what the plans' links carry, and nothing else moves."""
-    for found in results(3):
-        ran, sent, links, last = found["what_ran"][what]
+    for found in results(3, worker.what_ran):
+        ran, sent, links, last = found[what]
         assert ran == wanted
         assert sent == links and len(links) == 2
         overlap = "not overlapped, because one GEMM on each rank" if what == "reduce" else "overlapped"
         assert wanted[0][1] in last and f"collective runtime over gloo, GEMMs by torch; {overlap}" in last
-    ((_, sent, _, last),) = (found["what_ran"][what] for found in results(1))
+    ((_, sent, _, last),) = (found[what] for found in results(1, worker.what_ran))
     assert sent == {} and last.endswith("not overlapped, because one rank: nothing moves")
 
 
 def test_executables_are_made_once_and_a_bounded_number_is_kept() -> None:
-    for found in results(2):
-        assert found["executables"] == {"made": [1, 1, 2, 2, 3, 3, 4], "kept": 2, "another group": 5}
+    for found in results(2, worker.executables):
+        assert found == {"made": [1, 1, 2, 2, 3, 3, 4], "kept": 2, "another group": 5}
 
 
 def test_an_executable_from_inference_mode_serves_training() -> None:
-    assert [found["after_inference"] for found in results(2)] == [[], []]
+    assert results(2, worker.after_inference) == [[], []]
 
 
 def test_autocast_casts_as_for_a_linear() -> None:
-    assert [found["autocast"] for found in results(2)] == [[], []]
+    assert results(2, worker.autocast) == [[], []]
 
 
 def test_executables_refuse_tensors_that_would_lose_their_gradient() -> None:
-    for found in results(2):
+    for found in results(2, worker.no_gradients):
         for name in ("collective", "unfused"):
-            assert "B's shard on rank" in found["no_gradients"][name]
-            assert "executables know no gradients: call them under torch.no_grad()" in found["no_gradients"][name]
-            assert {found["no_gradients"][f"{name}, {mode}"] for mode in ("no_grad", "detached")} == {"24.0"}
+            assert "B's shard on rank" in found[name]
+            assert "executables know no gradients: call them under torch.no_grad()" in found[name]
+            assert {found[f"{name}, {mode}"] for mode in ("no_grad", "detached")} == {"24.0"}
 
 
 @pytest.mark.sample(0)
 def test_both_groups_of_a_mesh_run_at_once() -> None:
-    assert [found["replicas"] for found in results(4)] == [[]] * 4
+    assert results(4, worker.replicas) == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -193,13 +159,13 @@ def test_both_groups_of_a_mesh_run_at_once() -> None:
     ],
 )
 def test_wrong_calls_are_refused(what: str, message: str) -> None:
-    for found in results(2):
-        assert found["misuse"][what].startswith("ValueError: ")
-        assert message in found["misuse"][what]
+    for found in results(2, worker.misuse):
+        assert found[what].startswith("ValueError: ")
+        assert message in found[what]
 
 
 def test_a_group_without_this_rank_is_refused_on_this_rank() -> None:
-    first, second = (found["misuse"] for found in results(2))
+    first, second = results(2, worker.misuse)
     assert first["outside"] == ""
     assert "group is a ProcessGroup that this rank is in; rank 1 is not in the group" in second["outside"]
     assert first["after"] == second["after"] == "8"

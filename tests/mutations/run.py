@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import product
@@ -50,7 +49,6 @@ def scenarios() -> list[tuple[str, tuple[int, ...], int, str, str, str, int]]:
     return found
 
 
-@cache
 def base(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: str, mechanism: str, shape: int) -> Plan:
     """A plan to mutate: tiles of one or two rows (shape 0), ragged tiles (1), or partial sums of another type (2)."""
     schedule = distgemm.get_schedule(name, mesh=mesh, chunks=chunks)
@@ -61,12 +59,11 @@ def base(name: str, mesh: tuple[int, ...], chunks: int, workspace: str, sync: st
     return distgemm.make_plan(problem, schedule, workspace=workspace, sync=sync, mechanism=mechanism)  # type: ignore[arg-type]
 
 
-def bases() -> Iterator[tuple[object, Plan]]:
+@cache
+def bases() -> list[tuple[object, Plan]]:
     """The plans that are mutated."""
-    for scenario in scenarios():
-        plan = base(*scenario)
-        if sum(map(len, plan.rank_ops)) <= MAX_OPS:
-            yield scenario, plan
+    plans = [(scenario, base(*scenario)) for scenario in scenarios()]
+    return [(scenario, plan) for scenario, plan in plans if sum(map(len, plan.rank_ops)) <= MAX_OPS]
 
 
 def said(plan: Plan) -> str:
@@ -118,7 +115,7 @@ Results = list[tuple[str, str, str, str, str]]
 
 def some(numbers: range, seed: int) -> tuple[Results, float]:
     """The outcomes of these mutants, and the longest time of one in seconds."""
-    plans = list(bases())
+    plans = bases()
     results: Results = []
     longest = 0.0
     for number in numbers:
@@ -137,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     start = time.perf_counter()
     wrong = []
-    plans = list(bases())
+    plans = bases()
     for scenario, plan in plans:
         verdict = judge(plan)
         if (verdict.kind, said(plan)) != ("right", "accepted"):

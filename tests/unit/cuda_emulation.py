@@ -209,6 +209,17 @@ def noted_tasks(bound: Bound, recorded: list[Task]) -> list[list[Task]]:
     return found
 
 
+def scales_of_elements(scale: torch.Tensor | None, operand: torch.Tensor, block_rows: int | None) -> Any:
+    """The factor of each element of an operand, as a number or a tensor that broadcasts to it."""
+    if scale is None:
+        return 1.0
+    if block_rows is None:
+        return scale.double().view(-1, 1)
+    rows, columns = operand.shape
+    assert scale.shape == (-(-rows // block_rows), -(-columns // 128))
+    return scale.double().repeat_interleave(block_rows, 0).repeat_interleave(128, 1)[:rows, :columns]
+
+
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """A list that gets the tasks of launches, in place of streams."""
     tasks: list[Task] = []
@@ -218,8 +229,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         def gemm() -> None:
-            factors = [1.0 if scale is None else scale.double().view(-1, 1) for scale in (t.scale_a, t.scale_b)]
-            found = t.alpha * (t.a.double() * factors[0]) @ (t.b.double() * factors[1]).mT
+            a, b = (
+                operand.double() * scales_of_elements(scale, operand, t.block_rows and t.block_rows[number])
+                for number, (operand, scale) in enumerate(((t.a, t.scale_a), (t.b, t.scale_b)))
+            )
+            found = t.alpha * a @ b.mT
             for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in addends)):
                 if added is not None:
                     found = found + factor * added.double()

@@ -16,9 +16,8 @@ from distgemm.measure import timing
 from distgemm.measure.operation import Method, Operation, WrongResultError, eager
 from distgemm.measure.timing import Sample, measure, sample
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.launch import launch
 from distgemm.schedulers import PATTERNS
-from tests.once import once
+from tests import forked
 
 T = TypeVar("T")
 ROUNDS, BURST = 3, 8.0
@@ -153,9 +152,8 @@ def test_a_gpu_rests_behind_each_burst() -> None:
         assert all(0.4 * BURST < 1e3 * seconds < 2 * BURST for seconds in each["slept"]), each["slept"]
 
 
-@once
 def results() -> list[dict[str, Any]]:
-    return launch(worker, 2)
+    return forked.results(2, worker)
 
 
 def samples() -> dict[str, Sample]:

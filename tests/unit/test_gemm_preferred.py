@@ -23,7 +23,7 @@ from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda.binding import Binder
 from distgemm.runtime.cuda.executable import agree_on_kernels, describe_kernels
 from distgemm.runtime.executable import ExecutionConfig
-from distgemm.runtime.launch import launch
+from tests.forked import results
 from tests.unit.test_gemm_kernel_cache import AT_ONCE, Nvcc, nvcc
 
 __all__ = ["nvcc"]  # a fixture
@@ -144,7 +144,7 @@ def choose(folder: str) -> tuple[str, str, list[str]]:
 
 
 def test_all_ranks_select_what_the_first_one_has(nvcc: Nvcc, tmp_path: Path) -> None:
-    found = launch(choose, 2, str(tmp_path), backend="gloo")
+    found = results(2, choose, str(tmp_path))
     near = found[0][2]
     assert [alone for alone, _, _ in found] == [near[1], near[2]]
     assert [together for _, together, _ in found] == [near[1], near[1]]

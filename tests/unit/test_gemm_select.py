@@ -19,7 +19,7 @@ from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
 from distgemm.gemm import cache as tuned_cache
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.select import CACHE, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
-from distgemm.gemm.tiles import TILES
+from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES
 from distgemm.measure.models import MODELS
 
 HOPPER = CutlassProvider("90a")
@@ -107,8 +107,10 @@ def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
 
 
 def test_every_tile_has_one_rate() -> None:
-    assert len(RATES) == len(TILES) + 1
-    assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(spec(256, 256, 256))} == set(RATES)
+    listed = {tile[:2]: tile.rate for tile in (*FP8_TILES, *TILES)}
+    assert all(tile.rate == listed[tile[:2]] for tile in (*FP8_TILES, *TILES)) and len(RATES) == len(listed) + 1
+    of_bf16 = {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(spec(256, 256, 256))}
+    assert of_bf16 == {(schedule, *tile) for schedule, tile, *_ in (*TILES, PLAIN_TILE)} < set(RATES)
 
 
 # --- measured configurations ----------------------------------------------------------------------------
