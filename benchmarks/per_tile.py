@@ -31,7 +31,7 @@ import torch
 
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.per_tile.bind import RATES, RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import TICKET_BITS
 from distgemm.gemm.per_tile.kernel import KernelTraits, Launch
 from distgemm.gemm.per_tile.local import LocalRanks
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
@@ -73,6 +73,7 @@ class Variant:
         gemm: fields of RankGemm.
         call: arguments of params_of.
         sends: whether it is for gathers that send, which one GPU does not.
+        gathers: whether the kernel hands out all of A.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Variant:
     gemm: Mapping[str, Any] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
     sends: bool = False
+    gathers: bool = False
 
     def of(self, traits: KernelTraits) -> KernelTraits:
         return replace(traits, **self.traits)
@@ -100,7 +102,10 @@ STORES = (
     Variant("b3", {"epilogue_stages": 3}),
 )
 VARIANTS: dict[Pattern, Sequence[Variant]] = {
-    "ag+gemm": (*(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),),
+    "ag+gemm": (
+        *(Variant(f"{rate} GB/s", call={"gb_per_s": float(rate)}, sends=True) for rate in (360, 374, 0)),
+        Variant("gathered", gathers=True),
+    ),
     "gemm+rs": STORES,
     "gemm+ar": STORES,
 }
@@ -210,6 +215,7 @@ class _OneGpu(_Place):
         self.row, self.ranks = row, TP
         self.a, self.b = (torch.randn(x, row.k, device="cuda", dtype=torch.bfloat16) for x in (row.m, row.n))
         self.d = torch.empty(row.m, row.n, device="cuda", dtype=torch.bfloat16)
+        self.gathered = torch.empty_like(self.a)
 
     def launch(self, traits: KernelTraits, variant: Variant) -> tuple[Launch, torch.Tensor]:
         row, gemm = self.row, self.gemm(traits, variant)
@@ -217,7 +223,7 @@ class _OneGpu(_Place):
         layout = Space((), 0, gemm.flags, gemm.slot_bytes)
         memory = torch.zeros(TP, layout.size, dtype=torch.uint8, device="cuda")
         own = memory[0]
-        own[:8].view(torch.int64).fill_(Clock(EPOCH).word)
+        own[:8].view(torch.int64).fill_(EPOCH << TICKET_BITS)
         own[Control.begun.offset : CONTROL_BYTES].view(torch.int64).fill_(EPOCH)
         own[layout.slots_at :].view(torch.bfloat16).normal_()  # with zeros, a GPU draws less power and runs faster
         own[layout.flags_at : layout.flags_at + 2 * gemm.flags * 8].view(torch.int64).fill_(EPOCH)
@@ -225,6 +231,8 @@ class _OneGpu(_Place):
         shard = self.a[: gemm.m] if gathers else self.a
         result = self.d[: gemm.m] if row.pattern == "gemm+rs" else self.d
         call = {"gb_per_s": 0.0 if gathers else RATES[row.pattern], **variant.call}
+        if variant.gathers:
+            call["gathered"] = self.gathered
         params = params_of(gemm, space, shard, self.b, result, epochs_a_replay=0, **call)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         return Launch(gemm.traits, params, sms, 0), memory
@@ -272,6 +280,7 @@ class _Gpus(_Place):
             a, b = (torch.randn(x, device=f"cuda:{device}", dtype=torch.bfloat16) for x in (shape, (row.n, row.k)))
             d = torch.empty(m if scatters else row.m, row.n, device=a.device, dtype=torch.bfloat16)
             self.calls.append({"a": a, "b": b, "d": d})
+        self.gathered = [call["a"].new_empty(row.m, row.k) for call in self.calls]
         if gathers:
             for call in self.calls:
                 whole = torch.cat([other["a"].to(call["a"].device) for other in self.calls])
@@ -295,8 +304,11 @@ class _Gpus(_Place):
         ready = {}
         for name, (traits, variant) in which.items():
             there = LocalRanks(self.gemm(traits, variant), self.ranks)
-            call = {"gb_per_s": RATES[self.row.pattern], **variant.call}
-            launches = there.launches(self.calls, **call)
+            options = {"gb_per_s": RATES[self.row.pattern], **variant.call}
+            calls = self.calls
+            if variant.gathers:
+                calls = [{**call, "gathered": x} for call, x in zip(calls, self.gathered, strict=True)]
+            launches = there.launches(calls, **options)
             there.run(launches)
             self.check(name)
             ready[name] = there, launches, _graphs(there, launches)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from distgemm.runtime.cuda import CudaExecutable, ReplayTimeoutError
     from distgemm.torch_ops import (
         all_gather_matmul,
+        all_to_all_matmul,
         gather,
         last_call,
         matmul_all_reduce,
+        matmul_all_to_all,
         matmul_reduce_scatter,
         record_calls,
     )
@@ -64,11 +66,13 @@ __all__ = [
     "run_reference",
     # torch
     "all_gather_matmul",
+    "all_to_all_matmul",
     "fp8",
     "gather",
     "install",
     "last_call",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nn",
     "record_calls",
@@ -96,9 +100,11 @@ def __getattr__(name: str) -> Any:
         return api.compile
     if name in (
         "all_gather_matmul",
+        "all_to_all_matmul",
         "gather",
         "last_call",
         "matmul_all_reduce",
+        "matmul_all_to_all",
         "matmul_reduce_scatter",
         "record_calls",
     ):

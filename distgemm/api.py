@@ -13,7 +13,7 @@ from distgemm.plan.derive import make_plan
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import resolve_group
-from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan, place
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
 from distgemm.runtime.executable import (
     EXECUTION_FIELDS,
     ExecutionConfig,
@@ -122,7 +122,8 @@ def compile(
             raise ValueError(
                 f"schedule='auto' selects {', '.join(EXECUTION_FIELDS)} and options; name a schedule for them"
             )
-        return executable(plan, pattern, whole, device=device, tune=tune, timeout=timeout, on_timeout=on_timeout)
+        terms: dict[str, Any] = {"tune": tune, "timeout": timeout, "on_timeout": on_timeout}
+        return executable(plan, pattern, whole, device=device, **terms)
     if isinstance(plan, GemmProblem):
         if schedule is None:
             raise ValueError("schedule is None, and a problem needs a name of distgemm.list_schedules()")
@@ -130,7 +131,4 @@ def compile(
         plan = make_plan(plan, schedule, ranks, **({"sync": "barrier"} | options))
     elif schedule is not None or options:
         raise ValueError(f"a plan has its schedule and options already, got {schedule!r} and {options}")
-    if given.execution == "per_tile":
-        whole, at, timeout = place(plan, whole, device, timeout, on_timeout)
-        return PerTileExecutable(plan, whole, at, given, timeout=timeout, on_timeout=on_timeout)
     return compile_plan(plan, given, group=whole, device=device, timeout=timeout, on_timeout=on_timeout)

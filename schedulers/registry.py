@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 from distgemm.arguments import function, integer, integers, member, sequence, shown, string, wrong
 from distgemm.schedulers.cache import BoundedCache
@@ -33,9 +33,11 @@ __all__ = [
 ]
 
 Builder = Callable[..., DistributedTileScheduler]
-Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar"]
-"""What a tensor-parallel GEMM does over the ranks: all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce."""
-PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+Pattern = Literal["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm"]
+"""What a GEMM does over the ranks: all-gather + GEMM, GEMM + reduce-scatter, GEMM + all-reduce, GEMM + all-to-all,
+all-to-all + GEMM."""
+PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar")
+"""The patterns of tensor parallelism. These have an unfused program and measured configurations."""
 
 
 MAX_RANKS, MAX_CHUNKS = 8192, 4096

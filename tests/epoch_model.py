@@ -1,9 +1,9 @@
-"""A model of the protocol of epochs: all orders in which ranks, data, flags and words of begun epochs may move.
+"""A model of the protocol of epochs: all orders in which ranks, data and flags may move.
 
-Each rank makes the same replays one after the other. In a replay it says that it has begun, sends slots to receivers,
-waits for the flag of each slot that it gets, and reads it. What is stored at a peer arrives some time later: a flag
-behind its data, all else in any order. A slot holds the epoch of its data. Replays of several executables differ in who
-sends, and in slots. A captured graph is a sequence of replays: nothing in a replay depends on the graph.
+Each rank makes the same replays one after the other. In a replay it sends slots to receivers, waits for the flag of
+each slot that it gets, and reads it. What is stored at a peer arrives some time later: a flag behind its data, all else
+in any order. A slot holds the epoch of its data. Replays of several executables differ in slots. A captured graph is a
+sequence of replays: nothing in a replay depends on the graph.
 
 Where ranks are mortal, each may die at any time: it closes, its slots become NaN, then all its waits end. Replays that
 it begins once it is closed are mute: they send nothing, and their results are NaN, whatever they read. A replay that is
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distgemm.gemm.per_tile.epochs import EPOCHS, Clock, before
+from distgemm.gemm.per_tile.epochs import EPOCHS, before, buffer_of
 
 SLOTS = 2
 """Slots that a rank has for each sender, in each buffer."""
@@ -33,25 +33,21 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What is sent, and whether a rank ends it only after all have begun it.
-
-    A mutant has the buffer that a capture would have noted.
-    """
+    """What is sent. A mutant has the buffer that a capture would have noted."""
 
     sends: frozenset[Send]
-    closed: bool
     buffer: int | None = None
 
 
 def everyone(ranks: int, slots: Sequence[int] = (0,)) -> Replay:
     """Each rank sends to each other."""
     pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
-    return Replay(frozenset(Send(*pair, slot) for pair in pairs for slot in slots), closed=True)
+    return Replay(frozenset(Send(*pair, slot) for pair in pairs for slot in slots))
 
 
 def without(ranks: int, *silent: int) -> Replay:
-    """As :func:`everyone`, but some ranks send nothing."""
-    return Replay(frozenset(send for send in everyone(ranks).sends if send.sender not in silent), closed=False)
+    """As :func:`everyone`, but some ranks send nothing: no such replays exist, and a test shows why."""
+    return Replay(frozenset(send for send in everyone(ranks).sends if send.sender not in silent))
 
 
 class ProtocolError(Exception):
@@ -63,12 +59,10 @@ class Rank(NamedTuple):
 
     Attributes:
         replay: number of the replay; the number of replays once all have ended.
-        clock: of the replay.
-        told: whether it has said that it has begun.
+        epoch: of the replay.
         sent: data that was issued.
         seen: data whose flag was seen.
         read: data that was read.
-        begun: by rank, the last epoch that it is known to have begun.
         slots: by sender, slot and buffer, the epoch of the data.
         flags: likewise, the flag.
         closed: whether replays that it begins are mute and silent.
@@ -79,12 +73,10 @@ class Rank(NamedTuple):
     """
 
     replay: int
-    clock: Clock
-    told: bool
+    epoch: int
     sent: frozenset[Send]
     seen: frozenset[Send]
     read: frozenset[Send]
-    begun: tuple[int, ...]
     slots: tuple[int, ...]
     flags: tuple[int, ...]
     closed: bool = False
@@ -101,7 +93,7 @@ NAN, NONE = -1, -2
 class Move(NamedTuple):
     """A word under way to a rank."""
 
-    kind: str  # "begun", "data" or "flag"
+    kind: str  # "data" or "flag"
     send: Send
     buffer: int
     epoch: int
@@ -110,24 +102,16 @@ class Move(NamedTuple):
 State = tuple[tuple[Rank, ...], frozenset[Move]]
 
 
-def has_begun(begun: int, epoch: int) -> bool:
-    """Whether a peer that says so has begun an epoch."""
-    return not before(begun, epoch)
-
-
 @dataclass(frozen=True)
 class Protocol:
     """The protocol, or a mutant of it.
 
     Attributes:
-        next: the clock of the next replay.
+        buffer: what an epoch uses.
         passes: whether a flag lets a wait for an epoch pass.
-        has_begun: whether a peer has begun an epoch, by what it last said.
-        waits: whether a rank heeds the clock's word that it waits.
         ordered: whether a flag arrives behind its data.
         first: the first epoch.
         unset: what flags are at first.
-        says: whether ranks say that they have begun. Nobody reads it where all replays are closed.
         mortal: whether ranks die.
         poisons: whether slots are NaN before waits end.
         closes: whether replays become mute before slots become NaN; otherwise with the end of the waits.
@@ -136,14 +120,11 @@ class Protocol:
         mute_counts: whether their results are taken for right.
     """
 
-    next: Callable[[Clock, bool], Clock] = Clock.next
+    buffer: Callable[[int], int] = buffer_of
     passes: Callable[[int, int], bool] = int.__eq__
-    has_begun: Callable[[int, int], bool] = has_begun
-    waits: bool = True
     ordered: bool = True
     first: int = 1
     unset: int = NONE
-    says: bool = True
     mortal: bool = False
     poisons: bool = True
     closes: bool = True
@@ -181,9 +162,8 @@ def walk(ranks: int, replays: Sequence[Replay], seed: int, protocol: Protocol = 
 
 def _start(ranks: int, protocol: Protocol) -> State:
     nothing, places = frozenset[Send](), ranks * SLOTS * 2
-    begun = ((protocol.first - 1) % EPOCHS,) * ranks
     slots, flags = (NONE,) * places, (protocol.unset,) * places
-    return (Rank(0, Clock(protocol.first), False, nothing, nothing, nothing, begun, slots, flags),) * ranks, frozenset()
+    return (Rank(0, protocol.first, nothing, nothing, nothing, slots, flags),) * ranks, frozenset()
 
 
 def _following(state: State, replays: Sequence[Replay], protocol: Protocol) -> list[State]:
@@ -203,11 +183,9 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
             continue
         if any(other[:3] == move[:3] and before(other.epoch, move.epoch) for other in moves):
             continue  # words to one place keep their order
-        sender, receiver, _ = move.send
-        at, place = ranks[receiver], _place(move.send, move.buffer)
-        if move.kind == "begun":
-            at = at._replace(begun=_set(at.begun, sender, move.epoch))
-        elif move.kind == "data":
+        receiver, place = move.send.receiver, _place(move.send, move.buffer)
+        at = ranks[receiver]
+        if move.kind == "data":
             at = at._replace(slots=_set(at.slots, place, move.epoch))
         else:
             at = at._replace(flags=_set(at.flags, place, move.epoch))
@@ -216,9 +194,8 @@ def _steps(state: State, replays: Sequence[Replay], protocol: Protocol) -> Itera
 
 def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: Protocol) -> Iterator[State]:
     ranks, moves = state
-    clock, epoch = rank.clock, rank.clock.epoch
-    buffer = clock.buffer if replay.buffer is None else replay.buffer
-    others = [other for other in range(len(ranks)) if other != number]
+    epoch = rank.epoch
+    buffer = protocol.buffer(epoch) if replay.buffer is None else replay.buffer
 
     def with_(changed: Rank, added: frozenset[Move] = frozenset()) -> State:
         return _set(ranks, number, changed), moves | added
@@ -234,13 +211,7 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
         yield with_(rank._replace(poisoned=True, slots=(NAN,) * len(rank.slots) if protocol.poisons else rank.slots))
     if rank.poisoned and not rank.dead:
         yield with_(rank._replace(dead=True))
-    if protocol.says and not rank.told:
-        told = frozenset(Move("begun", Send(number, x, 0), 0, epoch) for x in others)
-        yield with_(rank._replace(told=True), told)
-    may_store = not (protocol.waits and clock.waits) or all(protocol.has_begun(rank.begun[x], epoch) for x in others)
-    if dead and not rank.silent and not may_store:
-        yield with_(rank._replace(silent=True))
-    if may_store and (protocol.mute_sends or not rank.silent):
+    if protocol.mute_sends or not rank.silent:
         for send in to_send:
             stored = frozenset(Move(kind, send, buffer, epoch) for kind in ("data", "flag"))
             yield with_(rank._replace(sent=rank.sent | {send}), stored)
@@ -253,13 +224,12 @@ def _steps_of(number: int, rank: Rank, state: State, replay: Replay, protocol: P
         if rank.slots[place] not in (epoch, NAN) and (protocol.mute_counts or not rank.mute):
             raise ProtocolError(f"rank {number} reads epoch {rank.slots[place]} of rank {send.sender} in epoch {epoch}")
         yield with_(rank._replace(read=rank.read | {send}))
-    arrived = not any(move.send.sender == number and move.kind != "begun" for move in moves)
+    arrived = not any(move.send.sender == number for move in moves)
     sent = not to_send or (rank.silent and not protocol.mute_sends)
-    if (rank.told or not protocol.says) and sent and not to_read and arrived:
+    if sent and not to_read and arrived:
         nothing = frozenset[Send]()
-        ended = rank._replace(replay=rank.replay + 1, told=False, sent=nothing, seen=nothing, read=nothing)
-        ended = ended._replace(silent=rank.closed, mute=rank.closed)
-        yield with_(ended._replace(clock=protocol.next(clock, replay.closed)))
+        ended = rank._replace(replay=rank.replay + 1, epoch=(epoch + 1) % EPOCHS)
+        yield with_(ended._replace(sent=nothing, seen=nothing, read=nothing, silent=rank.closed, mute=rank.closed))
 
 
 def _place(send: Send, buffer: int) -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "label",
     "load",
     "notes",
+    "of_executions",
     "percent",
     "roofs",
     "save",
@@ -121,6 +122,17 @@ def best(row: Row, kind: Kind) -> dict[str, Any] | None:
     """The fastest method of a kind in a row with figures."""
     found = [each for each in row["methods"] if each["kind"] == kind and each["ms"] is not None]
     return min(found, key=lambda each: each["ms"]) if found else None
+
+
+def of_executions(row: Row) -> dict[str, float]:
+    """The time of the fastest method of each execution in a row with figures, ms: without what "auto" selected."""
+    found: dict[str, float] = {}
+    for each in row["methods"]:
+        if each["kind"] == OURS and each["ms"] is not None and each["name"] != AUTO:
+            words = dict(word.split("=", 1) for word in each["name"].split() if "=" in word)
+            execution = words.get("execution", "multi_kernel")
+            found[execution] = min(each["ms"], found.get(execution, math.inf))
+    return found
 
 
 def summary(rows: Iterable[Row]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from distgemm.measure.profiler import replay_timeline
 from distgemm.measure.timing import Clock, Sample, attempt, sample
 from distgemm.tune import TunedConfig
 
-__all__ = ["Settings", "run_rank"]
+__all__ = ["Settings", "check_gpu", "run_rank"]
 
 EAGER = ("torch fused",)
 """Methods that are also timed without a graph, because that is how people call them."""
@@ -49,6 +49,7 @@ class Settings(NamedTuple):
         tune: measure tuned configurations before each case.
         timelines: also record kernels and copies of this library's methods on each rank.
         command: the command line, for the file.
+        before: a result of these ranks, whose rows come first; None: there is none.
     """
 
     rounds: int
@@ -58,6 +59,7 @@ class Settings(NamedTuple):
     tune: bool
     timelines: bool
     command: str
+    before: dict[str, Any] | None = None
 
 
 def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
@@ -87,6 +89,10 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
         "about": about(device) if first else {},
         "rows": [],
     }
+    if settings.before is not None:
+        check_gpu(device, settings.before)
+        result["rows"] += settings.before["rows"]
+        result["planned"] += len(result["rows"])
     with Stalls(dist.get_rank()) as stalls:
         for number, job in enumerate(jobs, 1):
             begin = time.perf_counter()
@@ -105,6 +111,13 @@ def run_rank(jobs: list[Job], settings: Settings, path: Path) -> dict[str, Any]:
                 save(result, path)
                 print(progress(row, number, len(jobs)), file=sys.stderr, flush=True)
     return result
+
+
+def check_gpu(device: torch.device, before: dict[str, Any]) -> None:
+    """Raise ValueError if a result is of another kind of GPUs."""
+    gpu, measured = torch.cuda.get_device_name(device), before["about"]["gpu"]
+    if gpu != measured:
+        raise ValueError(f"the rows that are there are of {measured}, and this is {gpu}: measure into another file")
 
 
 def progress(row: dict[str, Any], number: int, of: int) -> str:

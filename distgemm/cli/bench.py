@@ -26,6 +26,7 @@ from distgemm.bench.report import (
     label,
     load,
     notes,
+    of_executions,
     percent,
     wrong,
 )
@@ -77,12 +78,29 @@ def bench_command(
             show_default=False,
         ),
     ] = None,
+    executions: Annotated[
+        int | None,
+        typer.Option(
+            "--executions",
+            metavar="N",
+            parser=number(1),
+            help="Instead of the schedules: of each execution (multi_kernel, single_kernel, per_tile) the N "
+            "configurations that are predicted to be the fastest, and recorded ones.",
+            show_default=False,
+        ),
+    ] = None,
     auto: Annotated[bool, typer.Option("--auto", help='Also what schedule="auto" selects.')] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer methods and rounds: two minutes on 4 GPUs, without compilation.")
     ] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="First measure tuned configurations that are not known. Takes long.")
+    ] = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="Compile all kernels of the schedules at once, and end. Needs no GPU.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows that the file of --json has, and measure the others.")
     ] = False,
     timelines: Annotated[
         bool, typer.Option("--timelines", help="Put kernels and copies of rank 0 into the JSON.")
@@ -132,13 +150,34 @@ def bench_command(
     ms = each_once(m, [DEFAULT_M])
     candidates = each_once(schedule, []) or (FEWER_CANDIDATES if quick else CANDIDATES)
     # Arguments are refused before GPUs are looked for.
+    if executions and schedule:
+        raise ValueError("--executions selects the schedules: give it or --schedule")
+    if resume and (json is None or not wants_text(json)):
+        raise ValueError("--resume takes the file with the rows that are there: --json FILE")
     found = cases(*names, ms, ranks or tp, tp)
     for text in schedule or []:
         with named(f"--schedule {shown(text)}"):
             jobs(found, [text])
     jobs(found, candidates)
-    size = count_ranks("bench", ranks, tp, "; --from FILE shows what was measured elsewhere")
+    advice = "; --from FILE shows what was measured elsewhere"
+    size = (ranks or tp) if build else count_ranks("bench", ranks, tp, advice)
     todo = jobs(cases(*names, ms, size, tp), candidates)
+    if executions:
+        from distgemm.bench.executions import of_each_execution
+
+        todo = [of_each_execution(case, executions) for case, _ in todo]
+    if build:
+        _build(todo)
+        return
+    before = load(json) if resume and json is not None and json.exists() else None
+    if before is not None:
+        known = {label(row) for row in before["rows"] if (row["ranks"], row["tp"]) == (size, tp)}
+        if len(known) < len(before["rows"]):
+            raise ValueError(f"--resume: {json} has rows of other ranks than {size} of --tp {tp}")
+        todo = [job for job in todo if str(job.case) not in known]
+        if not todo:
+            _report(before, None, paths)
+            return
     from distgemm.bench.run import Settings
 
     settings = Settings(
@@ -149,10 +188,27 @@ def bench_command(
         tune=tune,
         timelines=timelines,
         command=shlex.join(["distgemm", *sys.argv[1:]]),
+        before=before,
     )
     with tempfile.TemporaryDirectory(prefix="distgemm-") as folder:
         path = json if json is not None and wants_text(json) else Path(folder) / "bench.json"
         measure(todo, size, settings, path, timeout, json, paths)
+
+
+def _build(todo: list[Any]) -> None:
+    """Compile the kernels of jobs, several at a time."""
+    from distgemm.bench.executions import kernels_of
+    from distgemm.cli.build import arch_of_gpu, compiler_errors
+    from distgemm.gemm.nvcc import build, missing
+    from distgemm.gemm.select import gpu_name
+    from distgemm.gemm.target import compiling_for
+
+    arch = arch_of_gpu()
+    with compiling_for(arch, gpu_name()), compiler_errors():
+        sources = list(dict.fromkeys(kernels_of(todo)))
+        absent = missing(sources)
+        build(sources)
+    typer.echo(f"sm_{arch}: {len(absent)} compiled, {len(sources) - len(absent)} there already")
 
 
 def measure(
@@ -220,6 +276,7 @@ def _report(result: dict[str, Any], json: Path | None, pictures: Sequence[Path])
             print_row(row)
             typer.echo()
         print_summary(result["rows"])
+        print_executions(result["rows"])
         typer.echo()
         for line in notes(result):
             print_wrapped(line)
@@ -234,6 +291,17 @@ def _draw(result: dict[str, Any], path: str) -> None:
     from distgemm.bench.figure import draw_benchmark
 
     draw_benchmark(result, path)
+
+
+def print_executions(rows: Sequence[Row]) -> None:
+    """Print each row's fastest method of each execution, if there are several."""
+    found = [(row, of_executions(row)) for row in rows]
+    names = list(dict.fromkeys(name for _, times in found for name in times))
+    if len(names) < 2:
+        return
+    typer.echo()
+    lines = [Line(label(row), [_ms(times.get(name)) for name in names]) for row, times in found]
+    print_figures(["row", *names], lines, "ms of the fastest of each execution")
 
 
 def _ms(value: float | None) -> str:

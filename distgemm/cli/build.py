@@ -120,6 +120,7 @@ class DenseGemm(NamedTuple):
         import torch
 
         from distgemm.gemm import GemmTensors
+        from distgemm.gemm.spec import FP8
 
         p = self.problem
 
@@ -135,7 +136,7 @@ class DenseGemm(NamedTuple):
         def scale(rows: int) -> torch.Tensor | None:
             if "row_scales" in self.terms:
                 return torch.ones(rows, device="cuda")
-            return torch.ones(1, device="cuda") if p.dtype == "float8_e4m3fn" else None
+            return torch.ones(1, device="cuda") if p.dtype in FP8 else None
 
         out = str(p.out_dtype)
         return GemmTensors(

@@ -45,13 +45,19 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """A · Bᵀ on one rank.
 
     On CPUs, the dequantised operands are multiplied in float32, or in float64 if that is the result's type. On GPUs it
-    is ``torch._scaled_mm``.
+    is ``torch._scaled_mm``, and :func:`distgemm.gemm.gemm` where blocks have scales.
 
     Args:
         a: (m, k).
         b: (n, k).
         dtype: type of the result.
+
+    Raises:
+        ValueError: on GPUs, for scales that no kernel has.
     """
+    from distgemm.gemm import gemm  # imported here so that layers can be made without the GPU code
+    from distgemm.gemm.spec import SCALE_BLOCK
+
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantize(a, wide) @ dequantize(b, wide).t()).to(dtype)
@@ -60,8 +66,15 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         # A scale of the whole tensor is the scale of each row.
         if all(columns is None and rows in (1, None) for rows, columns in pair):
             a, b = _with_scales_of_rows(a), _with_scales_of_rows(b)
+        elif all(columns == SCALE_BLOCK and rows in (1, SCALE_BLOCK) for rows, columns in pair):
+            out = a.codes.new_empty(a.codes.shape[0], b.codes.shape[0], dtype=dtype)
+            codes = a.codes.contiguous(), b.codes.contiguous()
+            return gemm(*codes, out, scale_a=a.scales, scale_b=b.scales, block_rows=(pair[0][0] or 0, pair[1][0] or 0))
         else:
-            raise ValueError(f"on GPUs, tensorwise and rowwise scaled tensors are multiplied here, got blocks {pair}")
+            raise ValueError(
+                "on GPUs, scales are of tensors, rows, or 1x128 and 128x128 blocks of both operands, got rows and "
+                f"columns {pair}"
+            )
     found: Tensor = torch._scaled_mm(
         a.codes.contiguous(), b.codes.contiguous().t(), a.scales, b.scales.t().contiguous(), out_dtype=dtype
     )

@@ -87,6 +87,7 @@ def gemm(
     alpha: float = 1.0,
     beta: float = 0.0,
     dtype: str | None = None,
+    block_rows: tuple[int, int] | None = None,
     provider: str | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
@@ -101,11 +102,14 @@ def gemm(
         c: as ``out``; it may be the same memory.
         partial: a partial sum, as ``out``; it may be the same memory.
         bias: (n,).
-        scale_a: float32, one number or one for each row of ``a``.
-        scale_b: float32, one number or one for each row of ``b``.
+        scale_a: float32, one number or one for each row of ``a``. With ``block_rows`` a matrix, one number for each
+            block: (⌈m / block_rows[0]⌉, ⌈k / 128⌉).
+        scale_b: float32, one number or one for each row of ``b``, or as ``scale_a``.
         alpha: factor of the product.
         beta: factor of ``c``; with 0, ``c`` is not read.
         dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: IEEE float32.
+        block_rows: rows of ``a`` and rows of ``b``, 1 or 128, that share a scale with 128 columns; None: scales are not
+            of blocks.
         provider: a name of :func:`list_providers`; None: :func:`default_provider`, with ``config`` "cutlass".
         config: the configuration or its text; None: selected for the shape.
 
@@ -115,6 +119,8 @@ def gemm(
     Raises:
         ValueError: if the tensors do not fit together, or if the provider cannot compute this.
     """
-    tensors = GemmTensors(a, b, out, c, partial, bias, scale_a, scale_b, alpha, beta, dtype)
+    tensors = GemmTensors(
+        *(a, b, out, c, partial, bias, scale_a, scale_b, alpha, beta), dtype=dtype, block_rows=block_rows
+    )
     bind(tensors, provider=provider, config=config)()
     return out

@@ -9,13 +9,13 @@ import torch
 
 from distgemm.gemm.nvcc import KernelSource
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.spec import GemmConfig, GemmSpec, Status
+from distgemm.gemm.spec import FP8, GemmConfig, GemmSpec, Status
 from distgemm.gemm.streams import stream_of
 from distgemm.gemm.tensors import check_device, spec_of
 
 __all__ = ["CublasKernel", "CublasProvider"]
 
-DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float64", "float8_e4m3fn")
+DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float64", *FP8)
 
 
 class CublasProvider:
@@ -38,7 +38,7 @@ class CublasProvider:
             return Status("torch adds one matrix to a product, not both C and a partial sum")
         if spec.bias is not None and added is not None:
             return Status("torch adds either a bias or a matrix to a product, not both")
-        if spec.a.dtype == "float8_e4m3fn":
+        if spec.a.dtype in FP8:
             return self._scaled(spec)
         if spec.scale_a != "none" or spec.scale_b != "none":
             return Status("torch scales fp8 operands only")
@@ -54,6 +54,8 @@ class CublasProvider:
             return Status("torch adds no matrix to a product of fp8 operands")
         if spec.l > 1 or not (spec.a.row_major and spec.b.row_major):
             return Status("torch multiplies single matrices of fp8, both with contiguous rows")
+        if spec.a.dtype == spec.b.dtype == "float8_e5m2":
+            return Status("torch does not multiply float8_e5m2 by float8_e5m2")
         if {spec.scale_a, spec.scale_b} not in ({"tensor"}, {"row"}):
             return Status(f"torch wants both scales per tensor or both per row, got {spec.scale_a}, {spec.scale_b}")
         if spec.k % 16 or spec.n % 16:
@@ -108,7 +110,7 @@ def torch_function(t: GemmTensors, spec: GemmSpec) -> Callable[[], object]:
         return tensor[0] if tensor.dim() == 3 and spec.l == 1 else tensor
 
     a, b, d = batches(t.a), batches(t.b).mT, batches(t.d)
-    if spec.a.dtype == "float8_e4m3fn":
+    if spec.a.dtype in FP8:
         if t.alpha != 1.0:
             raise ValueError(f"provider cublas: torch scales products of fp8 by tensors only, not by alpha = {t.alpha}")
         scale_a, scale_b = t.scale_a, t.scale_b

@@ -17,11 +17,21 @@ import torch
 from distgemm.gemm.cubins import open_cubin
 from distgemm.gemm.launches import KernelLaunch, address_cells
 from distgemm.gemm.nvcc import KernelSource
-from distgemm.gemm.parameters import Arguments, Matrix, Parameter, ParameterLayout, Terms, gemm_parameter
+from distgemm.gemm.parameters import (
+    Arguments,
+    BlockScales,
+    Matrix,
+    Parameter,
+    ParameterLayout,
+    Terms,
+    gemm_parameter,
+)
 from distgemm.gemm.provider import GemmTensors
 from distgemm.gemm.select import near_best, order, preferred, recorded_config
 from distgemm.gemm.spec import (
+    FP8,
     RASTERS,
+    SCALE_BLOCK,
     Epilogue,
     GemmConfig,
     GemmSpec,
@@ -31,7 +41,7 @@ from distgemm.gemm.spec import (
 )
 from distgemm.gemm.target import TARGET
 from distgemm.gemm.tensors import check_device, spec_of
-from distgemm.gemm.tiles import PLAIN_TILE, TMA_TILES
+from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, PLAIN_TILE, TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
@@ -55,6 +65,7 @@ ELEMENTS = {
     "float32": "float",
     "tfloat32": "cutlass::tfloat32_t",
     "float8_e4m3fn": "cutlass::float_e4m3_t",
+    "float8_e5m2": "cutlass::float_e5m2_t",
 }
 RESULTS = ("bfloat16", "float16", "float32")
 SCHEDULE_MACROS: dict[KernelSchedule, str] = {
@@ -99,9 +110,13 @@ def _configs(spec: GemmSpec) -> list[GemmConfig]:
     """All configurations that are tried for a spec, if they fit."""
     dtype = spec.a.dtype
     epilogue: Epilogue = "tma" if spec.results_aligned else "direct"
+    tiles = FP8_TILES if dtype in FP8 else TILES
+    if spec.block_rows_b == 1:
+        tiles = tuple(tile for tile in tiles if tile.sums <= MAX_COLUMN_SCALED_SUMS)
     found = [
-        GemmConfig((*tile, _depth(dtype, kernel_schedule)), cluster, kernel_schedule, epilogue)
-        for tile, cluster, kernel_schedule in TMA_TILES
+        GemmConfig((*tile.extents, _depth(dtype, tile.kernel_schedule)), cluster, tile.kernel_schedule, epilogue)
+        for tile in tiles
+        for cluster in tile.clusters
     ]
     return [*found, _plain(dtype)]
 
@@ -129,6 +144,7 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
 
     values: dict[str, Any] = {
         "ELEMENT": ELEMENTS[spec.a.dtype],
+        "ELEMENT_B": ELEMENTS[spec.b.dtype],
         "D": result,
         # A kernel sees at run time which terms there are. But with TMA, the source takes shared memory.
         "SOURCE": element(source) if source or direct else "void",
@@ -145,13 +161,17 @@ def kernel_source(spec: GemmSpec, config: GemmConfig, arch: str, kind: KernelKin
         "EPILOGUE": EPILOGUE_MACROS[config.epilogue],
         "VECTOR_A": vector(spec.a),
         "VECTOR_B": vector(spec.b),
+        "SCALE_ROWS_B": spec.block_rows_b,
         "KIND": KIND_MACROS[kind],
     }
     terms = [spec.a.dtype, "row" if spec.a.row_major else "column", "row" if spec.b.row_major else "column"]
+    terms += [f"B {spec.b.dtype}"] if spec.b.dtype != spec.a.dtype else []
+    terms += [f"scales of B {spec.scale_b}"] if spec.block_rows_b else []
     name = f"{replace(config, raster='heuristic', swizzle=1, share=1)} ({', '.join(terms)} -> {spec.d.dtype})"
     name += "" if kind == "one_gemm" else f", fused, {kind}"
     macros = tuple((f"DG_{key}", str(value)) for key, value in values.items())
-    return KernelSource(name, macros, arch, headers=KIND_HEADERS[kind])
+    headers = (*KIND_HEADERS[kind], "blockwise.cuh") if spec.block_rows_b else KIND_HEADERS[kind]
+    return KernelSource(name, macros, arch, headers=headers)
 
 
 @functools.cache
@@ -220,6 +240,8 @@ def arguments_of(
     c = tensors.c if spec.c is not None else None
     partial, aux = (tensors.partial, c) if spec.partial else (c, None)
     partial_spec, aux_spec = (spec.partial, spec.c) if spec.partial else (spec.c, None)
+    blocks = spec.block_rows_a > 0
+    scales = (None, None) if blocks else (tensors.scale_a, tensors.scale_b)
     return Arguments(
         spec.m,
         spec.n,
@@ -234,12 +256,14 @@ def arguments_of(
             1.0 if spec.partial else tensors.beta,
             tensors.beta,
             *(int(scale == "row") for scale in (spec.scale_a, spec.scale_b)),
-            *(None if one is None else one.data_ptr() for one in (tensors.scale_a, tensors.scale_b, tensors.bias)),
+            *(None if one is None else one.data_ptr() for one in (*scales, tensors.bias)),
             as_matrix(aux, aux_spec),
         ),
         sm_count(tensors.d.device.index) // config.share,
         RASTERS.index(config.raster),
         config.swizzle,
+        _block_scales(tensors.scale_a if blocks else None, spec.m, spec.block_rows_a),
+        _block_scales(tensors.scale_b if blocks else None, spec.n, spec.block_rows_b),
     )
 
 
@@ -248,6 +272,13 @@ def as_matrix(tensor: torch.Tensor | None, spec: MatrixSpec | None) -> Matrix:
     if tensor is None or spec is None:
         return Matrix(None, 0, 0)
     return Matrix(tensor.data_ptr(), spec.stride, spec.batch_stride)
+
+
+def _block_scales(scale: torch.Tensor | None, rows: int, block_rows: int) -> BlockScales:
+    """The struct of an operand's scales of blocks; of zeros for None."""
+    if scale is None:
+        return BlockScales()
+    return BlockScales(scale.data_ptr(), *scale.stride(), rows, block_rows)
 
 
 class BoundKernel(NamedTuple):
@@ -363,10 +394,12 @@ class CutlassProvider:
             return Status("k is 0: there is nothing to multiply")
         if max(spec.m, spec.n, spec.k, spec.l) > INT32_MAX:
             return Status(f"extents are below 2**31, got {spec.m}x{spec.n}x{spec.k}x{spec.l}")
-        if dtype == "float8_e4m3fn" and not (spec.a.row_major and spec.b.row_major):
+        if dtype in FP8 and not (spec.a.row_major and spec.b.row_major):
             return Status("rows of A and B are contiguous in fp8: neither can be column-major")
-        if spec.l > 1 and "row" in (spec.scale_a, spec.scale_b):
-            return Status("scales per row are for one batch")
+        if spec.l > 1 and not {spec.scale_a, spec.scale_b} <= {"none", "tensor"}:
+            return Status("scales of rows or blocks are for one batch")
+        if spec.block_rows_a and dtype not in FP8:
+            return Status(f"A and B are of {' or '.join(FP8)} if blocks have scales, not {dtype}")
         if config is not None:
             return self._fits(spec, config)
         # The plain kernel supports all that other kernels support, but for the number of batches.
@@ -381,8 +414,13 @@ class CutlassProvider:
         if config.kernel_schedule == "plain":
             if (tile := _plain(dtype).tile) != (m, n, k):
                 return Status(f"plain kernels for {dtype} have tiles of {'x'.join(map(str, tile))}")
-            if dtype == "float8_e4m3fn" and number < 89:
+            if dtype in FP8 and number < 89:
                 return Status(f"sm_{self.arch} does not multiply fp8")
+            if spec.block_rows_a:
+                return Status(
+                    "only kernels with TMA, for sm_90a, take scales of blocks; addresses and strides of A and B are "
+                    "multiples of 16 bytes for them"
+                )
             if spec.l > MAX_GRID or -(-spec.n // n) > MAX_GRID:
                 return Status(
                     f"plain kernels compute at most {MAX_GRID} batches of at most {MAX_GRID * n} columns, got {spec.l} "
@@ -408,6 +446,8 @@ class CutlassProvider:
             return Status(f"tiles of {config.kernel_schedule} kernels are multiples of {least} by 8..256, got {m}x{n}")
         if dtype == "tfloat32" and n > 32 and n % 32:
             return Status(f"tiles of tfloat32 are multiples of 32 wide: CUTLASS does not compile others, got {m}x{n}")
+        if spec.block_rows_a and k != SCALE_BLOCK:
+            return Status(f"tiles of kernels that take scales of blocks are {SCALE_BLOCK} deep, got {k}")
         if k * DTYPE_BYTES[dtype] % 32:
             return Status(f"depths of tiles are multiples of 32 bytes, got {k} elements")
         return Status()

@@ -18,6 +18,7 @@ from distgemm.gemm.spec import RASTERS, TMA_ALIGNMENT, GemmConfig
 
 __all__ = [
     "Arguments",
+    "BlockScales",
     "DescriptorError",
     "Matrix",
     "Parameter",
@@ -54,11 +55,21 @@ class Terms(ctypes.Structure):
     )
 
 
+class BlockScales(ctypes.Structure):
+    """struct BlockScales of blockwise.cuh."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "step")),
+        *((name, ctypes.c_int32) for name in ("rows", "block_rows")),
+    )
+
+
 class Arguments(ctypes.Structure):
     """What a kernel of one GEMM computes. A struct, so that its addresses are cells: see :mod:`distgemm.gemm.launches`.
 
     Extents m, n, k and the number of batches l; A, B, D, and the source, which is C or the partial sum; all else that
-    is added; the SMs to use, the number of the raster, and the swizzle count.
+    is added; the SMs to use, the number of the raster, and the swizzle count; scales of blocks.
     """
 
     _fields_ = (
@@ -66,6 +77,7 @@ class Arguments(ctypes.Structure):
         *((name, Matrix) for name in ("a", "b", "source", "d")),
         ("terms", Terms),
         *((name, ctypes.c_int32) for name in ("sm_count", "raster", "swizzle")),
+        *((name, BlockScales) for name in ("scales_a", "scales_b")),
     )
 
 
@@ -372,6 +384,9 @@ def gemm_parameter(
     for name, matrix, rows in (("a", given.a, given.m), ("b", given.b, given.n)):
         field, row_major = f"mainloop.tma_load_{name}.tma_desc_", bool(layout.number(f"{name}_row_major"))
         made.describe(field, name, name.upper(), matrix, (rows, given.k, given.l), row_major)
+    if "mainloop.scales_a" in layout:
+        made.copy("mainloop.scales_a", given.scales_a)
+        made.copy("mainloop.scales_b", given.scales_b)
     return made, tiles.grid(given.l, given.sm_count)
 
 

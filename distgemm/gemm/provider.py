@@ -26,12 +26,15 @@ class GemmTensors:
         c: as ``d``; None: absent.
         partial: a partial sum, as ``d``; None: absent.
         bias: (n,); None: absent.
-        scale_a: float32, one number or one for each row of A; None: 1.
-        scale_b: float32, one number or one for each row of B; None: 1.
+        scale_a: float32, one number or one for each row of A; None: 1. With ``block_rows``, a matrix with one number
+            for each block: (⌈m / block_rows[0]⌉, ⌈k / 128⌉), of any strides.
+        scale_b: float32, one number or one for each row of B; None: 1. With ``block_rows``, as ``scale_a``.
         alpha: factor of the product.
         beta: factor of C; with 0, C is not read.
         dtype: "tfloat32" to multiply float32 tensors with 10 bits of mantissa; None: the tensors' type.
         padded: whether the bytes between the end of D's rows and the next multiple of 16 may be overwritten.
+        block_rows: the scales are of blocks of 128 columns and so many rows of A, and of B: 1 or 128. None: they are
+            not.
     """
 
     a: torch.Tensor
@@ -46,6 +49,7 @@ class GemmTensors:
     beta: float = 0.0
     dtype: str | None = None
     padded: bool = False
+    block_rows: tuple[int, int] | None = None
 
 
 class Launch(Protocol):

@@ -9,7 +9,8 @@ and from the file of that name that ships with the package. The heuristic estima
 
 The rate of a tile is its share of the throughput of the fastest tile (:mod:`distgemm.gemm.tiles`); the overhead, in
 elements of k, is the time of a tile besides its main loop. If GEMMs alternate on several streams, waves are not rounded
-up: the next GEMM fills the last wave. Rates and overheads were measured on one H200 (``docs/measurements.md``).
+up: the next GEMM fills the last wave. Rates and overheads were measured on one H200 (``docs/measurements.md``), but for
+those of fp8.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 from distgemm.gemm.cache import TunedCache
 from distgemm.gemm.nvcc import KernelSource, is_there
 from distgemm.gemm.provider import GemmProvider
-from distgemm.gemm.spec import GemmConfig, GemmSpec, KernelSchedule
+from distgemm.gemm.spec import FP8, GemmConfig, GemmSpec, KernelSchedule
 from distgemm.gemm.target import TARGET
-from distgemm.gemm.tiles import PLAIN_TILE, TILES, UNLISTED_RATE
+from distgemm.gemm.tiles import FP8_TILES, PLAIN_TILE, TILES, UNLISTED_RATE
 
 __all__ = [
     "CACHE",
@@ -51,7 +52,10 @@ CACHE = TunedCache("gemm", Path(__file__).parent / "tuned", _check, "distgemm tu
 
 SMS = 132
 """SMs of the GPU that the heuristic assumes (H100 and H200 SXM)."""
-RATES = {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*TILES, PLAIN_TILE)}
+RATES, FP8_RATES = (
+    {(tile.kernel_schedule, *tile.extents): tile.rate for tile in (*tiles, PLAIN_TILE)} for tiles in (TILES, FP8_TILES)
+)
+"""Rates of tiles, and those of tiles for fp8, by kernel schedule, m and n."""
 OVERHEADS: dict[KernelSchedule, int] = {"cooperative": 160, "pingpong": 60, "plain": 160}
 """Time of a tile besides its main loop, in elements of k."""
 
@@ -73,7 +77,8 @@ def estimate(spec: GemmSpec, config: GemmConfig, streams: int = 1, sms: int = SM
     tile_m, tile_n, _ = config.tile
     tiles, at_once = count * tiles_of(spec, config), tiles_at_once(config, sms)
     waves = -(-tiles // at_once) if streams == 1 else max(tiles / at_once, 0.5)
-    rate = RATES.get((config.kernel_schedule, tile_m, tile_n), UNLISTED_RATE)
+    rates = FP8_RATES if spec.a.dtype in FP8 else RATES
+    rate = rates.get((config.kernel_schedule, tile_m, tile_n), UNLISTED_RATE)
     return waves * (spec.k + OVERHEADS[config.kernel_schedule]) * tile_m * tile_n / rate
 
 
@@ -106,7 +111,10 @@ def key_of(spec: GemmSpec, streams: int = 1) -> str:
     terms = [
         f"{name}:{matrix.dtype}" for name, matrix in (("c", spec.c), ("partial", spec.partial)) if matrix is not None
     ]
-    terms += [f"{name}:{mode}" for name, mode in (("a", spec.scale_a), ("b", spec.scale_b)) if mode == "row"]
+    terms += [
+        f"{name}:{mode}" for name, mode in (("a", spec.scale_a), ("b", spec.scale_b)) if mode not in ("none", "tensor")
+    ]
+    terms += [f"b:{spec.b.dtype}"] if spec.b.dtype != spec.a.dtype else []
     terms += [f"streams:{streams}"] if streams > 1 else []
     return " ".join([f"{spec.m}x{spec.n}x{spec.k}x{spec.l}", f"{spec.a.dtype}_{majors}", spec.d.dtype, *terms])
 

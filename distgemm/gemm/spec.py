@@ -10,6 +10,8 @@ from distgemm.arguments import boolean, instance, integer, member, wrong
 from distgemm.plan.problem import DTYPE_BYTES
 
 __all__ = [
+    "FP8",
+    "SCALE_BLOCK",
     "TMA_ALIGNMENT",
     "Epilogue",
     "GemmConfig",
@@ -25,6 +27,12 @@ __all__ = [
 TMA_ALIGNMENT = 16
 """Bytes that divide every address and stride that TMA takes."""
 
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+"""Types of 8 bits. A and B may differ in them."""
+
+SCALE_BLOCK = 128
+"""Columns of a block that has one scale."""
+
 KernelSchedule = Literal["cooperative", "pingpong", "plain"]
 """``"cooperative"``: two warp groups share a tile. ``"pingpong"``: two warp groups alternate, one multiplies while the
 other stores. ``"plain"``: neither TMA nor wgmma, for any alignment."""
@@ -35,8 +43,8 @@ Epilogue = Literal["tma", "direct"]
 Raster = Literal["heuristic", "m", "n"]
 """The mode along which tiles follow each other; ``"heuristic"``: CUTLASS chooses."""
 
-ScaleMode = Literal["none", "tensor", "row"]
-"""No scale, one number for the tensor, or one number for each row of A or of B."""
+ScaleMode = Literal["none", "tensor", "row", "1x128", "128x128"]
+"""No scale, one number for the tensor, for each row of A or of B, or for each block of so many rows and columns."""
 
 Moving = Literal["a", "b"]
 """The operand that differs between the GEMMs of one fused kernel."""
@@ -147,7 +155,7 @@ class GemmSpec:
         scale_b: the scales of B.
 
     Raises:
-        ValueError: if the extents or the types of A and B do not fit together.
+        ValueError: if the extents, the types or the scales of A and B do not fit together.
     """
 
     a: MatrixSpec
@@ -174,8 +182,12 @@ class GemmSpec:
         for name, matrix in (("A", a), ("B", b), ("C", self.c), ("the partial sum", self.partial)):
             if matrix is not None and matrix.batches != d.batches:
                 raise ValueError(f"D has {d.batches} batches, {name} has {matrix.batches}")
-        if a.dtype != b.dtype:
-            raise ValueError(f"A and B are of one type, got {a.dtype} and {b.dtype}")
+        if a.dtype != b.dtype and not {a.dtype, b.dtype} <= set(FP8):
+            raise ValueError(
+                f"A and B are of one type, got {a.dtype} and {b.dtype}; only {' and '.join(FP8)} may differ"
+            )
+        if (self.block_rows_a == 0) != (self.block_rows_b == 0):
+            raise ValueError(f"both A and B have scales of blocks, or none has, got {self.scale_a} and {self.scale_b}")
 
     @property
     def m(self) -> int:
@@ -194,6 +206,16 @@ class GemmSpec:
         return self.d.batches
 
     @property
+    def block_rows_a(self) -> int:
+        """Rows of a block of A that has one scale; 0: blocks have none."""
+        return _block_rows(self.scale_a)
+
+    @property
+    def block_rows_b(self) -> int:
+        """As ``block_rows_a``, of B."""
+        return _block_rows(self.scale_b)
+
+    @property
     def results_aligned(self) -> bool:
         """Whether TMA can write D and read the matrix added to it. If there is a partial sum, C is read without TMA."""
         added = self.partial or self.c
@@ -203,6 +225,10 @@ class GemmSpec:
     def operands_aligned(self) -> bool:
         """Whether TMA can read A and B."""
         return self.a.readable and self.b.readable
+
+
+def _block_rows(mode: ScaleMode) -> int:
+    return int(mode.partition("x")[0]) if "x" in mode else 0
 
 
 def _shape(matrix: MatrixSpec) -> str:

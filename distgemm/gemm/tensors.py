@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from distgemm.gemm.provider import GemmTensors
-from distgemm.gemm.spec import TMA_ALIGNMENT, GemmSpec, MatrixSpec, ScaleMode, common_power_of_two
+from distgemm.gemm.spec import SCALE_BLOCK, TMA_ALIGNMENT, GemmSpec, MatrixSpec, ScaleMode, common_power_of_two
 from distgemm.plan.problem import DTYPES
 
 __all__ = ["check_device", "matrix_spec", "spec_of"]
@@ -85,6 +85,8 @@ def spec_of(tensors: GemmTensors) -> GemmSpec:
         raise ValueError(
             f"dtype is {DTYPE_NAMES.get(a.dtype)!r} as A, or 'tfloat32' for float32, got {tensors.dtype!r}"
         )
+    if tensors.block_rows is not None and not set(tensors.block_rows) <= {1, SCALE_BLOCK}:
+        raise ValueError(f"block_rows are 1 or {SCALE_BLOCK}, for A and for B, got {tensors.block_rows}")
     if tensors.beta and tensors.c is None:
         raise ValueError(f"beta is {tensors.beta}, but there is no C")
     if not _disjoint(d):
@@ -98,8 +100,8 @@ def spec_of(tensors: GemmTensors) -> GemmSpec:
         c=results.get("C") if tensors.beta else None,
         partial=results.get("the partial sum"),
         bias=None if tensors.bias is None else _known("bias", tensors.bias),
-        scale_a=_scale("scale_a", tensors.scale_a, a.shape[-2]),
-        scale_b=_scale("scale_b", tensors.scale_b, b.shape[-2]),
+        scale_a=_scale("scale_a", tensors.scale_a, a, tensors.block_rows and tensors.block_rows[0]),
+        scale_b=_scale("scale_b", tensors.scale_b, b, tensors.block_rows and tensors.block_rows[1]),
     )
     if tensors.bias is not None and (tensors.bias.shape != (spec.n,) or tensors.bias.stride() != (1,)):
         raise ValueError(
@@ -139,7 +141,10 @@ def _disjoint(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _scale(name: str, scale: torch.Tensor | None, rows: int) -> ScaleMode:
+def _scale(name: str, scale: torch.Tensor | None, operand: torch.Tensor, block_rows: int | None) -> ScaleMode:
+    rows, columns = operand.shape[-2:]
+    if block_rows is not None:
+        return _block_scale(name, scale, (-(-rows // block_rows), -(-columns // SCALE_BLOCK)), block_rows)
     if scale is None:
         return "none"
     if scale.dtype != torch.float32 or not scale.is_contiguous():
@@ -149,3 +154,10 @@ def _scale(name: str, scale: torch.Tensor | None, rows: int) -> ScaleMode:
     if scale.numel() == rows:
         return "row"
     raise ValueError(f"{name} has 1 element or one for each of {rows} rows, got shape {tuple(scale.shape)}")
+
+
+def _block_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, int], block_rows: int) -> ScaleMode:
+    if scale is None or scale.dtype != torch.float32 or scale.shape != shape:
+        got = None if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
+        raise ValueError(f"{name} is of float32 and has a number for each block, shape {shape}, got {got}")
+    return "1x128" if block_rows == 1 else "128x128"

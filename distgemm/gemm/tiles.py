@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 from distgemm.gemm.spec import KernelSchedule
 
-__all__ = ["PLAIN_TILE", "TILES", "TMA_TILES", "UNLISTED_RATE", "Tile"]
+__all__ = [
+    "FP8_TILES",
+    "MAX_COLUMN_SCALED_SUMS",
+    "MAX_FP8_SUMS",
+    "PLAIN_TILE",
+    "TILES",
+    "TMA_TILES",
+    "UNLISTED_RATE",
+    "Tile",
+]
 
 
 class Tile(NamedTuple):
@@ -29,8 +38,13 @@ class Tile(NamedTuple):
     clusters: tuple[tuple[int, int], ...]
     rate: float
 
+    @property
+    def sums(self) -> int:
+        """Elements of the tile that a thread of the warp groups that multiply it has."""
+        return self.extents[0] * self.extents[1] // (256 if self.kernel_schedule == "cooperative" else 128)
 
-TILES = (
+
+TILES: tuple[Tile, ...] = (
     Tile("cooperative", (128, 256), ((1, 2), (2, 1)), rate=1.0),
     Tile("cooperative", (256, 128), ((2, 1), (1, 2)), rate=1.0),
     Tile("cooperative", (256, 144), ((1, 2),), rate=1.0),
@@ -46,6 +60,22 @@ TILES = (
 )
 """Tiles of kernels with TMA and wgmma. Of configurations with equal estimates, the first listed is taken."""
 
+MAX_FP8_SUMS = 96
+"""Kernels for fp8 with TMA have each sum twice in registers: for the last 128 of k, and for all before. The compiler
+spills those of larger tiles."""
+
+MAX_COLUMN_SCALED_SUMS = 80
+"""As ``MAX_FP8_SUMS``, if each column of D has scales of its own, which take registers, too."""
+
+FP8_TILES: tuple[Tile, ...] = (
+    Tile("cooperative", (128, 192), ((2, 1), (1, 2)), rate=1.0),
+    Tile("cooperative", (128, 160), ((2, 1),), rate=0.96),
+    Tile("cooperative", (128, 128), ((2, 1), (1, 2)), rate=0.9),
+    Tile("pingpong", (64, 128), ((1, 1),), rate=0.6),
+)
+"""Tiles of kernels for fp8 with TMA. Their rates are estimates. In a cooperative kernel one warp group moves sums while
+the other one multiplies; in a pingpong kernel none multiplies meanwhile."""
+
 PLAIN_TILE = Tile("plain", (128, 128), ((1, 1),), rate=0.3)
 """The only tile of kernels without TMA."""
 
@@ -53,4 +83,4 @@ UNLISTED_RATE = 0.7
 """The rate of a tile that is not listed, but named by the user."""
 
 TMA_TILES = tuple((tile.extents, cluster, tile.kernel_schedule) for tile in TILES for cluster in tile.clusters)
-"""(extents, cluster, kernel schedule) of each configuration with TMA."""
+"""(extents, cluster, kernel schedule) of each configuration with TMA, for types of 16 and 32 bits."""

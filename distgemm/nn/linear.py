@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from distgemm.arguments import MAX_EXTENT, boolean, instance, integer
 from distgemm.fp8 import LayerState, Recipe
 from distgemm.fp8.recipe import read_recipe
+from distgemm.nn.heads import HeadsProjection
 from distgemm.nn.recipes import state_of
 from distgemm.nn.state import megatron_sharded_state_dict
 from distgemm.nn.tensors import (
@@ -35,7 +36,13 @@ from distgemm.runtime.torch_arguments import read_device, read_dtype
 from distgemm.torch_ops import all_gather_matmul, group_name, matmul_reduce_scatter
 from distgemm.torch_ops.functional import check_schedule
 
-__all__ = ["ColumnParallelLinear", "ParallelLinear", "RowParallelLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "HeadsToTokensLinear",
+    "ParallelLinear",
+    "RowParallelLinear",
+    "TokensToHeadsLinear",
+]
 
 Tensor = torch.Tensor
 
@@ -138,9 +145,10 @@ class ParallelLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new parameters: uniform, with the bounds of an nn.Linear with all in_features.
 
-        A bias that is not split starts with zeros. Each rank has its own generator. Its seed is a number from torch's
-        default generator plus the number of the rank's part. So with the same torch.manual_seed, ranks draw different
-        parts, and data-parallel replicas draw the same. The whole weight depends on the number of ranks.
+        A bias that is not split starts with zeros, and a weight that is not split is the same on all ranks. Each rank
+        has its own generator. Its seed is a number from torch's default generator plus the number of the rank's part.
+        So with the same torch.manual_seed, ranks draw different parts, and data-parallel replicas draw the same. The
+        whole weight depends on the number of ranks.
         """
         bound = 1 / math.sqrt(self.in_features)
         # Also drawn for parameters without values, so that torch's generator is in the same state afterwards.
@@ -150,7 +158,7 @@ class ParallelLinear(nn.Module):
             part = local(parameter.detach())
             if part.is_meta:
                 continue
-            if name in self.split:
+            if name in self.split or name == "weight":
                 own = own or torch.Generator(part.device).manual_seed(seed + _part_number(self.weight))
                 nn.init.uniform_(part, -bound, bound, generator=own)
             else:
@@ -336,3 +344,64 @@ class RowParallelLinear(ParallelLinear):
             recipe=self.fp8,
         )
         return tokens_back(y, dim)
+
+
+class TokensToHeadsLinear(ParallelLinear):
+    """A linear layer before attention, as in DeepSpeed Ulysses: :func:`distgemm.matmul_all_to_all`.
+
+    The input is (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., head_dim times this
+    rank's number of heads). With ``sequence_dim=1`` they are (batch, tokens, features). Every rank has the whole
+    weight, and the sum of its gradient over the ranks.
+
+    Args:
+        in_features: in_features.
+        out_features: out_features of all heads.
+        head_dim: as in :class:`distgemm.nn.TokensToHeads`.
+        kv_heads: as in :class:`distgemm.nn.TokensToHeads`.
+        **options: group, bias, schedule, chunks, sequence_dim, m_per_rank, device and dtype, as in
+            :class:`ParallelLinear`.
+
+    Raises:
+        ValueError: as :class:`ParallelLinear` and :class:`distgemm.nn.TokensToHeads`, and for a recipe.
+    """
+
+    split = {}  # noqa: RUF012
+    to_heads = True
+
+    def __init__(
+        self, in_features: int, out_features: int, *, head_dim: int, kv_heads: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, **options)
+        if self.fp8 is not None:
+            raise ValueError(f"{type(self).__name__} does not compute in fp8: leave recipe out")
+        settings = HeadsProjection(
+            type(self).__name__,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            sequence_dim=self.sequence_dim,
+            schedule=self.schedule,
+            chunks=self.chunks,
+        )
+        features = out_features if self.to_heads else in_features
+        self.projection = settings.of(features, self.mesh, to_heads=self.to_heads)
+
+    def forward(self, x: Tensor, m_per_rank: Sequence[int] | None = None) -> Tensor:
+        """All tokens of this rank's heads, or behind attention this rank's tokens.
+
+        Args:
+            x: the input.
+            m_per_rank: tokens of each rank; None: as the layer was made.
+        """
+        run = self.projection.to_heads if self.to_heads else self.projection.to_tokens
+        return run(x, self.weight, self.bias, tokens_now(self.m_per_rank) if m_per_rank is None else m_per_rank)
+
+
+class HeadsToTokensLinear(TokensToHeadsLinear):
+    """A linear layer behind attention, as in DeepSpeed Ulysses: :func:`distgemm.all_to_all_matmul`.
+
+    The input is (tokens of all ranks, ..., head_dim times this rank's number of heads), the output (tokens of this
+    rank, ..., out_features). In_features are those of all heads of queries. The other arguments are those of
+    :class:`TokensToHeadsLinear`.
+    """
+
+    to_heads = False

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distgemm.arguments import boolean, string, wrong
 from distgemm.fp8 import Recipe
 from distgemm.fp8.recipe import read_recipe
+from distgemm.nn.heads import HeadsProjection
 from distgemm.nn.recipes import give_state, share_state, state, state_of
 from distgemm.nn.replicated import linear_of_replicated
 from distgemm.nn.tensors import (
@@ -46,7 +47,14 @@ from distgemm.torch_ops import all_gather_matmul, group_name, matmul_all_reduce,
 from distgemm.torch_ops.functional import autocast_dtype, check_schedule
 from distgemm.torch_ops.library import split_extent
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "SharedColwiseParallel"]
+__all__ = [
+    "ColwiseParallel",
+    "HeadsToTokens",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "SharedColwiseParallel",
+    "TokensToHeads",
+]
 
 Tensor = torch.Tensor
 
@@ -547,3 +555,81 @@ class SharedColwiseParallel(ParallelStyle):
             linear.forward = partial(shared.forward, name)  # type: ignore[method-assign]
         module.register_forward_hook(shared.clear, always_call=True)
         return module
+
+
+class TokensToHeads(ParallelStyle):
+    """Brings all tokens of this rank's heads from an nn.Linear before attention: :func:`distgemm.matmul_all_to_all`.
+
+    It is for the projections of queries, keys and values in sequence parallelism as in DeepSpeed Ulysses. The input is
+    (tokens of this rank, ..., in_features), the output (tokens of all ranks, ..., head_dim times this rank's number of
+    heads). With ``sequence_dim=1`` they are (batch, tokens, features). :func:`distgemm.nn.heads_per_rank` says which
+    heads a rank has. :class:`HeadsToTokens` leads back.
+
+    Every rank has the whole weight, as a DTensor that is replicated. Its gradient is summed over the ranks when
+    backward computes it.
+
+    Args:
+        head_dim: out_features of a head.
+        kv_heads: number of heads of keys and values, the same for all projections of an attention; None: as many as of
+            queries.
+        sequence_dim: as in :class:`ColwiseParallel`.
+        m_per_rank: as in :class:`ColwiseParallel`.
+        schedule: as in :func:`distgemm.matmul_all_to_all`.
+        chunks: as in :func:`distgemm.matmul_all_to_all`.
+        sum_gradients: False: the parameters stay as they are, and so do their gradients, which are those of this rank's
+            tokens. FSDP2 or DistributedDataParallel over these ranks sums the gradients of the whole model.
+
+    Raises:
+        ValueError: for an unknown schedule and wrong numbers; where it is applied, if out_features are no whole heads,
+            and for numbers of heads that :func:`distgemm.nn.heads_per_rank` refuses.
+    """
+
+    to_heads = True
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        kv_heads: int | None = None,
+        sequence_dim: int | None = None,
+        m_per_rank: Tokens = None,
+        schedule: str = "auto",
+        chunks: int | None = None,
+        sum_gradients: bool = True,
+    ) -> None:
+        super().__init__()
+        self.m_per_rank = check_tokens(m_per_rank)
+        self.settings = HeadsProjection(
+            _name(self),
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            sequence_dim=sequence_dim,
+            schedule=schedule,
+            chunks=chunks,
+            sum_gradients=sum_gradients,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _linear(self, module)
+        features = linear.out_features if self.to_heads else linear.in_features
+        projection = self.settings.of(features, device_mesh, to_heads=self.to_heads)
+        if self.settings.sums:
+            _distribute(self, linear, device_mesh, {"weight": Replicate(), "bias": Replicate()})
+        run, m_per_rank = projection.to_heads if self.to_heads else projection.to_tokens, self.m_per_rank
+
+        def forward(self: nn.Linear, x: Tensor) -> Tensor:
+            return run(x, self.weight, self.bias, tokens_now(m_per_rank))
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
+class HeadsToTokens(TokensToHeads):
+    """Brings this rank's tokens from an nn.Linear behind attention: :func:`distgemm.all_to_all_matmul`.
+
+    The input is (tokens of all ranks, ..., head_dim times this rank's number of heads), the output (tokens of this
+    rank, ..., out_features). The arguments are those of :class:`TokensToHeads`, and in_features are those of all heads
+    of queries. ``m_per_rank`` is the tokens that each rank keeps.
+    """
+
+    to_heads = False

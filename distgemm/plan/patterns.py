@@ -21,12 +21,13 @@ SHARDED_MODES: dict[str, tuple[str, str, str]] = {
 """The mode of A, of B and of D that a pattern shards over the ranks. "": each rank holds the whole operand."""
 
 
-def does_pattern(plan: Plan, pattern: str) -> bool:
+def does_pattern(plan: Plan, pattern: str, copies: int = 1) -> bool:
     """Whether the shards of A, B and D in a plan are those of a pattern.
 
     Args:
         plan: the plan.
         pattern: for example "ag+gemm", which needs A sharded along M, B and D along N.
+        copies: number of consecutive ranks that hold each shard of D.
 
     Returns:
         True if every rank's shards are as the pattern needs, with the shards in the order of the ranks.
@@ -40,6 +41,10 @@ def does_pattern(plan: Plan, pattern: str) -> bool:
         boxes = [plan.box(operand, rank) for rank in range(plan.world_size)]
         for at, mode in enumerate(MODES[operand][:2], start=1):
             held, extent = [box[at] for box in boxes], getattr(plan.problem, mode)
+            if mode == split and operand == "D" and copies > 1:
+                if any(each != held[rank - rank % copies] for rank, each in enumerate(held)):
+                    return False
+                held = held[::copies]
             if not (_in_order(held, extent) if mode == split else all(edges == (0, extent) for edges in held)):
                 return False
     return True

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from distgemm.arguments import wrong
+from distgemm.plan.ops import Box, box_extents
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.groups import failing
@@ -37,6 +38,7 @@ __all__ = [
     "compare",
     "differences",
     "exchange_reports",
+    "gathered_box",
     "group_timeout",
     "plan_fields",
     "problem_fields",
@@ -444,8 +446,14 @@ def check_shard(plan: Plan, rank: int, device: torch.device, name: str, tensor: 
     return found
 
 
+def gathered_box(plan: Plan, rank: int) -> Box:
+    """The part of A that a call can return as ``gathered``: all columns of those rows that this rank's D has."""
+    batches, rows, _ = plan.box("D", rank)
+    return batches, rows, (0, plan.problem.k)
+
+
 def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, Tensor]) -> None:
-    """Check the tensor that all of A goes into.
+    """Check the tensor that :func:`gathered_box` of A goes into.
 
     Args:
         plan: what is executed.
@@ -454,12 +462,12 @@ def check_gathered(plan: Plan, rank: int, gathered: Tensor, given: Mapping[str, 
         given: the tensors of the call by name, from :func:`check_shards`.
 
     Raises:
-        ValueError: where it has another shape than all of A, or another dtype or device than A's shard, shares memory
-            with another tensor of the call, or cannot be written as :func:`check_shards` says of ``out``.
+        ValueError: where it has another shape than this part of A, or another dtype or device than A's shard, shares
+            memory with another tensor of the call, or cannot be written as :func:`check_shards` says of ``out``.
     """
     read_tensor(f"gathered on rank {rank}", gathered)
-    p, a = plan.problem, given["A"]
-    shape = (p.l, p.m, p.k) if p.l > 1 else (p.m, p.k)
+    a, extents = given["A"], box_extents(gathered_box(plan, rank))
+    shape = extents if plan.problem.l > 1 else extents[1:]
     if tuple(gathered.shape) != shape or gathered.dtype != a.dtype or gathered.device != a.device:
         raise ValueError(
             f"gathered on rank {rank} is {shape} of {a.dtype} on {a.device}, got {tuple(gathered.shape)} of "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXECUTION_FIELDS",
+    "PER_TILE",
     "Executable",
     "ExecutionConfig",
     "ExecutionMode",
@@ -26,6 +27,9 @@ ExecutionMode = Literal["multi_kernel", "single_kernel", "per_tile"]
 WaitBy = Literal["memory_op", "kernel"]
 Transport = Literal["copy_engine", "copy_engine_slices", "sm"]
 OnTimeout = Literal["raise", "abort"]
+
+PER_TILE = "per-tile kernel"
+"""Who moves data where all work of a rank is one per-tile kernel, for reports."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,8 @@ class Executable(Protocol):
                 if only one of their sides, and of that shape's, is longer than 1. None: the problem has no scaling.
             scale_b: as ``scale_a``, of this rank's shard of B: "SFB".
             out: where D goes, instead of a new tensor. It shares no memory with the shards.
-            gathered: where all of A goes, (m, k), where this rank receives all of A. It shares no memory with the
-                others.
+            gathered: where A goes that this rank receives, (rows of its D, k), if it receives all columns of these
+                rows: with an all-gather all of A. It shares no memory with the others.
 
         Raises:
             ValueError: for tensors of another shape, dtype or device, for shards that require grad outside of

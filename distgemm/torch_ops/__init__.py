@@ -15,9 +15,11 @@ from distgemm.torch_ops.dispatch import (
 )
 from distgemm.torch_ops.functional import (
     all_gather_matmul,
+    all_to_all_matmul,
     gather,
     group_name,
     matmul_all_reduce,
+    matmul_all_to_all,
     matmul_reduce_scatter,
 )
 
@@ -27,10 +29,12 @@ __all__ = [
     "ONE_SHOT_TOKENS",
     "CallRecord",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "gather",
     "group_name",
     "last_call",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "record_calls",
     "select_schedule",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from distgemm.arguments import instance
+from distgemm.arguments import instance, member
 from distgemm.plan.derive import make_plan
 from distgemm.plan.ops import Gemm
 from distgemm.plan.patterns import does_pattern, schedule_does_pattern
@@ -20,10 +20,10 @@ from distgemm.plan.plan import Plan, once_for_structure
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, process_group
 from distgemm.runtime.collective.executable import CollectiveExecutable
-from distgemm.runtime.executable import EXECUTION_FIELDS, Executable, ExecutionConfig
+from distgemm.runtime.executable import EXECUTION_FIELDS, PER_TILE, Executable, ExecutionConfig
 from distgemm.runtime.gathering import GatheredChunk
 from distgemm.runtime.groups import GroupRef, PerGroup, raise_if_failed
-from distgemm.schedulers import Pattern, check_pattern, list_schedules
+from distgemm.schedulers import PATTERNS, Pattern, list_schedules
 from distgemm.simulator import arrivals
 from distgemm.torch_ops.needs import Need, note_need, recording
 
@@ -39,6 +39,7 @@ __all__ = [
     "Function",
     "KeptCalls",
     "PreparedCall",
+    "is_tuned",
     "last_call",
     "named_config",
     "noting",
@@ -49,7 +50,14 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-Function = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "gather"]
+Function = Literal[
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "gather",
+]
 
 CALLER = "the caller"
 """Who computes the GEMMs of a :func:`distgemm.gather`."""
@@ -85,6 +93,8 @@ RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
         (ONE_SHOT_TOKENS + 1, "all_reduce_1d_pairwise_a", 1),
         (0, "all_reduce_1d_one_shot_a", 1),
     ),
+    "gemm+a2a": ((0, "all_to_all_1d_rotating_d", 1),),
+    "a2a+gemm": ((0, "all_to_all_1d_rotating_a", 1),),
 }
 """Rows (fewest tokens, schedule, chunks) of each pattern. The first row that has enough tokens is taken."""
 
@@ -92,15 +102,17 @@ RULES: dict[Pattern, tuple[tuple[int, str, int], ...]] = {
 def select_schedule(pattern: Pattern, problem: GemmProblem) -> tuple[str, dict[str, Any]]:
     """The schedule and its options that "auto" takes for CPU tensors, and for CUDA tensors with a number of chunks.
 
-    An all-gather takes each shard directly from its owner. Sums travel around the ring in two chunks if there are
-    many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its reduce-scatter, and
-    for few tokens the one-shot schedule: every rank gets all parts and adds them itself.
+    For an all-to-all, "auto" takes them for all tensors.
+
+    An all-gather and an all-to-all take each shard directly from its owner. Sums travel around the ring in two chunks
+    if there are many tokens, and otherwise go directly to their owner. An all-reduce takes the schedule of its
+    reduce-scatter, and for few tokens the one-shot schedule: every rank gets all parts and adds them itself.
 
     Args:
-        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        pattern: what the ranks do: "ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a" or "a2a+gemm".
         problem: the GEMM over all ranks.
     """
-    check_pattern(pattern)
+    member("pattern", pattern, RULES)
     instance("problem", problem, GemmProblem, "a distgemm.GemmProblem")
     schedule, chunks = next((name, chunks) for tokens, name, chunks in RULES[pattern] if problem.m >= tokens)
     return schedule, {"chunks": chunks}
@@ -114,9 +126,9 @@ class CallRecord:
     """A call that ran on this rank.
 
     Attributes:
-        function: the function that was called: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-            "gather" is the second gather of all_gather_matmul's input, for the gradient of its weight, or a
-            :func:`distgemm.gather`.
+        function: the function that was called: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+            "matmul_all_to_all" or "all_to_all_matmul". "gather" is a transfer for the gradient of a weight, such as the
+            second gather of all_gather_matmul's input, or a :func:`distgemm.gather`.
         plan: the plan that was executed. ``plan.schedule`` is its schedule, ``plan.link_bytes()`` what it moved. For
             the unfused program, the plan only says which shards went in and out.
         options: options of the schedule, as (name, value) pairs.
@@ -150,6 +162,8 @@ class CallRecord:
             return "one rank: nothing moves"
         if self.unfused:
             return "unfused: a collective and one GEMM"
+        if self.transfers == PER_TILE:
+            return None
         if self.function == "gather":
             return None if self.provider == CALLER else "a gather alone: there is no GEMM"
         if max(size.gemms for size in self.plan.sizes) == 1:
@@ -177,7 +191,7 @@ class CallRecord:
     def _details(self) -> str:
         runtime = f"{self.transfers}, GEMMs by {self.provider}"
         if self.tuned is not None:
-            if not self.unfused:
+            if not self.unfused and self.transfers != PER_TILE:
                 streams = self.tuned.execution.gemm_streams
                 runtime += f" on {streams} stream{'s' * (streams > 1)}"
             runtime += f", {self.tuned.source} configuration"
@@ -238,7 +252,7 @@ def last_call() -> CallRecord:
         ValueError: before the first call.
     """
     if CALLS.last is None:
-        raise ValueError("nothing has run yet: call all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce")
+        raise ValueError("nothing has run yet: call a function of distgemm, such as all_gather_matmul")
     return CALLS.last
 
 
@@ -407,7 +421,7 @@ def prepare(
     an executable if there is none.
 
     Args:
-        pattern: what the ranks do: "ag+gemm", "gemm+rs" or "gemm+ar".
+        pattern: what the ranks do.
         problem: the GEMM over all ranks.
         group_name: name of the process group.
         device: device of the tensors.
@@ -473,7 +487,7 @@ def make(
 
     of_group = GroupRef(group)
     measures = not caller_multiplies and problem.dtype not in QUANTIZED_DTYPES  # the search multiplies without scales
-    if schedule == "auto" and chunks is None and device.type == "cuda" and measures:
+    if is_tuned(pattern, schedule, chunks) and device.type == "cuda" and measures:
         measured = tune.executable(problem, pattern, group, device=device, turned_b=turned_b)
         selected = tune.config_of(measured)
         assert selected is not None
@@ -485,7 +499,7 @@ def make(
     # The collective runtime receives a message only when it waits for it, so a replay cannot overwrite the one before.
     sync = "barrier" if device.type == "cuda" else "credit"
     plan = make_plan(problem, config.schedule, group.size(), **({"sync": sync} | options))
-    if not does_pattern(plan, pattern):
+    if not does_pattern(plan, pattern, _copies_of(pattern, problem)):
         fitting = [name for name in list_schedules() if schedule_does_pattern(name, pattern)]
         raise ValueError(
             f"{plan.schedule} is no schedule for {pattern}; schedule='auto', or one of {', '.join(fitting)}"
@@ -499,11 +513,24 @@ def make(
     return PreparedCall(executable, tuple(sorted(options.items())), of_group)
 
 
+def is_tuned(pattern: Pattern, schedule: str, chunks: int | None) -> bool:
+    """Whether a call takes a measured configuration on GPUs. All-to-alls have none."""
+    return schedule == "auto" and chunks is None and pattern in PATTERNS
+
+
+def _copies_of(pattern: Pattern, problem: GemmProblem) -> int:
+    """The number of ranks that hold each column of D."""
+    if pattern != "gemm+a2a" or problem.n_per_rank is None:
+        return 1
+    return sum(problem.n_per_rank) // problem.n
+
+
 def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: int | None) -> TunedConfig:
     """The configuration that a call names by its schedule and number of chunks; "auto" is the rule of CPUs.
 
     Raises:
-        ValueError: for an unknown schedule, and where both say how many chunks there are.
+        ValueError: for an unknown schedule, for the unfused program of an all-to-all, and where both say how many
+            chunks there are.
     """
     from distgemm import tune  # as in make
 
@@ -512,6 +539,10 @@ def named_config(pattern: Pattern, problem: GemmProblem, schedule: str, chunks: 
         config = tune.TunedConfig("plan", name, tuple(rule.items()))
     else:
         config = tune.TunedConfig.parse(schedule)
+    if config.method == "unfused" and pattern not in PATTERNS:
+        raise ValueError(f"{pattern} has no unfused program; schedule='auto', or the name of a schedule")
+    if (copies := _copies_of(pattern, problem)) > 1:
+        config = replace(config, options=tuple((dict(config.options) | {"copies": copies}).items()))
     if chunks is None:
         return config
     if config.method == "unfused":

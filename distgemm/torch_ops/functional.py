@@ -25,12 +25,14 @@ from distgemm.torch_ops.dispatch import Function
 __all__ = [
     "Group",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "autocast",
     "autocast_dtype",
     "check_schedule",
     "gather",
     "group_name",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
 ]
 
@@ -580,6 +582,175 @@ def matmul_all_reduce(
     flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
     found = library.matmul_all_reduce(flat, b, bias, group_name(group), schedule, chunks, in_features)
     return _unflattened(found, a.shape[1:-1])
+
+
+@overload
+def matmul_all_to_all(
+    a_shard: Tensor,
+    b: Tensor,
+    *,
+    group: Group,
+    bias: Tensor | None = None,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    m_per_rank: Sequence[int] | None = None,
+    n_per_rank: Sequence[int] | None = None,
+    copies: int = 1,
+) -> Tensor: ...
+
+
+@overload
+def matmul_all_to_all(
+    a_shard: Tensor,
+    b: Sequence[Tensor],
+    *,
+    group: Group,
+    bias: Sequence[Tensor | None] | None = None,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    m_per_rank: Sequence[int] | None = None,
+    n_per_rank: Sequence[Sequence[int] | None] | None = None,
+    copies: Sequence[int] | None = None,
+) -> list[Tensor]: ...
+
+
+def matmul_all_to_all(
+    a_shard: Tensor,
+    b: Tensor | Sequence[Tensor],
+    *,
+    group: Group,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    m_per_rank: Sequence[int] | None = None,
+    n_per_rank: Sequence[int] | Sequence[Sequence[int] | None] | None = None,
+    copies: int | Sequence[int] | None = 1,
+) -> Any:
+    """This rank's columns of all tokens, from this rank's tokens: before attention in DeepSpeed Ulysses.
+
+    The unfused program is ::
+
+        y = torch.nn.functional.linear(a_shard, b, bias)  # this rank's tokens, all columns
+        return torch.cat(all_to_all(y.split(n_per_rank, -1), group))  # all tokens, this rank's columns
+
+    All ranks of the group make the same call, with the same b. The gradient of ``a_shard`` is an
+    :func:`all_to_all_matmul`. The gradients of ``b`` and ``bias`` are those of this rank's tokens: sum them over the
+    ranks, as FSDP and DDP do, or as ``distgemm.nn`` does. Under torch.autocast, tensors are cast as for F.linear.
+
+    Args:
+        a_shard: (tokens of this rank, ..., in_features).
+        b: (out_features, in_features), as the weight of an nn.Linear, whole on each rank. A sequence of several
+            weights, such as those of q, k and v, makes a product and an all-to-all for each, one after the other.
+        group: the ranks that take part.
+        bias: (out_features,), whole on each rank. For several b a sequence, with None for a b without bias.
+        schedule: as in :func:`all_gather_matmul`. "auto" is the rule of :func:`distgemm.torch_ops.select_schedule`,
+            also on GPUs. There is no unfused program.
+        chunks: as in :func:`all_gather_matmul`.
+        m_per_rank: tokens of each rank, zeros allowed; None: as many on each.
+        n_per_rank: columns of the result on each rank, such as head_dim times the rank's number of heads; zeros
+            allowed. None: as many on each. For several b a sequence, with None for a b with equal columns.
+        copies: number of consecutive ranks that get the same columns, a divisor of the number of ranks, for fewer heads
+            of keys and values than ranks (grouped-query attention). Their gradients add up. ``n_per_rank`` has an entry
+            for each rank, equal for copies. For several b a sequence; None: one each.
+
+    Returns:
+        (tokens of all ranks, ..., columns of this rank). For several b a list.
+
+    Raises:
+        ValueError: if tensors do not fit each other, the group or the schedule, and if ranks do not divide the columns
+            and ``n_per_rank`` is None.
+        RuntimeError: for a first call with some sizes while a CUDA graph is captured.
+    """
+    function: Function = "matmul_all_to_all"
+    several = isinstance(b, (list, tuple))
+    bs: list[Any] = list(b) if isinstance(b, (list, tuple)) else [b]
+    if not bs:
+        raise wrong("matmul_all_to_all: b", "a tensor, or a sequence of at least one", b)
+    if several:
+        biases = _for_each(function, "bias", bias, len(bs), None, "tensors")
+        columns = _for_each(function, "n_per_rank", n_per_rank, len(bs), None, "sequences of integers")
+        counts = _for_each(function, "copies", copies, len(bs), 1, "integers")
+    else:
+        biases, columns, counts = [bias], [n_per_rank], [copies]
+    named = {"a_shard": a_shard}
+    for name, each in (("b", bs), ("bias", biases)):
+        for index, x in enumerate(each):
+            named[f"{name}[{index}]" if several else name] = x
+    _check(function, named, schedule, chunks, m_per_rank)
+    if not torch.compiler.is_compiling():
+        for index, (widths, count) in enumerate(zip(columns, counts, strict=True)):
+            at = f"[{index}]" if several else ""
+            if widths is not None:
+                integers(f"{function}: n_per_rank{at}", widths, 0, MAX_EXTENT)
+            integer(f"{function}: copies{at}", count, 1, MAX_EXTENT)
+    between = a_shard.shape[1:-1]
+    a, rows, name = autocast(_matrix("a_shard", a_shard)), _rows(m_per_rank, between), group_name(group)
+    results = []
+    for each, its_bias, widths, count in zip(bs, biases, columns, counts, strict=True):
+        its_bias = None if its_bias is None else autocast(its_bias)
+        y = library.matmul_all_to_all(a, autocast(each), its_bias, name, schedule, chunks, rows, widths, count)
+        results.append(_unflattened(y, between))
+    return results if several else results[0]
+
+
+def _for_each(function: Function, name: str, value: Any, count: int, default: Any, what: str) -> list[Any]:
+    """An argument for each of several b: what the caller gave, or as often the default."""
+    if value is None or (default is not None and value == default):
+        return [default] * count
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        raise wrong(f"{function}: {name}", f"a sequence of {count} {what}, as there are {count} b", value)
+    return [default if each is None else each for each in value]
+
+
+def all_to_all_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    group: Group,
+    bias: Tensor | None = None,
+    schedule: str = "auto",
+    chunks: int | None = None,
+    m_per_rank: Sequence[int] | None = None,
+    k_per_rank: Sequence[int] | None = None,
+) -> Tensor:
+    """This rank's tokens of a product, from some columns of all tokens: behind attention in DeepSpeed Ulysses.
+
+    The unfused program is ::
+
+        rows = torch.cat(all_to_all(a.split(m_per_rank), group), -1)  # this rank's tokens, all columns
+        return torch.nn.functional.linear(rows, b, bias)
+
+    All ranks of the group make the same call, with the same b. The gradient of ``a`` is a :func:`matmul_all_to_all`.
+    The gradients of ``b`` and ``bias`` are those of this rank's tokens, as in :func:`matmul_all_to_all`. If b has a
+    gradient, ``rows`` are kept for it instead of ``a``. Under torch.autocast, tensors are cast as for F.linear.
+
+    Args:
+        a: (tokens of all ranks, ..., in_features of this rank).
+        b: (out_features, in_features), as the weight of an nn.Linear, whole on each rank.
+        group: the ranks that take part.
+        bias: (out_features,), whole on each rank.
+        schedule: as in :func:`matmul_all_to_all`.
+        chunks: as in :func:`all_gather_matmul`.
+        m_per_rank: tokens that each rank keeps, zeros allowed; None: as many on each.
+        k_per_rank: columns of a on each rank, such as head_dim times the rank's number of heads; zeros allowed. None:
+            as many on each.
+
+    Returns:
+        (tokens of this rank, ..., out_features).
+
+    Raises:
+        ValueError: if tensors do not fit each other, the group or the schedule.
+        RuntimeError: for a first call with some sizes while a CUDA graph is captured.
+    """
+    function: Function = "all_to_all_matmul"
+    _check(function, {"a": a, "b": b, "bias": bias}, schedule, chunks, m_per_rank)
+    if k_per_rank is not None and not torch.compiler.is_compiling():
+        integers(f"{function}: k_per_rank", k_per_rank, 0, MAX_EXTENT)
+    between = a.shape[1:-1]
+    keeps = torch.is_grad_enabled() and b.requires_grad
+    flat, b, bias = autocast(_matrix("a", a)), autocast(b), None if bias is None else autocast(bias)
+    terms = schedule, chunks, _rows(m_per_rank, between), k_per_rank, keeps, "forward"
+    return _unflattened(library.all_to_all_matmul(flat, b, bias, group_name(group), *terms)[0], between)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from distgemm.measure.models import MODELS, Layer
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
 from distgemm.schedulers import Pattern
 from distgemm.torch_ops import library
-from distgemm.torch_ops.dispatch import named_config
+from distgemm.torch_ops.dispatch import is_tuned, named_config
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.tune.cache import bucketed
 from distgemm.tune.kernels import Scope, configs_of, sources_of
@@ -129,7 +129,7 @@ def sources_for(needs: Iterable[Need], scope: Scope) -> Iterator[KernelSource]:
         pattern, ranks = need.pattern, need.ranks
         terms: dict[str, Any] = {"rank": need.rank, "turned_b": need.turned_b}
         found: list[KernelSource] = []
-        if need.schedule == "auto" and need.chunks is None:
+        if is_tuned(pattern, need.schedule, need.chunks):
             configs = configs_of(need.problem, pattern, ranks, scope)
             if scope == "measured":  # a search measures at other rows
                 rounded = bucketed(need.problem)

@@ -22,10 +22,12 @@ from distgemm.torch_ops.eager import EagerOp
 
 __all__ = [
     "all_gather_matmul",
+    "all_to_all_matmul",
     "check_blocks",
     "check_operands",
     "largest",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "prepare_gather",
     "scaled_matmul",
@@ -104,8 +106,14 @@ def size_and_rank(group: str) -> tuple[int, int]:
     return found.size(), dist.get_rank(found)
 
 
-def check_operands(function: Function, tensors: dict[str, Tensor | None]) -> None:
-    """Check that all tensors have the dtype and device of a, and that all matrices share K."""
+def check_operands(function: Function, tensors: dict[str, Tensor | None], k: int | None = None) -> None:
+    """Check that all tensors have the dtype and device of a, and that all matrices share K.
+
+    Args:
+        function: the function that was called.
+        tensors: a, and each b and bias, by name.
+        k: columns of a on all ranks, where each b has as many; None: each b has as many as a.
+    """
     a = tensors["a"]
     assert a is not None
     if a.dtype not in DTYPE_NAMES:
@@ -128,7 +136,14 @@ def check_operands(function: Function, tensors: dict[str, Tensor | None]) -> Non
             n = tensors[name.replace("bias", "b")]
             if n is not None and tuple(x.shape) != (n.shape[0],):
                 raise ValueError(f"{function}: {name} is ({n.shape[0]},) as b's rows, got {tuple(x.shape)}")
-        elif x.dim() != 2 or x.shape[1] != a.shape[1]:
+        elif k is not None and x is not a:
+            if x.dim() != 2 or x.shape[1] != k:
+                raise ValueError(
+                    f"{function}: a has {a.shape[1]} columns on this rank and {k} on all ranks, so {name} is "
+                    f"(out_features, {k}), as a Linear's weight; got {tuple(x.shape)}. If ranks have different numbers "
+                    "of columns, k_per_rank says them"
+                )
+        elif x.dim() != 2 or (k is None and x.shape[1] != a.shape[1]):
             raise ValueError(
                 f"{function}: a is (tokens, in_features) and {name} (out_features, in_features), as a Linear's weight; "
                 f"got {tuple(a.shape)} and {tuple(x.shape)}" + ("; b.t() would do" if _turned(a, x) else "")
@@ -351,8 +366,12 @@ all_gather_matmul = EagerOp(
 # --- matmul, then reduce-scatter ------------------------------------------------------------------------
 
 
-def _prepare_sum(pattern: Pattern, problem: GemmProblem, call: _ScatterCall | _ReduceCall) -> PreparedCall:
-    """The prepared call of a function that sums over ranks."""
+def _prepare_one(
+    pattern: Pattern,
+    problem: GemmProblem,
+    call: _ScatterCall | _ReduceCall | _MatmulAllToAllCall | _AllToAllMatmulCall,
+) -> PreparedCall:
+    """The prepared call of a function with one b."""
     terms = call.bias is not None, _is_turned(call.b)
     return prepare(pattern, problem, call.group, call.a.device, call.schedule, call.chunks, *terms)
 
@@ -396,7 +415,7 @@ class _ScatterCall(NamedTuple):
     def prepare(self) -> PreparedCall:
         (rows, k), a = self._sizes(), self.a
         problem = _problem("matmul_reduce_scatter", a, a.shape[0], self.b.shape[0], k, rows, len(rows))
-        return _prepare_sum("gemm+rs", problem, self)
+        return _prepare_one("gemm+rs", problem, self)
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_reduce_scatter", self.a, self.b, self.bias)
@@ -477,7 +496,7 @@ class _ReduceCall(NamedTuple):
         k, a = self._whole_k(), self.a
         size, _ = size_and_rank(self.group)
         problem = _problem("matmul_all_reduce", a, a.shape[0], self.b.shape[0], k, None, size)
-        return _prepare_sum("gemm+ar", problem, self)
+        return _prepare_one("gemm+ar", problem, self)
 
     def run(self, call: PreparedCall) -> Tensor:
         return call("matmul_all_reduce", self.a, self.b, self.bias)
@@ -506,6 +525,260 @@ matmul_all_reduce = EagerOp(
     _ReduceCall,
     _reduce_setup,
     _reduce_backward,
+)
+
+
+# --- matmul, then all-to-all ----------------------------------------------------------------------------
+
+
+def _split_columns(
+    function: Function, name: str, whole: int, columns: Sizes, copies: int, group: str, mine: int | None = None
+) -> list[int]:
+    """The columns of each rank.
+
+    Args:
+        function: the function that was called.
+        name: the argument that says them.
+        whole: the columns of all ranks, each counted once.
+        columns: what the caller said; None: as many on each rank.
+        copies: number of consecutive ranks that hold the same columns.
+        group: name of the group.
+        mine: the columns that this rank has; None: it has none yet.
+    """
+    size, rank = size_and_rank(group)
+    if copies < 1 or size % copies:
+        raise ValueError(f"{function}: copies is a divisor of the number of ranks, {size}, got {copies}")
+    shards = size // copies
+    if columns is None:
+        if whole % shards:
+            equal = f"{shards} shards for {size} ranks" if copies > 1 else f"{size} ranks"
+            raise ValueError(
+                f"{function}: {whole} columns are not the same number for each of {equal}; {name} says how many "
+                "columns each rank has, such as those of whole heads"
+            )
+        columns = [whole // shards] * size
+    if len(columns) != size or sum(columns) != whole * copies or min(columns) < 0:
+        alike = f", {copies} ranks with the same columns," if copies > 1 else ""
+        raise ValueError(
+            f"{function}: {name} has {size} integers, one for each rank{alike} with the sum {whole * copies}, got "
+            f"{list(columns)}"
+        )
+    if any(each != columns[index - index % copies] for index, each in enumerate(columns)):
+        raise ValueError(
+            f"{function}: with copies={copies}, each {copies} consecutive ranks have the same columns, got "
+            f"{name}={list(columns)}"
+        )
+    if mine is not None and columns[rank] != mine:
+        raise ValueError(
+            f"{function}: {name} says {columns[rank]} columns for rank {rank}, whose a has {mine}, got {list(columns)}"
+        )
+    return list(columns)
+
+
+def _shares(name: str, whole: int, columns: Sequence[int], copies: int = 1) -> dict[str, Any]:
+    """Columns of each rank as an argument of a problem, which has None for those of torch.chunk."""
+    equal = copies == 1 and list(columns) == split_extent(whole, len(columns))
+    return {name: None if equal else tuple(columns)}
+
+
+class _MatmulAllToAllCall(NamedTuple):
+    """This rank's columns of A @ B.T + bias, for the rows of all ranks.
+
+    Attributes:
+        a: (rows of this rank, K).
+        b: (N, K).
+        bias: (N,).
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        rows: rows of A on each rank; None: as many on each.
+        columns: columns of D on each rank; None: as many on each.
+        copies: number of consecutive ranks that hold the same columns of D.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    group: str
+    schedule: str
+    chunks: int | None
+    rows: Sizes
+    columns: Sizes
+    copies: int
+
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """The rows and the columns of each rank."""
+        function: Function = "matmul_all_to_all"
+        check_operands(function, {"a": self.a, "b": self.b, "bias": self.bias})
+        columns = _split_columns(function, "n_per_rank", self.b.shape[0], self.columns, self.copies, self.group)
+        return _gathered_rows(function, self.a.shape[0], self.rows, self.group), columns
+
+    def prepare(self) -> PreparedCall:
+        (rows, columns), a, n = self._sizes(), self.a, self.b.shape[0]
+        shares = _shares("n_per_rank", n, columns, self.copies)
+        problem = _problem("matmul_all_to_all", a, sum(rows), n, a.shape[1], rows, len(rows), **shares)
+        return _prepare_one("gemm+a2a", problem, self)
+
+    def run(self, call: PreparedCall) -> Tensor:
+        bias = self.bias
+        if bias is not None:
+            _, columns = call.executable.plan.shard("D", size_and_rank(self.group)[1])
+            bias = bias[columns]
+        return call("matmul_all_to_all", self.a, self.b, bias)
+
+    def fake(self) -> Tensor:
+        rows, columns = self._sizes()
+        _, rank = size_and_rank(self.group)
+        return self.a.new_empty(sum(rows), columns[rank])
+
+
+def _matmul_all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    given = _MatmulAllToAllCall(*inputs)
+    ctx.save_for_backward(given.a, given.b)
+    ctx.group, ctx.rows, ctx.columns, ctx.copies = given.group, given.rows, given.columns, given.copies
+    ctx.biased = given.bias is not None
+
+
+def _matmul_all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of a, and of this rank's rows those of b and bias, from one all-to-all of dY."""
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
+    copies, columns = ctx.copies, ctx.columns
+    if copies > 1 and columns is None:
+        columns = [grad.shape[1]] * size_and_rank(ctx.group)[0]
+    wants_own = bool(wants_b or (ctx.biased and wants_bias))
+    da: Tensor | None = None
+    own: Tensor | None = None
+    if wants_a:
+        # The gradients of copies add up, because each rank with a copy brings its own.
+        repeated = b
+        if copies > 1:
+            repeated = torch.cat([part for part in torch.split(b, columns[::copies]) for _ in range(copies)])
+        terms = ctx.group, "auto", None, ctx.rows, columns, wants_own, "gradient"
+        da, *gathered = all_to_all_matmul(grad, repeated.t(), None, *terms)
+        own = gathered[0] if gathered else None
+    elif wants_own:
+        own = own_rows(grad, ctx.group, ctx.rows, columns)
+    if own is not None and copies > 1:
+        parts = torch.split(own, columns, 1)
+        own = torch.cat([torch.stack(parts[at : at + copies]).sum(0) for at in range(0, len(parts), copies)], 1)
+    db = own.t() @ a if own is not None and wants_b else None
+    dbias = own.sum(0) if own is not None and ctx.biased and wants_bias else None
+    return (da, db, dbias, *[None] * 6)
+
+
+matmul_all_to_all = EagerOp(
+    "distgemm::matmul_all_to_all",
+    "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt[]? columns, "
+    "int copies) -> Tensor",
+    _MatmulAllToAllCall,
+    _matmul_all_to_all_setup,
+    _matmul_all_to_all_backward,
+)
+
+
+# --- all-to-all, then matmul ----------------------------------------------------------------------------
+
+
+class _AllToAllMatmulCall(NamedTuple):
+    """This rank's rows of A @ B.T + bias, of which each rank has columns of A; with ``gathered``, its rows of A, too.
+
+    Attributes:
+        a: (rows of all ranks, K of this rank).
+        b: (N, K of all ranks).
+        bias: (N,).
+        group: name of the group.
+        schedule: as in :func:`distgemm.all_gather_matmul`.
+        chunks: as in :func:`distgemm.all_gather_matmul`.
+        rows: rows of D on each rank; None: as many on each.
+        columns: columns of A on each rank; None: as many on each.
+        gathered: whether this rank's rows of A are returned, too.
+        purpose: "forward", "gradient", or "gather" if nobody asked for the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    group: str
+    schedule: str
+    chunks: int | None
+    rows: Sizes
+    columns: Sizes
+    gathered: bool
+    purpose: Purpose
+
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """The rows and the columns of each rank."""
+        function: Function = "all_to_all_matmul"
+        size, _ = size_and_rank(self.group)
+        mine = self.a.shape[-1]
+        k = mine * size if self.columns is None else sum(self.columns)
+        check_operands(function, {"a": self.a, "b": self.b, "bias": self.bias}, k)
+        columns = _split_columns(function, "k_per_rank", k, self.columns, 1, self.group, mine)
+        return _scattered_rows(function, self.a.shape[0], self.rows, self.group), columns
+
+    def prepare(self) -> PreparedCall:
+        (rows, columns), a, k = self._sizes(), self.a, self.b.shape[1]
+        shares = _shares("k_per_rank", k, columns)
+        problem = _problem("all_to_all_matmul", a, a.shape[0], self.b.shape[0], k, rows, len(rows), **shares)
+        return _prepare_one("a2a+gemm", problem, self)
+
+    def run(self, call: PreparedCall) -> list[Tensor]:
+        function: Function = "gather" if self.purpose == "gather" else "all_to_all_matmul"
+        if not self.gathered:
+            return [call(function, self.a, self.b, self.bias)]
+        rows, _ = call.executable.plan.shard_shape("D", size_and_rank(self.group)[1])
+        own = self.a.new_empty(rows, self.b.shape[1])
+        return [call(function, self.a, self.b, self.bias, own), own]
+
+    def fake(self) -> list[Tensor]:
+        rows, _ = self._sizes()
+        a, (_, rank) = self.a, size_and_rank(self.group)
+        d = a.new_empty(rows[rank], self.b.shape[0])
+        return [d, a.new_empty(rows[rank], self.b.shape[1])] if self.gathered else [d]
+
+
+def _all_to_all_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    given = _AllToAllMatmulCall(*inputs)
+    ctx.set_materialize_grads(False)
+    ctx.kept = given.gathered
+    ctx.save_for_backward(output[-1] if given.gathered else given.a, given.b)
+    ctx.group, ctx.rows, ctx.columns, ctx.biased = given.group, given.rows, given.columns, given.bias is not None
+
+
+def _all_to_all_matmul_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """The gradients of a, and of this rank's rows those of b and bias."""
+    a, b = ctx.saved_tensors
+    grad, *others = grads
+    if others and others[0] is not None:
+        raise RuntimeError("no gradient goes through the gathered input of all_to_all_matmul")
+    if grad is None:
+        return (None,) * 10
+    wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
+    da = db = None
+    if wants_a:
+        da = matmul_all_to_all(grad, b.t(), None, ctx.group, "auto", None, ctx.rows, ctx.columns, 1)
+    if wants_b:
+        db = grad.t() @ (a if ctx.kept else own_rows(a, ctx.group, ctx.rows, ctx.columns))
+    return (da, db, grad.sum(0) if ctx.biased and wants_bias else None, *[None] * 7)
+
+
+def own_rows(a: Tensor, group: str, rows: Sizes, columns: Sizes) -> Tensor:
+    """This rank's rows of A, of which each rank has columns. As :func:`gather`, with a product of a few zeros."""
+    size, _ = size_and_rank(group)
+    b = a.new_zeros(GATHER_ROWS, a.shape[1] * size if columns is None else sum(columns))
+    _, own = all_to_all_matmul(a, b, None, group, "auto", None, rows, columns, True, "gather")
+    found: Tensor = own
+    return found
+
+
+all_to_all_matmul = EagerOp(
+    "distgemm::all_to_all_matmul",
+    "(Tensor a, Tensor b, Tensor? bias, str group, str schedule, int? chunks, SymInt[]? rows, SymInt[]? columns, "
+    "bool gathered, str purpose) -> Tensor[]",
+    _AllToAllMatmulCall,
+    _all_to_all_matmul_setup,
+    _all_to_all_matmul_backward,
 )
 
 

@@ -17,7 +17,7 @@ from distgemm.torch_ops import library
 from distgemm.torch_ops.library import split_extent
 from distgemm.torch_ops.needs import recording
 
-__all__ = ["RankExchange", "as_quantized", "gather_products", "product_of", "rank_linear", "ranks_of"]
+__all__ = ["RankExchange", "all_reduced", "as_quantized", "gather_products", "product_of", "rank_linear", "ranks_of"]
 
 Tensor = torch.Tensor
 COLLECTIVES: Any = torch.ops._c10d_functional
@@ -111,11 +111,11 @@ class RankExchange(Exchange):
 
     def sum(self, x: Tensor, split: int | None) -> Tensor:
         """The sum over ranks of what each has computed from its tokens."""
-        return _reduced(x, "sum", self.group_name) if split == 0 else x
+        return all_reduced(x, "sum", self.group_name) if split == 0 else x
 
     def reduce_max(self, x: Tensor) -> Tensor:
         """The maximum over ranks."""
-        return _reduced(x, "max", self.group_name)
+        return all_reduced(x, "max", self.group_name)
 
 
 def gather_quantized(q: Quantized, group: str, rows: Sequence[int] | None) -> Quantized:
@@ -163,7 +163,7 @@ def _gathered(x: Tensor, shares: Sequence[int], group: str) -> Tensor:
     return torch.cat([each[:share] for each, share in zip(parts, shares, strict=True)])
 
 
-def _reduced(x: Tensor, how: str, group: str) -> Tensor:
+def all_reduced(x: Tensor, how: str, group: str) -> Tensor:
     """The "sum" or the "max" over ranks."""
     if recording():
         return x

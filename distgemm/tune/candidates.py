@@ -17,11 +17,13 @@ from distgemm.gemm import GemmSpec, MatrixSpec, default_provider
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
+from distgemm.gemm.per_tile.model import Costs, predict_per_tile
+from distgemm.gemm.per_tile.select import ROW_BYTES, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
-from distgemm.plan.problem import GemmProblem
+from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.cuda.lowering import lower, on_one_stream
 from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transport, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
@@ -35,6 +37,7 @@ __all__ = [
     "Candidate",
     "list_candidates",
     "list_plans",
+    "per_tile_status",
     "predicted",
     "providers",
     "register_candidate",
@@ -48,11 +51,20 @@ logger = logging.getLogger("distgemm")
 MACHINE = "h200"
 """The machine of all predictions, whatever the GPU: they only say which candidates are worth measuring."""
 
-Group = Literal["multi_kernel", "fused_with_copies", "fused_alone"]
-"""Candidates that are compared with one another: a kernel for each GEMM; the fused kernel and copy engines; the fused
-kernel alone."""
+PREFER_PER_TILE = False
+"""Whether "auto" takes a per-tile kernel by its prediction, where nothing is recorded or measured. Those that are
+measured and recorded are taken in any case."""
 
-SLOWDOWN_LIMIT: dict[Group, float] = {"multi_kernel": 1.25, "fused_with_copies": 1.4, "fused_alone": 1.4}
+Group = Literal["multi_kernel", "fused_with_copies", "fused_alone", "per_tile"]
+"""Candidates that are compared with one another: a kernel for each GEMM; the fused kernel and copy engines; the fused
+kernel alone; per-tile kernels."""
+
+SLOWDOWN_LIMIT: dict[Group, float] = {
+    "multi_kernel": 1.25,
+    "fused_with_copies": 1.4,
+    "fused_alone": 1.4,
+    "per_tile": 1.25,
+}
 """A plan is measured if its predicted time is at most this factor above the best one of its group. The limit of the
 fused kernel is higher because the model knows too little about what chunks cost there."""
 
@@ -74,7 +86,7 @@ class Candidate:
         schedule: name of a registered schedule.
         options: options of the schedule and of :func:`distgemm.make_plan`, as (name, value) pairs sorted by name.
         execution: "multi_kernel" tries every provider, number of GEMM streams and ``wait_by`` that the plan allows.
-            "single_kernel" tries the fused kernel.
+            "single_kernel" tries the fused kernel. "per_tile" tries the kernels of ``PER_TILE_CONFIGS``.
         transport: transport of the fused kernel.
         min_ranks: the fewest ranks with which it is considered.
     """
@@ -194,6 +206,17 @@ SENT_PAIRWISE_SUMS: tuple[dict[str, Any], ...] = (
 )
 """The same with ``transport="sm"``."""
 
+PER_TILE_CONFIGS = (
+    "128x256x64_2x1_cooperative",
+    "128x192x64_1x2_cooperative",
+    "128x128x64_2x1_pingpong",
+    "64x128x64_2x1_pingpong",
+    "64x128x64_1x2_pingpong",
+)
+"""Those with the tiles that were fastest for a layer in docs/per_tile.md. There 128x192 had clusters of 2x1, which
+cannot load a B whose columns are contiguous, as backward passes have it. Clusters of 1x2 can. The last configuration is
+for shards of at most 64 rows."""
+
 
 def _register_defaults() -> None:
     for chunks in (1, 2, 4):
@@ -214,6 +237,8 @@ def _register_defaults() -> None:
         register_candidate(pattern, chain, chunks=2)
         register_candidate(pattern, chain, chunks=2, mechanism="store")
         register_candidate(pattern, chain, chunks=4)
+    for pattern, schedule in (("ag+gemm", GATHER), *((name, sums) for name, (_, sums) in REDUCTIONS.items())):
+        register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
     for chunks in (2, 4):
@@ -279,8 +304,8 @@ def shortlist(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[T
 
 
 def _group(config: TunedConfig, pattern: Pattern) -> Group:
-    if not config.execution.single_kernel:
-        return "multi_kernel"
+    if config.execution.execution != "single_kernel":
+        return config.execution.execution
     stored = pattern == "gemm+rs" and config.option("mechanism") == "store"
     return "fused_alone" if stored or config.execution.transport == "sm" else "fused_with_copies"
 
@@ -288,9 +313,9 @@ def _group(config: TunedConfig, pattern: Pattern) -> Group:
 def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
     """The configuration that the cost model predicts to be fastest, with a kernel for each GEMM.
 
-    The fused kernel is left out because it cannot read tensors of any strides. If a plan and the unfused program have
-    the same predicted time, the unfused program is taken; if two providers have, the default one if it computes the
-    plan.
+    The fused kernel is left out because it cannot read tensors of any strides, and per-tile kernels unless
+    ``PREFER_PER_TILE`` is set. If a plan and the unfused program have the same predicted time, the unfused program is
+    taken; if two providers have, the default one if it computes the plan.
 
     Args:
         problem: the GEMM over all ranks.
@@ -302,6 +327,8 @@ def predicted(problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedC
             plan does something else.
     """
     times = multi_kernel_predictions(problem, check_pattern(pattern), world_size)
+    if PREFER_PER_TILE:
+        times = times | per_tile_predictions(problem, pattern, world_size)
     if not times:
         raise ValueError(f"nothing multiplies {problem} for {pattern} on {world_size} ranks")
     best = min(times, key=lambda config: (times[config], config.method != "unfused"))
@@ -312,6 +339,7 @@ def forget_predictions() -> None:
     """Predict anew, after candidates have been registered."""
     predictions.cache_clear()
     multi_kernel_predictions.cache_clear()
+    per_tile_predictions.cache_clear()
 
 
 @lru_cache(maxsize=256)
@@ -321,7 +349,7 @@ def predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict
     if world_size == 1:
         return times
     fused = _single_kernel(problem, pattern, world_size, Machine.load(MACHINE))
-    return times | {config: time() for config, time in fused}
+    return times | {config: time() for config, time in fused} | per_tile_predictions(problem, pattern, world_size)
 
 
 @lru_cache(maxsize=256)
@@ -337,9 +365,15 @@ def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size:
     return times
 
 
+@lru_cache(maxsize=256)
+def per_tile_predictions(problem: GemmProblem, pattern: Pattern, world_size: int) -> dict[TunedConfig, float]:
+    """Predicted us of the per-tile kernels."""
+    return {config: time() for config, time in _per_tile(problem, pattern, world_size, Machine.load(MACHINE))}
+
+
 def list_plans(problem: GemmProblem, pattern: Pattern, world_size: int) -> list[TunedConfig]:
     """Every configuration of :func:`predictions` that executes a plan, without its time."""
-    kinds = (_multi_kernel, _single_kernel) if world_size > 1 else (_multi_kernel,)
+    kinds = (_multi_kernel, _single_kernel, _per_tile) if world_size > 1 else (_multi_kernel,)
     machine = Machine.load(MACHINE)
     return [config for kind in kinds for config, _ in kind(problem, check_pattern(pattern), world_size, machine)]
 
@@ -413,6 +447,40 @@ def _single_kernel(
             # Tiles of the next GEMM fill the SMs that one GEMM leaves idle, as on two streams.
             used = kernel_alone if _group(config, pattern) == "fused_alone" else machine
             yield config, _prediction(plan, used, gemm_streams=2)
+
+
+def _per_tile(
+    problem: GemmProblem, pattern: Pattern, world_size: int, machine: Machine
+) -> Iterator[tuple[TunedConfig, Callable[[], float]]]:
+    """Configurations with per-tile kernels, and what predicts their us; none on GPUs that are not Hopper."""
+    if providers()["cutlass"].arch != "90a":
+        return
+    costs = Costs(machine)
+    for candidate, plan in _plans(problem, pattern, world_size, "per_tile"):
+        for name in PER_TILE_CONFIGS:
+            if not (status := per_tile_status(plan, name)):
+                logger.info("no candidate for %s on %d ranks: %s", pattern, world_size, status.reason)
+                continue
+            gemm = gemm_of(plan, name)
+            if name == PER_TILE_CONFIGS[-1] and gemm.m > gemm.traits.tile[0]:
+                continue  # it equals the one before, unless half of that one's clusters would be padding
+            execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
+            time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
+            yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time
+
+
+def per_tile_status(plan: Plan, config: str | None) -> Status:
+    """Whether a per-tile kernel executes a plan, whether rows or columns of B are contiguous; falsy with the reason."""
+    try:
+        gemm = [gemm_of(plan, config, turned_b=turned_b) for turned_b in (False, True)][-1]
+    except (PlanError, ValueError) as error:
+        return Status(str(error))
+    if gemm.n * DTYPE_BYTES[plan.problem.dtype] % ROW_BYTES:
+        return Status(
+            f"{plan.schedule} is not executed per tile in backward passes: columns of B are multiples of {ROW_BYTES} "
+            f"bytes, got {gemm.n} elements of {plan.problem.dtype}"
+        )
+    return Status()
 
 
 def _prediction(plan: Plan, machine: Machine, gemm_streams: int) -> Callable[[], float]:

@@ -36,8 +36,9 @@ class TunedConfig:
             for a plan.
         source: where the configuration comes from: "measured" now, "recorded" earlier, "predicted" by the cost model,
             "pinned" by the caller, "" if unknown. Not compared.
-        fallback: the configuration for rows that do not divide into equal chunks, which the fused kernel needs. None:
-            the one that the cost model predicts to be fastest. Not compared.
+        fallback: the configuration for what this one does not execute: rows that do not divide into the equal chunks
+            that the fused kernel needs, and what per-tile kernels refuse. None: the one that the cost model predicts
+            to be fastest. Not compared.
 
     Raises:
         ValueError: if a value is unknown, or if values do not go together.
@@ -60,10 +61,6 @@ class TunedConfig:
         member("method", self.method, get_args(Method))
         instance("execution", self.execution, ExecutionConfig, "an ExecutionConfig")
         member("source", self.source, get_args(Source))
-        if self.execution.execution == "per_tile":
-            raise ValueError(
-                "a tuned configuration has no per-tile kernels: distgemm.compile(..., execution='per_tile')"
-            )
         if self.fallback is not None:
             instance("fallback", self.fallback, TunedConfig, "a TunedConfig or None")
         if not isinstance(self.schedule, str):
@@ -94,7 +91,7 @@ class TunedConfig:
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused collective={self.collective}"
         default = asdict(ExecutionConfig())
-        if self.execution.single_kernel or self.execution.config is not None:
+        if self.execution.execution != "multi_kernel" or self.execution.config is not None:
             default["provider"] = "cutlass"
         changed = {name: value for name, value in asdict(self.execution).items() if value != default[name]}
         pairs = [*self.options, *changed.items()]
@@ -145,8 +142,11 @@ class TunedConfig:
         if self.method == "unfused":
             return "unfused" if self.collective == "nccl" else f"unfused, {self.collective}"
         e = self.execution
+        schedule = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)])
+        if e.execution == "per_tile":
+            return f"{schedule}, per-tile kernel{'' if e.config is None else f' {e.config}'}"
         parts = [
-            " ".join([self.schedule, *(f"{key}={value}" for key, value in self.options)]),
+            schedule,
             f"GEMMs by {e.provider or 'the default provider'}{'' if e.config is None else f' {e.config}'}",
             f"{e.gemm_streams} GEMM stream{'s' * (e.gemm_streams > 1)}",
         ]

@@ -16,6 +16,7 @@ from distgemm.gemm.cutlass import kernel_source
 from distgemm.gemm.fused.gemms import combined_spec
 from distgemm.gemm.fused.kernel import pingpong_first
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import GemmProblem
@@ -52,7 +53,9 @@ def configs_of(problem: GemmProblem, pattern: Pattern, world_size: int, scope: S
         return list_plans(problem, pattern, world_size)
     recorded = look_up(problem, pattern, world_size, gemm_select.gpu_name(), inf)
     selected = predicted(problem, pattern, world_size) if recorded is None else recorded
-    found = [selected, *([selected.fallback] if selected.fallback else [])]
+    found = [selected]
+    while (fallback := found[-1].fallback) is not None:
+        found.append(fallback)
     return found + (shortlist(problem, pattern, world_size) if scope == "measured" else [])
 
 
@@ -81,6 +84,9 @@ def sources_of(
     for config in configs:
         if config.method == "plan":
             plan = config.plan(problem, world_size)
+            if config.execution.execution == "per_tile":
+                found[gemm_of(plan, config.execution.config, turned_b=turned_b).traits.source()] = None
+                continue
             binder = Binder(plan, rank, torch.device("cuda", 0), config.execution, fallback=True)
             found |= dict.fromkeys(binder.sources(turned_b=turned_b))
             if tiles and binder.provider == "cutlass":

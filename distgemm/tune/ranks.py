@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.plan.problem import GemmProblem
-from distgemm.runtime.cuda import CudaExecutable, compile_plan
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable, compile_plan
 from distgemm.runtime.torch_arguments import read_device
 from distgemm.runtime.unfused import UnfusedExecutable
 from distgemm.schedulers import Pattern
@@ -82,7 +82,7 @@ def make(
     group: dist.ProcessGroup,
     device: torch.device,
     **options: Any,
-) -> CudaExecutable | UnfusedExecutable:
+) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable of a configuration. A collective call.
 
     Args:
@@ -97,7 +97,7 @@ def make(
         ValueError: on all ranks, if the configuration does not execute the problem.
         PlanError: on all ranks, if the CUDA runtime cannot execute the plan.
     """
-    made: CudaExecutable | UnfusedExecutable
+    made: CudaExecutable | PerTileExecutable | UnfusedExecutable
     if config.method == "unfused":
         made = UnfusedExecutable(problem, pattern, group, device, config.collective)
     else:

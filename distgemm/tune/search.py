@@ -19,12 +19,12 @@ from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cache import Entries
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource, build_together, is_there
-from distgemm.gemm.spec import Status
+from distgemm.gemm.spec import SCALE_BLOCK, Status
 from distgemm.measure.operation import Operation, WrongResultError, executable_method
 from distgemm.measure.timing import attempt, sample
 from distgemm.plan.problem import QUANTIZED_DTYPES, GemmProblem
 from distgemm.runtime.checks import TORCH_DTYPES, resolve_group
-from distgemm.runtime.executable import Executable
+from distgemm.runtime.executable import Executable, ExecutionMode
 from distgemm.schedulers import Pattern
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune import ranks
@@ -34,7 +34,7 @@ from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.kernels import sources_of, whole_gemm, with_other_tiles
 from distgemm.tune.ranks import device_of, from_all, from_first, refuse_capture
 
-__all__ = ["Tuned", "finalists", "measurable", "search", "tune"]
+__all__ = ["Tuned", "finalists", "measurable", "random_tensors", "search", "tune"]
 
 MIN_SPEEDUP = 0.02
 """A plan is taken if it saves this share of the unfused program's time: two runs of one program differ by as much."""
@@ -50,6 +50,9 @@ OTHER_TILES = 6
 """Number of other tiles for the fastest fused kernel of a kind; half as many for the second."""
 SECOND_SLOWDOWN_LIMIT = 1.05
 """The second of a kind is measured with other tiles if it takes at most this factor longer than the first."""
+
+LIMITED: tuple[ExecutionMode, ...] = ("multi_kernel", "single_kernel", "per_tile")
+"""Executions, those that execute the most problems and calls first."""
 
 ALIGNED = 8
 """Number of elements that is a multiple of 16 bytes in all types that are measured."""
@@ -162,12 +165,7 @@ def search(
     if len(again) > 1:  # clocks vary by more than the fastest configurations differ
         ran = trial.run(again, **FINALS)
     times = trial.times
-    fastest = fastest_of(ran, times)
-    if fastest.execution.single_kernel:
-        others = [config for config in tried if not config.execution.single_kernel and str(config) in times]
-        others.sort(key=lambda config: times[str(config)])
-        if others:
-            fastest = replace(fastest, fallback=replace(fastest_of(others, times), source="measured"))
+    fastest = with_fallback(fastest_of(ran, times), [*tried, *again], times)
 
     def record() -> tuple[TunedConfig, dict[str, float], Path | None]:
         if not write:
@@ -200,6 +198,22 @@ def fastest_of(ran: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedC
         if simpler in unfused and times[str(ran[0])] > (1 - MIN_SPEEDUP) * times[str(simpler)]:
             return simpler
     return ran[0]
+
+
+def with_fallback(config: TunedConfig, others: Sequence[TunedConfig], times: Mapping[str, float]) -> TunedConfig:
+    """A configuration with the fastest ones of the executions that execute more, as its ``fallback`` and that of it.
+
+    Args:
+        config: the configuration.
+        others: configurations. Those that were measured count.
+        times: ms of the configurations that were measured, by their text.
+    """
+    limits = LIMITED.index(config.execution.execution)
+    measured = [one for one in others if str(one) in times and LIMITED.index(one.execution.execution) < limits]
+    if not measured:
+        return config
+    best = fastest_of(sorted(measured, key=lambda one: times[str(one)]), times)
+    return replace(config, fallback=replace(with_fallback(best, others, times), source="measured"))
 
 
 @dataclass
@@ -382,7 +396,7 @@ def _tune_gemms(
     wanted: dict[str, tuple[GemmSpec, int]] = {}
     for config in tried:
         execution = config.execution
-        if config.method == "plan" and execution.provider == "cutlass":
+        if config.method == "plan" and execution.provider == "cutlass" and execution.execution != "per_tile":
             plan = config.plan(problem, size)
             for spec in [whole_gemm(plan)] if execution.single_kernel else specs_of(plan):
                 key = gemm_select.key_of(spec, execution.gemm_streams)
@@ -406,7 +420,7 @@ def _tune_gemms(
                 if key not in ready:
                     finish()
                 report(f"measuring GEMM {key}")
-                best = gemm_tuning.tune(_tensors(spec, device), streams=streams, write=False)
+                best = gemm_tuning.tune(random_tensors(spec, device), streams=streams, write=False)
                 entries[key] = {"config": str(best.config), "ms": round(best.ms, 5)}
         return entries
 
@@ -417,8 +431,11 @@ def _tune_gemms(
     forget_kernels()  # so that this process uses the new tiles
 
 
-def _tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
-    """Random tensors of a GEMM without batches."""
+def random_tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
+    """Random tensors of a GEMM without batches.
+
+    Scales of blocks are 1. Those of tensors and rows are left out, because they need no other kernel.
+    """
 
     def drawn(matrix: MatrixSpec) -> torch.Tensor:
         whole = torch.randn(matrix.rows, matrix.stride, device=device).to(TORCH_DTYPES[matrix.dtype])
@@ -427,4 +444,12 @@ def _tensors(spec: GemmSpec, device: torch.device) -> GemmTensors:
     partial = None if spec.partial is None else drawn(spec.partial)
     dtype = "tfloat32" if spec.a.dtype == "tfloat32" else None
     a, b, d = map(drawn, (spec.a, spec.b, spec.d))
-    return GemmTensors(a, b, d, partial=partial, dtype=dtype, padded=spec.d.padded)
+    scales: dict[str, Any] = {}
+    if spec.block_rows_a:
+        block_rows = spec.block_rows_a, spec.block_rows_b
+        scale_a, scale_b = (
+            torch.ones(-(-extent // rows), -(-spec.k // SCALE_BLOCK), device=device)
+            for extent, rows in zip((spec.m, spec.n), block_rows, strict=True)
+        )
+        scales = {"scale_a": scale_a, "scale_b": scale_b, "block_rows": block_rows}
+    return GemmTensors(a, b, d, partial=partial, dtype=dtype, padded=spec.d.padded, **scales)

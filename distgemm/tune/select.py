@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -10,20 +11,23 @@ import torch
 import torch.distributed as dist
 
 from distgemm.arguments import boolean, instance
+from distgemm.gemm.spec import Status
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.checks import compare, problem_fields, resolve_group
-from distgemm.runtime.cuda import CudaExecutable
+from distgemm.runtime.cuda import CudaExecutable, PerTileExecutable
 from distgemm.runtime.unfused import UnfusedExecutable, collective_status
 from distgemm.schedulers import Pattern, check_pattern
 from distgemm.system import switch
 from distgemm.tune import ranks
 from distgemm.tune.cache import REACH, bucketed, gpu_name, look_up
-from distgemm.tune.candidates import predicted, single_kernel_status
+from distgemm.tune.candidates import per_tile_status, predicted, single_kernel_status
 from distgemm.tune.config import UNFUSED, TunedConfig
 from distgemm.tune.ranks import device_of, from_first, refuse_capture
 from distgemm.tune.search import measurable, search
 
 __all__ = ["executable", "fitting", "select"]
+
+logger = logging.getLogger("distgemm")
 
 
 def select(
@@ -80,16 +84,21 @@ def select(
 def fitting(config: TunedConfig, problem: GemmProblem, pattern: Pattern, world_size: int) -> TunedConfig:
     """A configuration that executes a problem whose rows differ from those that were measured.
 
-    The fused kernel needs chunks of equal size. If these rows do not divide so, the ``fallback`` of the configuration
-    is taken, or the prediction. If the collective of an unfused program does not support the problem, NCCL is taken.
+    The fused kernel needs chunks of equal size, and per-tile kernels equal shards. If the problem has not, the
+    ``fallback`` of the configuration is taken, or the prediction. If the collective of an unfused program does not
+    support the problem, NCCL is taken.
     """
     if config.method == "unfused":
         status = collective_status(problem, pattern, config.collective, world_size)
         return config if status else replace(UNFUSED, source=config.source)
-    if not config.execution.single_kernel or single_kernel_status(
-        config.plan(problem, world_size), config.execution.transport
-    ):
+    execution, status = config.execution, Status()
+    if execution.execution == "per_tile":
+        status = per_tile_status(config.plan(problem, world_size), execution.config)
+    elif execution.single_kernel:
+        status = single_kernel_status(config.plan(problem, world_size), execution.transport)
+    if status:
         return config
+    logger.info("%s does not execute %s for %s: %s", config, problem, pattern, status.reason)
     if config.fallback is None:
         return predicted(problem, pattern, world_size)
     return fitting(config.fallback, problem, pattern, world_size)
@@ -103,7 +112,7 @@ def executable(
     device: torch.device | str | int | None = None,
     tune: bool | None = None,
     **options: Any,
-) -> CudaExecutable | UnfusedExecutable:
+) -> CudaExecutable | PerTileExecutable | UnfusedExecutable:
     """This rank's executable of the configuration that :func:`select` selects. A collective call.
 
     :func:`config_of` returns the configuration.

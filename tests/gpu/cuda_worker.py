@@ -134,7 +134,7 @@ class Data:
     def draw(self, seed: int) -> torch.Tensor:
         """Draw new inputs, and return the expected shard of D."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        whole = {}
+        self.whole = whole = dict[str, torch.Tensor]()
         for name, shape in self.shapes.items():
             if self.integers:
                 drawn = torch.randint(-1, 2, shape, generator=generator, device=self.device)
@@ -152,11 +152,10 @@ class Data:
         self.magnitude = abs(case.alpha) * a.abs() @ b.abs().mT + abs(case.beta) * c.abs()
         return case.alpha * a @ b.mT + case.beta * c
 
-    def call(self, exe: CudaExecutable) -> torch.Tensor:
-        c = self.shards["C"] if self.case.beta else None
-        return exe(
-            self.shards["A"], self.shards["B"], c, alpha=self.case.alpha, beta=self.case.beta, out=self.shards["D"]
-        )
+    def call(self, exe: CudaExecutable, **more: torch.Tensor) -> torch.Tensor:
+        shards, case = self.shards, self.case
+        c = shards["C"] if case.beta else None
+        return exe(shards["A"], shards["B"], c, alpha=case.alpha, beta=case.beta, out=shards["D"], **more)
 
 
 def compiled(case: Case, **more: Any) -> tuple[CudaExecutable, Data]:

@@ -11,6 +11,7 @@ import torch
 from distgemm.gemm import GemmConfig, GemmTensors
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.spec import FP8
 from distgemm.gemm.tensors import spec_of
 from distgemm.gemm.tiles import TMA_TILES
 
@@ -19,11 +20,13 @@ TORCH = {
     "float16": torch.float16,
     "float32": torch.float32,
     "tfloat32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
+    **{name: getattr(torch, name) for name in FP8},
 }
-OUT = {"float32": "float32", "tfloat32": "float32", "float8_e4m3fn": "bfloat16"}
+OUT = {"float32": "float32", "tfloat32": "float32", **dict.fromkeys(FP8, "bfloat16")}
 # The error of tensor cores, relative to the sum of magnitudes, for each instruction along k.
-ADDITION = {"float8_e4m3fn": 2.0**-13}
+ADDITION = dict.fromkeys(FP8, 2.0**-13)
+BLOCKS = {"blocks": (1, 128), "column_blocks": (1, 1), "row_blocks": (128, 1), "square_blocks": (128, 128)}
+"""Rows of A and of B that share a scale with 128 columns, by the name of a case's term."""
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """On the CPU, the sources of the cases can be listed."""
@@ -36,9 +39,10 @@ class Case:
     """One GEMM.
 
     Attributes:
-        dtype: element type of A and B.
+        dtype: element type of A, and of B.
         majors: "r" or "c" for A and for B: rows or columns are contiguous.
-        terms: of "alpha", "c", "in_place", "bias", "partial", "scales", "row_scales".
+        terms: of "alpha", "c", "in_place", "bias", "partial", "scales", "row_scales", the names of ``BLOCKS``, "turned"
+            (columns of the scales of blocks are contiguous).
         m: rows of D.
         n: columns of D.
         k: columns of A and B.
@@ -48,6 +52,7 @@ class Case:
         out: element type of D; "": the default of ``dtype``.
         partial: element type of the partial sum; "": that of D.
         config: text of a :class:`GemmConfig`; "": the default.
+        b_dtype: element type of B; "": that of A.
     """
 
     dtype: str = "bfloat16"
@@ -62,11 +67,12 @@ class Case:
     out: str = ""
     partial: str = ""
     config: str = ""
+    b_dtype: str = ""
 
     def __str__(self) -> str:
         size = f"{self.m}x{self.n}x{self.k}" + (f"x{self.l}" if self.l > 1 else "")
         parts = [self.dtype, self.majors, size, f"pad{self.pad}", f"off{self.offset}", *self.terms]
-        return "-".join([*parts, *(x for x in (self.out, self.partial, self.config) if x)])
+        return "-".join([*parts, *(x for x in (self.out, self.partial, self.config, self.b_dtype) if x)])
 
     @property
     def out_dtype(self) -> str:
@@ -111,16 +117,26 @@ def make(case: Case, integers: bool, seed: int = 0) -> Made:
     dtype, out = TORCH[case.dtype], TORCH[case.out_dtype]
     nan = float("nan")
     a, a_buffer = _matrix(case.m, case.k, case, dtype, case.majors[0] == "c", nan)
-    b, b_buffer = _matrix(case.n, case.k, case, dtype, case.majors[1] == "c", nan)
+    b, b_buffer = _matrix(case.n, case.k, case, TORCH[case.b_dtype or case.dtype], case.majors[1] == "c", nan)
     d, d_buffer = _matrix(case.m, case.n, case, out, False, nan)
     found = {"a": a_buffer, "b": b_buffer, "d": d_buffer}
     for matrix in (a, b):
         matrix.copy_(_draw(matrix.shape, integers, generator).to(matrix.dtype))
     alpha = 2.0 if "alpha" in case.terms else 1.0
-    product = a.double() @ b.double().mT
-    magnitude = a.double().abs() @ b.double().abs().mT
     c = partial = bias = scale_a = scale_b = None
     beta = 0.0
+    block_rows = next((rows for name, rows in BLOCKS.items() if name in case.terms), None)
+    factor_a = factor_b = torch.ones((), device=DEVICE, dtype=torch.float64)
+    if block_rows is not None:
+        turned = "turned" in case.terms
+        scale_a = _block_scales(case.m, case.k, block_rows[0], turned, integers, generator)
+        scale_b = _block_scales(case.n, case.k, block_rows[1], turned, integers, generator)
+        factor_a, factor_b = (
+            scale.double().repeat_interleave(rows, 0).repeat_interleave(128, 1)[: x.shape[0], : case.k]
+            for x, scale, rows in zip((a, b), (scale_a, scale_b), block_rows, strict=True)
+        )
+    product = (a.double() * factor_a) @ (b.double() * factor_b).mT
+    magnitude = (a.double().abs() * factor_a) @ (b.double().abs() * factor_b).mT
     if "scales" in case.terms or "row_scales" in case.terms:
         rows = "row_scales" in case.terms
         drawn = [
@@ -146,20 +162,37 @@ def make(case: Case, integers: bool, seed: int = 0) -> Made:
         bias = _draw(torch.Size((case.n,)), integers, generator).to(out)
         reference, magnitude = reference + bias.double(), magnitude + bias.double().abs()
     tensors = GemmTensors(
-        a, b, d, c, partial, bias, scale_a, scale_b, alpha, beta, "tfloat32" if case.dtype == "tfloat32" else None
+        *(a, b, d, c, partial, bias, scale_a, scale_b, alpha, beta),
+        dtype="tfloat32" if case.dtype == "tfloat32" else None,
+        block_rows=block_rows,
     )
     return Made(tensors, found, reference, magnitude)
+
+
+def _block_scales(
+    rows: int, columns: int, block_rows: int, turned: bool, integers: bool, generator: torch.Generator
+) -> torch.Tensor:
+    """Scales of blocks: powers of two, or any numbers of 2**-4 to 2**4. NaN is around them."""
+    shape = (-(-rows // block_rows), -(-columns // 128))
+    drawn = (
+        torch.randint(-2, 3, shape, generator=generator, device=DEVICE).float()
+        if integers
+        else torch.rand(shape, generator=generator, device=DEVICE) * 8 - 4
+    )
+    strides = (1, shape[0] + 3) if turned else (shape[1] + 3, 1)
+    buffer = torch.full(((shape[0] + 3) * (shape[1] + 3),), float("nan"), device=DEVICE)
+    return buffer.as_strided(shape, strides, 1).copy_(torch.exp2(drawn))
 
 
 def bound(case: Case, made: Made) -> torch.Tensor:
     """The largest error that the types allow: one rounding of the result, and an error of each addition along k.
 
     A tensor core instruction adds at least 8 products along k at once. Four more terms are added in float32. tf32 keeps
-    10 bits of each factor.
+    10 bits of each factor. Sums of fp8 are moved to float32 after 128 of k, which are four instructions.
     """
     addition = ADDITION.get(case.dtype, 2.0**-23)
     steps = case.k if case.dtype == "float32" else -(-case.k // 8)
-    if case.dtype == "float8_e4m3fn":
+    if case.dtype in FP8:
         steps = 4
     factors = 2 * 2.0**-10 if case.dtype == "tfloat32" else 0.0
     rounding = ROUNDING[case.out_dtype]
@@ -207,6 +240,7 @@ def cases() -> Iterator[Case]:
         yield Case("float8_e4m3fn", "rr", terms, m=264, n=328, k=144, pad=16)
     yield Case("float8_e4m3fn", "rr", ("row_scales", "bias"), m=137, n=75, k=61, pad=1)
     yield Case("float8_e4m3fn", "rr", ("scales",), m=264, n=328, k=144, pad=16, out="float16")
+    yield from fp8_cases()
     for tile, cluster, kernel_schedule in TMA_TILES:
         config = GemmConfig((*tile, 64), cluster, kernel_schedule)
         for raster, swizzle in (("heuristic", 1), ("m", 4), ("n", 2)):
@@ -224,6 +258,40 @@ def cases() -> Iterator[Case]:
     yield Case("bfloat16", "rr", ("partial", "c"), out="float32", partial="float32",
                config="256x208x64_2x1_cooperative", **wide)  # fmt: skip
     yield Case("bfloat16", "rr", TERMS[-1], config="256x144x64_1x2_cooperative_direct", **wide)
+
+
+def fp8_cases() -> Iterator[Case]:
+    """Scales of blocks, e5m2, and long sums."""
+    e4m3, e5m2 = FP8
+    size: dict[str, Any] = {"m": 264, "n": 328, "k": 144, "pad": 16}
+    long: dict[str, Any] = {"m": 200, "n": 456, "k": 1008, "pad": 16}  # the last block of k is narrower
+    for term in BLOCKS:
+        for k in (16, 128, 144):
+            yield Case(e4m3, "rr", (term,), m=264, n=328, k=k, pad=16)
+        yield Case(e4m3, "rr", (term, "turned"), **long)
+    for terms in (("alpha", "c"), ("in_place",), ("bias",), ("partial",), ("alpha", "partial", "c", "bias")):
+        yield Case(e4m3, "rr", ("blocks", *terms), **size)
+    for out in ("float16", "float32"):
+        yield Case(e4m3, "rr", ("blocks",), out=out, **long)
+    yield Case(e4m3, "rr", ("blocks", "partial"), out="float32", partial="float32", **long)
+    yield Case(e4m3, "rr", ("blocks",), m=1, n=8, k=2048, pad=0)
+    yield Case(e4m3, "rr", ("blocks", "bias"), m=137, n=75, k=272, pad=0)  # results misaligned
+    yield Case(e4m3, "rr", ("column_blocks",), m=137, n=75, k=272, pad=0)
+    # Tiles of all kinds: rows of B's blocks divide them, or not; one or two blocks of rows of A in a thread.
+    for text in (
+        "128x128x128_2x1_cooperative", "128x192x128_1x2_cooperative_raster_m_swizzle_2", "128x160x128_2x1_cooperative",
+        "64x128x128_1x1_pingpong", "64x192x128_2x2_pingpong", "256x64x128_1x1_cooperative",
+        "128x256x128_1x2_cooperative", "128x40x128_1x1_cooperative",
+    ):  # fmt: skip
+        yield Case(e4m3, "rr", ("blocks",), m=1096, n=1352, k=400, pad=16, config=text)
+    for text in ("128x160x128_1x2_cooperative_share_2", "64x96x128_1x1_pingpong", "256x64x128_2x1_cooperative_direct"):
+        yield Case(e4m3, "rr", ("column_blocks",), m=1096, n=1352, k=400, pad=16, config=text)
+    for a, b in ((e5m2, e4m3), (e4m3, e5m2), (e5m2, e5m2)):
+        for terms in (("scales",), ("row_scales",), ("blocks",), ("alpha", "scales", "c")):
+            yield Case(a, "rr", terms, b_dtype=b, **size)
+        yield Case(a, "rr", ("row_scales", "bias"), m=137, n=75, k=61, pad=1, b_dtype=b)  # nothing aligned
+    for terms in (("scales",), ("row_scales",), ("blocks",)):
+        yield Case(e4m3, "rr", terms, m=200, n=456, k=16384, pad=16, out="float32")
 
 
 def kernels(found: Iterable[Case], arch: str | None = None) -> list[KernelSource]:

@@ -7,9 +7,8 @@
 All ranks replay the same GEMMs in the same random order, on one workspace: direct launches, and captured graphs of one
 to five calls. Before each call A gets other elements and D becomes NaN; behind it each element is compared. All numbers
 are integers that every type has, so each D is right to the last bit. Ranks are issued in random order and are late at
-random, on the GPU and on the host. Some GEMMs are launched as if a rank could end a replay before its peers have begun
-it. Some epochs pass 2^32 and 2^40, and some wrap around. Between segments, ranks have the same epoch, counters are 0,
-and slots become NaN.
+random, on the GPU and on the host. Some epochs pass 2^32 and 2^40, and some wrap around. Between segments, ranks have
+the same epoch, counters are 0, and slots become NaN.
 
 The last line of the output is one JSON object. The exit status is 0 where all replays were made and right, 1 where an
 element was wrong or something was left over, 2 where replays are missing, and 3 where nothing moved. With ``--control``
@@ -35,7 +34,7 @@ import typer
 
 from distgemm.gemm.nvcc import build
 from distgemm.gemm.per_tile.bind import RankGemm
-from distgemm.gemm.per_tile.epochs import EPOCHS
+from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
@@ -53,14 +52,7 @@ STUCK_AFTER_S = 20.0
 WRONG, MISSING, STUCK, NOTHING_FOUND = 1, 2, 3, 5
 
 
-class Kind(NamedTuple):
-    """A GEMM that the ranks replay; closed as :func:`distgemm.gemm.per_tile.bind.params_of` has it."""
-
-    gemm: RankGemm
-    closed: bool = True
-
-
-def kinds(ranks: int) -> list[Kind]:
+def gemms(ranks: int) -> list[RankGemm]:
     """All patterns, both kernel schedules, tiles that lie partly outside, and numbers of slots that differ."""
     distances = tuple(range(1, ranks))
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
@@ -69,14 +61,14 @@ def kinds(ranks: int) -> list[Kind]:
         return RankGemm(KernelTraits(pattern, *kind, sends=pattern == "ag+gemm"), distances, m, n, k)
 
     return [
-        Kind(gemm("ag+gemm", pingpong, 200, 328, 136)),
-        Kind(gemm("ag+gemm", wide, 136, 264, 328)),
-        Kind(gemm("gemm+rs", pingpong, 200, 328, 136)),
-        Kind(gemm("gemm+rs", high, 264, 136, 64)),
-        Kind(gemm("gemm+ar", pingpong, 200, 328, 136)),
-        Kind(gemm("gemm+ar", wide, 72, 520, 64)),
-        Kind(gemm("gemm+rs", pingpong, 72, 200, 64), closed=False),
-        Kind(gemm("ag+gemm", pingpong, 264, 136, 64), closed=False),
+        gemm("ag+gemm", pingpong, 200, 328, 136),
+        gemm("ag+gemm", wide, 136, 264, 328),
+        gemm("gemm+rs", pingpong, 200, 328, 136),
+        gemm("gemm+rs", high, 264, 136, 64),
+        gemm("gemm+ar", pingpong, 200, 328, 136),
+        gemm("gemm+ar", wide, 72, 520, 64),
+        gemm("gemm+rs", pingpong, 72, 200, 64),
+        gemm("ag+gemm", pingpong, 264, 136, 64),
     ]
 
 
@@ -96,8 +88,8 @@ class Job:
         wanted: by draw and rank, the elements of D.
     """
 
-    def __init__(self, kind: Kind, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
-        gemm, pattern = kind.gemm, kind.gemm.traits.pattern
+    def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
+        pattern = gemm.traits.pattern
         rows = gemm.m if pattern == "ag+gemm" else gemm.m * gemm.ranks
         chance = torch.Generator("cuda").manual_seed(seed)
 
@@ -122,7 +114,7 @@ class Job:
                 {"a": x.clone(), "b": y, "d": torch.empty_like(z)}
                 for x, y, z in zip(self.a[0], b, self.wanted[0], strict=True)
             ]
-            launches = there.launches(tensors, gemm, closed=kind.closed, epochs_a_replay=epochs_a_replay)
+            launches = there.launches(tensors, gemm, epochs_a_replay=epochs_a_replay)
             self._sets.append((tensors, launches))
         self._wrong = [torch.zeros_like(x, dtype=torch.bool) for x in self.wanted[0]]
         self._differs = [torch.empty_like(x) for x in self._wrong]
@@ -187,9 +179,9 @@ class Streams:
     def __init__(self, ranks: int, seed: int, control: bool) -> None:
         self.ranks, self.control, self.first = ranks, control, FIRST_EPOCHS.get(ranks, 1)
         self.chance, self.made, self.in_graphs = random.Random(seed), 0, 0
-        every = kinds(ranks)
-        self.there = LocalRanks(every[0].gemm, 1, self.first, [one.gemm for one in every[1:]], SMS)
-        self.jobs = [Job(kind, self.there, seed * 100 + n, 1 - control) for n, kind in enumerate(every)]
+        every = gemms(ranks)
+        self.there = LocalRanks(every[0], 1, self.first, every[1:], SMS)
+        self.jobs = [Job(gemm, self.there, seed * 100 + n, 1 - control) for n, gemm in enumerate(every)]
         self.events: deque[list[torch.cuda.Event]] = deque()
         self._side = torch.cuda.Stream()
         self._seen = torch.empty(len(self.there.memory), 512, dtype=torch.uint8, pin_memory=True)
@@ -288,7 +280,7 @@ class Streams:
         torch.cuda.synchronize()
         last, found = (self.first + self.made - 1) % EPOCHS, []
         for rank, control in enumerate(self.there.controls()):
-            epoch, ticket = control.clock >> 20, control.clock % (1 << 18)
+            epoch, ticket = divmod(control.clock, 1 << TICKET_BITS)
             counters = control.counter, control.dead, control.running, ticket
             begun = list(control.begun[: self.ranks])
             if not self.control and ((epoch - 1) % EPOCHS != last or begun != [last] * self.ranks or any(counters)):
@@ -307,7 +299,7 @@ def main(
 ) -> None:
     """Make the replays."""
     start = time.monotonic()
-    build(list(dict.fromkeys(kind.gemm.traits.source() for kind in kinds(2))))
+    build(list(dict.fromkeys(gemm.traits.source() for gemm in gemms(2))))
     if only_build:
         return
     counts = ranks or ([2] if control else list(FIRST_EPOCHS))
@@ -320,7 +312,7 @@ def main(
     result: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
-        "gemms": len(kinds(2)),
+        "gemms": len(gemms(2)),
         "control": control,
         "seconds": round(time.monotonic() - start, 1),
         "rows": [asdict(row) for row in rows],

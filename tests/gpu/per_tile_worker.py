@@ -20,7 +20,12 @@ SCHEDULES = {
     "gemm+rs": "reduce_scatter_1d_pairwise_a",
     "gemm+ar": "all_reduce_1d_pairwise_a",
 }
-CONFIGS = ("128x128x64_2x1_pingpong", "128x256x64_1x2_cooperative", "64x128x64_1x1_pingpong")
+CONFIGS = (
+    "128x128x64_2x1_pingpong",
+    "128x256x64_1x2_cooperative",
+    "64x128x64_1x1_pingpong",
+    "128x192x64_1x2_cooperative",
+)
 
 
 def cases(ranks: int) -> list[Case]:
@@ -67,7 +72,10 @@ def at_rest(exe: Any) -> list[str]:
 
 
 def terms(every: list[Case]) -> list[str]:
-    """Failures of calls with a bias, beside C and alpha, on new tensors, and on B whose columns are contiguous."""
+    """Failures of calls with a bias, beside C and alpha, on new tensors, and on B whose columns are contiguous.
+
+    Calls that gather hand out all of A.
+    """
     failures = []
     for number, case in enumerate(every):
         exe, data = compiled(case)
@@ -80,8 +88,14 @@ def terms(every: list[Case]) -> list[str]:
             if call % 2:
                 shards["B"] = shards["B"].T.contiguous().T
             given = {"alpha": case.alpha, "beta": case.beta, "bias": bias.to(shards["D"].dtype), "out": shards["D"]}
+            if exe.gemm.traits.sends:
+                given["gathered"] = torch.full(
+                    (case.m, case.k), float("nan"), device=exe.device, dtype=shards["A"].dtype
+                )
             found = exe(shards["A"], shards["B"], shards["C"], **given)
             wrong = int((found.double() != wanted).sum())
+            if exe.gemm.traits.sends:
+                wrong += int((given["gathered"] != data.whole["A"]).sum())
             if wrong:
                 failures.append(f"rank {dist.get_rank()} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
         failures += at_rest(exe)
@@ -127,19 +141,28 @@ def replayed(every: list[Case], replays: int = 100) -> list[str]:
 
 
 def stuck_graph(case: Case) -> dict[str, Any]:
-    """Rank 1 replays a captured graph once less: both raise, and later replays end with NaN on a dead workspace."""
+    """Rank 1 replays a captured graph once less: both raise, and later replays end with NaN on a dead workspace.
+
+    So does the gathered A.
+    """
     exe, data = compiled(case, timeout=3.0)
-    wanted = data.draw(0)
+    wanted, more = data.draw(0), {}
+    if exe.gemm.traits.sends:
+        more["gathered"] = torch.empty(case.m, case.k, device=exe.device, dtype=data.shards["A"].dtype)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
-        data.call(exe)
+        data.call(exe, **more)
         graph.capture_end()
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"right": bool(torch.equal(data.shards["D"].double(), wanted)), "error": ""}
-    data.shards["D"].fill_(float("nan"))
+    right = torch.equal(data.shards["D"].double(), wanted)
+    right = right and all(torch.equal(x, data.whole["A"]) for x in more.values())
+    found: dict[str, Any] = {"right": right, "error": ""}
+    results = [(data.shards["D"], wanted), *((x, data.whole["A"].double()) for x in more.values())]
+    for x, _ in results:
+        x.fill_(float("nan"))
     if dist.get_rank() == 0:
         graph.replay()
     start = time.monotonic()
@@ -151,12 +174,12 @@ def stuck_graph(case: Case) -> dict[str, Any]:
             found["error"] = str(error)
     torch.cuda.synchronize()  # the kernel ends
     found["seconds"] = time.monotonic() - start
-    d = data.shards["D"]
-    found["partly_wrong"] = int((~d.isnan() & (d.double() != wanted)).sum())
+    found["partly_wrong"] = sum(int((~x.isnan() & (x.double() != y)).sum()) for x, y in results)
     time.sleep(8.0)  # the other rank's watchdog has released its waits, too
-    d.zero_()
+    for x, _ in results:
+        x.zero_()
     for _ in range(5):
         graph.replay()
     torch.cuda.synchronize()
-    found["later_is_nan"] = bool(d.isnan().all())
+    found["later_is_nan"] = all(bool(x.isnan().all()) for x, _ in results)
     return found

@@ -8,7 +8,7 @@ from distgemm.runtime.launch import launch
 from tests.gpu import fp8_worker
 from tests.once import once
 
-CHECKS = ["functions", "refused"]
+CHECKS = ["functions", "plans", "refused"]
 pytestmark = pytest.mark.gpu(1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distgemm.gemm.per_tile.bind import MAX_TICKETS, RankGemm
-from distgemm.gemm.per_tile.epochs import EPOCHS
+from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS, buffer_of
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.local import LocalRanks
 
@@ -132,6 +132,22 @@ def test_terms(pattern: str, kind: tuple) -> None:
     check(there, calls)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_all_of_a_is_handed_out(kind: tuple) -> None:
+    """Each row of A once, to a tensor whose rows are apart; what lies between them stays."""
+    gemm = RankGemm(traits("ag+gemm", *kind), distances(3), 200, 392, 328)
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = drawn(there, seed)
+        wide = [torch.full((600, 336), 77.0, device=call["d"].device, dtype=torch.bfloat16) for call in calls]
+        given = [{**call, "gathered": x[:, :328]} for call, x in zip(calls, wide, strict=True)]
+        there.run(there.launches(given, gb_per_s=300.0), [100_000 * (rank * 2 % 3) for rank in range(3)])
+        check(there, calls)
+        whole = torch.cat([call["a"] for call in calls])
+        for x in wide:
+            assert torch.equal(x[:, :328], whole) and (x[:, 328:] == 77).all()
+
+
 def test_pieces_of_several_slices() -> None:
     """The last piece of a column has fewer rows, and the last slice fewer bytes."""
     gemm = RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 328, 648)
@@ -183,32 +199,31 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
     Its slots have what peers would send: their shards of A, or ones.
     """
     gemm = RankGemm(traits(pattern, *kind), distances(ranks), 200, 328, 136)
-    there = LocalRanks(gemm, epoch=7)
-    space, memory = there.spaces[0], there.memory
-    memory[0][space.flags_at : space.slots_at].view(torch.int64).fill_(7)
-    call, *peers = drawn(there, 0)
-    one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
-    for buffer in range(2):
+    for epoch in (7, 8):  # one for each buffer
+        there = LocalRanks(gemm, epoch=epoch)
+        space, memory, buffer = there.spaces[0], there.memory, buffer_of(epoch)
+        memory[0][space.flags_at : space.slots_at].view(torch.int64).fill_(epoch)
+        call, *peers = drawn(there, 0)
+        one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
         first = space.slots_at + buffer * space.slots_of_buffer
         sent = torch.cat([peer["a"].flatten() for peer in peers]) if pattern == "ag+gemm" else one
         memory[0][first : first + size].view(torch.bfloat16).copy_(sent)
-    a, b, m = call["a"].double(), call["b"].double(), gemm.m
-    if pattern == "ag+gemm":
-        wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
-    else:
-        wanted = a[:m] @ b.T + (ranks - 1)
-        if pattern == "gemm+ar":
-            wanted = torch.cat([wanted, torch.ones_like(wanted).repeat(ranks - 1, 1)])
-    for buffer in range(2):
-        call["d"].fill_(float("nan"))
+        a, b, m = call["a"].double(), call["b"].double(), gemm.m
+        if pattern == "ag+gemm":
+            wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
+        else:
+            wanted = a[:m] @ b.T + (ranks - 1)
+            if pattern == "gemm+ar":
+                wanted = torch.cat([wanted, torch.ones_like(wanted).repeat(ranks - 1, 1)])
         torch.cuda.synchronize()
-        there.launches([call, *peers], epochs_a_replay=0)[0]()
+        there.launches([call, *peers])[0]()
         torch.cuda.synchronize()
         torch.testing.assert_close(call["d"].double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
         for rank in range(1, ranks):  # which is so far behind rank 0
             begin, distance = space.flags_at + buffer * space.flags * 8, ranks - rank
             flags = memory[rank][begin : begin + space.flags * 8].view(torch.int64)
-            assert (flags == 7).sum() == gemm.flags // (ranks - 1) and (flags.unique() - 7).count_nonzero() <= 1
+            assert (flags == epoch).sum() == gemm.flags // (ranks - 1)
+            assert (flags.unique() - epoch).count_nonzero() <= 1
             if pattern == "ag+gemm":
                 begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * call["a"].nbytes
                 found = memory[rank][begin : begin + call["a"].nbytes].view(torch.bfloat16)
@@ -230,7 +245,7 @@ def test_almost_as_many_tiles_as_tickets() -> None:
         there.run(launches)
     wanted = a @ b.T
     assert all(torch.equal(one, wanted) for one in d)
-    assert [control.clock >> 20 for control in there.controls()] == [4, 4]
+    assert [control.clock >> TICKET_BITS for control in there.controls()] == [4, 4]
 
 
 @pytest.mark.gpu(2)

@@ -337,8 +337,8 @@ class Bench:
     def __init__(
         self,
         time: Callable[[str], float],
-        refused: str = "-",
-        fails: str = "-",
+        refused: str = "?",
+        fails: str = "?",
         wrong: bool = False,
         errors: tuple[type[Exception], ...] = (ValueError,),
     ) -> None:

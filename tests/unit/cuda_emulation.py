@@ -22,7 +22,7 @@ from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.plan.ops import Gemm
-from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.checks import TORCH_DTYPES, gathered_box
 from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors, first_users_of_a
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
@@ -209,6 +209,17 @@ def noted_tasks(bound: Bound, recorded: list[Task]) -> list[list[Task]]:
     return found
 
 
+def scales_of_elements(scale: torch.Tensor | None, operand: torch.Tensor, block_rows: int | None) -> Any:
+    """The factor of each element of an operand, as a number or a tensor that broadcasts to it."""
+    if scale is None:
+        return 1.0
+    if block_rows is None:
+        return scale.double().view(-1, 1)
+    rows, columns = operand.shape
+    assert scale.shape == (-(-rows // block_rows), -(-columns // 128))
+    return scale.double().repeat_interleave(block_rows, 0).repeat_interleave(128, 1)[:rows, :columns]
+
+
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """A list that gets the tasks of launches, in place of streams."""
     tasks: list[Task] = []
@@ -218,8 +229,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
     def multiplied(t: GemmTensors, addends: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         def gemm() -> None:
-            factors = [1.0 if scale is None else scale.double().view(-1, 1) for scale in (t.scale_a, t.scale_b)]
-            found = t.alpha * (t.a.double() * factors[0]) @ (t.b.double() * factors[1]).mT
+            a, b = (
+                operand.double() * scales_of_elements(scale, operand, t.block_rows and t.block_rows[number])
+                for number, (operand, scale) in enumerate(((t.a, t.scale_a), (t.b, t.scale_b)))
+            )
+            found = t.alpha * a @ b.mT
             for factor, added in ((1.0, t.partial), (t.beta, t.c), (1.0, t.bias), *((1.0, one) for one in addends)):
                 if added is not None:
                     found = found + factor * added.double()
@@ -374,7 +388,7 @@ class Data:
 
     def __init__(self, plan: distgemm.Plan, seed: int, alpha: float = 1.0, beta: float = 0.0, bias: bool = False):
         p, generator = plan.problem, torch.Generator().manual_seed(seed)
-        self.schedule = plan.schedule
+        self.plan, self.schedule = plan, plan.schedule
         lead = (p.l,) if p.l > 1 else ()
 
         def draw(*shape: int) -> torch.Tensor:
@@ -394,18 +408,23 @@ class Data:
             shards["D"] = torch.full(plan.shard_shape("D", rank), float("nan"), dtype=dtypes["D"])
             part = None if row is None else row[plan.shard("D", rank)[-1]].to(dtypes["D"])
             if first_users_of_a(plan, rank):
-                shards["gathered"] = torch.full(whole["A"].shape, float("nan"), dtype=dtypes["A"])
+                shards["gathered"] = torch.full(self._gathered(rank).shape, float("nan"), dtype=dtypes["A"])
             if scales is not None:
                 shards |= {name: torch.from_numpy(drawn[rank]).float() for name, drawn in scales.shards.items()}
             self.wanted.append(product[plan.shard("D", rank)])
             self.calls.append(CallTensors(shards, alpha, beta, part))
 
     def check(self) -> None:
-        """Check D of all ranks, and all of A where it is gathered."""
+        """Check D of all ranks, and A where it is gathered."""
         for rank, (call, wanted) in enumerate(zip(self.calls, self.wanted, strict=True)):
             assert torch.equal(call.out.double(), wanted), (self.schedule, rank)
             gathered = call.shards.get("gathered")
-            assert gathered is None or torch.equal(gathered.double(), self.whole["A"].view(gathered.shape))
+            assert gathered is None or torch.equal(gathered.double(), self._gathered(rank).view(gathered.shape))
+
+    def _gathered(self, rank: int) -> torch.Tensor:
+        a, p = self.whole["A"], self.plan.problem
+        found = a.view(p.l, p.m, p.k)[tuple(slice(*edges) for edges in gathered_box(self.plan, rank))]
+        return found if a.dim() == 3 else found[0]
 
 
 def plans(schedule: str, ranks: int) -> list[distgemm.Plan]:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from typer.testing import Result
 
+from distgemm.bench import executions
 from distgemm.bench.cases import Job, cases, jobs
 from distgemm.bench.report import load, save
-from distgemm.bench.run import Settings
+from distgemm.bench.run import Settings, check_gpu
 from distgemm.cli import bench as command
 from distgemm.cli import output
+from distgemm.gemm.cublas import CublasProvider
+from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS
+from distgemm.runtime.executable import ExecutionMode
+from distgemm.tune import candidates, look_up
+from distgemm.tune.kernels import sources_of
 from tests.unit import command as runner
 from tests.unit.command import refusal, succeed
 
@@ -81,9 +91,95 @@ def test_defaults_and_quick(measured: list[dict[str, Any]]) -> None:
     assert {one.text for _, tried in every["todo"] for one in tried} == {"gemm+ar"}
 
 
+EXECUTIONS = "--model llama-3-8b --pattern ag+gemm --pattern gemm+rs --m 2048 --ranks 2 --executions"
+
+
+def test_each_execution(measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    providers = {"cutlass": CutlassProvider("90a"), "cublas": CublasProvider()}
+    monkeypatch.setattr(candidates, "providers", lambda: providers)
+    for count in (1, 2):
+        with compiling_for("90a"):
+            done = invoke(*EXECUTIONS.split(), str(count))
+        assert done.exit_code == 0, done.output
+        todo = measured.pop()["todo"]
+        assert [case.layer for case, _ in todo] == ["qkv", "out", "fc1", "fc2"]
+        for case, tried in todo:
+            times = candidates.predictions(case.problem, case.pattern, 2)
+            recorded = look_up(case.problem, case.pattern, 2, "NVIDIA H200", math.inf)
+            assert recorded in tried and len(set(tried)) == len(tried)
+            for mode in get_args(ExecutionMode):
+                found = [each for each in tried if each.execution.execution == mode]
+                every = [time for each, time in times.items() if each in found]
+                best = min(time for each, time in times.items() if each.execution.execution == mode)
+                assert min(every) == best and count <= len(found) <= count + (recorded.execution.execution == mode)
+                kinds = {(each.schedule, each.options, replace(each.execution, wait_by="memory_op")) for each in found}
+                assert len(kinds) == len(found)
+
+
+def test_build_compiles_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, for all ranks."""
+    built: list[KernelSource] = []
+    monkeypatch.setattr("distgemm.gemm.nvcc.build", built.extend)
+    monkeypatch.setattr("distgemm.gemm.nvcc.missing", lambda sources: sources[1:])
+    done = invoke(*EXECUTIONS.split(), "2", "--build")
+    assert done.exit_code == 0 and len(built) == len(set(built)) > 10
+    assert f"sm_90a: {len(built) - 1} compiled, 1 there already" in done.output
+    with compiling_for("90a"):
+        for case in cases(["llama-3-8b"], ["qkv", "fc2"], ["ag+gemm", "gemm+rs"], [2048], 2, 8):
+            todo = executions.of_each_execution(case, 2)
+            for config in todo.candidates:
+                assert set(sources_of(case.problem, case.pattern, 2, [config], rank=1)) <= set(built), config
+    files = {source.file for source in built}
+    assert files == {"flags.cu", "gemm.cu", "per_tile.cu"}
+
+
+def test_resume_measures_what_is_missing(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    line = ("--ranks", "4", "--m", "8192", "--pattern", "ag+gemm", "--pattern", "gemm+rs", "--json", str(file))
+    assert invoke(*line, "--resume").exit_code == 0  # nothing is there yet
+    assert measured[0]["settings"].before is None and len(measured.pop()["todo"]) == 4
+    result = example()
+    save(result, file)
+    done = invoke(*line, "--resume")
+    assert done.exit_code == 0, done.output
+    assert [case.layer for case, _ in measured[0]["todo"]] == ["qkv", "out"]
+    assert measured.pop()["settings"].before["rows"] == result["rows"]
+    assert "70b fc1 ag+gemm m=8192" in succeed("bench", *line, "--layer", "fc1", "--layer", "fc2", "--resume")
+    assert measured == []  # all was there
+    result["rows"][0]["tp"] = 4
+    save(result, file)
+    assert f"--resume: {file} has rows of other ranks than 4 of --tp 8" in refusal("bench", *line, "--resume")
+
+
+def test_rows_of_another_gpu_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    check_gpu(torch.device("cuda", 0), {"about": {"gpu": "NVIDIA Test"}})
+    with pytest.raises(ValueError, match=r"are of H200 of a fable, and this is NVIDIA Test: measure into another file"):
+        check_gpu(torch.device("cuda", 0), example())
+
+
+def test_the_fastest_of_each_execution_is_printed(tmp_path: Path) -> None:
+    result = example()
+    row = result["rows"][0]
+    method = row["methods"][0]
+    for name, ms in (("x execution=per_tile config=128x128x64_2x1_pingpong", 1.5), ("x execution=per_tile", 1.25)):
+        row["methods"].append(method | {"name": name, "rounds": [ms]})
+    file = tmp_path / "rows.json"
+    save(result, file)
+    table = succeed("bench", "--from", str(file)).split("ms of the fastest of each execution\n")[1]
+    first, second, _ = (line.split() for line in table.splitlines() if line.startswith("70b fc"))
+    least = min(each["ms"] for each in row["methods"] if each["kind"] == "distgemm" and "x exec" not in each["name"])
+    assert first[-2:] == [f"{least:.4f}", "1.2500"] and second[-1] == "-"
+    assert "each execution" not in succeed("bench", "--from", str(EXAMPLE))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--executions 0", "--executions: a whole number of at least 1, got '0'"),
+        ("--executions 1 --schedule gemm+rs", "--executions selects the schedules: give it or --schedule"),
+        ("--resume", "--resume takes the file with the rows that are there: --json FILE"),
+        ("--resume --json -", "--resume takes the file"),
         ("--ranks 8", "--ranks 8 needs 8 GPUs, found 4"),
         ("--ranks 1", "--ranks is at least 2, got 1"),
         ("--m many", "--m: a whole number of at least 1, got 'many'"),

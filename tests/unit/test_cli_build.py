@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from distgemm.cli import main as cli
 from distgemm.cli.build import DenseGemm
 from distgemm.cli.tune_gemm import shapes_of
-from distgemm.gemm.cutlass import TMA_TILES
 from distgemm.gemm.nvcc import cache_dir, cached
 from distgemm.gemm.tensors import spec_of
+from distgemm.gemm.tiles import TMA_TILES
 from distgemm.plan.problem import GemmProblem
 from tests.unit.test_gemm_kernel_cache import WRITES, Nvcc, nvcc
 

@@ -15,6 +15,7 @@ from distgemm import PlanError
 from distgemm.gemm.flags import MemOp
 from distgemm.gemm.fused.gemms import FusedGemms
 from distgemm.plan.ops import Copy, Gemm, Wait
+from distgemm.plan.scaling import OperandScaling, Scaling
 from distgemm.runtime.cuda import binding, memops
 from distgemm.runtime.cuda.lowering import single_kernel
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM
@@ -98,14 +99,17 @@ def test_every_schedule_is_right_in_every_order(schedule: str, queues: bool, rec
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("scaling", ["tensorwise", "tensorwise-shard", "rowwise", "rowwise-shard"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "tensorwise-shard", "rowwise", "rowwise-shard", "blockwise"])
 @pytest.mark.parametrize("schedule", distgemm.list_schedules())
 def test_every_schedule_is_right_with_scales(schedule: str, scaling: str, recorded: list[Task]) -> None:
     """Scales are powers of two and elements small integers, so products are exact."""
     order, ranks = random.Random(schedule), 4
     sides = 3 if "3d" in schedule else 2 if "2d" in schedule else 1
     mesh = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}[sides]
-    problem = distgemm.GemmProblem(22, 21, 19, dtype="float8_e4m3fn", out_dtype="float32", scaling=scaling)
+    blocks = 7 * 128 if scaling == "blockwise" else 0
+    problem = distgemm.GemmProblem(
+        22, blocks + 21, blocks + 19, dtype="float8_e4m3fn", out_dtype="float32", scaling=scaling
+    )
     chunked = {"chunks": 2} if "chunks" in schedule_options(schedule) else {}
     every = [
         distgemm.make_plan(problem, schedule, mesh=mesh, mechanism=mechanism, workspace=workspace, sync=sync, **chunked)
@@ -132,10 +136,13 @@ def test_every_schedule_is_right_with_scales(schedule: str, scaling: str, record
 
 
 def test_scalings_without_kernels_are_refused() -> None:
-    for scaling in ("blockwise", "mxfp8"):
+    part = OperandScaling(1, 128)
+    others = [Scaling(part, OperandScaling(*each)) for each in ((1, None), (64, 128), (128, 64))]
+    others.append(Scaling(OperandScaling(1, 128, swizzled=True), part))
+    for scaling in ("mxfp8", *others):
         problem = distgemm.GemmProblem(512, 256, 512, dtype="float8_e4m3fn", scaling=scaling)
         plan = distgemm.make_plan(problem, GATHERS[0], 2)
-        with pytest.raises(ValueError, match="kernels take one float32 scale for a tile of A or for each of its rows"):
+        with pytest.raises(ValueError, match="scales of 1x128 and 128x128 blocks of both A and B, and the problem has"):
             Emulated(plan, 0, machine_of([plan]).workspaces[0])
     batches = distgemm.GemmProblem(8, 8, 8, 2, dtype="float8_e4m3fn", scaling="rowwise")
     plan = distgemm.make_plan(batches, GATHERS[0], 2)
@@ -150,6 +157,9 @@ def test_the_fused_kernel_takes_scales_that_do_not_move(recorded: list[Task]) ->
     problem = distgemm.GemmProblem(32, 16, 64, dtype="float8_e4m3fn", scaling="rowwise")
     with pytest.raises(PlanError, match="scales that each rank has already"):
         actions_of(distgemm.make_plan(problem, GATHERS[0], 4), 0, fused=True)
+    problem = distgemm.GemmProblem(512, 512, 512, dtype="float8_e4m3fn", scaling="blockwise")
+    with pytest.raises(PlanError, match="fused kernel takes scales of tensors and rows, not of blocks"):
+        actions_of(distgemm.make_plan(problem, CHAINS[0], 4), 0, fused=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

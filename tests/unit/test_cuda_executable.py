@@ -23,6 +23,7 @@ from distgemm.gemm.fused.kernel import fused_source
 from distgemm.plan.ops import Wait
 from distgemm.runtime.collective import CollectiveExecutable
 from distgemm.runtime.cuda import binding, executable, flag_kernel, memops
+from distgemm.runtime.cuda import compile as compilation
 from distgemm.runtime.cuda.executable import CudaExecutable, copied_buffers
 from distgemm.runtime.cuda.lowering.actions import COMM
 from distgemm.runtime.cuda.order import CallOrder
@@ -601,10 +602,11 @@ def test_all_runtimes_satisfy_the_protocol() -> None:
 
 
 def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (api, executable):
+    for module in (api, compilation):
         monkeypatch.setattr(module, "resolve_group", lambda group: "two ranks")
-    monkeypatch.setattr(executable.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(executable, "CudaExecutable", lambda *_, **__: "made")
+    monkeypatch.setattr(compilation.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(compilation, "CudaExecutable", lambda *_, **__: "made")
+    monkeypatch.setattr(compilation, "PerTileExecutable", lambda *_, **__: "made per tile")
     problem = distgemm.GemmProblem(m=16, n=16, k=16)
     plan = distgemm.make_plan(problem, GATHERS[1], 2)
 
@@ -612,7 +614,7 @@ def test_compile_refuses_arguments_before_it_asks_a_gpu(monkeypatch: pytest.Monk
         return distgemm.compile(options.pop("plan", plan), device="cuda:0", **options)
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert compiled() == "made"
+    assert compiled() == "made" and compiled(execution="per_tile") == "made per tile"
     for options, message in (
         ({"plan": distgemm.make_plan(problem, GATHERS[1], 3)}, "the plan is for 3 ranks, the group has 2"),
         ({"gemm_streams": 3}, "gemm_streams is an integer from 1 to 2, got 3"),
@@ -663,7 +665,7 @@ def test_all_reduces_copy_from_and_to_d() -> None:
 def test_gathered_is_refused_where_a_is_not_gathered() -> None:
     exe = emulated(CHAINS[0])
     a, b = torch.zeros(16, 8), torch.zeros(16, 8)
-    with pytest.raises(ValueError, match="does not bring all of A"):
+    with pytest.raises(ValueError, match="does not bring rank 0 all columns of A"):
         exe._check(a, b, None, 0.0, None, torch.zeros(16, 16))
 
 

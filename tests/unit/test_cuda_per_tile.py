@@ -17,11 +17,11 @@ import distgemm
 from distgemm import GemmProblem, PlanError
 from distgemm.gemm.per_tile import params as structs
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import EPOCHS, Clock
+from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
 from distgemm.gemm.per_tile.kernel import KernelTraits
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Params
 from distgemm.gemm.per_tile.select import gemm_of
-from distgemm.runtime.cuda import compile_plan, per_tile, watchdog
+from distgemm.runtime.cuda import per_tile, watchdog
 from distgemm.runtime.cuda import workspace as workspaces
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
 from distgemm.runtime.cuda.per_tile import PerTileExecutable
@@ -30,8 +30,6 @@ from distgemm.runtime.cuda.watched import WatchedWorkspace
 from distgemm.runtime.cuda.workspace import workspace_for
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import list_schedules, schedule_mesh_rank
-from distgemm.tune.candidates import register_candidate
-from distgemm.tune.config import TunedConfig
 from tests.unit.test_gemm_parameters import Recorded, RecordingDriver
 
 GATHER, SCATTER, ALL_REDUCE = (
@@ -41,6 +39,7 @@ GATHER, SCATTER, ALL_REDUCE = (
 )
 SCHEDULES = {"ag+gemm": GATHER, "gemm+rs": SCATTER, "gemm+ar": ALL_REDUCE}
 EXECUTION = ExecutionConfig(execution="per_tile")
+PROBLEM = GemmProblem(600, 336, 1920)
 
 # --- from plans to GEMMs --------------------------------------------------------------------------------
 
@@ -106,6 +105,8 @@ def test_other_plans_that_are_refused() -> None:
         gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 1, sync="barrier"))
     with pytest.raises(PlanError, match=r"one shard of rows in each iteration.* with chunks=1 works"):
         gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), SCATTER, 4, sync="barrier", chunks=2, chunk_mode="n"))
+    with pytest.raises(PlanError, match="extents that the number of ranks divides"):  # ranks add m / 4 rows each
+        gemm_of(distgemm.make_plan(GemmProblem(514, 256, 1024), ALL_REDUCE, 4, sync="barrier"))
     problem = GemmProblem(512, 256, 1024, out_dtype="float32", partial_dtype="bfloat16")
     with pytest.raises(ValueError, match="no wider than partial sums"):
         gemm_of(distgemm.make_plan(problem, ALL_REDUCE, 4, sync="barrier"))
@@ -195,6 +196,8 @@ def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
     }
     if terms:
         found |= {"bias": torch.zeros(gemm.n, dtype=torch.bfloat16), "c": torch.zeros_like(found["d"]), "beta": 0.5}
+        if gathers:
+            found["gathered"] = torch.zeros(all_rows, gemm.k, dtype=torch.bfloat16)
     return found
 
 
@@ -210,8 +213,8 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
     first, other = tensors_of(gemm, terms), tensors_of(gemm, terms)
     moved, wanted = (params_of(gemm, space_of(gemm, 1), **given, alpha=2.0, executable=3) for given in (first, other))
     assert bytes(moved) != bytes(wanted)
-    terms_at = [other[name].data_ptr() if terms else 77 for name in ("bias", "c")]
-    moved.move(other["a"].data_ptr(), other["b"].data_ptr(), other["d"].data_ptr(), *terms_at)
+    at = [other[name].data_ptr() if name in other else 77 for name in ("a", "b", "d", "bias", "c", "gathered")]
+    moved.move(*at)
     assert bytes(moved) == bytes(wanted)
     assert (moved.workspaces.rank, moved.workspaces.executable, moved.terms.alpha) == (1, 3, 2.0)
 
@@ -219,10 +222,11 @@ def test_parameters_move_to_other_tensors(pattern: str, terms: bool) -> None:
 @pytest.mark.usefixtures("_driver")
 @pytest.mark.parametrize("pattern", SCHEDULES)
 def test_descriptors_and_slots_lie_within_the_memory(pattern: str) -> None:
-    gemm, given = small_gemm(pattern), tensors_of(small_gemm(pattern))
+    gemm, given = small_gemm(pattern), tensors_of(small_gemm(pattern), terms=True)
     space = space_of(gemm, 2)
     params = params_of(gemm, space, **given)
-    for name, x in (("a", given["a"]), ("b", given["b"]), ("d", given["d"])):
+    for name in {"a", "b", "d", "gathered"} & set(given):
+        x = given[name]
         found = Recorded.from_buffer_copy(getattr(params, name))
         columns, rows, matrices = found.extents
         assert found.address == x.data_ptr() and columns == x.shape[1] and rows * matrices == x.shape[0]
@@ -289,7 +293,7 @@ def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
     workspace = workspace_for(GROUP, CPU, 3000, 7, EpochWorkspace)
     assert workspace.memory is not None and workspace.flags == 1024
     control = control_of(workspace)
-    assert control.clock == Clock().word
+    assert control.clock == 1 << TICKET_BITS
     assert not any(bytes(control)[8:]) and (workspace.memory[CONTROL_BYTES:] == 0xFF).all()
     slots = workspace.slots_of(1)
     assert slots.numel() == 2 * 3072 and (slots == 0xFF).all()
@@ -304,14 +308,11 @@ def test_a_workspace_begins_with_the_first_epoch_and_slots_of_nan() -> None:
 @pytest.mark.parametrize("epoch", [1, 2, 2**40, 0])
 def test_what_the_memory_says(epoch: int) -> None:
     workspace = workspace_for(GROUP, CPU, 3000, 1025, EpochWorkspace)
-    control, clock = control_of(workspace), Clock()
+    control = control_of(workspace)
     assert workspace.values(workspace.watched_memory()).idle
     control.running, control.executable, control.begun[1], control.begun[2] = 66, 4, epoch, (epoch - 1) % EPOCHS
-    for _ in range(min(epoch, 4) - 1):
-        clock = clock.next(closed=True)
-    buffer = clock.buffer if 0 < epoch < 4 else 1  # even epochs are in the second buffer
     flags = workspace.watched_memory()[workspace.space.flags_at // 4 :].view(torch.int64)
-    first = buffer * 1025
+    first = epoch % 2 * 1025
     flags[first : first + 1025] = torch.arange(1025) + epoch
     values = workspace.values(workspace.watched_memory())
     assert values[:3] == (66, 4, [0, epoch, (epoch - 1) % EPOCHS])
@@ -344,7 +345,13 @@ class Pretended:
         capturing: whether the current stream is captured.
     """
 
-    def __init__(self, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        pattern: str,
+        monkeypatch: pytest.MonkeyPatch,
+        problem: GemmProblem = PROBLEM,
+        **options: bool,
+    ) -> None:
         self.launched, self.noted, self.capturing = list[Any](), list[str](), False
         self.built: list[Any] = []
         PretendedLaunch.launched = self.launched
@@ -378,8 +385,8 @@ class Pretended:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-        self.plan = distgemm.make_plan(GemmProblem(600, 336, 1920), SCHEDULES[pattern], 3, sync="barrier")
-        self.exe = PerTileExecutable(self.plan, GROUP, CPU, EXECUTION, timeout=5.0)
+        self.plan = distgemm.make_plan(problem, SCHEDULES[pattern], 3, sync="barrier")
+        self.exe = PerTileExecutable(self.plan, GROUP, CPU, EXECUTION, timeout=5.0, **options)
 
     def _agree(self, plan: Any, arguments: str, group: Any, device: Any, problem: Exception | None) -> None:
         self.noted.append(arguments)
@@ -460,11 +467,12 @@ def test_calls_that_are_refused_launch_nothing(monkeypatch: pytest.MonkeyPatch) 
     exe, (a, b, d) = there.exe, there.tensors()
     there.noted.clear()
     one = torch.ones(1)
-    whole = torch.zeros(600, 1920, dtype=torch.bfloat16)
+    whole, wide = (torch.zeros(600, columns, dtype=torch.bfloat16) for columns in (1920, 1921))
     for message, options in (
         ("takes no scale_a; execution='multi_kernel' does", {"scale_a": one}),
         ("takes no scale_b", {"scale_b": one}),
-        ("takes no gathered", {"gathered": whole}),
+        ("gathered shares memory with the shard of A", {"a": whole[:200], "gathered": whole}),
+        ("the gathered A begins at a multiple of 16 bytes", {"gathered": torch.zeros_like(wide)[:, :1920]}),
         ("beta is not 0", {"beta": 1.0}),
         ("bias on rank 1 is", {"bias": torch.zeros(3, dtype=torch.bfloat16)}),
         ("A's shard on rank 1 has contiguous rows that do not overlap, got strides", {"a": a.T.contiguous().T}),
@@ -477,6 +485,64 @@ def test_calls_that_are_refused_launch_nothing(monkeypatch: pytest.MonkeyPatch) 
             exe(options.pop("a", a), b, **{"out": d, **options})
         assert not there.launched and not there.noted, message
     assert not exe._calls
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """A dense matrix of the same shape, which begins two bytes behind a multiple of 16."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+@pytest.mark.parametrize("pattern", SCHEDULES)
+def test_what_tma_cannot_read_is_copied_if_that_is_allowed(
+    pattern: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for calls that "auto" executes: they do not say that a kernel has TMA."""
+    a, b, d = Pretended(pattern, monkeypatch).tensors()
+    bias = torch.zeros(2 * d.shape[1], dtype=torch.bfloat16)[::2]
+    calls = (
+        ({"a": cut(a)}, "copies A"),
+        ({"b": cut(b)}, "copies B"),
+        ({"b": cut(b.T).T}, "copies B"),
+        ({"b": torch.zeros(b.shape[0], b.shape[1] + 4, dtype=b.dtype)[:, : b.shape[1]]}, "copies B"),
+        ({"bias": bias}, "copies bias"),
+        ({"c": d.T.contiguous().T}, "copies C"),
+    )
+    for options, message in calls:
+        given = {"a": a, "b": b, "c": torch.zeros_like(d), "bias": None, **options}
+        call = (given["a"], given["b"], given["c"])
+        with pytest.raises(ValueError, match=r"multiple of 16 bytes|contiguous"):
+            Pretended(pattern, monkeypatch).exe(*call, beta=1.0, bias=given["bias"])
+        there = Pretended(pattern, monkeypatch, fallback=True)
+        caplog.clear()
+        for _ in range(2):
+            assert there.exe(*call, beta=1.0, bias=given["bias"]).shape == d.shape
+        assert len(there.launched) == 2 and len(caplog.records) == 1 and message in caplog.text
+        assert all(traits == there.exe.gemm.traits for traits, _, _ in there.launched)  # all copies have rows
+        assert Params.from_buffer_copy(there.launched[-1][1]).shard % 16 == 0
+    there = Pretended(pattern, monkeypatch, fallback=True)
+    caplog.clear()
+    there.exe(a, b, torch.zeros_like(d), beta=1.0, bias=bias[: d.shape[1] // 2].repeat(2))
+    assert Params.from_buffer_copy(there.launched[-1][1]).shard == a.data_ptr() and not caplog.records
+
+
+@pytest.mark.usefixtures("pretended", "_driver")
+def test_columns_of_b_have_another_kernel_and_the_same_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this shape, tiles of 128x192 are best, whose clusters cannot load columns of B."""
+    problem = GemmProblem(6144, 1152, 1024)
+    found = []
+    for turned_b in (False, True):
+        there = Pretended("ag+gemm", monkeypatch, problem, turned_b=turned_b)
+        a, b, d = there.tensors()
+        there.exe(a, b, out=d)
+        there.exe(a, b.T.contiguous().T, out=d)
+        found.append((there.exe.gemm, there.built, [traits for traits, _, _ in there.launched]))
+    (one, built, launched), (other, built_turned, launched_turned) = found
+    assert one.traits.tile == (128, 192) != other.traits.tile
+    assert (one.traits.b_major, other.traits.b_major) == ("k", "n")
+    assert (one.flags, one.slot_bytes) == (other.flags, other.slot_bytes)
+    assert built[0] == one.traits.source() and built_turned[0] == other.traits.source()
+    assert launched == launched_turned == [one.traits, other.traits]
 
 
 @pytest.mark.usefixtures("pretended", "_driver")
@@ -615,18 +681,3 @@ def test_slots_are_nan_before_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -
     Watchdog().free(watched, {0})
     assert did == ["write 1", "poison 1", "write 2", "poison 1"] and control.dead == 2
     assert out.isnan().all() and not watched.pending and watched.under_way is None
-
-
-def test_tuning_refuses_it() -> None:
-    for refused in (
-        lambda: TunedConfig.parse(f"{GATHER} execution=per_tile"),
-        lambda: register_candidate("ag+gemm", GATHER, execution="per_tile"),
-    ):
-        with pytest.raises(ValueError, match=r"no per-tile kernels: distgemm\.compile"):
-            refused()
-
-
-def test_the_graph_runtime_refuses_it() -> None:
-    plan = distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 4, sync="barrier")
-    with pytest.raises(ValueError, match=r"distgemm\.compile makes those with per-tile kernels"):
-        compile_plan(plan, EXECUTION)

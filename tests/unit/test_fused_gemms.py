@@ -557,6 +557,18 @@ def test_gemms_with_partial_sums_have_one_scale_for_all_rows() -> None:
         _ = scaled(reduce(), M).spec
 
 
+def test_fused_kernels_take_no_scales_of_blocks() -> None:
+    for gemms in (gather(), reduce()):
+        products = []
+        for one in gemms.products:
+            a, b = (x.to(torch.float8_e4m3fn) for x in (one.a, one.b))
+            scales = [torch.ones(-(-x.shape[0] // 128), -(-x.shape[1] // 128)) for x in (a, b)]
+            scaled = replace(one, a=a, b=b, scale_a=scales[0], scale_b=scales[1], block_rows=(128, 128))
+            products.append(scaled)
+        with pytest.raises(ValueError, match="fused kernels take scales of tensors and rows, got 128x128 and 128x128"):
+            _ = replace(gemms, products=products).spec
+
+
 def test_terms_lie_as_d_does() -> None:
     """Or they are the same for all."""
     gemms = gather()

@@ -30,12 +30,14 @@ def batches(spec: GemmSpec) -> GemmSpec:
 
 
 FP8 = of("float8_e4m3fn", scale_a="tensor", scale_b="tensor")
+E5M2 = of("float8_e5m2", d=D, scale_a="tensor", scale_b="tensor")
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         *(of(dtype) for dtype in ("bfloat16", "float16", "float32", "tfloat32", "float64")),
+        *(replace(E5M2, **{name: getattr(FP8, name)}) for name in "ab"),
         replace(PRODUCT, c=D),
         replace(PRODUCT, partial=D),
         replace(PRODUCT, bias="bfloat16"),
@@ -82,6 +84,11 @@ def test_supported_gemms(spec: GemmSpec) -> None:
             of("float8_e4m3fn", b=replace(FP8.b, rows=24), d=replace(D, columns=24), scale_a="row", scale_b="row"),
             "torch wants k and n in multiples of 16 in fp8, got 16 and 24",
         ),
+        (
+            replace(FP8, scale_a="1x128", scale_b="128x128"),
+            "torch wants both scales per tensor or both per row, got 1x128, 128x128",
+        ),
+        (E5M2, "torch does not multiply float8_e5m2 by float8_e5m2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

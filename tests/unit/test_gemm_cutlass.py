@@ -14,13 +14,14 @@ from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec
 from distgemm.gemm.cutlass import ELEMENTS, CutlassProvider, KernelKind, kernel_source
 from distgemm.gemm.parameters import Terms
 from distgemm.gemm.select import key_of
+from distgemm.gemm.spec import FP8
 from distgemm.gemm.sums import sum_source_of
-from distgemm.gemm.tiles import TMA_TILES
+from distgemm.gemm.tiles import FP8_TILES, MAX_COLUMN_SCALED_SUMS, MAX_FP8_SUMS, TILES, TMA_TILES
 from distgemm.plan.problem import DTYPE_BYTES
 
 HOPPER = CutlassProvider("90a")
-BYTES = {"float32": 4, "tfloat32": 4, "float8_e4m3fn": 1}
-RESULT = {"tfloat32": "float32", "float8_e4m3fn": "bfloat16", "float64": "bfloat16"}
+BYTES = {"float32": 4, "tfloat32": 4, **dict.fromkeys(FP8, 1)}
+RESULT = {"tfloat32": "float32", **dict.fromkeys(FP8, "bfloat16"), "float64": "bfloat16"}
 MAJORS = ("rr", "rc", "cr", "cc")
 
 
@@ -46,6 +47,7 @@ PLAIN = config("128x128x32_1x1_plain")
 D = spec().d
 ODD_A = replace(spec().a, stride=130, alignment=4)
 ODD_D = replace(D, stride=514)
+BLOCKS = spec("float8_e4m3fn", scale_a="1x128", scale_b="128x128")
 
 # --- supported GEMMs ------------------------------------------------------------------------------------
 
@@ -54,7 +56,7 @@ ODD_D = replace(D, stride=514)
 @pytest.mark.parametrize("majors", MAJORS)
 def test_aligned_gemms_use_tma(dtype: str, majors: str) -> None:
     found = HOPPER.configs(spec(dtype, majors=majors))
-    if dtype == "float8_e4m3fn" and majors != "rr":
+    if dtype in FP8 and majors != "rr":
         assert not found
         return
     kernel_schedules = {one.kernel_schedule for one in found}
@@ -62,7 +64,8 @@ def test_aligned_gemms_use_tma(dtype: str, majors: str) -> None:
         assert kernel_schedules == {"plain"}
         return
     assert kernel_schedules == {"cooperative", "pingpong", "plain"}
-    tiles = [tile for tile, _, _ in TMA_TILES if dtype != "tfloat32" or tile[1] % 32 == 0]
+    listed = [tile.extents for tile in (FP8_TILES if dtype in FP8 else TILES) for _ in tile.clusters]
+    tiles = [tile for tile in listed if dtype != "tfloat32" or tile[1] % 32 == 0]
     assert len(found) == len(tiles) + 1
     assert found[0].kernel_schedule != "plain"
     for one in found:
@@ -72,11 +75,37 @@ def test_aligned_gemms_use_tma(dtype: str, majors: str) -> None:
         assert HOPPER.supports(spec(dtype, majors=majors), one)
 
 
+def test_rows_of_blocks_of_a_change_no_kernel() -> None:
+    """They are a number at run time, and those of B are compiled in."""
+    tile = config("128x192x128_2x1_cooperative")
+    assert kernel_source(BLOCKS, tile, "90a") == kernel_source(replace(BLOCKS, scale_a="128x128"), tile, "90a")
+    assert kernel_source(BLOCKS, tile, "90a") != kernel_source(spec("float8_e4m3fn"), tile, "90a")
+
+
+def test_a_misaligned_gemm_with_scales_of_blocks_has_no_kernel() -> None:
+    odd = replace(BLOCKS, a=replace(BLOCKS.a, stride=130))
+    assert HOPPER.configs(odd) == [] and "multiples of 16 bytes for them" in HOPPER.supports(odd).reason
+    assert HOPPER.configs(replace(BLOCKS, d=replace(D, alignment=2)))[0].epilogue == "direct"
+
+
+def test_threads_have_room_for_both_sums_of_fp8() -> None:
+    """The compiler spills the registers of larger tiles."""
+    limits = [(spec("float8_e4m3fn"), MAX_FP8_SUMS), (spec("float8_e5m2"), MAX_FP8_SUMS), (BLOCKS, MAX_FP8_SUMS)]
+    for product, limit in (*limits, (replace(BLOCKS, scale_b="1x128"), MAX_COLUMN_SCALED_SUMS)):
+        threads = {"cooperative": 256, "pingpong": 128}
+        sums = [
+            one.tile[0] * one.tile[1] // threads[one.kernel_schedule]
+            for one in HOPPER.configs(product)
+            if one.kernel_schedule in threads
+        ]
+        assert max(sums) == limit
+
+
 def test_the_plain_kernel_of_float32_is_shallower() -> None:
     assert list(map(str, HOPPER.configs(spec("float32")))) == ["128x128x8_1x1_plain"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tfloat32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tfloat32", *FP8])
 @pytest.mark.parametrize("what", ["a", "b"])
 def test_misaligned_operands_use_the_plain_kernel(dtype: str, what: str) -> None:
     aligned = spec(dtype)
@@ -131,7 +160,10 @@ def test_other_architectures_use_the_plain_kernel(arch: str) -> None:
 @pytest.mark.parametrize(
     ("product", "reason"),
     [
-        (spec("float64"), "A and B are of bfloat16, float16, float32, tfloat32, float8_e4m3fn, not float64"),
+        (
+            spec("float64"),
+            "A and B are of bfloat16, float16, float32, tfloat32, float8_e4m3fn, float8_e5m2, not float64",
+        ),
         (spec(d=replace(D, dtype="float64")), "D is of bfloat16, float16, float32, not float64"),
         (spec(d=replace(D, dtype="float8_e4m3fn")), "D is of bfloat16, float16, float32, not float8_e4m3fn"),
         (spec(c=replace(D, dtype="float64")), "C is of bfloat16, float16, float32, not float64"),
@@ -143,7 +175,11 @@ def test_other_architectures_use_the_plain_kernel(arch: str) -> None:
         (spec("float8_e4m3fn", majors="rc"), "rows of A and B are contiguous in fp8: neither can be column-major"),
         (
             GemmSpec(*(replace(x, batches=2, batch_stride=-1) for x in (spec().a, spec().b, D)), scale_a="row"),
-            "scales per row are for one batch",
+            "scales of rows or blocks are for one batch",
+        ),
+        (
+            GemmSpec(spec().a, spec().b, D, scale_a="1x128", scale_b="128x128"),
+            "A and B are of float8_e4m3fn or float8_e5m2 if blocks have scales, not bfloat16",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -189,6 +225,14 @@ def test_gemms_that_no_kernel_computes(product: GemmSpec, reason: str) -> None:
             "plain kernels compute at most 65535 batches of at most 8388480 columns, got 65536 of 512",
         ),
         ("80", spec(n=65535 * 128 + 1), PLAIN, "65535 batches of at most 8388480 columns, got 1 of 8388481"),
+        ("90a", BLOCKS, config("128x128x64_1x1_plain"), "only kernels with TMA, for sm_90a, take scales of blocks;"),
+        ("80", BLOCKS, config("128x128x128_1x1_cooperative"), "cooperative kernels are for sm_90a, this is sm_80"),
+        (
+            "90a",
+            BLOCKS,
+            config("128x128x64_1x1_cooperative"),
+            "kernels that take scales of blocks are 128 deep, got 64",
+        ),
         ("90a", spec(), config("128x128x24_1x1_cooperative"), "depths of tiles are multiples of 32 bytes, got 24"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -316,7 +360,7 @@ def test_a_bias_of_the_type_of_d_changes_no_kernel(dtype: str, arch: str) -> Non
                 assert provider.supports(biased, each) == provider.supports(without, each)
                 assert kernel_source(biased, each, arch, kind) == kernel_source(without, each, arch, kind)
                 compared += 1
-    assert compared or (dtype, arch) == ("float8_e4m3fn", "80")
+    assert compared or (dtype in FP8 and arch == "80")
 
 
 def test_other_types_sources_and_tiles_are_other_kernels() -> None:
@@ -325,7 +369,9 @@ def test_other_types_sources_and_tiles_are_other_kernels() -> None:
         *(spec(majors=majors) for majors in MAJORS),
         spec("float16"),
         spec("tfloat32"),
-        spec("float8_e4m3fn"),
+        *(spec(a, b=spec(b).b) for a, b in combinations(FP8, FP8)),
+        BLOCKS,
+        replace(BLOCKS, scale_b="1x128"),
         spec(d=f32),
         spec(c=D),
         spec(c=f32),

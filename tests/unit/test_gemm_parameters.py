@@ -187,12 +187,18 @@ def compare(compiled: Compiled, given: ctypes.Structure, made: tuple[Parameter, 
         parameter.update()
 
 
-def one_gemms(dtype: torch.dtype, d_dtype: torch.dtype, majors: str, config: GemmConfig) -> Iterator[GemmTensors]:
+def one_gemms(
+    dtype: torch.dtype,
+    d_dtype: torch.dtype,
+    majors: str,
+    config: GemmConfig,
+    block_rows: tuple[int, int] | None,
+) -> Iterator[GemmTensors]:
     """GEMMs of several shapes, strides, batches and terms; A or B is row-major ("r") or column-major ("c")."""
     rng = random.Random(str(config))
     for number in range(24):
         m, n, k = (rng.randrange(1, most) * 16 for most in (160, 160, 40))
-        batches = rng.choice([(), (), (3,)])
+        batches = rng.choice([(), (), (3,)]) if block_rows is None else ()
 
         def matrix(rows: int, columns: int, kind: torch.dtype, major: str = "r") -> torch.Tensor:
             rows, columns = (rows, columns) if major == "r" else (columns, rows)
@@ -203,12 +209,16 @@ def one_gemms(dtype: torch.dtype, d_dtype: torch.dtype, majors: str, config: Gem
         terms: dict[str, Any] = {}
         if number % 2:
             terms |= {"bias": torch.zeros(n, dtype=d_dtype), "alpha": rng.random()}
-        if number % 3:
+        if block_rows is not None:
+            shapes = [(-(-rows // block), -(-k // 128)) for rows, block in zip((m, n), block_rows, strict=True)]
+            scales = [torch.ones(shape) if number % 2 else torch.ones(shape[::-1]).mT for shape in shapes]
+            terms |= {"scale_a": scales[0], "scale_b": scales[1], "block_rows": block_rows}
+        elif number % 3:
             terms |= {"scale_a": torch.ones(1), "scale_b": torch.ones(1 if batches else n)}
         yield GemmTensors(a, b, matrix(m, n, d_dtype), padded=True, **terms)
 
 
-ONE_GEMM: list[tuple[str, str, str, str, bool]] = [
+ONE_GEMM: list[tuple[Any, ...]] = [
     ("128x128x64_1x1_pingpong", "bfloat16", "bfloat16", "rr", False),
     ("64x192x64_1x2_pingpong_raster_m_swizzle_4", "float16", "float32", "rc", False),
     ("128x256x64_2x1_cooperative_swizzle_8", "bfloat16", "bfloat16", "cr", False),
@@ -218,19 +228,20 @@ ONE_GEMM: list[tuple[str, str, str, str, bool]] = [
     ("128x96x32_1x2_pingpong", "tfloat32", "float32", "cr", False),
     ("128x80x64_2x1_pingpong_direct", "bfloat16", "bfloat16", "rr", False),
     ("128x128x32_1x1_plain", "bfloat16", "bfloat16", "rc", True),
+    ("128x192x128_2x1_cooperative", "float8_e4m3fn", "bfloat16", "rr", False, (1, 128)),
+    ("64x128x128_1x2_pingpong_direct", "float8_e5m2", "float32", "rr", True, (128, 1)),
 ]
-"""Configuration, types of A and D, majors of A and B, whether C is added."""
+"""Configuration, types of A and D, majors of A and B, whether C is added, rows of blocks of A and of B."""
 
 
 @pytest.mark.sample(0)  # a kernel compiles for 10 s, and CUTLASS's host code for 30 s
 @pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize(("text", "dtype", "d_dtype", "majors", "has_c"), ONE_GEMM)
-def test_the_parameter_of_one_gemm_is_cutlass_s(
-    text: str, dtype: str, d_dtype: str, majors: str, has_c: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", ONE_GEMM, ids=lambda case: "-".join(map(str, case[:5])))
+def test_the_parameter_of_one_gemm_is_cutlass_s(case: tuple[Any, ...], tmp_path: Path) -> None:
+    text, dtype, d_dtype, majors, has_c, *blocks = case
     config, compiled, drawn = GemmConfig.parse(text), None, random.Random(text)
     element = torch.float32 if dtype == "tfloat32" else getattr(torch, dtype)
-    for tensors in one_gemms(element, getattr(torch, d_dtype), majors, config):
+    for tensors in one_gemms(element, getattr(torch, d_dtype), majors, config, *(blocks or [None])):
         changed: dict[str, Any] = {"dtype": "tfloat32"} if dtype == "tfloat32" else {}
         if has_c:
             changed |= {"c": torch.empty_like(tensors.d), "beta": drawn.random()}
@@ -311,3 +322,22 @@ def test_the_parameter_of_a_fused_kernel_is_cutlass_s(name: str, tmp_path: Path)
         compiled = compiled or compile_both(source, tmp_path)
         given = fused_arguments(gemms, config, base)
         compare(compiled, given, fused_parameter(compiled.layout, config, given))
+
+
+@pytest.mark.usefixtures("driver")
+def test_scales_of_blocks_keep_their_strides() -> None:
+    """Row-major and column-major ones: the kernel reads both where they are."""
+    a, b = (torch.zeros(rows, 400).to(torch.float8_e4m3fn) for rows in (130, 300))
+    scale_a, scale_b = torch.ones(4, 130).mT, torch.ones(3, 10)[:, 1:5]
+    tensors = GemmTensors(
+        *(a, b, torch.zeros(130, 300, dtype=torch.bfloat16)), scale_a=scale_a, scale_b=scale_b, block_rows=(1, 128)
+    )
+    spec, config = spec_of(tensors), GemmConfig.parse("128x128x128_2x1_cooperative_direct")
+    given = arguments_of(tensors, spec, kernel_source(spec, config, "90a"), config, PROVIDER)
+    for scales, tensor, wanted in (
+        (given.scales_a, scale_a, (1, 130, 130, 1)),
+        (given.scales_b, scale_b, (10, 1, 300, 128)),
+    ):
+        assert scales.data == tensor.data_ptr()
+        assert (scales.stride, scales.step, scales.rows, scales.block_rows) == wanted
+    assert (given.terms.scale_a, given.terms.scale_b, given.terms.scale_a_step) == (None, None, 0)

@@ -18,8 +18,8 @@ from filelock import FileLock
 from distgemm.gemm import GemmConfig, GemmSpec, MatrixSpec, select
 from distgemm.gemm import cache as tuned_cache
 from distgemm.gemm.cutlass import CutlassProvider
-from distgemm.gemm.select import CACHE, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
-from distgemm.gemm.tiles import TILES
+from distgemm.gemm.select import CACHE, FP8_RATES, OVERHEADS, RATES, estimate, gpu_name, key_of, order, select_config
+from distgemm.gemm.tiles import FP8_TILES, TILES
 from distgemm.measure.models import MODELS
 
 HOPPER = CutlassProvider("90a")
@@ -107,8 +107,10 @@ def test_the_first_is_the_fastest_by_the_formula(model: str) -> None:
 
 
 def test_every_tile_has_one_rate() -> None:
-    assert len(RATES) == len(TILES) + 1
-    assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(spec(256, 256, 256))} == set(RATES)
+    assert (len(RATES), len(FP8_RATES)) == (len(TILES) + 1, len(FP8_TILES) + 1)
+    matrices = (MatrixSpec(dtype, 256, 256) for dtype in ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
+    for product, rates in ((spec(256, 256, 256), RATES), (GemmSpec(*matrices), FP8_RATES)):
+        assert {(one.kernel_schedule, *one.tile[:2]) for one in HOPPER.configs(product)} == set(rates)
 
 
 # --- measured configurations ----------------------------------------------------------------------------

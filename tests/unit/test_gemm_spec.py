@@ -200,6 +200,9 @@ def test_extents() -> None:
         ({"c": replace(D, batches=2)}, "D has 1 batches, C has 2"),
         ({"partial": replace(D, batches=2)}, "D has 1 batches, the partial sum has 2"),
         ({"b": replace(B, dtype="float16")}, "A and B are of one type, got bfloat16 and float16"),
+        ({"b": replace(B, dtype="float8_e5m2")}, "A and B are of one type, got bfloat16 and float8_e5m2"),
+        ({"scale_a": "1x128"}, "both A and B have scales of blocks, or none has, got 1x128 and none"),
+        ({"scale_a": "row", "scale_b": "128x128"}, "or none has, got row and 128x128"),
     ],
 )
 def test_products_that_do_not_fit(change: dict[str, Any], message: str) -> None:

@@ -266,3 +266,26 @@ def test_the_cpu_has_no_kernels(provider: str) -> None:
 def test_gemm_refuses(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gemm(PLAIN.a, PLAIN.b, PLAIN.d, **keywords)
+
+
+def test_scales_of_blocks_are_matrices() -> None:
+    a, b = (torch.zeros(rows, 400).to(torch.float8_e4m3fn) for rows in (130, 300))
+    tensors = GemmTensors(
+        *(a, b, torch.zeros(130, 300, dtype=torch.bfloat16)),
+        scale_a=torch.ones(4, 130).mT,
+        scale_b=torch.ones(3, 4),
+        block_rows=(1, 128),
+    )
+    found = spec_of(tensors)
+    assert (found.scale_a, found.scale_b, found.block_rows_a, found.block_rows_b) == ("1x128", "128x128", 1, 128)
+    refused = {
+        r"scale_a is of float32 .* shape \(130, 4\), got torch.float32 of shape \(4, 130\)": {
+            "scale_a": torch.ones(4, 130)
+        },
+        r"scale_b is of float32 .* shape \(3, 4\), got torch.float16 of": {"scale_b": torch.ones(3, 4).half()},
+        r"scale_b is of float32 .* got None": {"scale_b": None},
+        r"block_rows are 1 or 128, for A and for B, got \(1, 64\)": {"block_rows": (1, 64)},
+    }
+    for message, change in refused.items():
+        with pytest.raises(ValueError, match=message):
+            spec_of(replace(tensors, **change))

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distgemm.gemm import GemmTensors, MatrixSpec
-from distgemm.gemm.cutlass import TMA_TILES, CutlassProvider
+from distgemm.gemm import GemmSpec, GemmTensors, MatrixSpec
+from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.tensors import matrix_spec, spec_of
+from distgemm.gemm.tiles import TMA_TILES
 from distgemm.tune.gemm import candidates, tune, with_other_memory
+from distgemm.tune.search import random_tensors
 
 HOPPER = CutlassProvider("90a")
 
@@ -27,6 +29,12 @@ def test_kernels_without_tma_are_tried_where_no_other_fits() -> None:
     for_streams = candidates(HOPPER, spec_of(aligned), streams=2)
     alone = set(candidates(HOPPER, spec_of(aligned)))
     assert set(for_streams) == alone | {replace(config, share=2) for config in alone}
+
+
+def test_tuning_multiplies_with_scales_of_blocks() -> None:
+    a, b = (MatrixSpec("float8_e4m3fn", rows, 400) for rows in (130, 300))
+    spec = GemmSpec(a, b, MatrixSpec("bfloat16", 130, 300), scale_a="1x128", scale_b="128x128")
+    assert spec_of(random_tensors(spec, torch.device("cpu"))) == replace(spec, d=replace(spec.d, alignment=8))
 
 
 def test_products_that_no_kernel_computes() -> None:

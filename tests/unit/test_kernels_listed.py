@@ -20,16 +20,19 @@ import distgemm
 from distgemm.gemm import select as gemm_select
 from distgemm.gemm.cutlass import CutlassProvider, kernel_source
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.per_tile.select import traits_of
 from distgemm.gemm.target import compiling_for
 from distgemm.measure.models import MODELS, Layer
 from distgemm.plan.problem import GemmProblem
 from distgemm.runtime.cuda.binding import Binder
+from distgemm.schedulers import Pattern
 from distgemm.torch_ops import kernels, library
 from distgemm.torch_ops.needs import Need, record_needs
 from distgemm.torch_ops.warmup import needs_of
+from distgemm.tune import candidates
 from distgemm.tune import gemm as gemm_tuning
 from distgemm.tune.cache import look_up
-from distgemm.tune.candidates import predicted, shortlist, specs_of
+from distgemm.tune.candidates import PER_TILE_CONFIGS, predicted, shortlist, specs_of
 from distgemm.tune.kernels import with_other_tiles
 from distgemm.tune.select import fitting
 
@@ -79,6 +82,33 @@ def test_other_calls(group: Any, gpu: str, layer: Layer, tokens: int, listed: se
     assert found and found <= listed
 
 
+def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
+    """Those of each candidate, with rows of B and, where a backward pass has it, with columns of B."""
+    patterns: tuple[tuple[Pattern, bool], ...] = (("ag+gemm", True), ("gemm+rs", True), ("gemm+ar", False))
+    wanted = {
+        traits_of(config, pattern, turned_b=turned_b).source()
+        for pattern, both in patterns
+        for turned_b in {False, both}
+        for config in PER_TILE_CONFIGS
+    }
+    assert len(wanted) == 25 and wanted == {source for source in listed if source.file == "per_tile.cu"}
+
+
+@pytest.mark.parametrize("group", [2, 4], indirect=True)
+def test_per_tile_kernels_that_are_predicted_are_listed(
+    group: Any, listed: set[KernelSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "PREFER_PER_TILE", True)
+    found: dict[bool, set[KernelSource]] = {True: set(), False: set()}
+    for layer in MODELS["llama-3-70b"].layers:
+        for pattern in layer.patterns:
+            with compiling_for("90a"):
+                needs = kernels.layer_needs(layer, pattern, 2048, "bfloat16", group)
+                for source in kernels.sources_for(needs, "selected"):
+                    found[source.file == "per_tile.cu"].add(source)
+    assert all(found.values()) and found[True] | found[False] <= listed
+
+
 def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
     """The search asks for tiles of each GEMM of its candidates, and for other tiles of fused kernels."""
     problem, asked = GemmProblem(4096, 5120, 13824), set()
@@ -86,6 +116,8 @@ def test_what_the_search_compiles(listed: set[KernelSource]) -> None:
         provider = CutlassProvider()
         for config in shortlist(problem, "gemm+rs", 4):
             if config.method == "unfused" or config.execution.provider == "cublas":
+                continue
+            if config.execution.execution == "per_tile":
                 continue
             plan = config.plan(problem, 4)
             if config.execution.single_kernel:
@@ -192,24 +224,28 @@ def step(pattern: str, biased: bool, keep: bool) -> None:
         d = distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, bias=bias, keep_gathered=keep)
     elif pattern == "gemm+rs":
         d = distgemm.matmul_reduce_scatter(a, b, group=dist.group.WORLD, bias=bias)
-    else:
+    elif pattern == "gemm+ar":
         d = distgemm.matmul_all_reduce(a, b, group=dist.group.WORLD, bias=bias)
+    elif pattern == "gemm+a2a":
+        d = distgemm.matmul_all_to_all(a, b, group=dist.group.WORLD, bias=bias)
+    else:
+        d = distgemm.all_to_all_matmul(a, b, group=dist.group.WORLD, bias=bias)
     assert d.shape == (16, 32)
     d.sum().backward()
     assert a.grad is not None and a.grad.shape == a.shape and b.grad is not None and b.grad.shape == b.shape
 
 
-@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar"])
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_needs_are_what_runs(pattern: str, biased: bool, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded calls are those that a pass makes, forward and backward, and recording runs none."""
     asked, prepare = {}, library.prepare
 
-    def noted(pattern: Any, problem: GemmProblem, group: str, at: Any, *rest: Any) -> Any:
+    def noted(pattern: Any, problem: GemmProblem, group: str, at: Any, *rest: Any, **more: Any) -> Any:
         schedule, chunks, _, *majors = rest  # whether there is a bias changes nothing
         asked[Need(pattern, problem, 1, schedule, chunks, *majors, at.type)] = None
-        return prepare(pattern, problem, group, at, *rest)
+        return prepare(pattern, problem, group, at, *rest, **more)
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -223,6 +259,6 @@ def test_needs_are_what_runs(pattern: str, biased: bool, keep: bool, monkeypatch
         with distgemm.record_calls() as ran:
             step(pattern, biased, keep)
         assert list(found) == list(asked)
-        assert len(ran) == {"ag+gemm": 2 if keep else 3, "gemm+rs": 2, "gemm+ar": 1}[pattern]
+        assert len(ran) == {"ag+gemm": 2 if keep else 3, "gemm+ar": 1}.get(pattern, 2)
     finally:
         dist.destroy_process_group()

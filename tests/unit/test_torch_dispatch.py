@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distgemm
-from distgemm.runtime.executable import ExecutionConfig
+from distgemm.runtime.executable import PER_TILE, ExecutionConfig
 from distgemm.runtime.groups import GroupRef
 from distgemm.torch_ops import CallRecord, dispatch, functional, library
 from distgemm.tune import TunedConfig, config_of, ranks
@@ -197,6 +197,11 @@ def test_the_gathered_input_is_kept_only_for_a_gradient_of_b(
             {"chunks": 2},
             ExecutionConfig(execution="single_kernel", transport="sm"),
         ),
+        (
+            "ag+gemm execution=per_tile config=128x128x64_2x1_pingpong",
+            {},
+            ExecutionConfig(config="128x128x64_2x1_pingpong", execution="per_tile"),
+        ),
     ],
 )
 def test_a_named_schedule_is_compiled_for_gpus(
@@ -217,6 +222,16 @@ def test_a_named_schedule_is_compiled_for_gpus(
     assert arguments == [execution, group, gpu] and dict(made.options) == options
     wanted = distgemm.make_plan(problem, "all_gather_1d_tiling_cd_rotating_a", 4, sync="barrier", **options)
     assert plan == wanted and (made.executable, made.tuned) == ("made", None)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_per_tile_kernel_overlaps_whatever_its_schedule_does(tuned: bool) -> None:
+    """Of a chain with one chunk, too: its order of GEMMs is not the kernel's."""
+    plan = distgemm.make_plan(distgemm.GemmProblem(64, 64, 64), "reduce_scatter_1d_tiling_a_rotating_c", 4, chunks=1)
+    config = TunedConfig.parse("gemm+rs execution=per_tile config=128x128x64_2x1_pingpong", "recorded")
+    call = CallRecord("matmul_reduce_scatter", plan, (), PER_TILE, "cutlass", config if tuned else None)
+    end = ", recorded configuration; overlapped" if tuned else "; overlapped"
+    assert str(call).endswith(f"per-tile kernel, GEMMs by cutlass{end}") and call.not_overlapped is None
 
 
 def test_a_gather_measures_and_compiles_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_torch_is_imported_when_it_is_used_and_the_gpu_code_later() -> None:
 
 def test_before_the_first_call_there_is_no_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.CALLS, "last", None)
-    with pytest.raises(ValueError, match="nothing has run yet: call all_gather_matmul"):
+    with pytest.raises(ValueError, match="nothing has run yet: call a function of distgemm"):
         distgemm.last_call()
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from distgemm import GemmProblem, Plan, list_schedules, make_plan, tune
+from distgemm.gemm.target import compiling_for
 from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS
-from distgemm.tune import CACHE, UNFUSED, TunedConfig, bucket, key_of, look_up, predicted
+from distgemm.tune import CACHE, UNFUSED, TunedConfig, bucket, kernels, key_of, look_up, predicted
 from distgemm.tune.ranks import device_of
-from distgemm.tune.search import fastest_of
+from distgemm.tune.search import fastest_of, with_fallback
 
 SHIPPED = CACHE.shipped
 GPU = "NVIDIA Test"
@@ -315,6 +316,53 @@ def test_rows_that_do_not_divide_into_equal_chunks_take_the_fallback() -> None:
     for fallback in (PLAN, UNFUSED, dataclasses.replace(fused, fallback=MERGED)):
         found = tune.fitting(dataclasses.replace(fused, fallback=fallback), odd, "ag+gemm", 4)
         assert found == (MERGED if fallback == fused else fallback)
+
+
+def test_what_per_tile_kernels_do_not_execute_takes_the_fallback() -> None:
+    """Also the fallback's own fallback. Without one, the prediction is taken."""
+    fused = TunedConfig("plan", GATHER, (("chunks", 4),), ExecutionConfig(gemm_streams=1, execution="single_kernel"))
+    per_tile = TunedConfig(
+        *("plan", GATHER, ()), ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile"), fallback=fused
+    )
+    fits, odd, narrow = (GemmProblem(m, n, 4096) for m, n in ((2048, 8192), (2042, 8192), (2048, 8196)))
+    assert tune.fitting(per_tile, fits, "ag+gemm", 4) == per_tile
+    assert tune.fitting(per_tile, narrow, "ag+gemm", 4) == fused  # which stores rows of D that TMA does not
+    chain = dataclasses.replace(per_tile, fallback=dataclasses.replace(fused, fallback=MERGED))
+    assert tune.fitting(chain, odd, "ag+gemm", 4) == MERGED
+    alone = dataclasses.replace(per_tile, fallback=None)
+    assert tune.fitting(alone, odd, "ag+gemm", 4) == predicted(odd, "ag+gemm", 4)
+
+
+def test_fallbacks_are_the_fastest_of_the_executions_that_take_more() -> None:
+    fused, other = (
+        TunedConfig("plan", GATHER, (("chunks", n),), ExecutionConfig(execution="single_kernel")) for n in (1, 2)
+    )
+    per_tile = TunedConfig("plan", GATHER, (), ExecutionConfig(execution="per_tile"))
+    every = [MERGED, PLAN, UNFUSED, fused, other, per_tile]
+    times = {str(config): ms for config, ms in zip(every, (1.3, 1.2, 1.4, 1.1, 1.05, 1.0), strict=True)}
+    found = with_fallback(per_tile, every, times)
+    assert (found, found.fallback, found.fallback.fallback) == (per_tile, other, PLAN)  # type: ignore[union-attr]
+    assert found.fallback and found.fallback.source == "measured"
+    assert with_fallback(fused, every, times).fallback == PLAN
+    assert with_fallback(PLAN, every, times).fallback is None
+    del times[str(fused)], times[str(other)]  # they were refused
+    assert with_fallback(per_tile, every, times).fallback == PLAN
+    assert with_fallback(per_tile, every, {str(per_tile): 1.0}).fallback is None
+
+
+def test_kernels_of_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with columns of B, as in backward passes."""
+    problem = GemmProblem(2048, 8192, 4096)
+    per_tile = TunedConfig("plan", GATHER, (), ExecutionConfig(None, "128x128x64_2x1_pingpong", 1, "per_tile"))
+    fused = TunedConfig("plan", GATHER, (), ExecutionConfig(None, "64x128x64_1x1_pingpong", 1, "single_kernel"))
+    monkeypatch.setattr(kernels, "look_up", lambda *_: dataclasses.replace(per_tile, fallback=fused))
+    found = kernels.configs_of(problem, "ag+gemm", 4, "selected")
+    assert found == [per_tile, fused]
+    for turned_b, major in ((False, "1"), (True, "0")):
+        with compiling_for("90a"):
+            first, *others = kernels.sources_of(problem, "ag+gemm", 4, found, turned_b=turned_b)
+        assert first.file == "per_tile.cu" and dict(first.macros)["DG_B_K_MAJOR"] == major
+        assert others and all(each.file != "per_tile.cu" for each in others)
 
 
 def test_a_plan_must_be_clearly_faster_than_an_unfused_program() -> None:

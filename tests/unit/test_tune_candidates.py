@@ -12,6 +12,8 @@ import pytest
 from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_schedule, make_plan, register_schedule, tune
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
+from distgemm.gemm.per_tile.model import Costs, predict_per_tile
+from distgemm.gemm.per_tile.select import gemm_of
 from distgemm.gemm.select import order
 from distgemm.measure.models import MODELS
 from distgemm.runtime.cuda.lowering import lower
@@ -19,7 +21,7 @@ from distgemm.runtime.executable import ExecutionConfig
 from distgemm.schedulers import PATTERNS, Pattern, registry
 from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
-from distgemm.tune.candidates import SLOWDOWN_LIMIT, single_kernel_status, specs_of
+from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, single_kernel_status, specs_of
 from distgemm.tune.kernels import with_other_tiles
 from distgemm.tune.search import OTHER_TILES, round_up
 
@@ -48,13 +50,18 @@ def fused(problem: GemmProblem, pattern: Pattern, ranks: int = 4) -> list[TunedC
     return [config for config in shortlist(problem, pattern, ranks) if config.execution.single_kernel]
 
 
+def per_tile(problem: GemmProblem, pattern: Pattern, ranks: int = 4) -> list[TunedConfig]:
+    """The configurations of the shortlist with a per-tile kernel."""
+    return [each for each in shortlist(problem, pattern, ranks) if each.execution.execution == "per_tile"]
+
+
 # --- the shortlist ------------------------------------------------------------------------------------------
 
 
 def group_of(config: TunedConfig, problem: GemmProblem, ranks: int) -> str:
     """The group of a configuration, by the streams of its actions."""
-    if not config.execution.single_kernel:
-        return "multi_kernel"
+    if config.execution.execution != "single_kernel":
+        return config.execution.execution
     actions = lower(config.plan(problem, ranks), 0, config.execution)
     return "fused_alone" if len({action.stream for action in actions}) == 1 else "fused_with_copies"
 
@@ -101,13 +108,74 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
+    """As the model predicts them. Their texts and records say all."""
+    problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
+    times = candidates.predictions(problem, pattern, 4)
+    found = {config: time for config, time in times.items() if config.execution.execution == "per_tile"}
+    assert [config.execution.config for config in found] == list(candidates.PER_TILE_CONFIGS[:-1])
+    few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
+    tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
+    assert tiles == list(candidates.PER_TILE_CONFIGS)
+    for config, time in found.items():
+        gemm = gemm_of(config.plan(problem, 4), config.execution.config)
+        assert time == predict_per_tile(gemm, Costs(machine)).time
+        assert TunedConfig.parse(config.text) == config == TunedConfig.from_dict(config.to_dict())
+        assert str(config) == f"{config.schedule}, per-tile kernel {config.execution.config}"
+    least = min(found.values())
+    assert per_tile(problem, pattern) == sorted(
+        (config for config, time in found.items() if time <= SLOWDOWN_LIMIT["per_tile"] * least), key=found.__getitem__
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (GemmProblem(64, 64, 64, dtype="float8_e4m3fn"), "its operands are bfloat16 or float16, got float8_e4m3fn"),
+        (GemmProblem(64, 64, 64, dtype="float64"), "got float64"),
+        (GemmProblem(64, 64, 64, l=2), "it takes one matrix, got 2 batches"),
+        (GemmProblem(66, 64, 64), "its ranks hold equal shards"),
+        (GemmProblem(64, 64, 64, m_per_rank=(32, 16, 8, 8)), "its ranks hold equal shards"),
+        (GemmProblem(64, 48, 64), "rows of D are multiples of 16 bytes, got 12 columns of bfloat16 on a rank"),
+        (GemmProblem(64, 48, 64, out_dtype="float32"), "columns of B are multiples of 16 bytes, got 12 elements"),
+    ],
+)
+def test_why_per_tile_kernels_are_not_considered(
+    problem: GemmProblem, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "distgemm"):
+        found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
+    assert found == [] and len(caplog.records) == len(candidates.PER_TILE_CONFIGS) and reason in caplog.text
+
+
+def test_a_kernel_that_cannot_load_columns_of_b_is_no_candidate() -> None:
+    plan = make_plan(GemmProblem(2048, 8192, 8192), GATHER, 4, sync="barrier")
+    status = per_tile_status(plan, "128x192x64_2x1_cooperative")
+    assert not status and "multiples of 64 columns of B if these are contiguous, got 96" in status.reason
+    assert all(per_tile_status(plan, config) for config in candidates.PER_TILE_CONFIGS)
+
+
+def test_per_tile_kernels_are_predicted_only_with_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert candidates.PREFER_PER_TILE is False
+    for pattern, problem in LAYERS:
+        assert predicted(problem, pattern, 4).execution.execution == "multi_kernel"
+    monkeypatch.setattr(candidates, "PREFER_PER_TILE", True)
+    found = [predicted(problem, pattern, 4) for pattern, problem in LAYERS]
+    assert "per_tile" in {config.execution.execution for config in found}
+    for config, (pattern, problem) in zip(found, LAYERS, strict=True):
+        times = candidates.predictions(problem, pattern, 4)
+        others = [time for each, time in times.items() if each.execution.execution != "single_kernel"]
+        assert times[config] == min(others) and config.source == "predicted"
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_one_shot_all_reduce_is_measured_for_few_tokens_and_never_as_one_kernel(ranks: int) -> None:
     name = "all_reduce_1d_one_shot_a"
     for m in (1, 16, 64):
         found = shortlist(GemmProblem(m, 4096, 1024 * ranks), "gemm+ar", ranks)
-        assert next(each for each in found if not each.execution.single_kernel).schedule == name
+        assert next(each for each in found if each.execution.execution == "multi_kernel").schedule == name
     many = shortlist(GemmProblem(8192, 4096, 1024 * ranks), "gemm+ar", ranks)
     assert ranks == 2 or name not in {each.schedule for each in many}
     assert name not in {
@@ -233,15 +301,15 @@ def test_the_default_provider_is_predicted(monkeypatch: pytest.MonkeyPatch, defa
     assert (found.method, found.execution.provider) == ("plan", default)
 
 
-def test_only_hopper_has_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hopper_has_kernels_for_a_whole_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = GemmProblem(8192, 8192, 28672)
-    assert fused(problem, "gemm+rs")
+    assert fused(problem, "gemm+rs") and per_tile(problem, "gemm+rs")
     others = {"cutlass": CutlassProvider("80"), "cublas": CublasProvider()}
     monkeypatch.setattr(candidates, "providers", lambda: others)
-    for name in ("predictions", "multi_kernel_predictions"):  # without their caches
+    for name in ("predictions", "multi_kernel_predictions", "per_tile_predictions"):  # without their caches
         monkeypatch.setattr(candidates, name, getattr(candidates, name).__wrapped__)
     found = shortlist(problem, "gemm+rs", 4)
-    assert found and not fused(problem, "gemm+rs")
+    assert found and {each.execution.execution for each in found} == {"multi_kernel"}
 
 
 def test_the_prediction_is_on_the_shortlist() -> None:
@@ -406,7 +474,7 @@ def test_the_best_fused_kernel_of_each_kind_is_measured_with_other_tiles(monkeyp
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     problem = GemmProblem(8192, 8192, 4096)
     every = shortlist(problem, "gemm+rs", 4)
-    others = [each for each in every if not each.execution.single_kernel and each.method == "plan"]
+    others = [each for each in every if each.execution.execution == "multi_kernel" and each.method == "plan"]
     kernels = [each for each in every if each.execution.single_kernel]
     summed = [each for each in kernels if "pairwise" in each.schedule]
     stored = [each for each in kernels if ("mechanism", "store") in each.options and each not in summed]

@@ -76,6 +76,32 @@ def need(pattern: Any, n: int, k: int, turned_b: bool = False) -> Need:
     return Need(pattern, problem, 2, "auto", None, turned_b, "cpu", 1)
 
 
+class Attention(nn.Module):
+    """The projections of attention with an all-to-all before it and behind it: one head of keys for both ranks."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.q, self.k, self.out = nn.Linear(HIDDEN, 64), nn.Linear(HIDDEN, 16), nn.Linear(64, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, biases = [self.q.weight, self.k.weight], [self.q.bias, self.k.bias]
+        q, k = distgemm.matmul_all_to_all(x, weights, group=self.mesh, bias=biases, copies=[1, 2])
+        return distgemm.all_to_all_matmul(q * k.repeat(1, 2), self.out.weight, group=self.mesh, bias=self.out.bias)
+
+
+def test_kernels_of_an_all_to_all(mesh: Any) -> None:
+    """Its calls take the rule also on GPUs, so they need the kernels of one plan each, and of the copies."""
+    needs = needs_of(Attention(mesh), torch.empty(TOKENS // 2, HIDDEN, requires_grad=True))
+    assert [each.pattern for each in needs] == ["gemm+a2a"] * 2 + ["a2a+gemm", "gemm+a2a"] + ["a2a+gemm"] * 2
+    assert [each.problem.n_per_rank for each in needs[:2]] == [None, (16, 16)]
+    assert needs[4].problem.k == 32  # the gradients of both copies
+    with compiling_for("90a", "NVIDIA H200"):
+        on_gpus = [replace(each, device="cuda", problem=replace(each.problem, dtype="bfloat16")) for each in needs]
+        found = [source.file for source in sources_for(on_gpus, "measured")]
+    assert set(found) == {"gemm.cu", "sum.cu"}
+
+
 FORWARD = [need("ag+gemm", INTERMEDIATE, HIDDEN), need("gemm+rs", HIDDEN, INTERMEDIATE)]
 BACKWARD = [
     need("ag+gemm", INTERMEDIATE, HIDDEN, turned_b=True),  # of dY, and by the weight of down

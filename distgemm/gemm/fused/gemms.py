@@ -231,6 +231,11 @@ class FusedGemms:
             absent: dict[str, Any] = {name: None for name in ("c", "bias", "partial") if getattr(spec, name) is None}
             if replace(spec, **adapted) != replace(common, **(absent if self.has_partial_sums else {})):
                 raise ValueError(f"the GEMMs of one kernel have the same types and shapes, got {template} and {spec}")
+        if common.block_rows_a:
+            raise ValueError(
+                f"fused kernels take scales of tensors and rows, got {common.scale_a} and {common.scale_b}; a kernel "
+                "for each GEMM takes scales of blocks"
+            )
         if self.has_partial_sums and "row" in (common.scale_a, common.scale_b):
             raise ValueError("GEMMs with partial sums have one scale for all rows, got one for each")
         return common

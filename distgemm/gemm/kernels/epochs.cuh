@@ -17,20 +17,10 @@ namespace distgemm {
 struct Clock {
   uint64_t word;
 
-  static constexpr int kTicketBits = 18, kEpochBits = 64 - kTicketBits - 2;
+  static constexpr int kTicketBits = 18;
   CUTE_HOST_DEVICE uint32_t ticket() const { return word & ((1u << kTicketBits) - 1); }
-  CUTE_HOST_DEVICE bool waits() const { return word >> kTicketBits & 1; }  // for all peers, before it stores there
-  CUTE_HOST_DEVICE uint32_t buffer() const { return word >> (kTicketBits + 1) & 1; }
-  CUTE_HOST_DEVICE uint64_t epoch() const { return word >> (kTicketBits + 2); }
-
-  // Whether an epoch comes before another one. Epochs wrap around.
-  CUTE_HOST_DEVICE static bool before(uint64_t one, uint64_t other) {
-    return int64_t((one - other) << (64 - kEpochBits)) < 0;
-  }
-
-  CUTE_HOST_DEVICE static Clock at(uint64_t epoch, uint32_t buffer, bool waits) {
-    return {epoch << (kTicketBits + 2) | uint64_t(buffer) << (kTicketBits + 1) | uint64_t(waits) << kTicketBits};
-  }
+  CUTE_HOST_DEVICE uint64_t epoch() const { return word >> kTicketBits; }
+  CUTE_HOST_DEVICE uint32_t buffer() const { return epoch() & 1; }  // of the workspace
 };
 
 // 1, in lane 0. Where lanes add a constant that the compiler sees, it makes one atomic addition for all of them, and waits
@@ -50,14 +40,13 @@ enum Death : uint32_t {
 // What a rank's workspace begins with.
 struct Control {
   uint64_t clock;
-  uint64_t last[2];    // the last epoch of each buffer
   uint64_t link_free;  // when the last reservation of the link ends
   uint32_t counter;    // of pieces that are sent, or of results that are taken; 0 between replays
   uint32_t dead;       // 0, or a value of Death
   uint32_t running;    // thread blocks that work; 0 between replays. The watchdog reads it
   uint32_t executable; // whose replay began last. The watchdog reads it
-  uint64_t unused[10];
-  uint64_t begun[kRanks];  // the last epoch that each rank has begun
+  uint64_t unused[12];
+  uint64_t begun[kRanks];  // the last epoch that each rank has begun. The watchdog reads it
 };
 
 // Where the workspaces of all ranks are. All have one layout: the control, then flags and slots of both buffers.
@@ -67,8 +56,7 @@ struct Workspaces {
   uint64_t slots, slots_of_buffer;
   uint32_t rank;
   uint32_t executable;
-  bool closed;            // a rank ends a replay only after all ranks have begun it
-  uint8_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
+  uint32_t epochs_a_replay;  // 1; 0 in benchmarks, whose flags are set before
 
   CUTE_DEVICE Control& control(uint32_t at) const { return *reinterpret_cast<Control*>(base[at]); }
   CUTE_DEVICE uint64_t flag(uint32_t at, uint32_t buffer, uint32_t number) const {
@@ -90,34 +78,15 @@ struct Workspaces {
 
   // Whoever takes the last ticket of a replay calls it: makes the clock ready for the next replay.
   CUTE_DEVICE void renew(Clock now) const {
-    Control& here = control(rank);
-    uint32_t const next = now.buffer() ^ 1;
-    here.last[now.buffer()] = now.epoch();
-    if (!closed) here.last[next] = now.epoch();
-    bool const waits = epochs_a_replay && here.last[next] == now.epoch();
-    *static_cast<uint64_t volatile*>(&here.clock) = Clock::at(now.epoch() + epochs_a_replay, next, waits).word;
+    *static_cast<uint64_t volatile*>(&control(rank).clock) = (now.epoch() + epochs_a_replay) << Clock::kTicketBits;
   }
 
-  // Tells all ranks that this rank has begun the epoch, and so ended the one before.
+  // Tells the watchdogs of all ranks that this rank has begun the epoch. It orders nothing.
   CUTE_DEVICE void tell_begun(uint32_t ranks, uint64_t epoch) const {
     *static_cast<uint32_t volatile*>(&control(rank).executable) = executable;
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
     for (uint32_t i = 0; i < ranks; ++i) {
-      uint64_t* const at = &control((rank + i) % ranks).begun[rank];
-      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(epoch) : "memory");
+      set(reinterpret_cast<uint64_t>(&control((rank + i) % ranks).begun[rank]), epoch);
     }
-  }
-
-  // Waits until all peers have begun the epoch: none reads the slots of an earlier one. False: the workspace is dead.
-  CUTE_DEVICE bool wait_for_peers(uint32_t ranks, uint64_t epoch) const {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      uint64_t const at = reinterpret_cast<uint64_t>(&control(rank).begun[(rank + i) % ranks]);
-      for (uint32_t spins = 1; Clock::before(load(at), epoch); ++spins) {
-        if (ends_(spins)) return false;
-      }
-    }
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // peers have read before TMA stores there
-    return true;
   }
 
   CUTE_DEVICE static uint64_t load(uint64_t flag) {

@@ -49,9 +49,9 @@
 #define DG_REDUCE_SEND 3  // the same, and sends finished results
 
 #ifndef DG_ELEMENT
-#error "DG_ELEMENT, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_TILE_M, DG_TILE_N, \
-DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B \
-and DG_KIND are needed"
+#error "DG_ELEMENT, DG_ELEMENT_B, DG_D, DG_SOURCE, DG_AUX, DG_BIAS, DG_A_ROW, DG_B_ROW, DG_TILE_M, DG_TILE_N, \
+DG_TILE_K, DG_CLUSTER_M, DG_CLUSTER_N, DG_SCHEDULE, DG_EPILOGUE, DG_VECTOR_A, DG_VECTOR_B, \
+DG_SCALE_ROWS_B and DG_KIND are needed"
 #endif
 
 #define DG_REDUCES (DG_KIND == DG_REDUCE || DG_KIND == DG_REDUCE_SEND)
@@ -61,7 +61,8 @@ namespace distgemm {
 
 using namespace cute;
 
-using Element = DG_ELEMENT;
+using Element = DG_ELEMENT;     // of A
+using ElementB = DG_ELEMENT_B;
 using ElementD = DG_D;
 using ElementSource = DG_SOURCE;  // void: there is none
 using ElementAux = DG_AUX;        // of C beside a partial sum, if there is one
@@ -75,8 +76,10 @@ constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
 constexpr bool fused = DG_KIND != DG_ONE_GEMM;
 constexpr bool reduces = DG_REDUCES;
+constexpr bool blockwise = DG_SCALE_ROWS_B != 0;  // a scale for each block of A and B; rows of a block of B
 static_assert(direct || !plain, "kernels without TMA store results directly");
 static_assert(!fused || !plain, "fused kernels have a loading warp, which waits");
+static_assert(!blockwise || (!plain && !fused), "scales of blocks have a main loop of their own");
 static_assert(!reduces || (!direct && has_source), "partial sums are loaded and stored by TMA");
 
 template <bool RowMajor>
@@ -102,6 +105,9 @@ using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 
 #if DG_KIND != DG_ONE_GEMM
 #include "fused.cuh"
+#endif
+#if DG_SCALE_ROWS_B
+#include "blockwise.cuh"
 #endif
 #include "epilogue.cuh"
 #if DG_REDUCES
@@ -190,7 +196,7 @@ using Epilogue = std::conditional_t<
 
 // ---------------------------------------------------------------- main loops
 
-template <class Element, class Epilogue>
+template <class Element, class ElementB, class Epilogue>
 struct TmaMainloop {
 #if DG_SENDS
   static constexpr int kSendBytes = kCopyWarps * sizeof(Sender::Storage);
@@ -202,20 +208,21 @@ struct TmaMainloop {
 #else
   static constexpr int kTicketBytes = 0;
 #endif
+  static constexpr int kTileBytes = blockwise ? 512 : 0;  // BlockwiseMainloop's coordinates of tiles
   // Exact to the byte: with 128 bytes more, DG_REDUCE_SEND kernels would have one stage less and be 10% slower.
-  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSendBytes + kTicketBytes;
+  static constexpr int kCarveout = sizeof(typename Epilogue::SharedStorage) + kSendBytes + kTicketBytes + kTileBytes;
   using Schedule = std::conditional_t<
       DG_SCHEDULE == DG_PINGPONG, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
   using Collective = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 16 / sizeof(Element), Element, LayoutB,
-      16 / sizeof(Element), Accumulator, Tile, Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 16 / sizeof(Element), ElementB,
+      LayoutB, 16 / sizeof(ElementB), Accumulator, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<kCarveout>,
       Schedule>::CollectiveOp;
 };
 
 // Ordinary loads through registers into K-major shared memory. float32 is multiplied by FMA, all else by mma.sync.
-template <class Element>
+template <class Element, class ElementB>
 struct PlainMainloop {
   static constexpr int kThreads = 256;
   static constexpr int kDepth = DG_TILE_K;
@@ -223,10 +230,15 @@ struct PlainMainloop {
 
   template <class T>
   static constexpr auto atom() {
+    using cutlass::float_e4m3_t, cutlass::float_e5m2_t;
+    constexpr bool e5m2_b = std::is_same_v<ElementB, float_e5m2_t>;
     if constexpr (std::is_same_v<T, cutlass::bfloat16_t>) return SM80_16x8x16_F32BF16BF16F32_TN{};
     else if constexpr (std::is_same_v<T, cutlass::half_t>) return SM80_16x8x16_F32F16F16F32_TN{};
     else if constexpr (std::is_same_v<T, cutlass::tfloat32_t>) return SM80_16x8x8_F32TF32TF32F32_TN{};
-    else if constexpr (std::is_same_v<T, cutlass::float_e4m3_t>) return SM89_16x8x32_F32E4M3E4M3F32_TN{};
+    else if constexpr (std::is_same_v<T, float_e4m3_t> && e5m2_b) return SM89_16x8x32_F32E4M3E5M2F32_TN{};
+    else if constexpr (std::is_same_v<T, float_e4m3_t>) return SM89_16x8x32_F32E4M3E4M3F32_TN{};
+    else if constexpr (std::is_same_v<T, float_e5m2_t> && e5m2_b) return SM89_16x8x32_F32E5M2E5M2F32_TN{};
+    else if constexpr (std::is_same_v<T, float_e5m2_t>) return SM89_16x8x32_F32E5M2E4M3F32_TN{};
     else return UniversalFMA<float, float, float, float>{};
   }
   static constexpr auto mma() {
@@ -254,12 +266,12 @@ struct PlainMainloop {
     }
   }
   using SmemCopy = std::conditional_t<fma, Copy_Atom<DefaultCopy, Element>, Copy_Atom<SM75_U32x4_LDSM_N, Element>>;
-  using SmemCopyB = std::conditional_t<fma, Copy_Atom<DefaultCopy, Element>, Copy_Atom<SM75_U32x2_LDSM_N, Element>>;
+  using SmemCopyB = std::conditional_t<fma, Copy_Atom<DefaultCopy, ElementB>, Copy_Atom<SM75_U32x2_LDSM_N, ElementB>>;
 
   // Neighbouring threads load neighbouring elements of the contiguous mode.
-  template <bool AlongK, int Vector, int Rows>
+  template <class T, bool AlongK, int Vector, int Rows>
   static constexpr auto gmem_copy() {
-    using Load = Copy_Atom<UniversalCopy<uint_bit_t<Vector * sizeof_bits_v<Element>>>, Element>;
+    using Load = Copy_Atom<UniversalCopy<uint_bit_t<Vector * sizeof_bits_v<T>>>, T>;
     if constexpr (AlongK) {
       constexpr int across = kDepth / Vector;
       return make_tiled_copy(
@@ -273,14 +285,15 @@ struct PlainMainloop {
   }
 
   using Collective = cutlass::gemm::collective::CollectiveMma<
-      cutlass::gemm::MainloopSm70TwoStage, Tile, Element, StrideA, Element, StrideB, Mma,
-      decltype(gmem_copy<DG_A_ROW, DG_VECTOR_A, size<0>(Tile{})>()), decltype(smem_atom<size<0>(Tile{})>()), SmemCopy,
-      cute::identity, decltype(gmem_copy<DG_B_ROW, DG_VECTOR_B, size<1>(Tile{})>()),
+      cutlass::gemm::MainloopSm70TwoStage, Tile, Element, StrideA, ElementB, StrideB, Mma,
+      decltype(gmem_copy<Element, DG_A_ROW, DG_VECTOR_A, size<0>(Tile{})>()), decltype(smem_atom<size<0>(Tile{})>()), SmemCopy,
+      cute::identity, decltype(gmem_copy<ElementB, DG_B_ROW, DG_VECTOR_B, size<1>(Tile{})>()),
       decltype(smem_atom<size<1>(Tile{})>()), SmemCopyB, cute::identity>;
 };
 
 using Mainloop =
-    typename std::conditional_t<plain, PlainMainloop<Element>, TmaMainloop<Element, Epilogue>>::Collective;
+    typename std::conditional_t<
+        plain, PlainMainloop<Element, ElementB>, TmaMainloop<Element, ElementB, Epilogue>>::Collective;
 
 template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<
@@ -291,6 +304,9 @@ using Kernel =
     FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue>, InterleavedTiles>>;
 #elif DG_REDUCES
 using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue>, TicketTiles>>;
+#elif DG_SCALE_ROWS_B
+using Kernel = KernelOf<BlockwiseMainloop<Mainloop>, Epilogue>;
+static_assert(Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 #else
 using Kernel = KernelOf<Mainloop, Epilogue>;
 #endif

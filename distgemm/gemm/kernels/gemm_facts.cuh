@@ -129,6 +129,10 @@ DG_FACTS{
     DG_BOX("b", box_b),
     DG_OPERANDS(mainloop),
     promotion<Params>(nullptr),
+#if DG_SCALE_ROWS_B
+    DG_FIELD(mainloop.scales_a),
+    DG_FIELD(mainloop.scales_b),
+#endif
     DG_FIELD(hw_info.sm_count),
     DG_SHIFT(scheduler.divmod_cluster_shape_major_),
     DG_SHIFT(scheduler.divmod_cluster_shape_minor_),

@@ -107,6 +107,7 @@ constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
 constexpr bool kCopies = DG_SENDS || kAllReduces;  // whether warp 1 copies
+constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want all of A
 
 // A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
 // In clusters of 2x2 the first block shares stages with its neighbours only, and these with the last block: twice that.
@@ -120,8 +121,6 @@ static_assert(DG_SENDS == 0 || kGathers);
 
 struct Terms {
   float alpha, beta;
-  float const *scale_a, *scale_b;
-  int32_t scale_a_step, scale_b_step;  // 1: a scale for each row of A, or of B
   Result const* bias;
   Result const* c;
   int64_t c_stride;
@@ -131,12 +130,14 @@ struct alignas(128) Params {
   // TMA descriptors, each of (contiguous mode, other mode, number of the matrix)
   CUtensorMap a, b, d;
   CUtensorMap received[2];  // shards of A, in the slots of each buffer of the workspace
+  CUtensorMap gathered;     // all of A, in a tensor of the caller
   TileOrder order;
   PieceOrder pieces;
   Workspaces workspaces;
   Terms terms;
   Element const* shard;  // what is sent
-  int64_t shard_stride;  // elements
+  Element* gathered_at;  // null: the caller does not want all of A
+  int64_t shard_stride, gathered_stride;  // elements
   int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
   uint32_t slices;       // of the sum
   uint32_t picoseconds_per_kib;
@@ -382,11 +383,6 @@ class Kernel {
     return arrived;
   }
 
-  // Waits until this rank may store at peers in this replay. False: it may not at all.
-  CUTE_DEVICE bool sends_(Clock clock) const {
-    return !mute_ && (!clock.waits() || spaces_.wait_for_peers(order_.ranks, clock.epoch()));
-  }
-
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
 
   // The number of a part of a tile among those of a shard.
@@ -508,7 +504,7 @@ class Kernel {
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
-    if (!__all_sync(0xffffffff, sends_(clock))) return;
+    if (__any_sync(0xffffffff, mute_)) return;
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const count = params_.pieces.pieces(order_);
@@ -621,8 +617,8 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
+    bool const sends = kReduces && !mute_;
     uint32_t number = 0;
-    bool sends = false;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
       if (!stored) return;
@@ -633,7 +629,6 @@ class Kernel {
     for (Ticket ticket = tickets.next(); exists_(ticket); ticket = tickets.next(), ++number) {
       Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
-      if (kReduces && number == 0) sends = sends_(clock);
       Tile const tile = tile_(ticket);
       bool const remote = kReduces && tile.distance;
       int const subtiles = remote ? Part<Partial>::kSubtiles : Part<Result>::kSubtiles;
@@ -744,6 +739,10 @@ class Kernel {
         continue;
       }
       Tile const tile = tile_(ticket);
+      // Each column of tiles reads all of A. They take turns to hand out their rows of it, stage by stage.
+      bool const hands_out = kHandsOut && params_.gathered_at && (kPingpong || group == 0) && thread < 32;
+      uint32_t next_handed_out = tile.column;
+      if (kHandsOut && hands_out && mute_) spoil_gathered_(tile);
       if constexpr (kPingpong) turn_wait_(group);
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       uint32_t last = 0;
@@ -751,6 +750,11 @@ class Kernel {
       for (uint32_t k = 0; k < depth_; ++k) {
         uint32_t const now = stage.index;
         Barrier::wait(storage_.full[now], stage.phase);
+        if (kHandsOut && hands_out) {
+          bool const turn = k == next_handed_out;
+          if (turn) next_handed_out += order_.columns * kClusterN;
+          hand_out_(tile, k, now, turn);
+        }
         warpgroup_fence_operand(sums);
         warpgroup_arrive();
         CUTE_UNROLL
@@ -761,6 +765,7 @@ class Kernel {
         warpgroup_commit_batch();
         warpgroup_wait<1>();
         warpgroup_fence_operand(sums);
+        if (kHandsOut && hands_out) wait_until_handed_out_<1>();
         if (k) release_(last);
         last = now;
         stage.advance();
@@ -768,6 +773,7 @@ class Kernel {
       if constexpr (kPingpong) turn_arrive_(1 - group);
       warpgroup_wait<0>();
       warpgroup_fence_operand(sums);
+      if (kHandsOut && hands_out) wait_until_handed_out_<0>();
       release_(last);
       scale_(sums);
       if (kReduces && tile.distance) {
@@ -777,6 +783,33 @@ class Kernel {
         add_terms_(sums, tile, kPingpong ? 0 : group, thread);
         write_results_(sums, group, uses, thread);
       }
+    }
+  }
+
+  // Stores a stage of A to the tensor for all of A, if it is this tile's turn.
+  CUTE_DEVICE void hand_out_(Tile const& tile, uint32_t k, uint32_t stage, bool turn) const {
+    if (lane() == 0) {
+      if (turn && !mute_) {
+        SM90_TMA_STORE_3D::copy(
+            &params_.gathered, storage_.a[stage], int32_t(k * kTileK), int32_t(tile.row * kTileM),
+            int32_t(rank_at_(tile.distance)));
+      }
+      commit();
+    }
+    __syncwarp();
+  }
+  // Waits until all stages but the last kPending ones have been read.
+  template <int kPending>
+  CUTE_DEVICE static void wait_until_handed_out_() {
+    wait_until_read<kPending>();
+    __syncwarp();
+  }
+  // A tile's rows of all of A become NaN: what comes now may be of an earlier replay. Each mute lane does it.
+  CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
+    Element const nan(__int_as_float(0x7fffffff));
+    for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
+      int64_t const at = int64_t(rank_at_(tile.distance)) * params_.m + row;
+      for (int32_t k = 0; k < params_.k; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
   }
 
@@ -820,10 +853,7 @@ class Kernel {
 
   template <class Sums>
   CUTE_DEVICE void scale_(Sums& sums) const {
-    Terms const& terms = params_.terms;
-    float factor = mute_ ? __int_as_float(0x7fffffff) : terms.alpha;
-    if (terms.scale_a && !terms.scale_a_step) factor *= *terms.scale_a;
-    if (terms.scale_b && !terms.scale_b_step) factor *= *terms.scale_b;
+    float const factor = mute_ ? __int_as_float(0x7fffffff) : params_.terms.alpha;
     if (factor == 1.0f) return;
     CUTE_UNROLL
     for (int i = 0; i < size(sums); ++i) sums(i) *= factor;
@@ -921,12 +951,11 @@ class Kernel {
     return chunk_(subtile, row, i / 4 * 2 + thread % 4 / 2) + thread % 2 * 8;
   }
 
-  // Adds what belongs to D: scales of rows, the bias, and C.
+  // Adds what belongs to D: the bias, and C.
   template <class Sums>
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
-    bool const rows_scaled = terms.scale_a_step, columns_scaled = terms.scale_b_step;
-    if (!rows_scaled && !columns_scaled && !terms.bias && !terms.c) return;
+    if (!terms.bias && !terms.c) return;
     constexpr int columns = Part<Result>::kColumns;
     int32_t const first_row = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance) * params_.m;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
@@ -937,14 +966,12 @@ class Kernel {
       for (int j = 0; j < 2; ++j) {  // rows, 8 apart
         bool const exists = row + j * 8 < params_.m;
         int64_t const in_d = first_row + row + j * 8;
-        float const scale = rows_scaled && exists ? terms.scale_a[in_d] : 1.0f;
         Result const* const c = terms.c && exists ? terms.c + in_d * terms.c_stride : nullptr;
         CUTE_UNROLL
         for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
           int32_t const column = first_column + i / 2 * 8 + i % 2;
           if (column >= params_.n) continue;
           float& sum = at_<columns>(sums, m, i / 2 * 8 / columns, i / 2 * 8 % columns / 2 + j * 2 + i % 2);
-          sum *= columns_scaled ? scale * terms.scale_b[column] : scale;
           if (terms.bias) sum += float(terms.bias[column]);
           if (c) sum += terms.beta * float(c[column]);
         }
@@ -1004,9 +1031,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 DG_FACTS{
     DG_KERNEL(kThreads, sizeof(Storage) + kAlignment),
     // params.py has the same structs.
-    DG_FIELD(received), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
+    DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
-    DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(shard_stride), DG_FIELD(k),
+    DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
     DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};

@@ -174,9 +174,9 @@ def params_of(
     bias: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     beta: float = 0.0,
+    gathered: torch.Tensor | None = None,
     gb_per_s: float = 0.0,
     executable: int = 0,
-    closed: bool = True,
     epochs_a_replay: int = 1,
 ) -> structs.Params:
     """The parameters of a call.
@@ -191,9 +191,9 @@ def params_of(
         bias: (n,).
         c: of D's shape.
         beta: factor of C.
+        gathered: (ranks * m, k), where all of A goes; for a gather whose shards have contiguous rows.
         gb_per_s: rate at which stores to peers leave; 0: without a limit.
         executable: its number, by which the watchdog knows it.
-        closed: whether a rank ends a replay only after all ranks have begun it.
         epochs_a_replay: by how much a replay raises the epoch.
 
     Raises:
@@ -212,13 +212,16 @@ def params_of(
             extents = (gemm.k, m, max(ranks - 1, 1))
             structs.describe(descriptor, "the received A", slots, traits.dtype, extents, gemm.k, m * gemm.k, share_a)
         params.pieces = structs.Pieces.of(gemm.pieces)
+    if gathered is not None:
+        _describe(params.gathered, "the gathered A", gathered, traits.dtype, m, ranks, traits.tile[0])
+        params.gathered_at, params.gathered_stride = gathered.data_ptr(), pitch_of(gathered)
     params.order = structs.Order.of(gemm.order)
     spaces = params.workspaces
     spaces.base[:ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
     spaces.rank, spaces.executable = space.rank, executable
-    spaces.closed, spaces.epochs_a_replay = closed, epochs_a_replay
+    spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta
     if bias is not None:

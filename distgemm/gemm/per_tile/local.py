@@ -11,7 +11,7 @@ from cuda.bindings import runtime
 
 from distgemm.gemm.cuda_errors import raise_on
 from distgemm.gemm.per_tile.bind import RankGemm, Space, params_of
-from distgemm.gemm.per_tile.epochs import EPOCHS, Clock
+from distgemm.gemm.per_tile.epochs import EPOCHS, TICKET_BITS
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control
 
@@ -61,7 +61,7 @@ class LocalRanks:
             self.memory.append(torch.full((layout.size,), 0xFF, dtype=torch.uint8, device=device))
         bases = [memory.data_ptr() for memory in self.memory]
         self.spaces = [Space(bases, rank, flags, slot_bytes) for rank in range(gemm.ranks)]
-        control = Control(clock=Clock(epoch).word)
+        control = Control(clock=epoch << TICKET_BITS)
         control.begun[: gemm.ranks] = [(epoch - 1) % EPOCHS] * gemm.ranks
         for memory in self.memory:
             memory[:CONTROL_BYTES] = torch.frombuffer(bytearray(control), dtype=torch.uint8)

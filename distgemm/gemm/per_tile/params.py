@@ -76,10 +76,9 @@ class Control(ctypes.Structure):
 
     _fields_ = (
         ("clock", ctypes.c_uint64),
-        ("last", ctypes.c_uint64 * 2),
         ("link_free", ctypes.c_uint64),
         *_fields(ctypes.c_uint32, "counter", "dead", "running", "executable"),
-        ("unused", ctypes.c_uint64 * 10),
+        ("unused", ctypes.c_uint64 * 12),
         ("begun", ctypes.c_uint64 * RANKS),
     )
 
@@ -93,9 +92,7 @@ class Workspaces(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_uint64 * RANKS),
         *_fields(ctypes.c_uint64, "flags", "flags_of_buffer", "slots", "slots_of_buffer"),
-        *_fields(ctypes.c_uint32, "rank", "executable"),
-        ("closed", ctypes.c_bool),
-        ("epochs_a_replay", ctypes.c_uint8),
+        *_fields(ctypes.c_uint32, "rank", "executable", "epochs_a_replay"),
     )
 
 
@@ -105,8 +102,6 @@ class Terms(ctypes.Structure):
     _fields_ = (
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        *_fields(ctypes.c_uint64, "scale_a", "scale_b"),
-        *_fields(ctypes.c_int32, "scale_a_step", "scale_b_step"),
         *_fields(ctypes.c_uint64, "bias", "c"),
         ("c_stride", ctypes.c_int64),
     )
@@ -120,15 +115,16 @@ class Params(ctypes.Structure):
         ("b", Descriptor),
         ("d", Descriptor),
         ("received", Descriptor * 2),
+        ("gathered", Descriptor),
         ("order", Order),
         ("pieces", Pieces),
         ("workspaces", Workspaces),
         ("terms", Terms),
-        ("shard", ctypes.c_uint64),
-        ("shard_stride", ctypes.c_int64),
+        *_fields(ctypes.c_uint64, "shard", "gathered_at"),
+        *_fields(ctypes.c_int64, "shard_stride", "gathered_stride"),
         *_fields(ctypes.c_int32, "m", "n", "k"),
         *_fields(ctypes.c_uint32, "slices", "picoseconds_per_kib"),
-        ("padding", ctypes.c_uint32 * 19),
+        ("padding", ctypes.c_uint32 * 21),
     )
 
     @classmethod
@@ -137,18 +133,22 @@ class Params(ctypes.Structure):
         memory = (ctypes.c_uint8 * (ctypes.sizeof(cls) + ALIGNMENT))()
         return cls.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
 
-    def move(self, a: int, b: int, d: int, bias: int, c: int) -> None:
-        """Go on with tensors at other addresses, all else being the same. A term that it has not stays 0.
+    def move(self, a: int, b: int, d: int, bias: int, c: int, gathered: int) -> None:
+        """Go on with tensors at other addresses, all else being the same. A tensor that it has not stays 0.
 
         Raises:
             ValueError: if TMA cannot read or write there.
         """
-        at = ctypes.addressof(self)
-        for offset, address in ((type(self).a.offset, a), (type(self).b.offset, b), (type(self).d.offset, d)):
+        here: Any = self
+        at, kind = ctypes.addressof(self), type(self)
+        moved = [(kind.a.offset, a), (kind.b.offset, b), (kind.d.offset, d)]
+        if here.gathered_at:
+            moved.append((kind.gathered.offset, gathered))
+        for offset, address in moved:
             if error := libcuda().cuTensorMapReplaceAddress(at + offset, address):
                 raise ValueError(f"TMA cannot go on with a matrix at {address:#x}: {error_text(error)}")
-        self.shard = a
-        terms = self.terms
+        here.shard, here.gathered_at = a, gathered if here.gathered_at else 0
+        terms = here.terms
         terms.bias = bias if terms.bias else 0
         terms.c = c if terms.c else 0
 

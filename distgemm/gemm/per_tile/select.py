@@ -8,11 +8,12 @@ from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
 from distgemm.gemm.per_tile.order import distances_of
 from distgemm.gemm.spec import GemmConfig
+from distgemm.plan.patterns import does_pattern
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 
-__all__ = ["CONFIGS", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "ROW_BYTES", "gemm_of", "select_config", "traits_of"]
 
 CONFIGS = (
     "128x256x64_2x1_cooperative",
@@ -32,15 +33,9 @@ EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs":
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
-SHARDED: dict[Pattern, tuple[str, str, str]] = {
-    "ag+gemm": ("rows", "rows", "columns"),
-    "gemm+rs": ("columns", "columns", "rows"),
-    "gemm+ar": ("columns", "columns", "nothing"),
-}
-"""Which mode of A, B and D the ranks share."""
 
 
-def select_config(pattern: Pattern, m: int, n: int, k: int) -> str:
+def select_config(pattern: Pattern, m: int, n: int, k: int, *, turned_b: bool = False) -> str:
     """The tile, cluster and kernel schedule for a shape.
 
     Args:
@@ -48,6 +43,7 @@ def select_config(pattern: Pattern, m: int, n: int, k: int) -> str:
         m: rows of all shards together.
         n: columns of D on a rank.
         k: extent of the sum on a rank.
+        turned_b: whether columns of B are contiguous. WIDE cannot load them.
     """
     if pattern != "ag+gemm":
         return LARGE if k >= SHORT_K else SMALL
@@ -57,7 +53,7 @@ def select_config(pattern: Pattern, m: int, n: int, k: int) -> str:
         waves = -(-(-(-m // rows) * -(-n // columns)) // SMS)
         return waves * rows * columns / SPEEDS[config]
 
-    return min(SPEEDS, key=cost)
+    return min((config for config in SPEEDS if not (turned_b and config == WIDE)), key=cost)
 
 
 def traits_of(
@@ -66,6 +62,7 @@ def traits_of(
     dtype: str = "bfloat16",
     out_dtype: str = "bfloat16",
     partial_dtype: str = "bfloat16",
+    turned_b: bool = False,
 ) -> KernelTraits:
     """The kernel of a configuration, for dense tensors.
 
@@ -75,6 +72,7 @@ def traits_of(
         dtype: as in :class:`KernelTraits`.
         out_dtype: as there.
         partial_dtype: as there.
+        turned_b: whether columns of B are contiguous, and not its rows.
 
     Raises:
         ValueError: for a configuration that no per-tile kernel has.
@@ -89,17 +87,19 @@ def traits_of(
     pingpong, gathers = found.kernel_schedule == "pingpong", pattern == "ag+gemm"
     return KernelTraits(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
+        b_major="n" if turned_b else "k",
         sends=gathers,
         epilogue_stages=EPILOGUE_STAGES[pattern][pingpong],
     )
 
 
-def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
+def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) -> RankGemm:
     """What each rank of a plan multiplies, tile by tile, if its tensors are dense.
 
     Args:
         plan: the plan.
         config: tile, cluster and schedule of the kernel, as "128x256x64_2x1_cooperative"; None: the shape decides.
+        turned_b: whether columns of B are contiguous, and not its rows.
 
     Raises:
         PlanError: for a plan that is not executed per tile. The message says why, and what would work.
@@ -140,9 +140,9 @@ def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
     distances = distances_of(plan)
-    config = config or select_config(pattern, problem.m, n, k)
+    config = config or select_config(pattern, problem.m, n, k, turned_b=turned_b)
     try:
-        traits = traits_of(config, pattern, dtype=problem.dtype, out_dtype=out_dtype, partial_dtype=partial_dtype)
+        traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
     gemm = RankGemm(traits, distances, m, n, k)
@@ -151,18 +151,8 @@ def gemm_of(plan: Plan, config: str | None = None) -> RankGemm:
 
 
 def _pattern_of(plan: Plan) -> Pattern | None:
-    """The pattern whose equal shards the ranks of a plan hold; None: of no pattern."""
-    problem, ranks = plan.problem, plan.world_size
-    wholes = {"A": (problem.m, problem.k), "B": (problem.n, problem.k), "D": (problem.m, problem.n)}
-
-    def held(name: str, shared: str) -> bool:
-        rows, columns = wholes[name]
-        height, width = rows // (ranks if shared == "rows" else 1), columns // (ranks if shared == "columns" else 1)
-        places = [(rank * height % rows, rank * width % columns) for rank in range(ranks)]
-        boxes = [((row, row + height), (column, column + width)) for row, column in places]
-        return boxes == [plan.box(name, rank)[1:] for rank in range(ranks)]
-
-    for pattern, shared in SHARDED.items():
-        if problem.m % ranks == 0 and all(map(held, "ABD", shared)):
-            return pattern
-    return None
+    """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
+    equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
+    if plan.problem.m % plan.world_size or not equal:
+        return None
+    return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)

@@ -26,7 +26,7 @@ from distgemm.runtime.checks import (
     resolve_group,
 )
 from distgemm.runtime.collective.memory import CallState, Memory, memory_of
-from distgemm.runtime.collective.program import Program, multiplies_all_of_a
+from distgemm.runtime.collective.program import Program, brings_a
 from distgemm.runtime.collective.steps import KeepTile, Multiply, Synchronize
 from distgemm.runtime.executable import Executable
 from distgemm.runtime.gathering import GatheredChunk, check_gathers
@@ -98,7 +98,7 @@ class CollectiveExecutable:
         if backend is None or (device.type == "cuda" and backend != "nccl"):
             named = ", ".join(f"{device_type} ({each})" for device_type, each in served.items())
             raise ValueError(f"the group sends from {named}; for {device} it takes gloo (CPU) or nccl (CUDA)")
-        self._multiplies_all_of_a = multiplies_all_of_a(plan, self.rank)
+        self._brings_a = brings_a(plan, self.rank)
         self._compares = device.type == "cpu"
         barrier = Synchronize(device if backend == "nccl" else None)
         self.program = Program.of(plan, self.rank, device, barrier)
@@ -167,14 +167,14 @@ class CollectiveExecutable:
                 ``plan.shard_shape("SFA", rank)``. Each element is multiplied by its scale in float32.
             scale_b: as ``scale_a``, of this rank's shard of B: "SFB".
             out: where D goes, instead of a new tensor. It shares no memory with the shards.
-            gathered: where all of A goes, (m, k), on ranks that multiply all of it. It shares no memory with the
-                others.
+            gathered: where A goes that this rank multiplies, (rows of its D, k), if it multiplies all columns of these
+                rows. It shares no memory with the others.
 
         Raises:
             ValueError: for tensors of another shape, dtype or device, for beta without C, for ``gathered``
-                where this rank does not multiply all of A, and for shards that require grad outside of torch.no_grad().
-                A rank that raises has sent nothing and may call again; the others wait for it. On CPUs also on all
-                ranks where they call different executables, or with another ``alpha``, ``beta`` or bias.
+                where this rank does not multiply that much of A, and for shards that require grad outside of
+                torch.no_grad(). A rank that raises has sent nothing and may call again; the others wait for it. On CPUs
+                also on all ranks where they call different executables, or with another ``alpha``, ``beta`` or bias.
             RuntimeError: where a rank is gone, or does not come within the group's timeout. The error names schedule,
                 rank, op and tile. ``out`` and ``gathered`` are NaN then, and the group takes no further calls.
         """
@@ -186,8 +186,11 @@ class CollectiveExecutable:
         check_bias(self.rank, bias, given["D"])
         given |= check_scales(self.plan, self.rank, self.device, scale_a, scale_b)
         if gathered is not None:
-            if not self._multiplies_all_of_a:
-                raise ValueError(f"gathered is for ranks that multiply all of A; rank {self.rank} does not")
+            if not self._brings_a:
+                raise ValueError(
+                    f"gathered is for ranks that multiply all columns of A, of the rows of their D; rank {self.rank} "
+                    "does not"
+                )
             check_gathered(self.plan, self.rank, gathered, given)
         batched = self.plan.problem.l > 1
         shards = {name: t if batched else t.unsqueeze(0) for name, t in given.items()}

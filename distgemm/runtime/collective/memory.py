@@ -37,7 +37,7 @@ class CallState:
         alpha: factor of A @ B.T.
         beta: factor of C.
         bias: one row of D's shard; None: none.
-        gathered: where all of A goes, as (l, m, k); None: nowhere.
+        gathered: where A goes that this rank multiplies, as (l, rows of its D, k); None: nowhere.
         works: by a message's index, what torch returned for it.
         staging: by a message's index, contiguous memory for a place that is not contiguous.
         group: the ranks.

@@ -32,7 +32,7 @@ from distgemm.plan.ops import (
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
 from distgemm.plan.scaling import SCALE_OPERANDS
 from distgemm.plan.validate import validate
-from distgemm.runtime.checks import TORCH_DTYPES
+from distgemm.runtime.checks import TORCH_DTYPES, gathered_box
 from distgemm.runtime.collective.memory import Place, ScratchName, Step
 from distgemm.runtime.collective.steps import (
     Add,
@@ -47,7 +47,7 @@ from distgemm.runtime.collective.steps import (
     TileScales,
 )
 
-__all__ = ["Program", "multiplies_all_of_a"]
+__all__ = ["Program", "brings_a"]
 
 
 Where = tuple[str, int]
@@ -91,11 +91,10 @@ def _program(plan: Plan, rank: int, device: torch.device, barrier: Step) -> Prog
 
 
 @once_for_structure
-def multiplies_all_of_a(plan: Plan, rank: int) -> bool:
-    """Whether a rank multiplies all of A."""
-    p = plan.problem
+def brings_a(plan: Plan, rank: int) -> bool:
+    """Whether a rank multiplies :func:`distgemm.runtime.checks.gathered_box` of A."""
     boxes = {op.a.box for op in plan.ops(rank) if isinstance(op, Gemm)}
-    return _covers(boxes, ((0, p.l), (0, p.m), (0, p.k)))
+    return _covers(boxes, gathered_box(plan, rank))
 
 
 @dataclass(slots=True, eq=False)

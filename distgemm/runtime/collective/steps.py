@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distgemm.plan.ops import Copy, View
 from distgemm.plan.scaling import OperandScaling
+from distgemm.runtime.checks import gathered_box
 from distgemm.runtime.collective.memory import CallState, Place
 
 __all__ = [
@@ -248,15 +249,17 @@ class Add:
 
 @dataclass(slots=True, eq=False)
 class KeepTile:
-    """Copy a tile of A to where the caller wants all of A. Later the tile's slot may be used again."""
+    """Copy a tile of A to where the caller wants A. Later the tile's slot may be used again."""
 
     tile: Place
     view: View
 
     def __call__(self, call: CallState) -> None:
         if call.gathered is not None:
-            where = tuple(slice(*edges) for edges in call.memory.own(self.view).box)
-            call.gathered[where].copy_(self.tile(call))
+            memory = call.memory
+            _, (first, _), _ = gathered_box(memory.plan, memory.rank)
+            (l0, l1), (m0, m1), (k0, k1) = memory.own(self.view).box
+            call.gathered[l0:l1, m0 - first : m1 - first, k0:k1].copy_(self.tile(call))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """The CUDA runtime: a plan on GPUs with symmetric memory, as one CUDA graph for each rank."""
 
-from distgemm.runtime.cuda.executable import CudaExecutable, Replay, compile_plan, place
+from distgemm.runtime.cuda.compile import compile_plan
+from distgemm.runtime.cuda.executable import CudaExecutable, Replay
 from distgemm.runtime.cuda.per_tile import PerTileExecutable
 from distgemm.runtime.cuda.watchdog import ReplayTimeoutError, close_workspace
 from distgemm.runtime.cuda.workspace import Workspace
@@ -13,5 +14,4 @@ __all__ = [
     "Workspace",
     "close_workspace",
     "compile_plan",
-    "place",
 ]

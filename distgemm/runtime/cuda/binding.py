@@ -19,13 +19,14 @@ from distgemm.gemm.fused.gemms import Addend, FusedGemms, FusedSend
 from distgemm.gemm.fused.kernel import bind_fused, fused_source, near_best_sources
 from distgemm.gemm.launches import FixedLaunch, MovableLaunch
 from distgemm.gemm.nvcc import KernelSource
+from distgemm.gemm.spec import SCALE_BLOCK
 from distgemm.gemm.sums import bind_sum, sum_source_of
 from distgemm.gemm.tensors import matrix_spec, spec_of
-from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, link_of
+from distgemm.plan.ops import Copy, Gemm, Reduce, Signal, View, Wait, box_extents, box_size, contains, link_of
 from distgemm.plan.plan import Plan
 from distgemm.plan.problem import DTYPE_BYTES
-from distgemm.plan.scaling import SCALE_OPERANDS
-from distgemm.runtime.checks import TORCH_DTYPES, shard_dtype
+from distgemm.plan.scaling import SCALE_OPERANDS, OperandScaling
+from distgemm.runtime.checks import TORCH_DTYPES, gathered_box, shard_dtype
 from distgemm.runtime.cuda.flag_kernel import bind_flag_ops, flag_source
 from distgemm.runtime.cuda.lowering import copies_first, lower
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action, waits_of
@@ -430,7 +431,8 @@ class Binding:
         if op.id not in self.binder.first_users_of_a or "gathered" not in self.call.shards:
             return []
         (l0, l1), (m0, m1), (k0, k1) = op.a.box
-        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0:m1, k0:k1]
+        _, (first, _), _ = gathered_box(self.binder.plan, self.binder.rank)
+        source, target = self.tensor(op.a), self.call.shards["gathered"][l0:l1, m0 - first : m1 - first, k0:k1]
         return [*copies_of(target, source)]
 
     def gemm_tensors(self, op: Gemm) -> tuple[GemmTensors, _RemainingTerms | None]:
@@ -468,6 +470,7 @@ class Binding:
             beta=c_factor,
             dtype="tfloat32" if self.plan.problem.dtype == "tfloat32" else None,
             padded=op.out.buffer == "slot",
+            block_rows=self._block_rows(),
         )
         provider = get_provider(self.binder.provider)
         if not provider.supports(spec_of(tensors)):
@@ -478,8 +481,18 @@ class Binding:
         return tensors, rest
 
     def _scales(self, view: View | None) -> Tensor | None:
-        """The scales of a GEMM's tile: one number, or one for each row."""
-        return None if view is None else self.tensor(view).reshape(-1)
+        """The scales of a GEMM's tile: one number, one for each row, or a matrix with one for each block."""
+        if view is None:
+            return None
+        scales = self.tensor(view)
+        return scales.reshape(-1) if self._block_rows() is None else scales[0]
+
+    def _block_rows(self) -> tuple[int, int] | None:
+        """The rows of blocks of A and of B; None: blocks have no scales."""
+        scaling = self.plan.problem.scaling
+        if scaling is None or scaling.a.rows is None or scaling.b.rows is None or scaling.a.columns is None:
+            return None
+        return scaling.a.rows, scaling.b.rows
 
     def _reduce(self, op: Reduce) -> MovableLaunch:
         c = self.tensor(op.c) if op.c is not None and self.call.beta else None
@@ -489,10 +502,11 @@ class Binding:
 
 
 def first_users_of_a(plan: Plan, rank: int) -> set[int]:
-    """Ids of the GEMMs that are the first to use a tile of A; empty where a rank does not multiply all of A."""
+    """Ids of the GEMMs that are the first to use a tile of A; empty where a rank multiplies no :func:`gathered_box`."""
     first = {op.a.box: op.id for op in reversed(plan.ops(rank)) if isinstance(op, Gemm)}
-    p = plan.problem
-    return set(first.values()) if sum(map(box_size, first)) == p.l * p.m * p.k else set()
+    wanted = gathered_box(plan, rank)
+    covered = all(contains(wanted, box) for box in first) and sum(map(box_size, first)) == box_size(wanted)
+    return set(first.values()) if covered else set()
 
 
 def _check_scaling(plan: Plan) -> None:
@@ -502,17 +516,27 @@ def _check_scaling(plan: Plan) -> None:
         ValueError: if none does.
     """
     p = plan.problem
-    for operand in "AB":
-        if p.scaling is None:
-            return
-        found = p.scaling[operand]
-        if found.columns is not None or found.rows not in (None, 1) or found.dtype != "float32":
-            raise ValueError(
-                f"kernels take one float32 scale for a tile of {operand} or for each of its rows, and the problem has "
-                f"{found}; CollectiveExecutable multiplies with scales of blocks"
-            )
-        if p.l > 1:
-            raise ValueError(f"kernels take scales of one batch, got l = {p.l}; CollectiveExecutable takes several")
+    if p.scaling is None:
+        return
+    taken = [
+        all(part(p.scaling[operand]) and p.scaling[operand].dtype == "float32" for operand in "AB")
+        for part in (_of_rows, _of_blocks)
+    ]
+    if not any(taken):
+        raise ValueError(
+            "kernels take one float32 scale for a tile or for each of its rows, or scales of 1x128 and 128x128 blocks "
+            f"of both A and B, and the problem has {p.scaling}; CollectiveExecutable multiplies with others"
+        )
+    if p.l > 1:
+        raise ValueError(f"kernels take scales of one batch, got l = {p.l}; CollectiveExecutable takes several")
+
+
+def _of_rows(scaling: OperandScaling) -> bool:
+    return scaling.columns is None and scaling.rows in (None, 1)
+
+
+def _of_blocks(scaling: OperandScaling) -> bool:
+    return scaling.columns == SCALE_BLOCK and scaling.rows in (1, SCALE_BLOCK) and not scaling.swizzled
 
 
 class _RemainingTerms(NamedTuple):

@@ -165,7 +165,8 @@ class GpuExecutable(ABC):
                 if only one of their sides, and of that shape's, is longer than 1. None: the problem has no scaling.
             scale_b: as ``scale_a``, of this rank's shard of B: "SFB".
             out: where D goes, instead of a new tensor. It shares no memory with the shards.
-            gathered: where all of A goes, where the plan gathers it: (m, k), of A's dtype, with contiguous rows.
+            gathered: where A goes that this rank multiplies, if the plan brings it all columns of the rows of its D:
+                (rows of its D, k), of A's dtype, with contiguous rows.
 
         Raises:
             ValueError: for tensors of another shape, dtype or device, and for tensors that require grad outside of

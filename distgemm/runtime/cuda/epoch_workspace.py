@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distgemm.gemm.per_tile.bind import Space
-from distgemm.gemm.per_tile.epochs import Clock
+from distgemm.gemm.per_tile.epochs import TICKET_BITS, buffer_of
 from distgemm.gemm.per_tile.params import CONTROL_BYTES, Control, Death
 from distgemm.runtime.cuda.workspace import SharedWorkspace
 
@@ -63,7 +63,7 @@ class EpochWorkspace(SharedWorkspace):
         assert self.memory is not None
         self.memory.fill_(0xFF)  # slots begin as NaN, and flags have no epoch
         self.memory[:CONTROL_BYTES].zero_()
-        self.memory[:8].view(torch.int64).fill_(Clock().word)
+        self.memory[:8].view(torch.int64).fill_(1 << TICKET_BITS)  # the first epoch
         self.await_others()
 
     def watched_memory(self) -> torch.Tensor:
@@ -83,7 +83,7 @@ class EpochWorkspace(SharedWorkspace):
         content = memory.view(torch.uint8)
         control = Control.from_buffer_copy(bytes(content[:CONTROL_BYTES].tolist()))
         begun = list(control.begun[: self.world_size])
-        first = self.space.flags_at + Clock.buffer_of(begun[self.rank]) * self.flags * 8
+        first = self.space.flags_at + buffer_of(begun[self.rank]) * self.flags * 8
         flags = content[first : first + self.flags * 8].view(torch.int64)
         return EpochValues(control.running, control.executable, begun, flags)
 

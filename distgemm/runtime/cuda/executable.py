@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from distgemm.arguments import finite, member
-from distgemm.gemm import get_provider
 from distgemm.gemm.launches import MovableLaunch
 from distgemm.gemm.nvcc import KernelSource, build_together, is_there, origin
 from distgemm.gemm.select import NEAR_BEST, agree, preferred
-from distgemm.plan.ops import Copy, Gemm
+from distgemm.plan.ops import Copy, Gemm, box_size
 from distgemm.plan.plan import Plan
 from distgemm.runtime.checks import (
     check_bias,
@@ -27,8 +24,7 @@ from distgemm.runtime.checks import (
     check_scales,
     check_shard,
     check_shards,
-    refuse_groups,
-    resolve_group,
+    gathered_box,
 )
 from distgemm.runtime.cuda.binding import Binder, Bound, CallTensors
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
@@ -41,7 +37,7 @@ from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
 from distgemm.runtime.gathering import GatheredChunk, check_gathers
 from distgemm.runtime.groups import occupied
 
-__all__ = ["CudaExecutable", "Replay", "compile_plan", "copied_buffers"]
+__all__ = ["CudaExecutable", "Replay", "copied_buffers"]
 
 LOG = logging.getLogger("distgemm")
 
@@ -292,9 +288,9 @@ class CudaExecutable(GpuExecutable):
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         copied = set(self._copied)
         if gathered is not None:
-            if not self.binder.first_users_of_a:
+            if not self.binder.first_users_of_a and box_size(gathered_box(self.plan, self.rank)):
                 raise ValueError(
-                    f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
+                    f"{self.plan.schedule} does not bring rank {self.rank} all columns of A: there is no gathered"
                 )
             check_gathered(self.plan, self.rank, gathered, given)
             given["gathered"] = gathered
@@ -415,82 +411,6 @@ class Replay(PreparedCall):
     def graph(self) -> torch.cuda.CUDAGraph:
         """The graph for the first buffer, to look at."""
         return self.recordings[0].graph
-
-
-def compile_plan(
-    plan: Plan,
-    execution: ExecutionConfig | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str | int | None = None,
-    timeout: float | None = None,
-    on_timeout: OnTimeout = "raise",
-    fallback: bool = False,
-    turned_b: bool = False,
-) -> CudaExecutable:
-    """This rank's executable for a plan: :func:`distgemm.compile` where there is a plan already.
-
-    Args:
-        plan: the same on all ranks.
-        execution: how GPUs execute it; None: the defaults.
-        group: the ranks, with NCCL; None: all.
-        device: this rank's GPU; None: the current one.
-        timeout: seconds without a change after which a replay counts as stuck; None: the group's timeout.
-        on_timeout: what happens then, as :func:`distgemm.compile` takes it.
-        fallback: calls whose tensors the fused kernel cannot read launch a kernel for each GEMM instead, with a
-            warning. Otherwise they raise ValueError.
-        turned_b: whether the kernels that are compiled now are those of calls in which columns of B are contiguous, and
-            not its rows.
-
-    Raises:
-        ValueError, PlanError, CompileError, CompilerNotFoundError, RuntimeError: as :func:`distgemm.compile` raises
-            them.
-    """
-    execution = ExecutionConfig() if execution is None else execution
-    if execution.execution == "per_tile":
-        raise ValueError(
-            "this makes executables of GEMMs and copies; distgemm.compile makes those with per-tile kernels"
-        )
-    if execution.provider is not None:
-        get_provider(execution.provider)
-    whole, at, timeout = place(plan, group, device, timeout, on_timeout)
-    kernels = {"fallback": fallback, "turned_b": turned_b}
-    return CudaExecutable(plan, whole, at, execution, timeout=timeout, on_timeout=on_timeout, **kernels)
-
-
-def place(
-    plan: Plan,
-    group: dist.ProcessGroup | None,
-    device: torch.device | str | int | None,
-    timeout: float | None,
-    on_timeout: OnTimeout,
-) -> tuple[dist.ProcessGroup, torch.device, float | None]:
-    """The group, this rank's GPU and the timeout of an executable, checked.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`distgemm.compile` raises them.
-    """
-    whole = resolve_group(group)
-    refuse_groups(plan.problem)
-    member("on_timeout", on_timeout, get_args(OnTimeout))
-    timeout = None if timeout is None else finite("timeout", timeout, above=0)
-    if plan.world_size != dist.get_world_size(whole):
-        raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {dist.get_world_size(whole)}")
-    at = torch.device("cuda" if device is None else device)
-    if at.type != "cuda":
-        raise ValueError(f"device is a GPU, got {at}; on CPUs use distgemm.CollectiveExecutable")
-    if at.index is None:
-        at = torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the stream is being captured: compile waits for the other ranks, so call it before the capture"
-        )
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise RuntimeError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with a single hardware queue, graphs with streams that wait for other "
-            "ranks have not been shown to come to an end; unset it, or set it to 8"
-        )
-    return whole, at, timeout
 
 
 def agree_on_kernels(choices: Sequence[Sequence[KernelSource]], group: dist.ProcessGroup, device: torch.device) -> None:

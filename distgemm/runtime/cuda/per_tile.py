@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,16 +17,18 @@ from distgemm.gemm.per_tile.bind import RATES, params_of
 from distgemm.gemm.per_tile.epochs import before
 from distgemm.gemm.per_tile.kernel import Launch
 from distgemm.gemm.per_tile.params import Params
-from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.gemm.per_tile.select import ROW_BYTES, gemm_of
 from distgemm.plan.plan import Plan
-from distgemm.runtime.checks import check_bias, check_gradients, check_shards
+from distgemm.runtime.checks import check_bias, check_gathered, check_gradients, check_shards
 from distgemm.runtime.cuda.calls import GpuExecutable, PreparedCall
 from distgemm.runtime.cuda.epoch_workspace import EpochValues, EpochWorkspace
 from distgemm.runtime.cuda.executable import describe_kernels
 from distgemm.runtime.cuda.recording import layout_of
-from distgemm.runtime.executable import Executable, ExecutionConfig, OnTimeout
+from distgemm.runtime.executable import PER_TILE, Executable, ExecutionConfig, OnTimeout
 
 __all__ = ["PerTileExecutable"]
+
+LOG = logging.getLogger("distgemm")
 
 Tensor = torch.Tensor
 
@@ -43,14 +46,14 @@ class BoundCall(NamedTuple):
 
 
 class PerTileExecutable(GpuExecutable):
-    """This rank's part of a plan on its GPU, with ``execution="per_tile"``; :func:`distgemm.compile` makes it.
+    """This rank's part of a plan on its GPU, with ``execution="per_tile"``; :func:`compile_plan` makes it.
 
     The plan gives the shards, and the order in which ranks multiply them. Its routes, slots and flags are not used: all
     ranks exchange pieces and partial sums directly, and add partial sums in float32. A call is one launch, captured or
     not. It satisfies :class:`distgemm.runtime.executable.Executable`.
 
-    Calls raise ValueError for scales and ``gathered``, which per-tile kernels do not have, and for matrices that TMA
-    cannot copy: their addresses and rows are multiples of 16 bytes.
+    Calls raise ValueError for scales, which per-tile kernels do not have, and for matrices that TMA cannot copy: their
+    addresses and rows are multiples of 16 bytes.
 
     Attributes:
         gemm: what each rank multiplies, for calls with dense tensors.
@@ -67,11 +70,15 @@ class PerTileExecutable(GpuExecutable):
         *,
         timeout: float | None = None,
         on_timeout: OnTimeout = "raise",
+        fallback: bool = False,
+        turned_b: bool = False,
     ) -> None:
         super().__init__(plan, group, device, execution, timeout, on_timeout)
+        self._copies, self._has_warned = fallback, False
         problem: Exception | None = None
         try:
-            self.gemm = gemm_of(plan, execution.config)
+            self.gemm = gemm_of(plan, execution.config, turned_b=turned_b)
+            self._gemms = {turned_b: self.gemm}
             properties = torch.cuda.get_device_properties(device)
             if properties.major != HOPPER:
                 raise ValueError(f"execution='per_tile' is for Hopper GPUs, got {properties.name}")
@@ -90,7 +97,7 @@ class PerTileExecutable(GpuExecutable):
     @property
     def transfers(self) -> str:
         """Who moves data between ranks."""
-        return "per-tile kernel"
+        return PER_TILE
 
     @property
     def workspace_bytes(self) -> int:
@@ -98,7 +105,7 @@ class PerTileExecutable(GpuExecutable):
         return self.gemm.slot_bytes
 
     def sources(self) -> list[KernelSource]:
-        """The kernels of calls with dense tensors. Another layout of A or B compiles its own at its first call."""
+        """The kernels of calls with dense tensors of one layout. Others compile their own at their first call."""
         return [self.gemm.traits.source()]
 
     def capture(self, a_shard: Tensor, b_shard: Tensor, c_shard: Tensor | None = None, **options: Any) -> PreparedCall:
@@ -136,6 +143,7 @@ class PerTileExecutable(GpuExecutable):
         return text, sorted(peers)
 
     def _put_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        tensors = self._readable(tensors)  # copies live until the launch
         self._launch(self._launch_of(tensors, alpha, beta), stream)
 
     def _launch(self, launch: Callable[[int], None], stream: int) -> None:
@@ -143,6 +151,7 @@ class PerTileExecutable(GpuExecutable):
             super()._launch(launch, stream)
 
     def _put_captured_call(self, tensors: Sequence[Tensor | None], alpha: float, beta: float, stream: int) -> None:
+        tensors = self._readable(tensors)
         launch = self._launch_of(tensors, alpha, beta)
         self.workspace.keep(self)
         self._order.begin_captured(stream)
@@ -157,8 +166,8 @@ class PerTileExecutable(GpuExecutable):
         if found is None or not layout.disjoint:  # the key has all that is checked, unless tensors share bytes
             found = BoundCall(self._bind(tensors, alpha, beta), layout.addresses)
         elif found.addresses != layout.addresses:
-            a, b, c, bias, _, _, d, _ = layout.addresses
-            found.launch.params.move(a, b, d, bias, c)
+            a, b, c, bias, _, _, d, gathered = layout.addresses
+            found.launch.params.move(a, b, d, bias, c, gathered)
             found = found._replace(addresses=layout.addresses)
         self._calls[layout.key] = found
         self._calls.move_to_end(layout.key)
@@ -166,20 +175,43 @@ class PerTileExecutable(GpuExecutable):
             self._calls.popitem(last=False)
         return found.launch
 
+    def _readable(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The tensors of a call, with copies of those that the kernel cannot read, if that is allowed."""
+        if not self._copies:
+            return tensors
+        found = list(tensors)
+        for at, name in enumerate(("A", "B", "C", "bias")):
+            tensor = found[at]
+            if tensor is not None and not _is_readable(name, tensor):
+                found[at] = tensor.clone(memory_format=torch.contiguous_format)
+                if not self._has_warned:
+                    LOG.warning(
+                        "%s on rank %d copies %s, since a per-tile kernel reads addresses and rows of multiples of %d "
+                        "bytes: got the address %#x and strides %s",
+                        *(self.plan.schedule, self.rank, name, ROW_BYTES, tensor.data_ptr(), tensor.stride()),
+                    )
+                    self._has_warned = True
+        return found
+
     def _bind(self, tensors: Sequence[Tensor | None], alpha: float = 1.0, beta: float = 0.0) -> Launch:
         a_shard, b_shard, c_shard, bias, scale_a, scale_b, out, gathered = tensors
-        for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b), ("gathered", gathered)):
+        for name, tensor in (("scale_a", scale_a), ("scale_b", scale_b)):
             if tensor is not None:
                 raise ValueError(f"execution='per_tile' takes no {name}; execution='multi_kernel' does")
         assert a_shard is not None and b_shard is not None
         given = check_shards(self.plan, self.rank, self.device, a_shard, b_shard, c_shard, beta, out)
         check_bias(self.rank, bias, given["D"])
-        traits = replace(
-            self.gemm.traits,
-            a_major="k" if self._has_rows("A", given["A"]) else "m",
-            b_major="k" if self._has_rows("B", given["B"]) else "n",
-        )
-        gemm = replace(self.gemm, traits=traits)
+        if gathered is not None:
+            if not self.gemm.traits.sends:
+                raise ValueError(
+                    f"{self.plan.schedule} does not bring all of A to rank {self.rank}: there is no gathered"
+                )
+            check_gathered(self.plan, self.rank, gathered, given)
+        turned_b = not self._has_rows("B", given["B"])
+        if (gemm := self._gemms.get(turned_b)) is None:  # its flags and slots are the same
+            gemm = self._gemms[turned_b] = gemm_of(self.plan, self.execution.config, turned_b=turned_b)
+        traits = replace(gemm.traits, a_major="k" if self._has_rows("A", given["A"]) else "m")
+        gemm = replace(gemm, traits=traits)
         params = params_of(
             gemm,
             self.workspace.space,
@@ -188,6 +220,7 @@ class PerTileExecutable(GpuExecutable):
             bias=bias,
             c=given.get("C"),
             beta=float(beta),
+            gathered=gathered,
             gb_per_s=RATES[traits.pattern],
             executable=self.number,
         )
@@ -205,6 +238,20 @@ class PerTileExecutable(GpuExecutable):
             f"{name}'s shard on rank {self.rank} has contiguous rows{'' if sent else ' or columns'} that do not "
             f"overlap, got strides {x.stride()}; pass it as .contiguous()"
         )
+
+
+def _is_readable(name: str, x: Tensor) -> bool:
+    """Whether a per-tile kernel reads such a tensor: rows, or columns of B, that begin at multiples of 16 bytes."""
+    if name in {"C", "bias"}:
+        return x.stride(-1) == 1
+    rows, columns = x.shape[-2:]
+    row_stride, column_stride = x.stride()[-2:]
+    by_rows = column_stride == 1 and (row_stride >= columns or rows == 1)
+    by_columns = name == "B" and row_stride == 1 and column_stride >= rows
+    pitch = (row_stride if rows > 1 else columns) if by_rows else column_stride
+    return (by_rows or by_columns) and not any(
+        number % ROW_BYTES for number in (x.data_ptr(), pitch * x.element_size())
+    )
 
 
 if TYPE_CHECKING:

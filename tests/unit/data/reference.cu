@@ -93,12 +93,21 @@ extern "C" int distgemm_misplaced() {
 
 namespace distgemm {
 
+#if !DG_SCALE_ROWS_B
+struct BlockScales {
+  float const* data;
+  int64_t stride, step;
+  int32_t rows, block_rows;
+};
+#endif
+
 // The structs of parameters.py and fused/arguments.py.
 struct Given {
   int32_t m, n, k, l;
   Matrix a, b, source, d;
   Terms terms;
   int32_t sm_count, raster, swizzle;
+  BlockScales scales_a, scales_b;
 };
 
 template <class Stride>
@@ -119,7 +128,7 @@ Mainloop::Params operands(Given const& given, int a_batches, int b_batches) {
     return Mainloop::to_underlying_arguments(
         make_shape(given.m, given.n, given.k, batches),
         {static_cast<Element const*>(given.a.data), stride_of<StrideA>(given.a),
-         static_cast<Element const*>(given.b.data), stride_of<StrideB>(given.b)},
+         static_cast<ElementB const*>(given.b.data), stride_of<StrideB>(given.b)},
         nullptr);
   };
   auto found = of(a_batches);
@@ -179,7 +188,11 @@ TileParams tile_order(Given const& given, cutlass::KernelHardwareInfo const& har
 void set(Params& params, void const* from) {
   auto const& given = *static_cast<Given const*>(from);
   params.problem_shape = {given.m, given.n, given.k, given.l};
-  params.mainloop = operands(given, given.l, given.l);
+  static_cast<Mainloop::Params&>(params.mainloop) = operands(given, given.l, given.l);
+#if DG_SCALE_ROWS_B
+  params.mainloop.scales_a = given.scales_a;
+  params.mainloop.scales_b = given.scales_b;
+#endif
   params.epilogue.terms = given.terms;
   set_results(params.epilogue, given, given.d, given.l, given.l);
 #if DG_SCHEDULE == DG_PLAIN

@@ -53,6 +53,12 @@ def fuse_gemms(
             f"{moved}: the fused kernel takes scales that each rank has already, and here they move with their tiles; "
             "execution='multi_kernel' takes them"
         )
+    scaling = plan.problem.scaling
+    if scaling is not None and (scaling.a.columns, scaling.b.columns) != (None, None):
+        raise PlanError(
+            f"the fused kernel takes scales of tensors and rows, not of blocks, and the problem has {scaling}; "
+            "execution='multi_kernel' takes scales of 1x128 and 128x128 blocks"
+        )
     if not gemms:
         return list(ops), None
     kernel_copies = config.transport == "sm"

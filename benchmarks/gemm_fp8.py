@@ -1,0 +1,190 @@
+"""Measures GEMMs in fp8 on one GPU, with each scaling: this project's kernels with all their tiles, and torch's.
+
+    python benchmarks/gemm_fp8.py --compile-only      # on CPUs, for Hopper
+    python benchmarks/gemm_fp8.py --json benchmarks/results/gemm_fp8_h100.json
+
+The shapes are those of one of 8 ranks in the layers of Llama 3; results are in bf16. torch's is `torch._scaled_mm` with
+`use_fast_accum=False`, which moves sums to float32 after every 128 of k as these kernels do, and for blocks
+`torch.nn.functional.scaled_mm`. Scales lie as each of them wants them. No time of a product counts quantising;
+"quantize" is what torch takes for A. Methods run in CUDA graphs, interleaved round by round. Rows that the file has
+already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.nn import functional
+
+from distgemm import fp8
+from distgemm.fp8 import Quantized
+from distgemm.gemm import GemmTensors, bind
+from distgemm.gemm.cutlass import CutlassProvider, kernel_source
+from distgemm.gemm.nvcc import build
+from distgemm.gemm.spec import GemmConfig
+from distgemm.gemm.tensors import spec_of
+from distgemm.measure.models import MODELS
+from distgemm.measure.timing import time_launches
+from distgemm.plan.scaling import SCALINGS
+
+SCALES = ("tensorwise", "rowwise", "blockwise")
+CHECKED_ROWS = 64
+TOLERANCE = 2.0**-6
+"""Of the largest result. Roundings are smaller, and wrong scales or blocks make larger errors."""
+
+
+def tensors_of(m: int, n: int, k: int, name: str, device: str) -> tuple[GemmTensors, Quantized, Quantized]:
+    """A GEMM with operands of a normal distribution, and its operands with their scales."""
+    scaling = SCALINGS[name]
+    make = torch.randn if device == "cuda" else torch.empty
+    x, w = (make(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    a, b = fp8.quantize(x, scaling.a), fp8.quantize(w, scaling.b)
+    blocks = name == "blockwise"
+    scales = [each.scales if blocks else each.scales.reshape(-1) for each in (a, b)]
+    d = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    found = GemmTensors(
+        *(a.codes, b.codes, d), scale_a=scales[0], scale_b=scales[1], block_rows=(1, 128) if blocks else None
+    )
+    return found, a, b
+
+
+def configs_of(tensors: GemmTensors, provider: CutlassProvider) -> list[GemmConfig]:
+    """All configurations with TMA, the default first."""
+    return [one for one in provider.configs(spec_of(tensors)) if one.kernel_schedule != "plain"]
+
+
+def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Tensor]:
+    """torch's product, with scales laid out as it wants them."""
+    codes = a.codes, b.codes.t()
+    if name != "blockwise":
+        scales = a.scales, b.scales.t().contiguous()
+        return lambda: torch._scaled_mm(*codes, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+    scale_a = a.scales.t().contiguous().t()
+    padding = -b.scales.shape[1] % 4  # rows of its scales of B are padded to multiples of 4
+    scale_b = functional.pad(b.scales, (0, padding)).t()
+    part, square = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    return lambda: functional.scaled_mm(*codes, scale_a, part, scale_b, square, output_dtype=torch.bfloat16)
+
+
+def measure(m: int, n: int, k: int, name: str, rounds: int) -> dict[str, Any]:
+    """A row: times of all methods, and why others have none."""
+    tensors, a, b = tensors_of(m, n, k, name, "cuda")
+    rows = Quantized(a.codes[:CHECKED_ROWS], a.scales[:CHECKED_ROWS], a.scaling)
+    wanted = fp8.dequantize(rows, torch.float32) @ fp8.dequantize(b, torch.float32).t()
+    configs = configs_of(tensors, CutlassProvider())
+    methods: dict[str, Callable[[], Any]] = {"torch": torch_method(a, b, name)}
+    methods |= {str(config): bind(tensors, config=config) for config in configs}
+    errors = {}
+    for method, launch in methods.items():
+        tensors.d.fill_(float("nan"))
+        try:
+            found = launch()
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if method != "torch":
+                raise
+            errors[method] = str(error).partition("\n")[0]  # this torch has no such scales
+            continue
+        found = tensors.d if found is None else found
+        off = float((found[:CHECKED_ROWS].float() - wanted).abs().max() / wanted.abs().max())
+        if not off <= TOLERANCE:
+            errors[method] = f"differs by {off:.4f} of the largest result"
+    methods = {method: launch for method, launch in methods.items() if method not in errors}
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    methods["quantize"] = lambda: fp8.quantize(x, a.scaling)
+    times = dict(zip(methods, time_launches(list(methods.values()), tensors.d.device, rounds=rounds), strict=True))
+    return {
+        "m": m,
+        "n": n,
+        "k": k,
+        "scaling": name,
+        "default": str(configs[0]),
+        "ms": {method: round(ms, 5) for method, ms in times.items()},
+        "tflops": {method: round(2 * m * n * k / ms / 1e9, 1) for method, ms in times.items() if method != "quantize"},
+        "errors": errors,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--m", type=int, nargs="+", default=[2048, 8192], help="rows of A")
+    parser.add_argument("--models", nargs="+", default=["llama-3-8b", "llama-3-70b", "llama-3-405b"])
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that share a layer")
+    parser.add_argument("--scalings", nargs="+", choices=SCALES, default=list(SCALES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=150.0, help="no row is begun after so long")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the kernels for Hopper and measure nothing"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are kept")
+    args = parser.parse_args()
+    shapes = dict.fromkeys(
+        layer.local(m, args.ranks) for m in args.m for name in args.models for layer in MODELS[name].layers
+    )
+    provider = CutlassProvider("90a")
+    small = [tensors_of(256, 256, 256, name, "cpu")[0] for name in args.scalings]
+    build(kernel_source(spec_of(one), config, "90a") for one in small for config in configs_of(one, provider))
+    if args.compile_only:
+        return
+    machine = {"benchmark": "gemm_fp8", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    rows = kept(args.json, machine)
+    done = {(row["m"], row["n"], row["k"], row["scaling"]) for row in rows}
+    todo = [(*shape, name) for shape in shapes for name in args.scalings if (*shape, name) not in done]
+    end = time.monotonic() + args.seconds
+    for m, n, k, name in track(todo, description="measuring", console=Console(stderr=True)):
+        if time.monotonic() > end:
+            break
+        rows.append(measure(m, n, k, name, args.rounds))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
+    report(rows)
+
+
+def kept(path: Path | None, machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a file has.
+
+    Raises:
+        ValueError: if they were measured elsewhere.
+    """
+    if path is None or not path.exists():
+        return []
+    found: dict[str, Any] = json.loads(path.read_text())
+    rows: list[dict[str, Any]] = found.pop("rows")
+    if found != machine:
+        raise ValueError(f"{path} was measured with {found}, and this is {machine}: name another file")
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    console = Console(width=160)
+    columns = ("m x n x k", "scaling", "torch", "default", "best", "best / torch", "best config", "quantize", "errors")
+    table = Table(*columns, caption="TFLOP/s, and us to quantize A")
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        rates = {config: rate for config, rate in row["tflops"].items() if config != "torch"}
+        best = max(rates, key=rates.__getitem__, default="")
+        theirs, figures = row["tflops"].get("torch"), [rates.get(row["default"]), rates.get(best)]
+        if theirs and best:
+            ratios.setdefault(row["scaling"], []).append(rates[best] / theirs)
+        ratio = f"{rates[best] / theirs:.2f}" if theirs and best else ""
+        shown = ["" if x is None else f"{x:.0f}" for x in (theirs, *figures)]
+        errors = "; ".join(f"{method}: {error}" for method, error in row["errors"].items())
+        quantize = f"{row['ms']['quantize'] * 1e3:.0f}"
+        table.add_row(f"{row['m']}x{row['n']}x{row['k']}", row["scaling"], *shown, ratio, best, quantize, errors)
+    console.print(table)
+    for name, found in ratios.items():
+        console.print(f"{name}: best / torch {statistics.geometric_mean(found):.3f}, least {min(found):.3f}")
+
+
+if __name__ == "__main__":
+    main()
