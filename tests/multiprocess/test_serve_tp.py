@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,11 @@ def test_logits_are_those_of_one_rank(schedule: str, ranks: str) -> None:
         (("--bucket", "0"), "--bucket is 1 or more, got 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"serve_tp.py: error: {message}")
+def test_sizes_that_do_not_fit_are_refused(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"serve_tp.py: error: {message}")
