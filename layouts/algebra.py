@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,10 @@ def flatten(value: IntTuple) -> tuple[int, ...]:
         ValueError: if a leaf is no integer.
     """
     if isinstance(value, tuple):
-        return tuple(leaf for part in value for leaf in flatten(part))
+        leaves: list[int] = []
+        for part in value:
+            leaves += (part,) if type(part) is int else flatten(part)
+        return tuple(leaves)
     if not _is_integer(value):
         raise wrong("value", "an integer or a nested tuple of integers", value)
     return (value,)
@@ -56,10 +60,7 @@ def _is_integer(value: object) -> bool:
 
 def product(value: IntTuple) -> int:
     """The product of all leaves of a nested tuple. It is 1 for ()."""
-    result = 1
-    for leaf in flatten(value):
-        result *= leaf
-    return result
+    return prod(flatten(value))
 
 
 def _congruent(a: IntTuple, b: IntTuple) -> bool:

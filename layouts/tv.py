@@ -134,12 +134,12 @@ class TVLayout:
         linear = Layout((self.mesh[::-1], self.values), (rank[::-1], value))
         return ComposedLayout(linear, *axis.maps)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Number of ranks."""
         return product(self.mesh)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of values of each rank."""
         return product(self.values)

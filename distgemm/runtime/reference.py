@@ -188,16 +188,14 @@ class RankMemories:
 
     def _startable(self, state: _Rank, rng: random.Random | None) -> list[Op]:
         ops = [state.ops[op_id] for op_id in (state.ready if rng else sorted(state.ready)[:1])]
-        return [op for op in ops if self._may_start(op, state)]
+        return [op for op in ops if not isinstance(op, (Wait, Barrier)) or self._may_start(op, state)]
 
-    def _may_start(self, op: Op, state: _Rank) -> bool:
+    def _may_start(self, op: Wait | Barrier, state: _Rank) -> bool:
         if isinstance(op, Wait):
             return self.flags[op.flag[:2]] == 1
-        if isinstance(op, Barrier):
-            arrived = self.at_barrier[state.replay, op.round]
-            arrived.add(op.rank)
-            return len(arrived) == self.plan.world_size
-        return True
+        arrived = self.at_barrier[state.replay, op.round]
+        arrived.add(op.rank)
+        return len(arrived) == self.plan.world_size
 
     def _execute(self, rank: int, op: Op) -> None:
         if isinstance(op, Gemm):

@@ -26,6 +26,8 @@ RANKS = [5, 8]
 TORCH_CHECKS = [
     "after_inference",
     "equal_to_the_whole",
+    "all_to_all",
+    "captured_all_to_all",
     "per_tile",
     "float64",
     "recorded_steps",

@@ -26,6 +26,8 @@ def results(ranks: int) -> list[dict[str, list[str]]]:
         checks: list[Any] = [
             (worker.after_inference, ()),
             (worker.equal_to_the_whole, ()),
+            (worker.all_to_all, ()),
+            (worker.captured_all_to_all, ()),
             (worker.per_tile, ()),
             (worker.float64, ()),
             (worker.recorded_steps, ()),
@@ -52,6 +54,16 @@ def test_an_executable_from_inference_mode_serves_training(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_results_and_gradients_are_those_of_the_whole_product(ranks: int) -> None:
     assert failures(ranks, "equal_to_the_whole") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_tokens_go_to_heads_and_back(ranks: int) -> None:
+    assert failures(ranks, "all_to_all") == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_captured_all_to_all_has_the_bits_of_eager_calls(ranks: int) -> None:
+    assert failures(ranks, "captured_all_to_all") == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)

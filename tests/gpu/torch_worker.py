@@ -52,12 +52,18 @@ CONFIG = "128x128x64_2x1_pingpong"
 GATHER, RING = "all_gather_1d_tiling_cd_rotating_a", "all_gather_1d_ring_a"
 CHAIN, PAIRWISE = "reduce_scatter_1d_tiling_a_rotating_c", "reduce_scatter_1d_pairwise_a"
 ALL_REDUCE, ALL_REDUCE_PAIRWISE = "all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"
+NAMED: dict[Pattern, tuple[str, int]] = {
+    "ag+gemm": (GATHER, 1),
+    "gemm+rs": (CHAIN, 2),
+    "gemm+ar": (ALL_REDUCE, 2),
+    "gemm+a2a": ("all_to_all_1d_rotating_d", 2),
+    "a2a+gemm": ("all_to_all_1d_rotating_a", 2),
+}
 PER_TILE_SCHEDULES: dict[Pattern, str] = {
     "ag+gemm": GATHER,
     "gemm+rs": PAIRWISE,
     "gemm+ar": ALL_REDUCE_PAIRWISE,
 }
-NAMED: dict[Pattern, tuple[str, int]] = {"ag+gemm": (GATHER, 1), "gemm+rs": (CHAIN, 2), "gemm+ar": (ALL_REDUCE, 2)}
 EPS = 2.0**-8
 """Largest relative error of rounding to bfloat16."""
 TIMEOUT_S = 60.0
@@ -371,6 +377,97 @@ def automatic() -> list[str]:
         return [wrong for seed, case in enumerate(todo) for wrong in run_case(case, 500 + seed)]
 
 
+class ToHeadsAndBack:
+    """The projections of attention by all-to-alls: unequal tokens and heads, and one head of keys for all ranks.
+
+    Attributes:
+        tokens: tokens of each rank.
+        inputs: tokens of all ranks, and the weights and biases.
+    """
+
+    def __init__(self) -> None:
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.tokens = [32 + 8 * rank for rank in range(self.ranks)]
+        self.widths = [64 * (1 + (rank == 0)) for rank in range(self.ranks)]
+        n, generator = sum(self.widths), torch.Generator(device()).manual_seed(29)
+        shapes = (sum(self.tokens), 2, 256), (n, 256), (64, 256), (n,), (256, n), (256,)
+        self.inputs = [torch.randn(s, generator=generator, device=device()).bfloat16() / 4 for s in shapes]
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's tokens."""
+        return part(x, self.tokens, self.rank, 0)
+
+    def leaves(self) -> list[Tensor]:
+        """This rank's tokens, and the parameters."""
+        x, *parameters = self.inputs
+        return [each.clone().requires_grad_() for each in (self.mine(x), *parameters)]
+
+    def __call__(self, x: Tensor, q: Tensor, k: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> Tensor:
+        """The result for this rank's tokens."""
+        given: dict[str, Any] = {"group": dist.group.WORLD, "m_per_rank": self.tokens}
+        y, z = distgemm.matmul_all_to_all(
+            x, [q, k], bias=[bias, None], n_per_rank=[self.widths, None], copies=[1, self.ranks], **given
+        )
+        h = functional.silu(y) * z.mean(-1, keepdim=True)
+        return distgemm.all_to_all_matmul(h, out, bias=out_bias, k_per_rank=self.widths, **given)
+
+    def errors(self, results: Sequence[Tensor]) -> list[float]:
+        """The relative errors of a result and the gradients of its squares, against the whole product in float64."""
+        leaves = [each.double().requires_grad_() for each in self.inputs]
+        x, q, k, bias, out, out_bias = leaves
+        h = functional.silu(functional.linear(x, q, bias)) * functional.linear(x, k).mean(-1, keepdim=True)
+        y = functional.linear(h, out, out_bias)
+        true = torch.autograd.grad(y.square().sum(), leaves)
+        got = [each.detach().float() for each in results]
+        for each in got[2:]:
+            dist.all_reduce(each)  # each rank has the gradients of its tokens
+        wanted = [self.mine(y), self.mine(true[0]), *true[1:]]
+        return [relative(one, other) for one, other in zip(got, wanted, strict=True)]
+
+
+def all_to_all() -> list[str]:
+    """matmul_all_to_all and all_to_all_matmul, forward and backward, also in torch.compile."""
+    layer, wrong, results = ToHeadsAndBack(), [], []
+    with quick():
+        for run in (layer, torch.compile(layer.__call__, fullgraph=True, backend=compiler())):
+            leaves = layer.leaves()
+            y = run(*leaves)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for name, found in zip(("eager", "compiled"), results, strict=True):
+        errors = layer.errors(found)
+        wrong += [f"{name} on rank {layer.rank}: relative errors {errors}"] * (not max(errors) < 3e-2)
+    return wrong
+
+
+def captured_all_to_all() -> list[str]:
+    """A graph of forward and backward has the bits of eager calls, with changing inputs."""
+    layer, wrong = ToHeadsAndBack(), []
+    leaves = layer.leaves()
+
+    def step() -> list[Tensor]:
+        y = layer(*leaves)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    with quick():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        gc.collect()  # graphs of earlier checks that are collected meanwhile would spoil the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = step()
+        for number in range(3):
+            with torch.no_grad():
+                leaves[0].mul_(1 + number / 4)
+            graph.replay()
+            kept = [each.clone() for each in recorded]
+            same = [torch.equal(one, other) for one, other in zip(kept, step(), strict=True)]
+            if not all(same):
+                wrong.append(f"rank {layer.rank}, replay {number}: {same}")
+
+
 def recorded_per_tile(problem: distgemm.GemmProblem, pattern: Pattern, *_: Any) -> TunedConfig:
     """A look-up that finds a per-tile kernel, and the same schedule by cuBLAS for what it does not execute."""
     execution = ExecutionConfig(config=CONFIG, gemm_streams=1, execution="per_tile")
@@ -381,19 +478,21 @@ def recorded_per_tile(problem: distgemm.GemmProblem, pattern: Pattern, *_: Any) 
 def per_tile() -> list[str]:
     """schedule="auto" where per-tile kernels are recorded: forward and backward, captured, and with copies for TMA.
 
-    Calls that per-tile kernels do not execute take the fallback: those that ask for the gathered A, and unequal shards.
+    Unequal shards, which per-tile kernels do not execute, take the fallback.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     n, k, unequal = 128 * ranks, 256, (200, 0, 33, 64)[:ranks]
     layouts = itertools.product(PER_TILE_SCHEDULES, (False, True))
     build([traits_of(CONFIG, pattern, turned_b=turned_b).source() for pattern, turned_b in layouts])
+    gather = ["all_gather_matmul", "matmul_reduce_scatter"]
     # The calls of each case that a per-tile kernel executes.
     todo = [
-        (Case("gather", (n,), k), ["all_gather_matmul", "matmul_reduce_scatter"]),
-        (Case("gather", (n,), k, bias=True, between=2), ["all_gather_matmul", "matmul_reduce_scatter"]),
-        (Case("gather", (n,), k, keep=True), ["matmul_reduce_scatter"]),
-        (Case("gather", (2 * n, n), k, bias=True), ["matmul_reduce_scatter"]),
-        (Case("scatter", (k,), n, bias=True), ["matmul_reduce_scatter"]),
+        (Case("gather", (n,), k), [*gather, "gather"]),
+        (Case("gather", (n,), k, bias=True, between=2), [*gather, "gather"]),
+        (Case("gather", (n,), k, keep=True), gather),
+        (Case("gather", (n,), k, returned=True), gather),
+        (Case("gather", (2 * n, n), k, bias=True), [*gather, "gather"]),
+        (Case("scatter", (k,), n, bias=True), gather[::-1]),
         (Case("reduce", (k,), n, bias=True), ["matmul_all_reduce"]),
     ]
     if ranks <= len(unequal):
@@ -410,15 +509,9 @@ def per_tile() -> list[str]:
             wrong += [f"rank {rank}: {ran} of {case} ran per tile, and not {wanted}"] * (ran != wanted)
             others = [call for call in calls if call.transfers != PER_TILE]
             wrong += [f"rank {rank}: {call}" for call in others if call.provider != "cublas"]
-        wrong += captured_per_tile(distgemm.matmul_all_reduce, (96 * ranks, k // ranks), (n, k // ranks))
+        wrong += captured_per_tile(distgemm.matmul_all_reduce, (96 * ranks, 128), (k, 128))
         wrong += captured_per_tile(distgemm.all_gather_matmul, (96, k), (128, k))
-    named = f"{GATHER} execution=per_tile config={CONFIG}"
-    a, b = (torch.randn(rows, k, device=device()).bfloat16() for rows in (96, 128))
-    try:
-        distgemm.all_gather_matmul(a, b, group=dist.group.WORLD, schedule=named, return_gathered=True)
-    except ValueError as error:
-        return wrong + [f"rank {rank}: {error}"] * ("takes no gathered" not in str(error))
-    return [*wrong, f"rank {rank}: {named} has written the gathered A"]
+    return wrong
 
 
 def captured_per_tile(function: Callable[..., Tensor], shape: tuple[int, int], b_shape: tuple[int, int]) -> list[str]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ import distgemm
 from distgemm.torch_ops import library
 from tests.multiprocess.ops_torch_worker import BETWEEN, BOUND, K, Shard, Whole, messages, split
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Tensor = torch.Tensor
 HEAD = 2
 """Columns of a head."""
@@ -434,6 +439,36 @@ def in_attention() -> list[str]:
             if one.shape != true.shape or not torch.allclose(one, true, atol=BOUND)
         ]
     return found
+
+
+def in_a_model() -> list[str]:
+    """The Llama of the examples with a style on each module that has parameters, as the page of the docs says."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sys.path.insert(0, str(EXAMPLES))
+    llama: Any = importlib.import_module("llama")
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
+    torch.manual_seed(0)
+    model = llama.Llama(llama.Config(layers=2)).double()
+    parallel = copy.deepcopy(model)
+    ids = torch.randint(256, (8 * ranks, 2))
+    split: dict[str, Any] = {"head_dim": 8, "kv_heads": 4, "sequence_dim": 0}
+    plan: dict[str, Any] = {"blocks.*.attention.wo": distgemm.nn.HeadsToTokens(**split)}
+    plan |= {f"blocks.*.attention.{name}": distgemm.nn.TokensToHeads(**split) for name in ("wq", "wk", "wv")}
+    others = ("embedding", "norm", "head", "blocks.*.attention_norm", "blocks.*.mlp_norm")
+    for name in (*others, "blocks.*.mlp.gate", "blocks.*.mlp.up", "blocks.*.mlp.down"):
+        plan[name] = distgemm.nn.SequenceParallel(sequence_dim=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no warning of a gradient that is not summed
+        parallelize_module(parallel, mesh, plan)
+        y = parallel(ids.chunk(ranks)[rank])
+        y.square().sum().backward()
+    wanted = model(ids)
+    wanted.square().sum().backward()
+    found = [] if torch.allclose(y, wanted.chunk(ranks)[rank], atol=BOUND) else ["logits"]
+    pairs = zip(parallel.named_parameters(), model.parameters(), strict=True)
+    return found + [
+        name for (name, x), true in pairs if not torch.allclose(x.grad.full_tensor(), true.grad, atol=BOUND)
+    ]
 
 
 def new_layers() -> list[str]:

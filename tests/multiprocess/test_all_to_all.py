@@ -26,6 +26,7 @@ CHECKS: dict[int, list[Any]] = {
         (worker.what_ran, ()),
         (worker.twice, ()),
         (worker.misuse, ()),
+        *([(worker.in_a_model, ())] if worker.EXAMPLES.exists() else []),
         (worker.new_layers, ()),
         (worker.wrong_layers, ()),
     ],
@@ -131,6 +132,12 @@ def test_wrong_calls_are_refused(what: str, message: str) -> None:
 @pytest.mark.parametrize("ranks", worker.SIZES)
 def test_attention_is_that_of_one_rank(ranks: int) -> None:
     assert launch(worker.in_attention, ranks, timeout=120) == [[]] * ranks
+
+
+@pytest.mark.skipif(not worker.EXAMPLES.exists(), reason="a source archive has no examples/")
+def test_a_model_of_styles_is_that_of_one_rank() -> None:
+    """4 heads of keys over 3 ranks."""
+    assert [found["in_a_model"] for found in results(3)] == [[]] * 3
 
 
 def test_ranks_draw_one_weight() -> None:

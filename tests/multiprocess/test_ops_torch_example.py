@@ -81,6 +81,41 @@ def test_arguments_are_checked_before_anything_starts(arguments: str, message: s
     assert not folder.exists()
 
 
+LONG = ROOT / "examples" / "train_long_context.py"
+
+
+def run_long(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(LONG), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("arguments", ["--ranks 2 --layers 2", "--ranks 4", "--ranks 3 --tokens 258 --kv-heads 4"])
+def test_a_long_sequence_trains_as_in_one_process(arguments: str) -> None:
+    """The program itself compares losses and parameters, and fails if they differ."""
+    done = run_long("--tokens", "256", *arguments.split())
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"largest difference of losses and parameters: \d\.\de-1[1-9]\n$", done.stdout), done.stdout
+    assert "\nmatmul_all_to_all: " in done.stdout and "\nall_to_all_matmul: " in done.stdout
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tokens 30", "--tokens is a multiple of --ranks"),
+        ("--heads 2", "--heads is at least --ranks"),
+        ("--steps 0", "--steps is at least 1, got 0"),
+        ("--kv-heads 3", "kv_heads divides the number of heads, 4, got 3"),
+        ("--backend mpi", "--backend is gloo or nccl, got mpi"),
+    ],
+)
+def test_arguments_of_a_long_sequence(arguments: str, message: str) -> None:
+    done = run_long(*arguments.split())
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.sample(0)
 def test_all_methods_of_the_layer_benchmark_compute_the_same() -> None:
     """The output and the gradients of a tiny layer on CPUs: by collectives, and by distgemm with several schedules."""

@@ -138,7 +138,9 @@ def test_patterns() -> None:
             plan = distgemm.make_plan(problem, name, 4)
             found = [pattern for pattern in list_patterns() if does_pattern(plan, pattern)]
             assert found == ["gemm+a2a" if name in TO_OWNERS else "a2a+gemm"]
-    assert not does_pattern(distgemm.make_plan(problem, "gemm+a2a", 4, copies=2), "gemm+a2a")
+    pairs = distgemm.make_plan(problem, "gemm+a2a", 4, copies=2)
+    assert [does_pattern(pairs, "gemm+a2a", copies) for copies in (1, 2, 4)] == [False, True, False]
+    assert not does_pattern(pairs, "gemm+rs", 2)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def test_other_plans_that_are_refused() -> None:
         gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), GATHER, 1, sync="barrier"))
     with pytest.raises(PlanError, match=r"one shard of rows in each iteration.* with chunks=1 works"):
         gemm_of(distgemm.make_plan(GemmProblem(512, 256, 1024), SCATTER, 4, sync="barrier", chunks=2, chunk_mode="n"))
+    with pytest.raises(PlanError, match="extents that the number of ranks divides"):  # ranks add m / 4 rows each
+        gemm_of(distgemm.make_plan(GemmProblem(514, 256, 1024), ALL_REDUCE, 4, sync="barrier"))
     problem = GemmProblem(512, 256, 1024, out_dtype="float32", partial_dtype="bfloat16")
     with pytest.raises(ValueError, match="no wider than partial sums"):
         gemm_of(distgemm.make_plan(problem, ALL_REDUCE, 4, sync="barrier"))

@@ -98,7 +98,6 @@ def test_per_tile_kernels_are_listed(listed: set[KernelSource]) -> None:
 def test_per_tile_kernels_that_are_predicted_are_listed(
     group: Any, listed: set[KernelSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what calls need that ask for the gathered A."""
     monkeypatch.setattr(candidates, "PREFER_PER_TILE", True)
     found: dict[bool, set[KernelSource]] = {True: set(), False: set()}
     for layer in MODELS["llama-3-70b"].layers:
