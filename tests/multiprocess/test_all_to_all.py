@@ -36,7 +36,7 @@ CHECKS: dict[int, list[Any]] = {
 @once
 def results(ranks: int) -> list[dict[str, Any]]:
     checks = [(worker.equal_to_the_whole, (worker.cases(ranks),)), *CHECKS.get(ranks, [])]
-    return launch(run_all, ranks, checks, timeout=120)
+    return launch(run_all, ranks, checks, timeout=240)
 
 
 @pytest.mark.parametrize("ranks", CHECKS)
