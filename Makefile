@@ -16,6 +16,9 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 endif
 
+# Workers, ranks and commands of the tests are new processes: they load what others have compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The pinned torch goes first and alone, so that its CPU build is taken where the index has one.
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 

@@ -70,6 +70,7 @@ class Symmetry:
     Attributes:
         mesh: as given.
         axes: as given. Equal axes of equal meshes are equal rotations.
+        inverse: for each rank, the rank by which a rotation takes it to rank 0.
 
     Raises:
         NotSymmetricError: if an axis does not come back after all coordinates of a mesh axis, or if a rotation other
@@ -81,7 +82,7 @@ class Symmetry:
         self.world_size = prod(mesh)
         coordinates = np.stack(np.unravel_index(np.arange(self.world_size), mesh))
         back = np.ravel_multi_index(tuple(-coordinates), mesh, mode="wrap")
-        self._inverse: list[int] = back.tolist()
+        self.inverse: list[int] = back.tolist()
         self._turns: dict[str, list[Turn]] = {}
         for mode, of_mode in zip("mnkl", axes, strict=True):
             stride, self._turns[mode] = 1, []
@@ -93,7 +94,7 @@ class Symmetry:
                     self._turns[mode].append(Turn(stride, extent, amounts))
                 stride *= extent
         self._turning = {
-            operand: [(position, mode) for position, mode in enumerate(modes) if self._turns[mode]]
+            operand: [(position, *turn) for position, mode in enumerate(modes) for turn in self._turns[mode]]
             for operand, modes in {**MODES, "work": tuple("mnkl")}.items()
         }
         self._pivots = {operand: self._find_pivots(operand) for operand in MODES}
@@ -132,7 +133,7 @@ class Symmetry:
 
     def subtract(self, rank: int, by: int) -> int:
         """The rank that the rotation by rank ``by`` takes to a rank."""
-        return self.add(rank, self._inverse[by])
+        return self.add(rank, self.inverse[by])
 
     def index(self, mode: str, index: int, by: int) -> int:
         """The tile of a mode ("m", "n", "k" or "l") to which the rotation by rank ``by`` takes a tile."""
@@ -152,8 +153,9 @@ class Symmetry:
     def tile(self, operand: str, tile: Sequence[int], by: int) -> tuple[int, ...]:
         """The tile of an operand, or of the "work", to which the rotation by rank ``by`` takes a tile."""
         found = list(tile)
-        for position, mode in self._turning[operand]:
-            found[position] = self.index(mode, tile[position], by)
+        for position, stride, extent, amounts in self._turning[operand]:
+            at = found[position] // stride % extent
+            found[position] += ((at + amounts[by]) % extent - at) * stride
         return tuple(found)
 
     def origin(self, operand: str, tile: Sequence[int]) -> int:

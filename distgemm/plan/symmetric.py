@@ -123,7 +123,7 @@ class ClassDerivation(Derivation):
 
     def first_of(self, operand: str, tile: Tile) -> tuple[Tile, int]:
         """The first tile of a tile's class, and the rank to which the rotation that brings the tile there takes 0."""
-        rank = self.symmetry.subtract(0, self.symmetry.origin(operand, tile))
+        rank = self.symmetry.inverse[self.symmetry.origin(operand, tile)]
         return self.symmetry.tile(operand, tile, rank), rank
 
     # --- the tiles of a class -------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class ClassDerivation(Derivation):
         for place in self.in_order(0):
             dtype, _, tiles = held[place.slot]
             held[place.slot] = dtype, place.operand, tiles
-            tiles.append(self.symmetry.tile(place.operand, place.tile, self.symmetry.subtract(0, place.rank)))
+            tiles.append(self.symmetry.tile(place.operand, place.tile, self.symmetry.inverse[place.rank]))
         self.tenants = [(dtype, operand, tuple(tiles)) for dtype, operand, tiles in held]
         return (RotatedSlots(self.tenants, self.symmetry, self.edges, self.alignment)[0],)
 
@@ -428,7 +428,7 @@ class FirstRank(Emitter):
         told: dict[Event, list[Told]] = defaultdict(list)
         for event in self.events:
             for before, rank in self.after[event.position]:
-                own = self.symmetry.subtract(0, rank)  # this event's rank, as ``before`` on rank 0 sees it
+                own = self.symmetry.inverse[rank]  # this event's rank, as ``before`` on rank 0 sees it
                 arrives = before.crosses and self._out_rank(before) == own
                 if rank and not arrives and own not in [each.rank for each in told[before]]:
                     # A GEMM reads from its own rank, which is another one.
@@ -477,7 +477,7 @@ class FirstRank(Emitter):
             self._emit(self._images[event.position])
             for writer, credit in self.signals.get(event.position, ()):
                 # The writer is on the rank from which the last reader is seen on rank 0.
-                rank = self.symmetry.subtract(0, credit.last.rank)
+                rank = self.symmetry.inverse[credit.last.rank]
                 deps = []
                 for reader in credit.readers:
                     if self.symmetry.add(reader.rank, rank):
@@ -491,14 +491,14 @@ class FirstRank(Emitter):
 
     def _image(self, event: Event) -> Event:
         """An event of a class on rank 0, without the events after it that :meth:`Emitter._deps` asks for."""
-        by = self.symmetry.subtract(0, event.rank)
+        by = self.symmetry.inverse[event.rank]
         assert event.out is not None
         made = Event(event.kind, 0, event.iteration, event.operand, self._tile(event, by), event.phase)
         made.completes, made.round, made.enters = event.completes, event.round, event.enters
         made.out = self._place(event.out, by)
         if event.kind is Gemm:
             a, b, *sums = event.sources
-            made.sources = [self._place(each, self.symmetry.subtract(0, each.rank)) for each in (a, b)]
+            made.sources = [self._place(each, self.symmetry.inverse[each.rank]) for each in (a, b)]
             made.sources += [self._place(each, by) for each in sums]
         else:
             made.sources = [self._place(each, by) for each in event.sources]

@@ -144,7 +144,7 @@ def _validate(plan: Plan) -> PlanIndex:
     for (rank, number), signal in form.signals.items():
         if not 0 <= rank < symmetry.world_size:
             raise fail(signal, f"signals {signal.flag}, a flag of a rank that does not exist")
-        rotated = rotation.op(signal, symmetry.subtract(0, rank))
+        rotated = rotation.op(signal, symmetry.inverse[rank])
         assert isinstance(rotated, Signal)
         other = signals.setdefault((0, number), rotated)
         if other is not rotated:
@@ -174,7 +174,7 @@ def _check_shards(plan: Plan, rotation: Rotation) -> None:
         if not all(spans) or rotated_shards(symmetry, plan.edges, operand, spans) != boxes:
             raise PlanError(f"the shards of {operand} are not that of rank 0, rotated")
     spans = rotation.tiles_of("D", plan.shards[2][0])
-    classes = {symmetry.tile("D", tile, symmetry.subtract(0, symmetry.origin("D", tile))) for tile in product(*spans)}
+    classes = {symmetry.tile("D", tile, symmetry.inverse[symmetry.origin("D", tile)]) for tile in product(*spans)}
     count = plan.grid.m * plan.grid.n * plan.grid.l
     # A class of tiles has one tile for each rank.
     if len(classes) * symmetry.world_size != count:
@@ -189,7 +189,7 @@ def _check_tenant(view: View, op: Op, rotation: Rotation, tenants: Sequence[tupl
     )
     names = {op.operand} if isinstance(op, Copy) else names
     tile = rotation.tile_of(op, operand, view.frame) if operand in names else None
-    if tile is None or rotation.symmetry.tile(operand, tile, rotation.symmetry.subtract(0, view.rank)) not in tiles:
+    if tile is None or rotation.symmetry.tile(operand, tile, rotation.symmetry.inverse[view.rank]) not in tiles:
         raise fail(op, f"{view} names a slot that is not made for this tile")
 
 
@@ -197,14 +197,12 @@ class RotatedOrder(full.Order):
     """Happens-before. ``sequence`` are the ops of rank 0: each one stands for those of all ranks at its place.
 
     All ranks execute the ops at one place of their lists at the same time, or each at its own pace. This is one legal
-    order if no Wait stands before its Signal. If one does, all ranks stop there.
+    order, since no Wait stands before its Signal: rounds never decrease in a list, and :func:`check_flag` makes sure
+    that the Wait has a later one.
 
     Args:
         plan: the plan.
-        form: its ops.
-
-    Raises:
-        PlanError: if the plan deadlocks.
+        form: its ops, checked.
     """
 
     def __init__(self, plan: Plan, form: PlanIndex) -> None:
@@ -227,14 +225,12 @@ class RotatedOrder(full.Order):
                 before = self.place[signal.id]
                 if op.flag.initial:
                     self.last_signal[place] = before, signal.rank
-                    self.next_wait[before] = place, self.symmetry.subtract(0, signal.rank)
-                elif before >= place:
-                    raise fail(op, "deadlock: it never starts")
+                    self.next_wait[before] = place, self.symmetry.inverse[signal.rank]
                 else:
                     self.direct[place].append((before, signal.rank))
         for place, before_it in enumerate(self.direct):
             for before, rank in before_it:
-                self.following[before].append((place, self.symmetry.subtract(0, rank)))
+                self.following[before].append((place, self.symmetry.inverse[rank]))
 
     def _node(self, op: Op) -> Node:
         return self.place[op.id], op.rank
@@ -313,7 +309,7 @@ class RotatedEvaluation(full.Evaluation):
         super().__init__(plan, order, 1)
 
     def _of_class(self, tile: TileCoord) -> TileCoord:
-        back = self.symmetry.subtract(0, self.symmetry.origin("D", (tile.m, tile.n, tile.l)))
+        back = self.symmetry.inverse[self.symmetry.origin("D", (tile.m, tile.n, tile.l))]
         return TileCoord(*self.symmetry.tile("work", tile, back))
 
     def _hand_over(self, flag: FlagKey) -> None:
@@ -335,7 +331,7 @@ class RotatedEvaluation(full.Evaluation):
         if not rank:
             return super()._read(op, view)
         assert isinstance(op, Copy)
-        back = self.symmetry.subtract(0, rank)
+        back = self.symmetry.inverse[rank]
         there = self.order.ops[back][op.id]
         found = []
         for piece in super()._read(there, accesses(there)[0][0]):
@@ -347,7 +343,7 @@ class RotatedEvaluation(full.Evaluation):
         if not view.rank:
             super()._write(op, view, content)
             return
-        back = self.symmetry.subtract(0, view.rank)
+        back = self.symmetry.inverse[view.rank]
         there = self.order.ops[back][op.id]
         written = accesses(there)[1]
         assert written is not None

@@ -16,7 +16,7 @@ import pytest
 from distgemm import GemmProblem, Plan, PlanError, make_plan
 from distgemm.layouts import Axis, Modulo, TVLayout
 from distgemm.plan import derive, rotate, verify
-from distgemm.plan.ops import Copy, Op, Signal, Wait
+from distgemm.plan.ops import Barrier, Copy, Op, Signal, Wait
 from distgemm.plan.plan import collector_paused
 from distgemm.plan.rotate import RotatedOps, RotatedSlots
 from distgemm.plan.symmetric import derive_rotated
@@ -264,6 +264,26 @@ def test_the_proof_fails_for_every_mutant_for_which_the_full_proof_fails(number:
             found[full, short] += 1
     # Most mutants that are right are accepted, too. Where not, a slot is given a tile that it was not made for.
     assert found[False, False] > 50 and found[True, True] >= found[True, False], found
+
+
+@pytest.mark.parametrize(
+    ("later", "message"), [(0, "waits in round 0 for a signal of round"), (1, "comes after round")]
+)
+def test_a_wait_that_stands_before_its_signal_is_refused(later: int, message: str) -> None:
+    """Every rank would wait before it signals. Only the checks of rounds exclude this deadlock in the short proof."""
+    for plan in PLANS:
+        assert isinstance(plan.rank_ops, RotatedOps)
+        first = plan.rank_ops.first
+        wait = next(op for op in first if isinstance(op, Wait) and not op.flag.initial and not op.deps)
+        signal = next(op for op in first if isinstance(op, Signal) and op.flag.number == wait.flag.number)
+        early = replace(wait, round=later * (signal.round + 1))
+        others = [op for op in first if op is not wait]
+        barrier = int(isinstance(first[0], Barrier))
+        ops = (*others[:barrier], early, *others[barrier:])
+        mutant = replace(plan, rank_ops=RotatedOps(ops, plan.rank_ops.rotation))
+        assert not accepts_all_ranks(mutant)
+        with pytest.raises(PlanError, match=message):
+            verify_rotated(mutant)
 
 
 def test_a_plan_that_does_not_rotate_is_refused() -> None:
