@@ -898,7 +898,7 @@ class _ScaledCall(NamedTuple):
         return _problem(function, a, m, n, k, rows, size, **options)
 
     def prepare(self) -> PreparedCall:
-        terms = self.bias is not None, _is_turned(self.b)
+        terms = self.bias is not None, not self.b.is_cuda and _is_turned(self.b)
         return prepare(self.pattern, self._problem(), self.group, self.a.device, self.schedule, self.chunks, *terms)
 
     def run(self, call: PreparedCall) -> list[Tensor]:
@@ -906,7 +906,8 @@ class _ScaledCall(NamedTuple):
         whole = self.a.new_empty(call.executable.plan.problem.m, self.a.shape[1]) if self.gathered else None
         # Nobody asked for the product of a gather without scales.
         function: Function = FUNCTIONS[self.pattern] if self.scaling else "gather"
-        d = call(function, self.a, self.b, self.bias, whole, scale_a, scale_b)
+        b = self.b.contiguous() if self.b.is_cuda else self.b  # kernels for fp8 read rows
+        d = call(function, self.a, b, self.bias, whole, scale_a, scale_b)
         return [d] if whole is None else [d, whole]
 
     def fake(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu(1)
 @once
 def results(ranks: int) -> list[dict[str, list[str]]]:
     """Each rank's failures, by the check's name."""
+    launch(fp8_worker.compile_kernels, 1, backend="nccl", timeout=500.0, share=True)
     return launch(fp8_worker.run_all, ranks, CHECKS, backend="nccl", timeout=400.0, share=True)
 
 

@@ -466,6 +466,7 @@ def captured_all_to_all() -> list[str]:
             same = [torch.equal(one, other) for one, other in zip(kept, step(), strict=True)]
             if not all(same):
                 wrong.append(f"rank {layer.rank}, replay {number}: {same}")
+    return wrong
 
 
 def recorded_per_tile(problem: distgemm.GemmProblem, pattern: Pattern, *_: Any) -> TunedConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import distgemm
 from distgemm.torch_ops import library
@@ -441,30 +444,45 @@ def in_attention() -> list[str]:
     return found
 
 
-def in_a_model() -> list[str]:
-    """The Llama of the examples with a style on each module that has parameters, as the page of the docs says."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def in_a_model(replicas: int = 0) -> list[str]:
+    """The Llama of the examples with a style on each module that has parameters, as the page of the docs says.
+
+    Args:
+        replicas: not 0: FSDP2 has the parameters, and sums over the ranks and so many replicas, which have a part of
+            the batch each. Blocks recompute their activations.
+    """
+    shape = max(1, replicas), dist.get_world_size() // max(1, replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
+    dp, rank, ranks = mesh.get_local_rank("dp"), mesh.get_local_rank("sp"), mesh["sp"].size()
     sys.path.insert(0, str(EXAMPLES))
     llama: Any = importlib.import_module("llama")
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("sp",))
     torch.manual_seed(0)
     model = llama.Llama(llama.Config(layers=2)).double()
     parallel = copy.deepcopy(model)
     ids = torch.randint(256, (8 * ranks, 2))
-    split: dict[str, Any] = {"head_dim": 8, "kv_heads": 4, "sequence_dim": 0}
+    split: dict[str, Any] = {"head_dim": 8, "kv_heads": 4, "sequence_dim": 0, "sum_gradients": not replicas}
     plan: dict[str, Any] = {"blocks.*.attention.wo": distgemm.nn.HeadsToTokens(**split)}
     plan |= {f"blocks.*.attention.{name}": distgemm.nn.TokensToHeads(**split) for name in ("wq", "wk", "wv")}
     others = ("embedding", "norm", "head", "blocks.*.attention_norm", "blocks.*.mlp_norm")
-    for name in (*others, "blocks.*.mlp.gate", "blocks.*.mlp.up", "blocks.*.mlp.down"):
+    for name in () if replicas else (*others, "blocks.*.mlp.gate", "blocks.*.mlp.up", "blocks.*.mlp.down"):
         plan[name] = distgemm.nn.SequenceParallel(sequence_dim=0)
+
+    def part(x: Tensor) -> Tensor:
+        return x.chunk(max(1, replicas), 1)[dp].chunk(ranks)[rank]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no warning of a gradient that is not summed
-        parallelize_module(parallel, mesh, plan)
-        y = parallel(ids.chunk(ranks)[rank])
+        parallelize_module(parallel, mesh["sp"], plan)
+        for block in parallel.blocks if replicas else ():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        for module in (*parallel.blocks, parallel) if replicas else ():
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+        y = parallel(part(ids))
         y.square().sum().backward()
     wanted = model(ids)
     wanted.square().sum().backward()
-    found = [] if torch.allclose(y, wanted.chunk(ranks)[rank], atol=BOUND) else ["logits"]
+    found = [] if torch.allclose(y, part(wanted), atol=BOUND) else ["logits"]
     pairs = zip(parallel.named_parameters(), model.parameters(), strict=True)
     return found + [
         name for (name, x), true in pairs if not torch.allclose(x.grad.full_tensor(), true.grad, atol=BOUND)
