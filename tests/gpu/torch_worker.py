@@ -499,26 +499,29 @@ def per_tile() -> list[str]:
     if ranks <= len(unequal):
         todo += [(Case("gather", (n,), k, rows=unequal), []), (Case("scatter", (k,), n, rows=unequal), [])]
     wrong = []
+    group = dist.new_group()  # of its own, since the calls of other checks have made executables of the same shapes
     with (
         mock.patch.object(importlib.import_module("distgemm.tune.select"), "look_up", recorded_per_tile),
         mock.patch.dict(os.environ, {"DISTGEMM_TUNE": "0"}),
     ):
         for seed, (case, wanted) in enumerate(todo):
             with distgemm.record_calls() as calls:
-                wrong += run_case(case, 700 + seed)
+                wrong += run_case(case, 700 + seed, group)
             ran = [call.function for call in calls if call.transfers == PER_TILE]
             wrong += [f"rank {rank}: {ran} of {case} ran per tile, and not {wanted}"] * (ran != wanted)
             others = [call for call in calls if call.transfers != PER_TILE]
             wrong += [f"rank {rank}: {call}" for call in others if call.provider != "cublas"]
-        wrong += captured_per_tile(distgemm.matmul_all_reduce, (96 * ranks, 128), (k, 128))
-        wrong += captured_per_tile(distgemm.all_gather_matmul, (96, k), (128, k))
+        wrong += captured_per_tile(distgemm.matmul_all_reduce, (96 * ranks, 128), (k, 128), group)
+        wrong += captured_per_tile(distgemm.all_gather_matmul, (96, k), (128, k), group)
     return wrong
 
 
-def captured_per_tile(function: Callable[..., Tensor], shape: tuple[int, int], b_shape: tuple[int, int]) -> list[str]:
+def captured_per_tile(
+    function: Callable[..., Tensor], shape: tuple[int, int], b_shape: tuple[int, int], group: Any
+) -> list[str]:
     """Graphs replay a call with other inputs, also one whose A is copied because its rows are not where TMA reads."""
     whole = torch.randn(shape[0], shape[1] + 4, device=device()).bfloat16()
-    b, group = torch.randn(b_shape, device=device()).bfloat16(), dist.group.WORLD
+    b = torch.randn(b_shape, device=device()).bfloat16()
     cut, dense = whole[:, : shape[1]], whole[:, : shape[1]].contiguous()
     graphs = []
     for a in (cut, dense):
