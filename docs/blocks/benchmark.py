@@ -183,3 +183,46 @@ def short(config: str) -> str:
     for long, name in names.items():
         text = text.replace(long, name)
     return text.replace("GEMMs by ", "").replace(", 1 GEMM stream, fused", ", fused")
+
+
+EXECUTIONS = ("multi_kernel", "single_kernel", "per_tile")
+LAW_FACTOR, LAW_US = 1.03, 7.0
+
+
+@table
+def executions(file: str) -> str:
+    """The fastest configuration of each execution, the fastest peer and the roof, in us, by row; and what they say."""
+    rows, best_of, peers, law = [], dict.fromkeys(EXECUTIONS, 0), [], 0
+    for row in run(file)["rows"]:
+        ours: dict[str, list[float]] = {execution: [] for execution in EXECUTIONS}
+        for each in row["methods"]:
+            if each["kind"] == "distgemm":
+                named = re.search(r"execution=(\w+)", each["name"])
+                ours[named[1] if named else "multi_kernel"].append(each["ms"] * 1e3)
+        times = {execution: min(found) for execution, found in ours.items()}
+        peer = min(each["ms"] * 1e3 for each in row["methods"] if each["kind"] == "peer" and each["ms"])
+        gemm = min(methods_of(row)[name]["ms"] for name in ("cuBLAS alone", "CUTLASS alone")) * 1e3
+        roof, best = max(gemm, link_us(row)), min(times.values())
+        best_of[min(times, key=times.__getitem__)] += 1
+        peers.append(peer / best)
+        holds = best <= LAW_FACTOR * roof + LAW_US
+        law += holds
+        cells = [f"**{time:.1f}**" if time == best else f"{time:.1f}" for time in times.values()]
+        over = f"{best - roof:.1f}"
+        rows.append([label(row), *cells, f"{peer:.1f}", f"{roof:.1f}", f"**{over}**" if holds else over])
+    count = len(rows)
+    text = (
+        f"Of {count} rows, per-tile kernels are the fastest in {best_of['per_tile']}, a kernel for each GEMM in "
+        f"{best_of['multi_kernel']}, and the fused kernel in {best_of['single_kernel']}. The fastest peer takes "
+        f"{geometric_mean(peers):.2f} times as long as the fastest of them in the geometric mean, {min(peers):.2f} "
+        f"times at least; it is faster in {sum(each < 1 for each in peers)} rows. The law holds in {law}."
+    )
+    head = "row | multi_kernel | single_kernel | per_tile | peer | roof | fastest - roof"
+    return f"{text}\n\n{rows_of(head, rows)}"
+
+
+def link_us(row: dict[str, Any]) -> float:
+    """The time of the bytes that a rank sends at what a copy engine carries, us."""
+    m, n, k = row["local"]
+    sent = {"ag+gemm": m * k, "gemm+rs": m * n, "gemm+ar": 2 * m * n}[row["pattern"]]
+    return sent * 2 * (row["ranks"] - 1) / row["ranks"] / 376e3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import geometric_mean
+
 from blocks import read, rows_of, table
 
 
@@ -37,3 +39,23 @@ def fp8_partial_sums() -> str:
         for row in read("fp8_partial_sums")["rows"]
     ]
     return rows_of("ranks | sums | partial sums in | error against codes, % | error against tensors, % ", rows)
+
+
+@table
+def fp8_gemms() -> str:
+    """The rates of GEMMs in fp8 on one H100 over torch's, by scaling."""
+    found = read("gemm_fp8_h100")["rows"]
+    rows = []
+    for scaling in dict.fromkeys(row["scaling"] for row in found):
+        cells, least = [scaling], ""
+        for own in ("default", "best"):
+            ratios = {}
+            for row in found:
+                ours = {name: ms for name, ms in row["ms"].items() if name not in {"torch", "quantize"}}
+                if row["scaling"] == scaling and "torch" in row["ms"]:
+                    ms = ours[row["default"]] if own == "default" else min(ours.values())
+                    ratios[f"{row['m']}x{row['n']}x{row['k']}"] = row["ms"]["torch"] / ms
+            least = min(ratios, key=ratios.__getitem__)
+            cells += [f"{geometric_mean(ratios.values()):.3f}", f"{ratios[least]:.3f} ({least})"]
+        rows.append([*cells, str(len(ratios))])
+    return rows_of("scales | selected tile: mean | least | best tile: mean | least | shapes", rows)

@@ -74,3 +74,20 @@ def per_tile_predictions() -> str:
 def _time(row: dict[str, Any]) -> str:
     time = f"{row['time_us']:.0f}"
     return f"{f'**{time}**' if row['holds'] else time} / {row['law_us']:.0f}"
+
+
+@table
+def per_tile_gathered(file: str) -> str:
+    """The fastest kernel of each gather, without and with all of A handed out, us."""
+    rows = []
+    for row in read(file)["rows"]:
+        us = row["us"]
+        rows.append(
+            [
+                f"{row['layer'].replace('b ', 'B ')}, {row['m']}",
+                f"{us['again']:.1f}",
+                f"{us['gathered']:.1f}",
+                f"{us['gathered'] / us['again']:.2f}",
+            ]
+        )
+    return rows_of("layer, rows | without | with all of A | ratio", rows)

@@ -396,7 +396,7 @@ def test_results_are_small_and_each_is_read() -> None:
     assert "bench_schedules_{ranks}xh200.json" in program
     for path in folder.iterdir():
         assert re.search(rf"\b{path.stem}\b", read_by) or path.stem.startswith("bench_schedules_"), path.name
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 1_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1_200_000
 
 
 def test_full_results_are_in_the_history() -> None:
