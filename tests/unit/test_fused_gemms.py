@@ -6,6 +6,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -609,8 +610,9 @@ def test_d_at_unequal_distances_is_refused() -> None:
         place(FusedArguments(), FusedGemms(products, "a", [0] * 3, [0] * 3, [False] * 3))
 
 
-def test_paced_stores_take_a_pingpong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paced_stores_take_a_pingpong_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unless another configuration is given."""
+    monkeypatch.setenv("DISTGEMM_CACHE_DIR", str(tmp_path))  # kernels that are compiled already are preferred
     monkeypatch.setattr(CutlassProvider, "arch", "90a")
     m, n, k = 256, 16384, 2048
     a, b, d = bfloat16(4, m, k), bfloat16(n, k), bfloat16(4, m, n)
