@@ -7,6 +7,7 @@ shapes and types of the arguments is prepared in the first call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -75,6 +76,7 @@ class EagerOp:
     ) -> None:
         self.op = torch.library.custom_op(name, self._compute, mutates_args=(), schema=schema)
         self.op.register_fake(self._shapes)
+        self._name = name
         self.op.register_autograd(backward, setup_context=setup)
         self._call = call
         self._prepared: WeakValueDictionary[tuple[Any, ...], Prepared] = WeakValueDictionary()
@@ -111,10 +113,31 @@ class EagerOp:
 
     def _shapes(self, *args: Any) -> Any:
         """What the op returns, without values. While calls are recorded, ``prepare`` notes what this one needs."""
+        # Inductor traces each graph before it lowers it. Its import takes seconds, so eager code does without.
+        if "torch._inductor.lowering" in sys.modules:
+            _keep_order(self._name)
         call = self._call(*args)
         if recording():
             call.prepare()
         return call.fake()
+
+
+def _keep_order(name: str) -> None:
+    """Let inductor keep the order of the calls of an op.
+
+    Raises:
+        RuntimeError: this torch's inductor lacks a name that this needs.
+    """
+    try:
+        from distgemm.torch_ops.order import keep_order
+
+        namespace, _, base = name.partition("::")
+        keep_order(getattr(getattr(torch.ops, namespace), base).default)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"all ranks need the same order of calls, and distgemm can not keep that of {name} in graphs that inductor "
+            f'of torch {torch.__version__} compiles: {error}; backend="aot_eager" does not reorder'
+        ) from error
 
 
 def _read(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:

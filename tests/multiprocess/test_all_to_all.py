@@ -63,6 +63,12 @@ def test_torch_compile_needs_no_graph_break() -> None:
     assert [found["compiled"] for found in results(2)] == [[], []]
 
 
+@pytest.mark.sample(0)
+def test_inductor_keeps_the_order_of_calls_on_all_ranks() -> None:
+    """Ranks with unequal shards need unequal memory, by which inductor reorders what is independent."""
+    assert launch(worker.compiled_by_inductor, 2, timeout=240) == [[], []]
+
+
 def test_opcheck() -> None:
     assert [found["checked_by_torch"] for found in results(2)] == [None, None]
 
