@@ -135,7 +135,7 @@ def _keep_order(name: str) -> None:
         keep_order(getattr(getattr(torch.ops, namespace), base).default)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"all ranks need the same order of calls, and distgemm can not keep that of {name} in graphs that inductor "
+            f"all ranks need the same order of calls, and distgemm cannot keep that of {name} in graphs that inductor "
             f'of torch {torch.__version__} compiles: {error}; backend="aot_eager" does not reorder'
         ) from error
 

@@ -9,7 +9,7 @@ import importlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -281,6 +281,18 @@ def compiled() -> list[str]:
     return wrong
 
 
+def errors_of(todo: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """What each call raises, by its name; "" where it raises nothing."""
+    found = {}
+    for name, run in todo.items():
+        try:
+            run()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def compiled_by_inductor() -> list[str]:
     """Gradients of independent products, of unequal tokens and heads, in a graph that inductor may reorder."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
@@ -385,13 +397,7 @@ def misuse() -> dict[str, str]:
         "sum of rows": lambda: back(heads, c, group=world, m_per_rank=[1] * ranks),
         "list": lambda: back(heads.tolist(), c, group=world),  # type: ignore[arg-type]
     }
-    found = {}
-    for name, run in todo.items():
-        try:
-            run()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    found = errors_of(todo)
     # No wrong call has sent anything, so calls still work.
     found["after"] = str(back(to(a, b, group=world), c, group=world).shape[0])
     return found
@@ -551,11 +557,4 @@ def wrong_layers() -> dict[str, str]:
         "recipe": lambda: distgemm.nn.TokensToHeadsLinear(4, 12, head_dim=4, group=world, recipe="rowwise"),
         "dimension": lambda: parallelize_module(nn.Linear(4, 12), mesh, to(head_dim=4))(torch.ones(2, 2, 4)),
     }
-    found = {}
-    for name, run in todo.items():
-        try:
-            run()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return errors_of(todo)
