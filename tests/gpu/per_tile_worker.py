@@ -25,6 +25,8 @@ CONFIGS = (
     "128x256x64_1x2_cooperative",
     "64x128x64_1x1_pingpong",
     "128x192x64_1x2_cooperative",
+    "128x160x64_2x1_cooperative",
+    "128x224x64_2x1_cooperative",
 )
 
 

@@ -201,7 +201,7 @@ def params_of(
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
-    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
+    share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, m, 1 if gathers else ranks, share_a, traits.a_major == "k")
     _describe(params.b, "B", b, traits.dtype, gemm.n, 1, share_b, traits.b_major == "k")
@@ -245,18 +245,21 @@ def _describe(
     dtype: str,
     extent: int,
     matrices: int,
-    rows: int,
+    share: int,
     by_rows: bool = True,
 ) -> None:
-    """The descriptor of a tensor of equal matrices, of `extent` rows each, whose rows or columns are contiguous."""
+    """The descriptor of a tensor of equal matrices, of `extent` rows each, whose rows or columns are contiguous.
+
+    A box has so many of them: the share.
+    """
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
     if by_rows:
         pitch = pitch_of(x)
-        extents, boxes = (x.shape[1], extent, matrices), (pitch, extent * pitch, rows)
+        extents, pitches = (x.shape[1], extent, matrices), (pitch, extent * pitch)
     else:
-        extents, boxes = (extent, x.shape[1], matrices), (x.stride(1), extent, structs.LINE // BYTES[dtype])
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, *boxes)
+        extents, pitches = (extent, x.shape[1], matrices), (x.stride(1), extent)
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, *pitches, share)
 
 
 def pitch_of(x: torch.Tensor) -> int:
