@@ -277,8 +277,6 @@ def read_fields(fields: Any, names: Collection[str]) -> dict[str, Any]:
     Raises:
         PlanError: if ``fields`` does not describe a plan. The message names the field.
     """
-    if type(fields) is dict:
-        fields = {"ranks_per_host": None} | fields  # texts of before there were hosts lack it
     fields = _known(fields, "plan", names)
     problem = _known(fields["problem"], "problem", _names(GemmProblem))
     if problem["scaling"] is not None:
