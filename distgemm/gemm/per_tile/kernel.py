@@ -17,7 +17,7 @@ from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
-PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
+PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
@@ -83,6 +83,8 @@ class KernelTraits:
                 f"results of an all-reduce are no wider than partial sums, whose slots they take: got {self.out_dtype} "
                 f"and {self.partial_dtype}"
             )
+        if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
+            raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
         shapes = rows in {64, 128} and columns in {64, 128, 192, 256} and rows * columns <= MAX_PART
         if self.tile[0] % self.parts or not shapes:
@@ -106,7 +108,7 @@ class KernelTraits:
     @property
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
-        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern == "gemm+ar" else 0
+        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in {"gemm+ar", "gemm+a2a"} else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
         return min(left // (sum(self.tile) * LINE), MAX_STAGES)
 
