@@ -19,6 +19,7 @@ SCHEDULES = {
     "ag+gemm": "all_gather_1d_tiling_cd_rotating_a",
     "gemm+rs": "reduce_scatter_1d_pairwise_a",
     "gemm+ar": "all_reduce_1d_pairwise_a",
+    "gemm+a2a": "all_to_all_1d_rotating_d",
 }
 CONFIGS = (
     "128x128x64_2x1_pingpong",
@@ -34,19 +35,20 @@ def cases(ranks: int) -> list[Case]:
     """Shapes with tiles that lie partly outside, all patterns, kinds of kernels, and terms."""
     found = []
     for pattern, schedule in SCHEDULES.items():
-        gathers = pattern == "ag+gemm"
+        splits_n = pattern in {"ag+gemm", "gemm+a2a"}
         odd: dict[str, Any] = {
             "m": 200 * ranks,
-            "n": 328 * (ranks if gathers else 1),
-            "k": 136 * (1 if gathers else ranks),
+            "n": 328 * (ranks if splits_n else 1),
+            "k": 136 * (1 if splits_n else ranks),
         }
         even: dict[str, Any] = {
             "m": 384 * ranks,
-            "n": 512 * (ranks if gathers else 1),
-            "k": 320 * (1 if gathers else ranks),
+            "n": 512 * (ranks if splits_n else 1),
+            "k": 320 * (1 if splits_n else ranks),
         }
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
-        found += [replace(one, config=config) for config in (None, *CONFIGS[1:])]
+        others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
+        found += [replace(one, config=config) for config in (None, *others)]
         found += [replace(one, **even, config=CONFIGS[1])]
         found += [
             replace(one, alpha=2.0, beta=1.0),

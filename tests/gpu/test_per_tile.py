@@ -14,7 +14,7 @@ from distgemm.gemm.per_tile.local import LocalRanks
 
 pytestmark = pytest.mark.gpu(1)
 
-PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar")
+PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a")
 KINDS = [
     ((128, 128), (1, 1), True),
     ((128, 128), (2, 1), True),
@@ -26,9 +26,15 @@ KINDS = [
     ((128, 224), (2, 1), False),
 ]
 WIDE_AND_HIGH = [((256, 160), (1, 2), False), ((256, 192), (1, 2), False), ((256, 192), (2, 1), False)]
-"""Tiles that only gathers have."""
+"""Tiles that reductions do not have."""
 GATHERS = KINDS + WIDE_AND_HIGH
-CASES = [(pattern, kind) for pattern in PATTERNS for kind in (GATHERS if pattern == "ag+gemm" else KINDS)]
+KINDS_OF = {
+    "ag+gemm": GATHERS,
+    "gemm+rs": KINDS,
+    "gemm+ar": KINDS,
+    "gemm+a2a": [kind for kind in GATHERS if kind[0][1] % 64 == 0],
+}
+CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kinds]
 Calls = list[dict[str, Any]]
 
 
@@ -36,11 +42,12 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    rows = gemm.m if traits.pattern == "ag+gemm" else gemm.m * gemm.ranks
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
+    rows_of_b = gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" else gemm.n
     rows_of_d = gemm.m if traits.pattern == "gemm+rs" else gemm.m * gemm.ranks
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, gemm.k, device=device, dtype=torch.bfloat16) for x in (rows, gemm.n))
+        a, b = (torch.randn(x, gemm.k, device=device, dtype=torch.bfloat16) for x in (rows, rows_of_b))
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
         d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
@@ -55,6 +62,9 @@ def check(there: LocalRanks, calls: Calls) -> None:
     if pattern == "ag+gemm":
         whole = torch.cat([call["a"] for call in on_first]).double()
         products = [whole @ call["b"].double().T for call in on_first]
+    elif pattern == "gemm+a2a":
+        by_rows = [(call["a"].double() @ call["b"].double().T).chunk(len(calls), 1) for call in on_first]
+        products = [torch.cat(columns) for columns in zip(*by_rows, strict=True)]
     else:
         total = torch.stack([call["a"].double() @ call["b"].double().T for call in on_first]).sum(0)
         products = list(total.chunk(len(calls))) if pattern == "gemm+rs" else [total] * len(calls)
@@ -112,8 +122,8 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
 def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
     if pattern == "ag+gemm" and a_major == "m":
         pytest.skip("a gather sends rows")
-    if pattern != "ag+gemm" and kind in WIDE_AND_HIGH:
-        pytest.skip("only gathers have this tile")
+    if kind in GATHERS and kind not in KINDS_OF[pattern]:
+        pytest.skip("this pattern has no such tile")
     gemm = RankGemm(traits(pattern, *kind, a_major=a_major, b_major=b_major), distances(2), 264, 392, 200)
     there = LocalRanks(gemm)
     calls = drawn(there, 0)
@@ -153,6 +163,22 @@ def test_all_of_a_is_handed_out(kind: tuple) -> None:
             assert torch.equal(x[:, :328], whole) and (x[:, 328:] == 77).all()
 
 
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
+@pytest.mark.parametrize("lead", [None, 0])
+def test_results_in_float32(kind: tuple, lead: int | None) -> None:
+    """Of all ranks' rows, with terms that are added where they arrive; own tiles are last, or in between."""
+    gemm = RankGemm(
+        traits("gemm+a2a", *kind, out_dtype="float32", partial_dtype="float32"), distances(8), 200, 328, 136, lead=lead
+    )
+    there = LocalRanks(gemm)
+    for seed in range(3):
+        calls = [{**call, "d": call["d"].float()} for call in drawn(there, seed)]
+        for call in calls[seed:]:
+            call["bias"], call["c"], call["beta"] = call["d"].new_ones(328), torch.randn_like(call["d"]), 0.75
+        there.run(there.launches(calls, gb_per_s=300.0), [100_000 * (rank * 5 % 8) for rank in range(8)])
+        check(there, calls)
+
+
 def test_pieces_of_several_slices() -> None:
     """The last piece of a column has fewer rows, and the last slice fewer bytes."""
     gemm = RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 328, 648)
@@ -163,7 +189,7 @@ def test_pieces_of_several_slices() -> None:
         check(there, calls)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS[1:])
+@pytest.mark.parametrize("pattern", ["gemm+rs", "gemm+ar"])
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[2], *KINDS[5:]], ids=str)
 @pytest.mark.parametrize("lead", [None, 0])
 def test_sums_in_float32(pattern: str, kind: tuple, lead: int | None) -> None:
@@ -215,6 +241,8 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
         a, b, m = call["a"].double(), call["b"].double(), gemm.m
         if pattern == "ag+gemm":
             wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
+        elif pattern == "gemm+a2a":
+            wanted = torch.cat([a @ b[: gemm.n].T, torch.ones_like(call["d"][m:], dtype=torch.float64)])
         else:
             wanted = a[:m] @ b.T + (ranks - 1)
             if pattern == "gemm+ar":

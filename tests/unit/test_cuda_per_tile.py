@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from collections import deque
 from contextlib import nullcontext
@@ -37,7 +38,8 @@ GATHER, SCATTER, ALL_REDUCE = (
     "reduce_scatter_1d_pairwise_a",
     "all_reduce_1d_pairwise_a",
 )
-SCHEDULES = {"ag+gemm": GATHER, "gemm+rs": SCATTER, "gemm+ar": ALL_REDUCE}
+TO_OWNERS = "all_to_all_1d_rotating_d"
+SCHEDULES = {"ag+gemm": GATHER, "gemm+rs": SCATTER, "gemm+ar": ALL_REDUCE, "gemm+a2a": TO_OWNERS}
 EXECUTION = ExecutionConfig(execution="per_tile")
 PROBLEM = GemmProblem(600, 336, 1920)
 
@@ -50,6 +52,7 @@ ACCEPTED = {
     GATHER: ("ag+gemm", (1, 2, 3)),
     "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
+    TO_OWNERS: ("gemm+a2a", (1, 2, 3)),
     SCATTER: ("gemm+rs", (1, 2, 3)),
     "reduce_scatter_1d_tiling_a_rotating_c": ("gemm+rs", (3, 2, 1)),
 }
@@ -57,10 +60,12 @@ REFUSED = {
     "all_gather_1d_pairwise_xor_a": "all ranks at the same distances",
     "all_gather_1d_tiling_cd_rotating_b": "a schedule that gathers A",
     "all_gather_1d_tiling_k_rotating_a": "a schedule that gathers A",
+    "all_to_all_1d_pairwise_xor_a": "a schedule that gathers A",
+    "all_to_all_1d_pairwise_xor_d": "one shard of columns in each iteration, all ranks at the same distances",
+    "all_to_all_1d_rotating_a": "a schedule that gathers A",
     "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
     "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
-    **dict.fromkeys((name for name in list_schedules() if name.startswith("all_to_all")), "a schedule that gathers A"),
 }
 
 
@@ -72,8 +77,9 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
     if schedule in ACCEPTED:
         gemm = gemm_of(plan)
         assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
-        a, b = plan.shard_shape("A", 1), plan.shard_shape("B", 1)
-        assert (gemm.m, gemm.n, gemm.k) == (128, b[0], a[1]) and gemm.traits.sends == (a[0] == 128)
+        a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
+        assert (gemm.m, gemm.n, gemm.k) == (128, d[1], a[1])
+        assert gemm.traits.sends == (gemm.traits.pattern == "ag+gemm")
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "
         with pytest.raises(PlanError, match=rf"^{schedule} is not executed per tile: .*{message}"):
@@ -98,6 +104,26 @@ def test_gathers_that_are_refused(problem: GemmProblem, options: dict[str, Any],
     plan = distgemm.make_plan(problem, GATHER, 4, sync="barrier", **options)
     with pytest.raises(PlanError, match=message):
         gemm_of(plan)
+
+
+def test_all_to_alls_that_are_refused() -> None:
+    def plan(problem: GemmProblem, **options: Any) -> distgemm.Plan:
+        return distgemm.make_plan(problem, TO_OWNERS, 4, sync="barrier", **options)
+
+    equal = GemmProblem(512, 256, 1024)
+    for refused, message in (
+        (plan(dataclasses.replace(equal, n_per_rank=(64, 32, 96, 64))), "equal shards"),
+        (plan(equal, copies=2), "without copies"),
+        (plan(equal, chunks=2), "one shard of columns in each iteration.* with chunks=1 works"),
+        (plan(dataclasses.replace(equal, n=48)), "rows of D are multiples of 16 bytes, got 12 columns"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            gemm_of(refused)
+    # Each rank stores results as D has them.
+    traits = gemm_of(plan(dataclasses.replace(equal, partial_dtype="float32"))).traits
+    assert traits.partial_dtype == traits.out_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="slots have results in bfloat16, and no partial sums in float32"):
+        dataclasses.replace(traits, partial_dtype="float32")
 
 
 def test_other_plans_that_are_refused() -> None:
@@ -161,7 +187,10 @@ def test_flags_are_named_as_the_kernel_numbers_them(pattern: str, cluster: tuple
             wanted.append((distance, f"slice {piece} of k, for {rows} of its shard of A"))
     else:
         kinds = ["the partial sum of tile {} of this rank's shard of D", "the result of tile {} of its shard of D"]
-        for kind in kinds[: 1 + (pattern == "gemm+ar")]:
+        kinds = kinds[: 1 + (pattern == "gemm+ar")]
+        if pattern == "gemm+a2a":
+            kinds = ["the result of tile {} of its rows of this rank's columns of D"]
+        for kind in kinds:
             for distance, row, column in itertools.product((1, 2), range(rows), range(columns)):
                 wanted.append((distance, kind.format((row, column))))
     assert [gemm.slot_of(number) for number in range(gemm.flags)] == wanted
@@ -189,11 +218,11 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors_of(gemm: RankGemm, terms: bool = False) -> dict[str, Any]:
-    gathers, scatters = gemm.traits.pattern == "ag+gemm", gemm.traits.pattern == "gemm+rs"
+    gathers, scatters, to_owners = (gemm.traits.pattern == each for each in ("ag+gemm", "gemm+rs", "gemm+a2a"))
     all_rows = gemm.ranks * gemm.m
     found: dict[str, Any] = {
-        "a": torch.zeros(gemm.m if gathers else all_rows, gemm.k, dtype=torch.bfloat16),
-        "b": torch.zeros(gemm.n, gemm.k, dtype=torch.bfloat16),
+        "a": torch.zeros(gemm.m if gathers or to_owners else all_rows, gemm.k, dtype=torch.bfloat16),
+        "b": torch.zeros(gemm.n * (gemm.ranks if to_owners else 1), gemm.k, dtype=torch.bfloat16),
         "d": torch.zeros(gemm.m if scatters else all_rows, gemm.n, dtype=torch.bfloat16),
     }
     if terms:

@@ -20,7 +20,7 @@ from distgemm.measure.models import MODELS
 from distgemm.plan.schema import PlanError
 from distgemm.schedulers import Pattern
 
-PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar")
+PATTERNS: tuple[Pattern, ...] = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a")
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,17 @@ def test_mutants_of_the_order_are_refused(
 ) -> None:
     gemm = Changed(traits_of(pattern), (1, 2, 3), 512, 640, 256)
     prove(gemm)
+    with pytest.raises(PlanError, match=said):
+        prove(replace(gemm, tiles=tiles))
+
+
+@pytest.mark.parametrize("name", ["a tile twice", "a tile outside"])
+def test_mutants_of_all_to_alls_are_refused(name: str) -> None:
+    """Their tiles wait for nothing, so own ones may come at any time."""
+    gemm = Changed(traits_of("gemm+a2a"), (1, 2, 3), 512, 640, 256)
+    for tiles in (list, own_first, one_sum_late):
+        prove(replace(gemm, tiles=tiles))
+    tiles, said = MUTANTS[name]
     with pytest.raises(PlanError, match=said):
         prove(replace(gemm, tiles=tiles))
 

@@ -10,13 +10,15 @@
 //                      peer whose tile it is                       slots, and stores to D
 //   DG_ALL_REDUCE      the same; warp 1 takes the result to D      the same, and stores the result to slots at all
 //                      once the owner has stored it in a slot      peers
+//   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
+//                      that has its columns of D                   their rows
 //
 // A thread block has 12 warps. Each role is a function, and a section of this file:
 //
 //   warp        function         does                                           waits for
 //   0           load_operands_   takes tickets; loads A and B                   flags of slices; free stages
 //   1           send_            gather: sends pieces of the shard              time on the link
-//               take_results_    all-reduce: takes peers' results to D          flags of results
+//               take_results_    takes peers' results to D                      flags of results
 //   2           initialise_      sets barriers up
 //   3           store_           stores tiles to D or at peers; sets flags      written subtiles; time on the link
 //   4..7, 8..11 multiply_        multiply, add partial sums and terms, write    loaded stages; flags of partial sums;
@@ -64,6 +66,7 @@
 #define DG_GATHER 1
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
+#define DG_TO_OWNERS 4  // a GEMM, and an all-to-all
 
 namespace distgemm {
 
@@ -76,7 +79,9 @@ using Result = DG_RESULT;    // of D, bias and C
 using Partial = DG_PARTIAL;  // of partial sums
 
 constexpr int kPattern = DG_PATTERN;
-constexpr bool kGathers = kPattern == DG_GATHER, kReduces = !kGathers, kAllReduces = kPattern == DG_ALL_REDUCE;
+constexpr bool kGathers = kPattern == DG_GATHER, kAllReduces = kPattern == DG_ALL_REDUCE;
+constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces, kToOwners = kPattern == DG_TO_OWNERS;
+constexpr bool kTakes = kAllReduces || kToOwners;  // results from peers
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -112,8 +117,7 @@ constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
 constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
 static_assert(kSumBytes % kPackBytes == 0);
 
-constexpr int kPartBytes = kSums * kSubtile;  // of a slot
-static_assert(!kAllReduces || kResults <= kSums, "a result does not fit into a slot");
+constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubtile;  // of a slot
 
 // A piece of a shard that is sent: so many rows, and so many bytes of each.
 constexpr int kPieceRows = 32, kPieceBytes = 512, kPieceK = kPieceBytes / sizeof(Element);
@@ -123,7 +127,7 @@ constexpr int kCopyRows = 16, kCopyBytes = kCopyRows * kPieceBytes;  // what is 
 constexpr int kSliceTiles = kPieceK / kTileK;  // stages of a slice
 constexpr int kPolledSlices = 32 / kPiecesDown;      // slices whose flags a warp reads at a time
 
-constexpr bool kCopies = DG_SENDS || kAllReduces;  // whether warp 1 copies
+constexpr bool kCopies = DG_SENDS || kTakes;  // whether warp 1 copies
 constexpr bool kHandsOut = kGathers && DG_A_K_MAJOR;  // whether a call may want all of A
 
 // A warp of the cluster may be so many tickets behind the last one. A block loads as many tiles ahead as it has stages.
@@ -134,6 +138,7 @@ constexpr int kBehind = kSteps * kStages + (kPingpong ? 2 : 1) * (1 + kEpilogueS
 constexpr int kRing = 32;
 static_assert(kBehind < kRing, "a ticket is overwritten before it is read");
 static_assert(DG_SENDS == 0 || kGathers);
+static_assert(!kToOwners || kPartN % kColumns == 0, "terms are added twice where subtiles overlap");
 
 struct Terms {
   float alpha, beta;
@@ -312,8 +317,8 @@ class Kernel {
       if constexpr (DG_SENDS) {
         if (warp == 1) send_();
       }
-      if constexpr (kAllReduces) {
-        if (warp == 1 && lane() == 0) take_results_();
+      if constexpr (kTakes) {
+        if (warp == 1 && (kToOwners || lane() == 0)) take_results_();
       }
       if (warp == 3 && lane() == 0) store_();
     } else {
@@ -408,10 +413,11 @@ class Kernel {
   CUTE_DEVICE uint32_t parts_() const {
     return order_.blocks * kClusterM * order_.columns * kClusterN * kParts;
   }
-  // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results.
+  // Flag and slot of a part that a rank receives: of the sums from a distance, and behind them of their results. Where
+  // there are no sums, results have their slots.
   CUTE_DEVICE uint32_t sum_slot_(uint32_t distance, uint32_t part) const { return (distance - 1) * parts_() + part; }
   CUTE_DEVICE uint32_t result_slot_(uint32_t distance, uint32_t part) const {
-    return sum_slot_(order_.ranks - 1 + distance, part);
+    return sum_slot_(distance + (kAllReduces ? order_.ranks - 1 : 0), part);
   }
   // The flag of a piece of a shard that a rank receives.
   CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
@@ -438,6 +444,7 @@ class Kernel {
       bool const receives = kGathers && tile.distance;
       CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
       uint32_t const matrix_a = kReduces ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
+      uint32_t const matrix_b = kToOwners ? rank_at_(tile.distance) : 0;
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
@@ -462,7 +469,7 @@ class Kernel {
                 matrix_a);
             load_<kClusterM, kTileN, kLoadedN, DG_B_K_MAJOR>(
                 params_.b, storage_.b[stage.index], full, block_ % kClusterM, block_ / kClusterM * kClusterM, 1, k,
-                tile.column, 0);
+                tile.column, matrix_b);
             stage.advance();
           }
           if (block_ == 0 && slice == pass_at) pass_on_(taken, number);
@@ -582,7 +589,7 @@ class Kernel {
     }
   }
 
-  // Takes peers' results from slots to D, two subtiles at a time. One thread.
+  // Takes peers' results from slots to D, two subtiles at a time. One thread; where it adds terms, a warp.
   CUTE_DEVICE void take_results_() {
     constexpr uint32_t takes = (kResults + 1) / 2;  // of a part
     Tickets tickets{storage_};
@@ -590,21 +597,24 @@ class Kernel {
     uint32_t& counter = spaces_.control(spaces_.rank).counter;
     uint32_t const peers = order_.ranks - 1, count = peers * parts_() * takes;
     uint32_t phase = 0;
-    if (mute_) {  // what comes now may be of an earlier replay
+    bool const leads = lane() == 0, mute = kToOwners ? __any_sync(0xffffffff, mute_) : mute_;
+    bool const adds = kToOwners && !mute && (params_.terms.bias || params_.terms.c);
+    if (leads && mute) {  // what comes now may be of an earlier replay
       auto* const words = reinterpret_cast<uint32_t*>(storage_.copied);
       for (int i = 0; i < 2 * kSubtile / 4; ++i) words[i] = 0xffffffff;
       fence_shared();
     }
     // A mute warp has a share of its own: warps that did not send left the counter as it was.
-    uint32_t ticket = mute_ ? blockIdx.x : take_(counter);
+    uint32_t ticket = mute ? blockIdx.x : leads ? take_(counter) : 0;
+    if constexpr (kToOwners) ticket = __shfl_sync(0xffffffff, ticket, 0);
     while (ticket < count) {
-      uint32_t const next = mute_ ? ticket + gridDim.x : take_(counter);
+      uint32_t const next = mute ? ticket + gridDim.x : leads ? take_(counter) : 0;
       // The owners finish their tiles in the order of units.
       uint32_t const distance = ticket % peers + 1, number = ticket / peers, first = number % takes * 2;
       uint32_t const group = number / takes % kParts, block = number / (takes * kParts);
       Tile const tile = Tile::of(order_.of_unit(distance, block / kCluster), block % kCluster);
       uint32_t const slot = result_slot_(distance, part_(tile, group));
-      if (!mute_) {
+      if (leads && !mute) {
         spaces_.wait(spaces_.flag(spaces_.rank, clock.buffer(), slot), clock.epoch());
         uint64_t const from = spaces_.slot(spaces_.rank, clock.buffer(), uint64_t(slot) * kPartBytes);
         wait_until_read<0>();
@@ -616,17 +626,43 @@ class Kernel {
         }
       }
       for (uint32_t i = 0; i < 2 && first + i < kResults; ++i) {
-        if (!mute_) {
+        if (!mute) {
           Barrier::wait(storage_.arrived[i], phase >> i);
           phase ^= 1 << i;
         }
-        store_result_(storage_.copied[i], tile, group, first + i);
+        if (adds) add_terms_to_subtile_(storage_.copied[i], tile, group, first + i);
+        if (leads) store_result_(storage_.copied[i], tile, group, first + i);
       }
       commit();
-      ticket = next;
+      ticket = kToOwners ? __shfl_sync(0xffffffff, next, 0) : next;
     }
-    if (!mute_ && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
+    if (leads && !mute && ticket == count + gridDim.x - 1) atomicExch(&counter, 0u);
     wait_until_read<0>();
+  }
+
+  // Adds the bias and C to a subtile of a result of a peer, which has been rounded.
+  CUTE_DEVICE void add_terms_to_subtile_(uint8_t* subtile, Tile const& tile, int part, int number) const {
+    Terms const& terms = params_.terms;
+    constexpr int chunks = kLine / 16, size = 16 / sizeof(Result);
+    int32_t const first_row = tile.row * kTileM + (number % kDown * kParts + part) * kHeight;
+    int32_t const first_column = tile.column * kTileN + subtile_column(number);
+    int64_t const in_d = int64_t(rank_at_(tile.distance)) * params_.m;
+    for (uint32_t i = lane(); i < kHeight * chunks; i += 32) {
+      uint32_t const row = i / chunks, chunk = i % chunks;
+      int32_t const in_shard = first_row + row, column = first_column + chunk * size;
+      if (in_shard >= params_.m || column >= params_.n) continue;
+      auto& values = *reinterpret_cast<cutlass::Array<Result, size>*>(subtile + row * kLine + (chunk ^ row % 8) * 16);
+      Result const* const c = terms.c ? terms.c + (in_d + in_shard) * terms.c_stride : nullptr;
+      CUTE_UNROLL
+      for (int j = 0; j < size; ++j) {
+        float sum = float(values[j]);
+        if (terms.bias) sum += float(terms.bias[column + j]);
+        if (c) sum += terms.beta * float(c[column + j]);
+        values[j] = Result(sum);
+      }
+    }
+    fence_shared();
+    __syncwarp();
   }
 
   // ---------------------------------------------------------------- warp 3
@@ -637,7 +673,7 @@ class Kernel {
     Uses<kEpilogueStages> uses, others;  // of this tile's warp groups. Pingpong: of the other one
     LinkPacing const pacing{&spaces_.control(spaces_.rank).link_free, params_.picoseconds_per_kib};
     uint32_t const peers = order_.ranks - 1;
-    bool const sends = kReduces && !mute_;
+    bool const sends = !kGathers && !mute_;
     uint32_t number = 0;
     uint64_t* stored = nullptr;  // the barrier of a stage from which a store may still read
     auto const release = [&] {
@@ -650,13 +686,13 @@ class Kernel {
       Clock const clock = ticket.clock;
       if (clock.ticket() == 0 && block_ == 0) spaces_.tell_begun(order_.ranks, clock.epoch());
       Tile const tile = tile_(ticket);
-      bool const remote = kReduces && tile.distance;
-      int const subtiles = remote ? kSums : kResults;
+      bool const remote = !kGathers && tile.distance, is_sum = kReduces && remote;
+      int const subtiles = is_sum ? kSums : kResults;
       bool const leaves = sends && (remote || kAllReduces);  // to peers
-      uint32_t const bytes = (remote ? kSumBytes : kResults * kSubtile * peers) * kParts;
+      uint32_t const bytes = (is_sum ? kSumBytes : kResults * kSubtile * (remote ? 1 : peers)) * kParts;
       int const first = kPingpong ? number % kWarpGroups : 0;
       uint32_t const part = part_(tile, 0), peer = rank_at_(tile.distance);
-      uint32_t const sum = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
+      uint32_t const slot = remote ? sum_slot_(order_.ranks - tile.distance, part) : 0;
       CUTE_NO_UNROLL
       for (int i = 0; i < subtiles; ++i) {
         CUTE_UNROLL
@@ -672,7 +708,7 @@ class Kernel {
           if (leaves && i == 0 && j == 0) pacing.wait(bytes);
           if (remote && sends) {
             int32_t const last = kSumBytes - (kSums - 1) * kSubtile;
-            store_at_(peer, clock.buffer(), sum + j, i, from, i + 1 < kSums ? kSubtile : last);
+            store_at_(peer, clock.buffer(), slot + j, i, from, is_sum && i + 1 == kSums ? last : kSubtile);
           } else if (!remote) {
             for (uint32_t distance = 1; kAllReduces && sends && distance <= peers; ++distance) {
               uint32_t const to = rank_at_(order_.ranks - distance);
@@ -698,7 +734,7 @@ class Kernel {
       wait_until_stored();
       release_to_system();
       for (int j = 0; j < kParts; ++j) {
-        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), sum + j), clock.epoch());
+        if (remote) Workspaces::set(spaces_.flag(peer, clock.buffer(), slot + j), clock.epoch());
         for (uint32_t distance = 1; !remote && distance <= peers; ++distance) {
           uint32_t const to = rank_at_(order_.ranks - distance);
           Workspaces::set(spaces_.flag(to, clock.buffer(), result_slot_(distance, part + j)), clock.epoch());
@@ -807,7 +843,7 @@ class Kernel {
         write_sums_(sums, group, uses, thread);
       } else {
         if constexpr (kReduces) add_sums_(sums, ticket.clock, part_(tile, kPingpong ? 0 : group), thread);
-        add_terms_(sums, tile, kPingpong ? 0 : group, thread);
+        if (!kToOwners || !tile.distance) add_terms_(sums, tile, kPingpong ? 0 : group, thread);
         write_results_(sums, group, uses, thread);
       }
     }

@@ -21,7 +21,7 @@ SLOT_ALIGNMENT = 1024
 MAX_TICKETS = 1 << TICKET_BITS
 SMS = 132
 """SMs of a GPU that the order of tiles is made for."""
-RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0}
+RATES: dict[Pattern, float] = {"ag+gemm": 340.0, "gemm+rs": 360.0, "gemm+ar": 360.0, "gemm+a2a": 360.0}
 """GB/s at which a kernel's stores to peers leave: a little less than the NVLink of a Hopper GPU takes."""
 
 
@@ -32,7 +32,7 @@ class RankGemm:
     Attributes:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
-        m: rows of a shard.
+        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank.
         n: columns of D on a rank.
         k: extent of the sum on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
@@ -58,9 +58,10 @@ class RankGemm:
         height, width = (x * y for x, y in zip(traits.tile, traits.cluster, strict=True))
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
-        gathers = traits.pattern == "ag+gemm"
-        group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / self.ranks)))
-        usual = blocks * columns if gathers else -(-2 * at_once // self.ranks)
+        gathers, to_owners = traits.pattern == "ag+gemm", traits.pattern == "gemm+a2a"
+        shards = 1 if to_owners else self.ranks  # whose rows are multiplied at a time
+        group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
+        usual = blocks * columns if gathers or to_owners else -(-2 * at_once // self.ranks)
         lead = min(blocks * columns, usual if self.lead is None else self.lead)
         order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
         if order.clusters + 1024 > MAX_TICKETS:
@@ -115,6 +116,8 @@ class RankGemm:
         rest, part = divmod(number, self.parts)
         result, distance = divmod(rest, self.ranks - 1)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
+        if traits.pattern == "gemm+a2a":
+            return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
         return distance + 1, f"the {what} of tile ({row}, {column}) of {whose} shard of D"
 
@@ -184,8 +187,8 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for a gather, else (ranks * m, k).
-        b: (n, k).
+        a: this rank's A: (m, k) for a gather and for "gemm+a2a", else (ranks * m, k).
+        b: (n, k), for "gemm+a2a" (ranks * n, k).
         d: (ranks * m, n), for a reduce-scatter (m, n).
         alpha: factor of the product.
         bias: (n,).
@@ -200,11 +203,11 @@ def params_of(
         ValueError: for tensors that TMA cannot copy.
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
-    gathers, scatters = traits.pattern == "ag+gemm", traits.pattern == "gemm+rs"
+    gathers, scatters, to_owners = (traits.pattern == each for each in ("ag+gemm", "gemm+rs", "gemm+a2a"))
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers else ranks, share_a, traits.a_major == "k")
-    _describe(params.b, "B", b, traits.dtype, gemm.n, 1, share_b, traits.b_major == "k")
+    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers or to_owners else ranks, share_a, traits.a_major == "k")
+    _describe(params.b, "B", b, traits.dtype, gemm.n, ranks if to_owners else 1, share_b, traits.b_major == "k")
     _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else ranks, SUBTILE_ROWS)
     if gathers:
         for buffer, descriptor in enumerate(params.received):

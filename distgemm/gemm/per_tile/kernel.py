@@ -17,7 +17,7 @@ from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
-PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3}
+PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
@@ -40,8 +40,15 @@ COLUMNS = range(64, 257, 32)
 """Columns of a tile: a subtile of D has 64, and the last one may overlap the one before."""
 SWIZZLE_ROWS = 8
 """Rows whose swizzle repeats: a thread block loads multiples of them."""
-MAX_PART: dict[Pattern, int] = {"ag+gemm": 128 * 192, "gemm+rs": 128 * 128, "gemm+ar": 128 * 128}
+MAX_PART: dict[Pattern, int] = {
+    "ag+gemm": 128 * 192,
+    "gemm+rs": 128 * 128,
+    "gemm+ar": 128 * 128,
+    "gemm+a2a": 128 * 192,
+}
 """Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
+TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
+"""Patterns whose results peers store in slots, from which a warp takes them to D."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class KernelTraits:
                 f"results of an all-reduce are no wider than partial sums, whose slots they take: got {self.out_dtype} "
                 f"and {self.partial_dtype}"
             )
+        if self.pattern == "gemm+a2a" and self.out_dtype != self.partial_dtype:
+            raise ValueError(f"slots have results in {self.out_dtype}, and no partial sums in {self.partial_dtype}")
         rows, columns = self.tile[0] // self.parts, self.tile[1]
         most = MAX_PART[self.pattern]
         if self.tile[0] % self.parts or rows not in {64, 128} or columns not in COLUMNS or rows * columns > most:
@@ -95,6 +104,11 @@ class KernelTraits:
                 f"a warp group of {self.pattern} has 64 or 128 rows of a tile and {COLUMNS.start} to {COLUMNS[-1]} "
                 f"columns, a multiple of {COLUMNS.step}, at most {most} elements in all; got "
                 f"{self.tile[0]}x{self.tile[1]} with pingpong={self.pingpong}"
+            )
+        if self.pattern == "gemm+a2a" and columns * BYTES[self.out_dtype] % LINE:
+            raise ValueError(
+                f"subtiles of an all-to-all do not overlap: rows of its tiles are multiples of {LINE} bytes, got "
+                f"{columns} columns of {self.out_dtype}"
             )
         if any(extent % (SWIZZLE_ROWS * blocks) for extent, blocks in self.shares):
             raise ValueError(
@@ -107,7 +121,7 @@ class KernelTraits:
     @property
     def stages(self) -> int:
         """Stages of operands: as many as fit."""
-        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern == "gemm+ar" else 0
+        copied = 2 * SUBTILE_BYTES if self.sends or self.pattern in TAKING else 0
         left = SHARED_BYTES - RESERVED_BYTES - GROUPS * self.epilogue_stages * SUBTILE_BYTES - copied
         return min(left // ((self.tile[0] + self.loaded_columns) * LINE), MAX_STAGES)
 
@@ -136,8 +150,10 @@ class KernelTraits:
     @property
     def part_bytes(self) -> int:
         """Bytes of a part of a partial sum or result in a slot: whole subtiles."""
-        part = self.tile[0] * self.tile[1] // self.parts * BYTES[self.partial_dtype]
-        return -(-part // SUBTILE_BYTES) * SUBTILE_BYTES
+        rows, columns = self.tile[0] // self.parts, self.tile[1]
+        sums = -(-rows * columns * BYTES[self.partial_dtype] // SUBTILE_BYTES)
+        results = rows // SUBTILE_ROWS * -(-columns * BYTES[self.out_dtype] // LINE)
+        return max(sums, results if self.pattern in TAKING else 0) * SUBTILE_BYTES
 
     @property
     def name(self) -> str:

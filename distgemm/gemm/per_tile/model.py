@@ -74,7 +74,7 @@ class Costs:
         flag: from there until a waiting warp has seen the flag, us.
         sum_subtile: of a subtile of a partial sum that a warp group adds, us. Fitted.
         write_subtile: of a subtile that is written, us. Fitted.
-        take: from the arrival of a result to its place in D, us. Fitted.
+        take: from the arrival of a result to its place in D, us. Fitted to all-reduces.
         send_gb_per_s, store_gb_per_s: rates at which pieces and tiles leave: those that executables set.
         cache: bytes of panels that stay in L2, which has 50 MB.
     """
@@ -157,6 +157,7 @@ class _Replay:
         """The time of the replay, us."""
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
         gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
+        to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
         add = self.peers * self.subtiles * costs.sum_subtile
         operands = self._operands() if gathers and not self.arrived else {}
@@ -183,13 +184,17 @@ class _Replay:
             multiplied = max(begins, groups[cluster][group]) + max(self.multiply_us, read_us)
             multiplied = max(multiplied, operands.get((tile.distance, tile.block), 0.0))
             free = multiplied + self.tile.overhead
-            if gathers:
+            if gathers or (to_owners and not tile.distance):
                 free += write
             elif tile.distance:
                 place = tile.block, tile.column
                 left, written = store(cluster, multiplied if pingpong else free, 1)
                 free = max(free + write, written)
-                sums[place] = max(sums.get(place, 0.0), 0.0 if self.arrived else left + latency)
+                arrives = 0.0 if self.arrived else left + latency
+                if to_owners:
+                    end = max(end, left + costs.stored, arrives + costs.take)
+                else:
+                    sums[place] = max(sums.get(place, 0.0), arrives)
             else:
                 free = max(free, sums.get((tile.block, tile.column), 0.0)) + add + write
                 if spreads and self.peers:
@@ -224,11 +229,13 @@ class _Replay:
         row = self.gemm.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
         rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
+        own_rows = traits.pattern == "gemm+a2a"  # shards differ in columns, else in rows
         cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):
             wave = self.order[first : first + self.clusters]
-            panels = {(x.distance, x.block): high for x in wave} | {(x.column,): wide for x in wave}
+            panels = {(0, 0 if own_rows else x.distance, x.block): high for x in wave}
+            panels |= {(1, x.distance if own_rows else 0, x.column): wide for x in wave}
             missing = sum(size for panel, size in panels.items() if panel not in cached)
             cached = {panel: size for panel, size in cached.items() if panel not in panels} | panels
             while sum(cached.values()) > self.costs.cache:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from distgemm.plan.ops import Gemm
 from distgemm.plan.plan import Plan, PlanError, once_for_structure
@@ -169,22 +169,23 @@ class PieceOrder:
 
 
 @once_for_structure
-def distances_of(plan: Plan) -> tuple[int, ...]:
-    """The distances of the other ranks' shards of mode m, in the order in which a plan multiplies them.
+def distances_of(plan: Plan, mode: Literal["m", "n"] = "m") -> tuple[int, ...]:
+    """The distances of the other ranks' shards of a mode, in the order in which a plan multiplies them.
 
     Raises:
         PlanError: if ranks differ in them, or if a rank does not multiply one whole shard in each iteration.
     """
     ranks, found = plan.world_size, set()
     for rank in range(ranks):
-        tiles = [op.tile.m for op in plan.ops(rank) if isinstance(op, Gemm)]
+        tiles = [getattr(op.tile, mode) for op in plan.ops(rank) if isinstance(op, Gemm)]
         found.add(tuple((tile - rank) % ranks for tile in tiles))
     (distances, *others) = found
-    if others or plan.grid.m != ranks or sorted(distances) != list(range(ranks)):
+    if others or getattr(plan.grid, mode) != ranks or sorted(distances) != list(range(ranks)):
+        what = {"m": "rows", "n": "columns"}[mode]
         raise PlanError(
-            f"{plan.schedule} is not executed per tile: each rank multiplies one shard of rows in each iteration, all "
-            "ranks at the same distances. A schedule like all_gather_1d_tiling_cd_rotating_a, "
-            "reduce_scatter_1d_pairwise_a or all_reduce_1d_pairwise_a with chunks=1 works, or "
-            "execution='multi_kernel'"
+            f"{plan.schedule} is not executed per tile: each rank multiplies one shard of {what} in each iteration, "
+            "all ranks at the same distances. A schedule like all_gather_1d_tiling_cd_rotating_a, "
+            "reduce_scatter_1d_pairwise_a, all_reduce_1d_pairwise_a or all_to_all_1d_rotating_d with chunks=1 works, "
+            "or execution='multi_kernel'"
         )
     return tuple(x for x in distances if x)

@@ -26,17 +26,24 @@ SPEEDS = {
     "128x160x64_2x1_cooperative": 0.89,
     SMALL: 0.85,
 }
-"""Of a whole wave of tiles of a gather, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
+"""Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
 CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "ag+gemm": (*SPEEDS, *REDUCING[2:]),
     "gemm+rs": REDUCING,
     "gemm+ar": REDUCING,
+    "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
-EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {"ag+gemm": (1, 2), "gemm+rs": (1, 4), "gemm+ar": (1, 3)}
-"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md."""
+EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
+    "ag+gemm": (1, 2),
+    "gemm+rs": (1, 4),
+    "gemm+ar": (1, 3),
+    "gemm+a2a": (1, 3),
+}
+"""Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
+measured: theirs are those of the kernels whose warp 1 does the same."""
 ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
@@ -51,7 +58,7 @@ def select_config(pattern: Pattern, ranks: int, m: int, n: int, k: int) -> str:
         n: columns of D on a rank.
         k: extent of the sum on a rank.
     """
-    if pattern != "ag+gemm":
+    if pattern in {"gemm+rs", "gemm+ar"}:
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
@@ -61,12 +68,12 @@ def select_config(pattern: Pattern, ranks: int, m: int, n: int, k: int) -> str:
         waves = -(-clusters // (SMS // (down * across)))
         return waves * rows * columns / SPEEDS[config]
 
-    return min(SPEEDS, key=cost)
+    return min((config for config in SPEEDS if config in CONFIGS[pattern]), key=cost)
 
 
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
-    pattern = _pattern_of(plan)
+    pattern = _pattern_of(plan) if plan.world_size > 1 else None
     return CONFIGS[pattern] if pattern else (LARGE,)
 
 
@@ -139,21 +146,23 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     pattern = _pattern_of(plan)
     if pattern is None:
         raise refuse(
-            "its ranks hold equal shards: of rows of A and of columns of D for a gather, else of k, with rows of D or "
-            f"all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
-            f"m={problem.m}, n={problem.n}, k={problem.k}",
-            "take a schedule that gathers A or scatters rows of D, and extents that the number of ranks divides; or "
-            "execution='multi_kernel'",
+            "its ranks hold equal shards: of rows of A and of columns of D for a gather, with all of B for an "
+            f"all-to-all, else of k, with rows of D or all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, "
+            f"B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of m={problem.m}, n={problem.n}, k={problem.k}",
+            "take a schedule that gathers A, scatters rows of D or sends columns of D, without copies, and extents "
+            "that the number of ranks divides; or execution='multi_kernel'",
         )
     m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("B", 0)[0]
+    n = plan.shard_shape("D", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan)
+    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "m")
+    if pattern == "gemm+a2a":
+        partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
     config = config or select_config(pattern, ranks, m, n, k)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
