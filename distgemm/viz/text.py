@@ -304,9 +304,10 @@ def show_tile_order(order: TileOrder, rank: int = 0, *, limit: int = LIMIT, widt
     head = (
         f"rank {rank} of {ranks}: {order.blocks}x{order.columns} clusters of tiles in each shard, "
         f"{_count(order.group, 'row')} of clusters in turn; own tiles come {_count(order.lead, 'unit')} "
-        f"{'earlier' if order.own_first else 'later'}; shards in the order "
-        f"{', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
+        f"{'earlier' if order.own_first else 'later'}"
     )
+    if order.distances:
+        head += f"; shards in the order {', '.join(str((rank + distance) % ranks) for distance in order.distances)}"
     titles = ["", *map(str, columns[:limit])]
     table = [titles]
     for block in blocks[:limit]:

@@ -32,7 +32,8 @@ class RankGemm:
     Attributes:
         traits: of the kernel.
         distances: of the other ranks' shards, in the order in which they are multiplied.
-        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank.
+        m: rows of a shard. A shard has the rows of a rank; for "gemm+a2a" this rank's rows and the columns of a rank;
+            in a one-shot all-reduce all of D, as each rank owns all tiles.
         n: columns of D on a rank.
         k: extent of the sum on a rank.
         group: rows of clusters that are multiplied in turn; 0: so many that tiles at a time span as many rows as
@@ -59,11 +60,12 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         gathers, to_owners = traits.pattern == "ag+gemm", traits.pattern == "gemm+a2a"
-        shards = 1 if to_owners else self.ranks  # whose rows are multiplied at a time
+        shards = 1 if to_owners or traits.one_shot else self.ranks  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
         usual = blocks * columns if gathers or to_owners else -(-2 * at_once // self.ranks)
         lead = min(blocks * columns, usual if self.lead is None else self.lead)
-        order = TileOrder(self.distances, blocks, columns, group, lead, gathers)
+        distances, lead = ((), 0) if traits.one_shot else (self.distances, lead)
+        order = TileOrder(distances, blocks, columns, group, lead, gathers)
         if order.clusters + 1024 > MAX_TICKETS:
             raise ValueError(f"a kernel has at most {MAX_TICKETS} clusters of tiles, got {order.clusters}")
         return order
@@ -95,6 +97,8 @@ class RankGemm:
         """Number of flags in each buffer of a workspace."""
         if self.traits.pattern == "ag+gemm":
             return self.pieces.pieces
+        if self.traits.one_shot:
+            return self.ranks * self.parts
         return (self.ranks - 1) * self.parts * (2 if self.traits.pattern == "gemm+ar" else 1)
 
     def slot_of(self, number: int) -> tuple[int, str]:
@@ -104,7 +108,7 @@ class RankGemm:
             number: of the flag in its buffer.
 
         Returns:
-            The distance of the rank that sets it, and in words what comes from there.
+            The distance of the rank that sets it, 0 for this one, and in words what comes from there.
         """
         traits = self.traits
         if traits.pattern == "ag+gemm":
@@ -114,8 +118,10 @@ class RankGemm:
             rows = f"rows {first} to {min(first + PIECE_ROWS, self.m) - 1}"
             return distance + 1, f"slice {piece} of k, for {rows} of its shard of A"
         rest, part = divmod(number, self.parts)
-        result, distance = divmod(rest, self.ranks - 1)
         row, column = divmod(part // traits.parts, self.order.columns * traits.cluster[1])
+        if traits.one_shot:
+            return rest, f"the partial sum of tile ({row}, {column}) of D"
+        result, distance = divmod(rest, self.ranks - 1)
         if traits.pattern == "gemm+a2a":
             return distance + 1, f"the result of tile ({row}, {column}) of its rows of this rank's columns of D"
         what, whose = ("result", "its") if result else ("partial sum", "this rank's")
@@ -187,9 +193,9 @@ def params_of(
     Args:
         gemm: what is multiplied.
         space: the workspaces.
-        a: this rank's A: (m, k) for a gather and for "gemm+a2a", else (ranks * m, k).
+        a: this rank's A: (m, k) for a gather, for "gemm+a2a" and if ``traits.one_shot``, else (ranks * m, k).
         b: (n, k), for "gemm+a2a" (ranks * n, k).
-        d: (ranks * m, n), for a reduce-scatter (m, n).
+        d: (ranks * m, n), for a reduce-scatter and if ``traits.one_shot`` (m, n).
         alpha: factor of the product.
         bias: (n,).
         c: of D's shape.
@@ -203,12 +209,13 @@ def params_of(
         ValueError: for tensors that TMA cannot copy.
     """
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
+    shards = 1 if traits.one_shot else ranks
     gathers, scatters, to_owners = (traits.pattern == each for each in ("ag+gemm", "gemm+rs", "gemm+a2a"))
     share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
-    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers or to_owners else ranks, share_a, traits.a_major == "k")
+    _describe(params.a, "A", a, traits.dtype, m, 1 if gathers or to_owners else shards, share_a, traits.a_major == "k")
     _describe(params.b, "B", b, traits.dtype, gemm.n, ranks if to_owners else 1, share_b, traits.b_major == "k")
-    _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else ranks, SUBTILE_ROWS)
+    _describe(params.d, "D", d, traits.out_dtype, m, 1 if scatters else shards, SUBTILE_ROWS)
     if gathers:
         for buffer, descriptor in enumerate(params.received):
             slots = space.bases[space.rank] + space.slots_at + buffer * space.slots_of_buffer
@@ -223,7 +230,7 @@ def params_of(
     spaces.base[:ranks] = list(space.bases)
     spaces.flags, spaces.flags_of_buffer = space.flags_at, space.flags * 8
     spaces.slots, spaces.slots_of_buffer = space.slots_at, space.slots_of_buffer
-    spaces.rank, spaces.executable = space.rank, executable
+    spaces.rank, spaces.ranks, spaces.executable = space.rank, ranks, executable
     spaces.epochs_a_replay = epochs_a_replay
     terms = params.terms
     terms.alpha, terms.beta = alpha, beta

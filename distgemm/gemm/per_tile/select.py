@@ -34,6 +34,8 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
+ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
+"""Those of one-shot all-reduces, which are for few rows, and their speeds, which are not measured."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -48,33 +50,38 @@ ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
 
-def select_config(pattern: Pattern, ranks: int, m: int, n: int, k: int) -> str:
+def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     """The tile, cluster and kernel schedule for a shape.
 
     Args:
         pattern: the pattern.
-        ranks: number of ranks.
+        shards: that each rank multiplies: 1 for a one-shot all-reduce, else one for each rank.
         m: rows of a shard.
         n: columns of D on a rank.
         k: extent of the sum on a rank.
     """
-    if pattern in {"gemm+rs", "gemm+ar"}:
+    speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
+    if pattern == "gemm+ar" and shards == 1:
+        speeds = ONE_SHOT
+    elif pattern in {"gemm+rs", "gemm+ar"}:
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
         found = GemmConfig.parse(config)
         (rows, columns, _), (down, across) = found.tile, found.cluster
-        clusters = ranks * -(-m // (rows * down)) * -(-n // (columns * across))
+        clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
         waves = -(-clusters // (SMS // (down * across)))
-        return waves * rows * columns / SPEEDS[config]
+        return waves * rows * columns / speeds[config]
 
-    return min((config for config in SPEEDS if config in CONFIGS[pattern]), key=cost)
+    return min(speeds, key=cost)
 
 
 def configs_of(plan: Plan) -> tuple[str, ...]:
     """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
     pattern = _pattern_of(plan) if plan.world_size > 1 else None
-    return CONFIGS[pattern] if pattern else (LARGE,)
+    if pattern is None:
+        return (LARGE,)
+    return tuple(ONE_SHOT) if _is_one_shot(plan) else CONFIGS[pattern]
 
 
 def traits_of(
@@ -84,6 +91,7 @@ def traits_of(
     out_dtype: str = "bfloat16",
     partial_dtype: str = "bfloat16",
     turned_b: bool = False,
+    one_shot: bool = False,
 ) -> KernelTraits:
     """The kernel of a configuration, for dense tensors.
 
@@ -94,6 +102,7 @@ def traits_of(
         out_dtype: as there.
         partial_dtype: as there.
         turned_b: whether columns of B are contiguous, and not its rows.
+        one_shot: as there.
 
     Raises:
         ValueError: for a configuration that no per-tile kernel has.
@@ -110,7 +119,8 @@ def traits_of(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
         b_major="n" if turned_b else "k",
         sends=gathers,
-        epilogue_stages=EPILOGUE_STAGES[pattern][pingpong],
+        one_shot=one_shot,
+        epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
     )
 
 
@@ -152,7 +162,8 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             "take a schedule that gathers A, scatters rows of D or sends columns of D, without copies, and extents "
             "that the number of ranks divides; or execution='multi_kernel'",
         )
-    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
+    one_shot = _is_one_shot(plan)
+    m, k = problem.m if one_shot else problem.m // ranks, plan.shard_shape("A", 0)[1]
     n = plan.shard_shape("D", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
@@ -160,22 +171,27 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "m")
+    distances = range(1, ranks) if one_shot else distances_of(plan, "n" if pattern == "gemm+a2a" else "m")
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    config = config or select_config(pattern, ranks, m, n, k)
+    config = config or select_config(pattern, 1 if one_shot else ranks, m, n, k)
     try:
-        traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
+        traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k)
-    assert gemm.order.ranks == ranks  # it is made, and checked
+    gemm = RankGemm(traits, tuple(distances), m, n, k)
+    assert gemm.order.ranks == (1 if one_shot else ranks)  # it is made, and checked
     return gemm
 
 
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
-    if plan.problem.m % plan.world_size or not equal:
+    if not equal or (plan.problem.m % plan.world_size and not _is_one_shot(plan)):
         return None
     return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+
+
+def _is_one_shot(plan: Plan) -> bool:
+    """Whether each rank multiplies all of D at once, and has all of it in the end: it adds all partial sums itself."""
+    return (plan.grid.m, plan.grid.n) == (1, 1) and does_pattern(plan, "gemm+ar")
