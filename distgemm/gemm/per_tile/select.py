@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
@@ -27,6 +28,8 @@ CONFIGS = (
 LARGE, WIDE, SMALL = CONFIGS[:3]
 SPEEDS = {LARGE: 0.96, WIDE: 0.93, SMALL: 0.85}
 """Of a whole wave of tiles without sums, as shares of the GPU's rate."""
+FEW_ROWS = 64
+"""Rows of a tile of the last of CONFIGS."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -139,24 +142,28 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
             "the number of ranks divides; or execution='multi_kernel'",
         )
-    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("D", 0)[1]
+    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
+    m = problem.m if by_columns else problem.m // ranks
+    n, k = plan.shard_shape("D", 0)[1] // (ranks if by_columns else 1), plan.shard_shape("A", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "k" if pattern == "a2a+gemm" else "m")
+    mode: Literal["m", "n", "k"] = "k" if pattern == "a2a+gemm" else "n" if pattern == "gemm+a2a" or by_columns else "m"
+    distances = distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
     rows = m if pattern == "a2a+gemm" else problem.m
-    config = config or select_config(pattern, rows, n, k, turned_b=turned_b)
+    if config is None:
+        few = by_columns and m <= FEW_ROWS
+        config = CONFIGS[-1] if few else select_config(pattern, rows, n, k, turned_b=turned_b)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k)
+    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
     assert gemm.order.ranks == ranks  # it is made, and checked
     return gemm
 
@@ -164,6 +171,11 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
-    if plan.problem.m % plan.world_size or not equal:
-        return None
-    return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    pattern = next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    divided = plan.problem.n if pattern == "gemm+ar" and _is_by_columns(plan) else plan.problem.m
+    return None if divided % plan.world_size or not equal else pattern
+
+
+def _is_by_columns(plan: Plan) -> bool:
+    """Whether the ranks of a reduction divide the columns of D, and not the rows."""
+    return plan.grid.m == 1
