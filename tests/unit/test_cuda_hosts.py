@@ -180,7 +180,7 @@ def test_the_watchdog_names_rank_and_host(recorded: list[Task]) -> None:
 
     text, ranks = found(0, flags)
     assert text.startswith("it waits for rank 3 of host 1 at rank 1 round ") and ": Exchange sends " in text
-    assert ranks == [3]
+    assert set(ranks) == {3}
     text, ranks = found(1, [0] * 64)
     assert text.startswith("it waits for rank 0 at rank 1 iteration ") and set(ranks) == {0}
     assert found(1, flags)[0] == "all that it waits for has come, but a kernel or a copy has not ended"

@@ -208,10 +208,11 @@ def awaited(executable: WatchedExecutable, flags: FlagValues) -> tuple[str, list
     if missing:
         first = missing[0]
         more = f" (and {len(missing) - 1} later ones)" if len(missing) > 1 else ""
+        ranks = [*(op.peer for op in unset), *(peer for op in exchanges for peer in op.peers)]
         if isinstance(first, Wait):
-            return f"it waits for rank {first.peer} at {first.describe()}{more}", [op.peer for op in unset]
+            return f"it waits for rank {first.peer} at {first.describe()}{more}", ranks
         by_host = ", ".join(f"rank {peer} of host {executable.plan.host(peer)}" for peer in first.peers)
-        return f"it waits for {by_host} at {first.describe()}{more}", first.peers
+        return f"it waits for {by_host} at {first.describe()}{more}", ranks
     late = [peer for peer in peers if not flags.entered[peer]]
     if late:
         return f"at its end it waits for ranks {late} to begin this replay", late

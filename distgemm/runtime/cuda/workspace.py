@@ -301,7 +301,7 @@ class SharedWorkspace:
     def abort_messages(self) -> None:
         """Let all messages to and from other hosts end, also those that a peer never sends. It does not block."""
         if self.across is not None:
-            # NCCL may wait for the GPU, which others free meanwhile.
+            # NCCL ends its kernels, and may then wait for the GPU, and until all graphs with messages are gone.
             threading.Thread(target=self.across.abort, name="distgemm-abort", daemon=True).start()
 
     def closing(self) -> tuple[list[int], int]:
@@ -330,8 +330,7 @@ class SharedWorkspace:
         self.memory = None
         self._handle = None
         self.kept.clear()
-        if self.across is not None:
-            self.across.abort()
+        self.abort_messages()
 
 
 class Workspace(SharedWorkspace):
