@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_sched
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
 from distgemm.gemm.select import order
 from distgemm.measure.models import MODELS
 from distgemm.runtime.cuda.lowering import lower
@@ -108,16 +109,29 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
+def test_few_rows_are_reduced_by_columns() -> None:
+    """Where shards of rows would not fill tiles: B is then read once. For such rows the model prefers it."""
+    for m in (16, 64, 128, 255, 256):
+        times = candidates.predictions(GemmProblem(m, 16384, 26624), "gemm+ar", 4)
+        found: dict[str, float] = {}
+        for config, time in times.items():
+            if config.execution.execution == "per_tile":
+                found[config.schedule] = min(time, found.get(config.schedule, math.inf))
+        assert (candidates.BY_COLUMNS in found) == (m < 256)
+        if m < 256 and m % 4 == 0:
+            assert found[candidates.BY_COLUMNS] < 0.8 * found["all_reduce_1d_pairwise_a"]
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     """As the model predicts them. Their texts and records say all."""
     problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
     times = candidates.predictions(problem, pattern, 4)
     found = {config: time for config, time in times.items() if config.execution.execution == "per_tile"}
-    assert [config.execution.config for config in found] == list(candidates.PER_TILE_CONFIGS[:-1])
+    assert [config.execution.config for config in found] == list(CONFIGS[pattern][:-1])
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    assert tiles == list(candidates.PER_TILE_CONFIGS)
+    assert tiles == list(CONFIGS[pattern])
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -146,14 +160,14 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) == len(candidates.PER_TILE_CONFIGS) and reason in caplog.text
+    assert found == [] and len(caplog.records) == len(CONFIGS["ag+gemm"]) and reason in caplog.text
 
 
-def test_a_kernel_that_cannot_load_columns_of_b_is_no_candidate() -> None:
+def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
     plan = make_plan(GemmProblem(2048, 8192, 8192), GATHER, 4, sync="barrier")
-    status = per_tile_status(plan, "128x192x64_2x1_cooperative")
-    assert not status and "multiples of 64 columns of B if these are contiguous, got 96" in status.reason
-    assert all(per_tile_status(plan, config) for config in candidates.PER_TILE_CONFIGS)
+    status = per_tile_status(plan, "128x200x64_2x1_cooperative")
+    assert not status and "a multiple of 32" in status.reason
+    assert all(per_tile_status(plan, config) for config in CONFIGS["ag+gemm"])
 
 
 def test_per_tile_kernels_are_predicted_only_with_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ class RankGemm:
         blocks, columns = -(-self.m // height), -(-self.n // width)
         at_once = SMS // (traits.cluster[0] * traits.cluster[1])
         to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
-        shards = 1 if to_owners or from_holders or self.by_columns else self.ranks  # whose rows are multiplied at a time
+        shards = (
+            1 if to_owners or from_holders or self.by_columns else self.ranks
+        )  # whose rows are multiplied at a time
         group = self.group or max(1, min(blocks, round(math.sqrt(at_once * width / height) / shards)))
         usual = blocks * columns if traits.gathers or to_owners else -(-2 * at_once // self.ranks)
         lead = min(blocks * columns, usual if self.lead is None or from_holders else self.lead)
@@ -222,7 +224,7 @@ def params_of(
     to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
     one_a = traits.pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns
     one_d = traits.pattern in {"gemm+rs", "a2a+gemm"}
-    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
+    share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
     of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners or gemm.by_columns else 1)
@@ -270,13 +272,13 @@ def _describe(
     dtype: str,
     extent: int,
     matrices: int,
-    rows: int,
+    share: int,
     by_rows: bool = True,
     beside: bool = False,
 ) -> None:
     """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
 
-    Its rows are contiguous, or its columns.
+    Its rows are contiguous, or its columns. A box has so many of them: the share.
     """
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
@@ -284,8 +286,7 @@ def _describe(
     pitch = pitch_of(x) if by_rows else x.stride(1)
     matrix_pitch = extent * (pitch if by_rows != beside else 1)
     extents = (*(reversed(shape) if by_rows else shape), matrices)
-    rows = rows if by_rows else structs.LINE // BYTES[dtype]
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, rows)
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, share)
 
 
 def pitch_of(x: torch.Tensor) -> int:
