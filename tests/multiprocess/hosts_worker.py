@@ -14,6 +14,7 @@ import distgemm
 from distgemm import api
 from distgemm.runtime.checks import HOST_MESH, group_of_hosts
 from distgemm.runtime.collective import CollectiveExecutable
+from distgemm.runtime.cuda.workspace import host_group
 from tests.multiprocess.worker import Data
 
 PATTERNS = {
@@ -108,5 +109,31 @@ def device_mesh(mesh: tuple[int, int]) -> list[str]:
     return failures
 
 
+def groups_of_hosts(mesh: tuple[int, int]) -> list[str]:
+    """Failures: the groups through which ranks of a host map memory, also of a group in another order."""
+    failures, rank, (hosts, ranks) = [], dist.get_rank(), mesh
+    every = list(range(hosts * ranks))
+    backwards = dist.new_group(every[::-1], sort_ranks=False)
+    for group in (dist.group.WORLD, backwards):
+        assert group is not None
+        own = dist.get_rank(group)
+        members = every[own // ranks * ranks :][:ranks]  # numbers in the group
+        inside, places = host_group(group, members)
+        again, _ = host_group(group, members)
+        found = {number: dist.get_global_rank(inside, place) for number, place in places.items()}
+        if found != {number: dist.get_global_rank(group, number) for number in members} or again is not inside:
+            failures.append(f"rank {rank}: {found}")
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=inside)
+        if total.item() != sum(found.values()):
+            failures.append(f"rank {rank}: {total} is not the sum of {found}")
+    return failures
+
+
 def run(mesh: tuple[int, int]) -> dict[str, Any]:
-    return {"exact": exact(mesh), "different_hosts": different_hosts(), "device_mesh": device_mesh(mesh)}
+    return {
+        "exact": exact(mesh),
+        "different_hosts": different_hosts(),
+        "device_mesh": device_mesh(mesh),
+        "groups_of_hosts": groups_of_hosts(mesh),
+    }
