@@ -145,7 +145,8 @@ def rows(tokens: Sequence[int], only: Sequence[str]) -> Iterator[Row]:
 
 def kernels(row: Row, ranks: int, sends: bool) -> list[KernelTraits]:
     """Those that executables have; 64x128 with clusters of 1x2 only for shards of 64 rows."""
-    found = [traits_of(config, row.pattern) for config in (CONFIGS if row.m // ranks <= 64 else CONFIGS[:-1])]
+    configs = CONFIGS[row.pattern] if row.m // ranks <= 64 else CONFIGS[row.pattern][:-1]
+    found = [traits_of(config, row.pattern) for config in configs]
     return [replace(traits, sends=sends and traits.sends) for traits in found]
 
 

@@ -343,6 +343,7 @@ def plan_fields(plan: Plan, plan_hash: str) -> dict[str, object]:
     return {
         "schedule": plan.schedule,
         "number of ranks": plan.world_size,
+        "ranks per host": plan.ranks_per_host or plan.world_size,
         **problem_fields(plan.problem),
         "workspace": plan.workspace,
         "sync": plan.sync,

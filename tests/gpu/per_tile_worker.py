@@ -27,6 +27,8 @@ CONFIGS = (
     "128x256x64_1x2_cooperative",
     "64x128x64_1x1_pingpong",
     "128x192x64_1x2_cooperative",
+    "128x160x64_2x1_cooperative",
+    "128x224x64_2x1_cooperative",
 )
 
 
@@ -46,7 +48,8 @@ def cases(ranks: int) -> list[Case]:
             "k": 320 * (1 if splits_n else ranks),
         }
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
-        found += [replace(one, config=config) for config in (None, *CONFIGS[1:])]
+        others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
+        found += [replace(one, config=config) for config in (None, *others)]
         found += [replace(one, **even, config=CONFIGS[1])]
         found += [
             replace(one, alpha=2.0, beta=1.0),

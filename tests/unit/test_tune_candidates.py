@@ -13,7 +13,7 @@ from distgemm import DistributedTileScheduler, GemmProblem, PlanError, get_sched
 from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, gemm_of
 from distgemm.gemm.select import order
 from distgemm.measure.models import MODELS
 from distgemm.runtime.cuda.lowering import lower
@@ -114,10 +114,10 @@ def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
     times = candidates.predictions(problem, pattern, 4)
     found = {config: time for config, time in times.items() if config.execution.execution == "per_tile"}
-    assert [config.execution.config for config in found] == list(candidates.PER_TILE_CONFIGS[:-1])
+    assert [config.execution.config for config in found] == list(CONFIGS[pattern][:-1])
     few = candidates.predictions(GemmProblem(256, 8192, 8192), pattern, 4)
     tiles = [config.execution.config for config in few if config.execution.execution == "per_tile"]
-    assert tiles == list(candidates.PER_TILE_CONFIGS)
+    assert tiles == list(CONFIGS[pattern])
     for config, time in found.items():
         gemm = gemm_of(config.plan(problem, 4), config.execution.config)
         assert time == predict_per_tile(gemm, Costs(machine)).time
@@ -146,7 +146,7 @@ def test_why_per_tile_kernels_are_not_considered(
 ) -> None:
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
-    assert found == [] and len(caplog.records) == len(candidates.PER_TILE_CONFIGS) and reason in caplog.text
+    assert found == [] and len(caplog.records) == len(CONFIGS["ag+gemm"]) and reason in caplog.text
 
 
 @pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])
@@ -163,11 +163,11 @@ def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
     assert measurable(PROBLEM)
 
 
-def test_a_kernel_that_cannot_load_columns_of_b_is_no_candidate() -> None:
+def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
     plan = make_plan(GemmProblem(2048, 8192, 8192), GATHER, 4, sync="barrier")
-    status = per_tile_status(plan, "128x192x64_2x1_cooperative")
-    assert not status and "multiples of 64 columns of B if these are contiguous, got 96" in status.reason
-    assert all(per_tile_status(plan, config) for config in candidates.PER_TILE_CONFIGS)
+    status = per_tile_status(plan, "128x200x64_2x1_cooperative")
+    assert not status and "a multiple of 32" in status.reason
+    assert all(per_tile_status(plan, config) for config in CONFIGS["ag+gemm"])
 
 
 def test_per_tile_kernels_are_predicted_only_with_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

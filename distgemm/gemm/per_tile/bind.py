@@ -214,7 +214,7 @@ def params_of(
     traits, ranks, m = gemm.traits, gemm.ranks, gemm.m
     to_owners, from_holders = traits.pattern == "gemm+a2a", traits.pattern == "a2a+gemm"
     one_a, one_d = traits.pattern in {"ag+gemm", "gemm+a2a"}, traits.pattern in {"gemm+rs", "a2a+gemm"}
-    share_a, share_b = (x // y for x, y in zip(traits.tile, reversed(traits.cluster), strict=True))
+    share_a, share_b = (extent // blocks for extent, blocks in traits.shares)
     params = structs.Params.new()
     _describe(params.a, "A", a, traits.dtype, m, 1 if one_a else ranks, share_a, traits.a_major == "k")
     of_b = (gemm.k, ranks) if from_holders else (gemm.n, ranks if to_owners else 1)
@@ -260,13 +260,13 @@ def _describe(
     dtype: str,
     extent: int,
     matrices: int,
-    rows: int,
+    share: int,
     by_rows: bool = True,
     beside: bool = False,
 ) -> None:
     """The descriptor of a tensor of equal matrices, of `extent` rows each, or, beside each other, of so many columns.
 
-    Its rows are contiguous, or its columns.
+    Its rows are contiguous, or its columns. A box has so many of them: the share.
     """
     if x.stride(int(by_rows)) != 1:
         raise ValueError(f"{'rows' if by_rows else 'columns'} of {name} are contiguous, got strides {x.stride()}")
@@ -274,8 +274,7 @@ def _describe(
     pitch = pitch_of(x) if by_rows else x.stride(1)
     matrix_pitch = extent * (pitch if by_rows != beside else 1)
     extents = (*(reversed(shape) if by_rows else shape), matrices)
-    rows = rows if by_rows else structs.LINE // BYTES[dtype]
-    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, rows)
+    structs.describe(descriptor, name, x.data_ptr(), dtype, extents, pitch, matrix_pitch, share)
 
 
 def pitch_of(x: torch.Tensor) -> int:

@@ -13,20 +13,28 @@ from distgemm.plan.plan import Plan, PlanError
 from distgemm.plan.problem import DTYPE_BYTES
 from distgemm.schedulers import Pattern
 
-__all__ = ["CONFIGS", "ROW_BYTES", "gemm_of", "select_config", "traits_of"]
+__all__ = ["CONFIGS", "ROW_BYTES", "configs_of", "gemm_of", "select_config", "traits_of"]
 
-CONFIGS = (
-    "128x256x64_2x1_cooperative",
-    "128x192x64_2x1_cooperative",
-    "128x128x64_2x1_pingpong",
-    "64x256x64_2x1_pingpong",
-    "64x128x64_2x1_pingpong",
-    "64x128x64_1x2_pingpong",
-)
+LARGE, SMALL = "128x256x64_2x1_cooperative", "128x128x64_2x1_pingpong"
+REDUCING = (LARGE, SMALL, "64x128x64_2x1_pingpong", "64x128x64_1x2_pingpong")
+SPEEDS = {
+    "256x192x64_1x2_cooperative": 0.96,
+    "256x160x64_1x2_cooperative": 0.96,
+    LARGE: 0.96,
+    "128x224x64_2x1_cooperative": 0.94,
+    "128x192x64_2x1_cooperative": 0.93,
+    "128x160x64_2x1_cooperative": 0.89,
+    SMALL: 0.85,
+}
+"""Of a whole wave of tiles without sums, as shares of the GPU's rate: measured, or as TILES of model.py has them."""
+CONFIGS: dict[Pattern, tuple[str, ...]] = {
+    "ag+gemm": (*SPEEDS, *REDUCING[2:]),
+    "gemm+rs": REDUCING,
+    "gemm+ar": REDUCING,
+    "a2a+gemm": (*SPEEDS, *REDUCING[2:]),
+    "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
+}
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
-LARGE, WIDE, SMALL = CONFIGS[:3]
-SPEEDS = {LARGE: 0.96, WIDE: 0.93, SMALL: 0.85}
-"""Of a whole wave of tiles without sums, as shares of the GPU's rate."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -42,25 +50,33 @@ ROW_BYTES = 16
 """Bytes that divide each row which TMA copies."""
 
 
-def select_config(pattern: Pattern, m: int, n: int, k: int, *, turned_b: bool = False) -> str:
+def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     """The tile, cluster and kernel schedule for a shape.
 
     Args:
         pattern: the pattern.
-        m: rows of all shards that a rank multiplies, together.
+        shards: number of shards that a rank multiplies.
+        m: rows of a shard.
         n: columns of D on a rank.
         k: columns of A on a rank.
-        turned_b: whether columns of B are contiguous. WIDE cannot load them.
     """
     if pattern in {"gemm+rs", "gemm+ar"}:
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
-        rows, columns, _ = GemmConfig.parse(config).tile
-        waves = -(-(-(-m // rows) * -(-n // columns)) // SMS)
+        found = GemmConfig.parse(config)
+        (rows, columns, _), (down, across) = found.tile, found.cluster
+        clusters = shards * -(-m // (rows * down)) * -(-n // (columns * across))
+        waves = -(-clusters // (SMS // (down * across)))
         return waves * rows * columns / SPEEDS[config]
 
-    return min((config for config in SPEEDS if not (turned_b and config == WIDE)), key=cost)
+    return min((config for config in SPEEDS if config in CONFIGS[pattern]), key=cost)
+
+
+def configs_of(plan: Plan) -> tuple[str, ...]:
+    """The configurations that are worth a try for a plan. If no kernel executes it, the first one stands for all."""
+    pattern = _pattern_of(plan) if plan.world_size > 1 else None
+    return CONFIGS[pattern] if pattern else (LARGE,)
 
 
 def traits_of(
@@ -150,8 +166,8 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "k" if pattern == "a2a+gemm" else "m")
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    rows = m if pattern == "a2a+gemm" else problem.m
-    config = config or select_config(pattern, rows, n, k, turned_b=turned_b)
+    shards = 1 if pattern == "a2a+gemm" else ranks
+    config = config or select_config(pattern, shards, m, n, k)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:
