@@ -80,7 +80,7 @@ KIND_MACROS: dict[KernelKind, str] = {
     "reduce": "DG_REDUCE",
     "reduce_send": "DG_REDUCE_SEND",
 }
-GEMM_HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh")
+GEMM_HEADERS = ("epilogue.cuh", "gemm_facts.cuh", "facts.cuh", "promotion.cuh")
 KIND_HEADERS: dict[KernelKind, tuple[str, ...]] = {
     "one_gemm": GEMM_HEADERS,
     "gather": (*GEMM_HEADERS, "fused.cuh", "flags.cuh"),

@@ -57,9 +57,11 @@ def gemms(ranks: int) -> list[RankGemm]:
     distances = tuple(range(1, ranks))
     pingpong, wide, high = ((128, 128), (2, 1), True), ((128, 256), (1, 2), False), ((256, 128), (2, 1), False)
 
-    def gemm(pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, one_shot: bool = False) -> RankGemm:
-        traits = KernelTraits(pattern, *kind, sends=pattern == "ag+gemm", one_shot=one_shot)
-        return RankGemm(traits, distances, m, n, k)
+    def gemm(
+        pattern: Any, kind: tuple[Any, ...], m: int, n: int, k: int, *, by_columns: bool = False, one_shot: bool = False
+    ) -> RankGemm:
+        traits = KernelTraits(pattern, *kind, sends=pattern in {"ag+gemm", "a2a+gemm"}, one_shot=one_shot)
+        return RankGemm(traits, distances, m, n, k, by_columns=by_columns)
 
     return [
         gemm("ag+gemm", pingpong, 200, 328, 136),
@@ -68,6 +70,7 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("gemm+rs", high, 264, 136, 64),
         gemm("gemm+ar", pingpong, 200, 328, 136),
         gemm("gemm+ar", wide, 72, 520, 64),
+        gemm("gemm+ar", pingpong, 200, 72, 64, by_columns=True),
         gemm("gemm+rs", pingpong, 72, 200, 64),
         gemm("ag+gemm", pingpong, 264, 136, 64),
         gemm("gemm+a2a", pingpong, 200, 328, 136),
@@ -75,6 +78,8 @@ def gemms(ranks: int) -> list[RankGemm]:
         gemm("gemm+ar", pingpong, 40, 328, 64, one_shot=True),
         gemm("gemm+ar", wide, 200, 264, 64, one_shot=True),
         gemm("ag+gemm", ((128, 160), (2, 1), False), 136, 264, 328),
+        gemm("a2a+gemm", pingpong, 200, 328, 72),
+        gemm("a2a+gemm", wide, 72, 520, 64),
     ]
 
 
@@ -96,15 +101,17 @@ class Job:
 
     def __init__(self, gemm: RankGemm, there: LocalRanks, seed: int, epochs_a_replay: int) -> None:
         pattern = gemm.traits.pattern
-        is_whole = pattern in {"ag+gemm", "gemm+a2a"} or gemm.traits.one_shot
+        is_whole = pattern in {"ag+gemm", "gemm+a2a"} or gemm.by_columns or gemm.traits.one_shot
         rows = gemm.m if is_whole else gemm.m * gemm.ranks
-        rows_of_b = gemm.n * gemm.ranks if pattern == "gemm+a2a" else gemm.n
+        shape_of_b = (gemm.n * (gemm.ranks if gemm.by_columns else 1), gemm.k)
+        if pattern in {"gemm+a2a", "a2a+gemm"}:  # all of B
+            shape_of_b = (gemm.n * gemm.ranks, gemm.k) if pattern == "gemm+a2a" else (gemm.n, gemm.k * gemm.ranks)
         chance = torch.Generator("cuda").manual_seed(seed)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randint(-1, 2, shape, device="cuda", generator=chance, dtype=torch.int8).bfloat16()
 
-        b = [numbers(rows_of_b, gemm.k) for _ in range(gemm.ranks)]
+        b = [numbers(*shape_of_b) for _ in range(gemm.ranks)]
         self.a = [[numbers(rows, gemm.k) for _ in range(gemm.ranks)] for _ in range(DRAWS)]
         self.wanted = []
         for drawn in self.a:
@@ -114,6 +121,9 @@ class Job:
             elif pattern == "gemm+a2a":
                 by_rows = [(x.float() @ y.float().T).chunk(gemm.ranks, 1) for x, y in zip(drawn, b, strict=True)]
                 products = [torch.cat(columns) for columns in zip(*by_rows, strict=True)]
+            elif pattern == "a2a+gemm":
+                own = torch.cat(drawn, 1).float().chunk(gemm.ranks)
+                products = [x @ y.float().T for x, y in zip(own, b, strict=True)]
             else:
                 total = torch.stack([x.float() @ y.float().T for x, y in zip(drawn, b, strict=True)]).sum(0)
                 products = list(total.chunk(gemm.ranks)) if pattern == "gemm+rs" else [total] * gemm.ranks

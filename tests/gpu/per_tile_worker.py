@@ -21,7 +21,10 @@ SCHEDULES = {
     "gemm+ar": "all_reduce_1d_pairwise_a",
     "gemm+a2a": "all_to_all_1d_rotating_d",
     "one-shot gemm+ar": "all_reduce_1d_one_shot_a",
+    "a2a+gemm": "all_to_all_1d_rotating_a",
 }
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
+"""An all-reduce whose shards of D are columns."""
 CONFIGS = (
     "128x128x64_2x1_pingpong",
     "128x256x64_1x2_cooperative",
@@ -35,18 +38,11 @@ CONFIGS = (
 def cases(ranks: int) -> list[Case]:
     """Shapes with tiles that lie partly outside, all patterns, kinds of kernels, and terms."""
     found = []
-    for pattern, schedule in SCHEDULES.items():
-        splits_n = pattern in {"ag+gemm", "gemm+a2a"}
-        odd: dict[str, Any] = {
-            "m": 200 * ranks,
-            "n": 328 * (ranks if splits_n else 1),
-            "k": 136 * (1 if splits_n else ranks),
-        }
-        even: dict[str, Any] = {
-            "m": 384 * ranks,
-            "n": 512 * (ranks if splits_n else 1),
-            "k": 320 * (1 if splits_n else ranks),
-        }
+    for pattern, schedule in [*SCHEDULES.items(), ("gemm+ar", BY_COLUMNS)]:
+        by_columns = schedule == BY_COLUMNS
+        modes = "mn" if pattern in {"ag+gemm", "gemm+a2a"} else "nk" if by_columns else "mk"  # those that ranks divide
+        odd = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 200), ("n", 328), ("k", 136))}
+        even = {mode: extent * (ranks if mode in modes else 1) for mode, extent in (("m", 384), ("n", 512), ("k", 320))}
         one = Case(schedule, (ranks,), **odd, config=CONFIGS[0], execution="per_tile")
         others = CONFIGS[1:4] if pattern == "gemm+a2a" else CONFIGS[1:]  # whose subtiles do not overlap
         found += [replace(one, config=config) for config in (None, *others)]
@@ -65,6 +61,11 @@ def compile_kernels(every: list[Case]) -> None:
     build([one.source() for one in dict.fromkeys([*traits, *(replace(one, b_major="n") for one in traits)])])
 
 
+def gathered_rows(data: Data) -> torch.Tensor:
+    """The rows of A that a call hands out: those of this rank's D."""
+    return data.whole["A"][data.plan.shard("D", data.rank)[-2]]
+
+
 def at_rest(exe: Any) -> list[str]:
     """Failures where ranks do not agree on the epoch once all calls have ended, or a kernel counts as running."""
     assert isinstance(exe, PerTileExecutable)
@@ -79,7 +80,7 @@ def at_rest(exe: Any) -> list[str]:
 def terms(every: list[Case]) -> list[str]:
     """Failures of calls with a bias, beside C and alpha, on new tensors, and on B whose columns are contiguous.
 
-    Calls that gather hand out all of A.
+    Calls that gather hand out all of A, or this rank's rows of it.
     """
     failures = []
     for number, case in enumerate(every):
@@ -94,13 +95,11 @@ def terms(every: list[Case]) -> list[str]:
                 shards["B"] = shards["B"].T.contiguous().T
             given = {"alpha": case.alpha, "beta": case.beta, "bias": bias.to(shards["D"].dtype), "out": shards["D"]}
             if exe.gemm.traits.sends:
-                given["gathered"] = torch.full(
-                    (case.m, case.k), float("nan"), device=exe.device, dtype=shards["A"].dtype
-                )
+                given["gathered"] = torch.full_like(gathered_rows(data), float("nan"))
             found = exe(shards["A"], shards["B"], shards["C"], **given)
             wrong = int((found.double() != wanted).sum())
             if exe.gemm.traits.sends:
-                wrong += int((given["gathered"] != data.whole["A"]).sum())
+                wrong += int((given["gathered"] != gathered_rows(data)).sum())
             if wrong:
                 failures.append(f"rank {dist.get_rank()} call {call}: {wrong} of {wanted.numel()} wrong: {case}")
         failures += at_rest(exe)
@@ -153,7 +152,7 @@ def stuck_graph(case: Case) -> dict[str, Any]:
     exe, data = compiled(case, timeout=3.0)
     wanted, more = data.draw(0), {}
     if exe.gemm.traits.sends:
-        more["gathered"] = torch.empty(case.m, case.k, device=exe.device, dtype=data.shards["A"].dtype)
+        more["gathered"] = torch.empty_like(gathered_rows(data))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -163,9 +162,9 @@ def stuck_graph(case: Case) -> dict[str, Any]:
         graph.replay()
     torch.cuda.synchronize()
     right = torch.equal(data.shards["D"].double(), wanted)
-    right = right and all(torch.equal(x, data.whole["A"]) for x in more.values())
+    right = right and all(torch.equal(x, gathered_rows(data)) for x in more.values())
     found: dict[str, Any] = {"right": right, "error": ""}
-    results = [(data.shards["D"], wanted), *((x, data.whole["A"].double()) for x in more.values())]
+    results = [(data.shards["D"], wanted), *((x, gathered_rows(data).double()) for x in more.values())]
     for x, _ in results:
         x.fill_(float("nan"))
     if dist.get_rank() == 0:

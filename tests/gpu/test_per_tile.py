@@ -14,7 +14,7 @@ from distgemm.gemm.per_tile.local import LocalRanks
 
 pytestmark = pytest.mark.gpu(1)
 
-PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a")
+PATTERNS = ("ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm")
 KINDS = [
     ((128, 128), (1, 1), True),
     ((128, 128), (2, 1), True),
@@ -30,6 +30,7 @@ WIDE_AND_HIGH = [((256, 160), (1, 2), False), ((256, 192), (1, 2), False), ((256
 GATHERS = KINDS + WIDE_AND_HIGH
 KINDS_OF = {
     "ag+gemm": GATHERS,
+    "a2a+gemm": GATHERS,
     "gemm+rs": KINDS,
     "gemm+ar": KINDS,
     "gemm+a2a": [kind for kind in GATHERS if kind[0][1] % 64 == 0],
@@ -38,20 +39,27 @@ CASES = [(pattern, kind) for pattern, kinds in KINDS_OF.items() for kind in kind
 Calls = list[dict[str, Any]]
 
 
+def k_of_sum(gemm: RankGemm) -> int:
+    """Elements of k that a tile adds."""
+    return gemm.k * (gemm.ranks if gemm.traits.pattern == "a2a+gemm" else 1)
+
+
 def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    shards = 1 if traits.one_shot else gemm.ranks
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * shards
-    rows_of_b = gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" else gemm.n
-    rows_of_d = gemm.m if traits.pattern == "gemm+rs" else gemm.m * shards
+    by_columns, one_shot = gemm.by_columns, traits.one_shot
+    one_shard = by_columns or one_shot
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or one_shard else gemm.m * gemm.ranks
+    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
+    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or one_shard else gemm.m * gemm.ranks
+    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
-        a, b = (torch.randn(x, gemm.k, device=device, dtype=torch.bfloat16) for x in (rows, rows_of_b))
+        a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -66,6 +74,9 @@ def check(there: LocalRanks, calls: Calls) -> None:
     elif pattern == "gemm+a2a":
         by_rows = [(call["a"].double() @ call["b"].double().T).chunk(len(calls), 1) for call in on_first]
         products = [torch.cat(columns) for columns in zip(*by_rows, strict=True)]
+    elif pattern == "a2a+gemm":
+        rows = torch.cat([call["a"] for call in on_first], 1).double().chunk(len(calls))
+        products = [own @ call["b"].double().T for own, call in zip(rows, on_first, strict=True)]
     else:
         total = torch.stack([call["a"].double() @ call["b"].double().T for call in on_first]).sum(0)
         products = list(total.chunk(len(calls))) if pattern == "gemm+rs" else [total] * len(calls)
@@ -77,7 +88,7 @@ def check(there: LocalRanks, calls: Calls) -> None:
 
 
 def traits(pattern: Any, tile: tuple[int, int], cluster: tuple[int, int], pingpong: bool, **more: Any) -> KernelTraits:
-    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern == "ag+gemm", **more)
+    return KernelTraits(pattern, tile, cluster, pingpong, sends=pattern in {"ag+gemm", "a2a+gemm"}, **more)
 
 
 def distances(ranks: int) -> tuple[int, ...]:
@@ -117,11 +128,32 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
         check(there, calls)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(384, 512, 320), (200, 328, 136), (1, 136, 64), (72, 8, 1032)])
+@pytest.mark.parametrize("kind", [*KINDS, ((64, 128), (1, 2), True), ((64, 128), (2, 1), True)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "b_major", "terms"), [(2, "k", True), (3, "n", False), (3, "k", True), (8, "k", False)]
+)
+def test_shards_of_columns(ranks: int, b_major: str, terms: bool, kind: tuple, m: int, n: int, k: int) -> None:
+    """Of an all-reduce, with late ranks. Every rank gets the same bits."""
+    gemm = RankGemm(traits("gemm+ar", *kind, b_major=b_major), distances(ranks), m, n, k, by_columns=True)
+    there = LocalRanks(gemm)
+    for seed in range(2):
+        calls = drawn(there, seed)
+        if terms:  # equal on all ranks
+            bias, c = (torch.randn(*shape, device="cuda").bfloat16() * 10 for shape in ((n * ranks,), (m, n * ranks)))
+            for call in calls:
+                device = call["d"].device
+                call |= {"bias": bias.to(device), "c": c.to(device), "alpha": 0.5, "beta": -2.0}
+        there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
+        check(there, calls)
+        assert all(torch.equal(call["d"].cuda(0), calls[0]["d"].cuda(0)) for call in calls)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k"), ("m", "n")])
 @pytest.mark.parametrize("kind", [*KINDS[1:4], *KINDS[5:], WIDE_AND_HIGH[0], ((64, 128), (1, 2), True)], ids=str)
 def test_majors(pattern: str, a_major: str, b_major: str, kind: tuple) -> None:
-    if pattern == "ag+gemm" and a_major == "m":
+    if pattern in {"ag+gemm", "a2a+gemm"} and a_major == "m":
         pytest.skip("a gather sends rows")
     if kind in GATHERS and kind not in KINDS_OF[pattern]:
         pytest.skip("this pattern has no such tile")
@@ -138,7 +170,7 @@ def test_terms(pattern: str, kind: tuple) -> None:
     there = LocalRanks(gemm)
     calls = drawn(there, 0)
     for number, call in enumerate(calls):
-        call["alpha"] = 0.5 + number * (pattern == "ag+gemm")
+        call["alpha"] = 0.5 + number * (pattern in {"ag+gemm", "a2a+gemm"})
         call["bias"] = torch.randn(gemm.n, device="cuda", dtype=torch.bfloat16) * 10
         call["c"], call["beta"] = torch.randn_like(call["d"]) * 10, 0.75
     if pattern == "gemm+ar":  # the owner of a tile adds the terms
@@ -149,19 +181,23 @@ def test_terms(pattern: str, kind: tuple) -> None:
 
 
 @pytest.mark.parametrize("kind", GATHERS, ids=str)
-def test_all_of_a_is_handed_out(kind: tuple) -> None:
-    """Each row of A once, to a tensor whose rows are apart; what lies between them stays."""
-    gemm = RankGemm(traits("ag+gemm", *kind), distances(3), 200, 392, 328)
-    there = LocalRanks(gemm)
+@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+def test_all_of_a_is_handed_out(kind: tuple, pattern: str) -> None:
+    """Each row of A that is multiplied once, to a tensor whose rows are apart; what lies between them stays."""
+    gemm = RankGemm(traits(pattern, *kind), distances(3), 200, 392, 328)
+    there, k = LocalRanks(gemm), k_of_sum(gemm)
     for seed in range(3):
         calls = drawn(there, seed)
-        wide = [torch.full((600, 336), 77.0, device=call["d"].device, dtype=torch.bfloat16) for call in calls]
-        given = [{**call, "gathered": x[:, :328]} for call, x in zip(calls, wide, strict=True)]
+        if pattern == "ag+gemm":
+            wanted = [torch.cat([call["a"] for call in calls])] * 3
+        else:
+            wanted = list(torch.cat([call["a"] for call in calls], 1).chunk(3))
+        wide = [torch.full((len(x), k + 8), 77.0, device=x.device, dtype=torch.bfloat16) for x in wanted]
+        given = [{**call, "gathered": x[:, :k]} for call, x in zip(calls, wide, strict=True)]
         there.run(there.launches(given, gb_per_s=300.0), [100_000 * (rank * 2 % 3) for rank in range(3)])
         check(there, calls)
-        whole = torch.cat([call["a"] for call in calls])
-        for x in wide:
-            assert torch.equal(x[:, :328], whole) and (x[:, 328:] == 77).all()
+        for x, rows in zip(wide, wanted, strict=True):
+            assert torch.equal(x[:, :k], rows) and (x[:, k:] == 77).all()
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[2]], ids=str)
@@ -257,9 +293,11 @@ def test_one_shot_all_reduces_on_two_gpus(kind: tuple) -> None:
         assert have_the_same_bits(calls)
 
 
-def test_pieces_of_several_slices() -> None:
+@pytest.mark.parametrize("pattern", ["ag+gemm", "a2a+gemm"])
+@pytest.mark.parametrize("order", [(1, 2, 3), (2, 3, 1)], ids=str)
+def test_pieces_of_several_slices(pattern: str, order: tuple[int, ...]) -> None:
     """The last piece of a column has fewer rows, and the last slice fewer bytes."""
-    gemm = RankGemm(traits("ag+gemm", *KINDS[1]), distances(4), 200, 328, 648)
+    gemm = RankGemm(traits(pattern, *KINDS[1]), order, 200, 328, 648)
     there = LocalRanks(gemm)
     for seed in range(3):
         calls = drawn(there, seed)
@@ -314,11 +352,14 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
         call, *peers = drawn(there, 0)
         one, size = torch.ones((), device="cuda", dtype=torch.bfloat16), gemm.slot_bytes
         first = space.slots_at + buffer * space.slots_of_buffer
-        sent = torch.cat([peer["a"].flatten() for peer in peers]) if pattern == "ag+gemm" else one
+        m, sends = gemm.m, gemm.traits.sends
+        sent = torch.cat([peer["a"][:m].flatten() for peer in peers]) if sends else one  # rank 0's rows, or all
         memory[0][first : first + size].view(torch.bfloat16).copy_(sent)
-        a, b, m = call["a"].double(), call["b"].double(), gemm.m
+        a, b = call["a"].double(), call["b"].double()
         if pattern == "ag+gemm":
             wanted = torch.cat([a, *(peer["a"].double() for peer in peers)]) @ b.T
+        elif pattern == "a2a+gemm":
+            wanted = torch.cat([a[:m], *(peer["a"][:m].double() for peer in peers)], 1) @ b.T
         elif pattern == "gemm+a2a":
             wanted = torch.cat([a @ b[: gemm.n].T, torch.ones_like(call["d"][m:], dtype=torch.float64)])
         else:
@@ -334,10 +375,11 @@ def test_a_rank_alone(pattern: str, kind: tuple, ranks: int) -> None:
             flags = memory[rank][begin : begin + space.flags * 8].view(torch.int64)
             assert (flags == epoch).sum() == gemm.flags // (ranks - 1)
             assert (flags.unique() - epoch).count_nonzero() <= 1
-            if pattern == "ag+gemm":
-                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * call["a"].nbytes
-                found = memory[rank][begin : begin + call["a"].nbytes].view(torch.bfloat16)
-                assert torch.equal(found.view_as(call["a"]), call["a"])
+            if sends:
+                rows = call["a"] if pattern == "ag+gemm" else call["a"][rank * m : (rank + 1) * m]
+                begin = space.slots_at + buffer * space.slots_of_buffer + (distance - 1) * rows.nbytes
+                found = memory[rank][begin : begin + rows.nbytes].view(torch.bfloat16)
+                assert torch.equal(found.view_as(rows), rows)
 
 
 def test_almost_as_many_tiles_as_tickets() -> None:

@@ -78,7 +78,7 @@ def slots_read(op: Op) -> list[View]:
 def test_flags_are_found_by_the_distance_of_ranks(module: Any) -> None:
     """What rank 0 sets at a peer, the other GPU, as rank 0, finds as set by a peer; each flag once."""
     bases = [0, *[1 << 20] * 7]
-    buffer = module.RotatedBuffer(0, bases)
+    buffer = module.RotatedBuffer(0, dict(enumerate(bases)), 8)
     for flag in (buffer.left, buffer.entered):
         own = {flag(0, peer) for peer in buffer.peers}
         assert {flag(peer, 0) - (1 << 20) for peer in buffer.peers} == own and len(own) == 7

@@ -122,6 +122,7 @@ def test_the_struct_of_an_order() -> None:
         replace(GATHER, tile=(128, 160), b_major="n"),
         replace(REDUCE, tile=(128, 224), pingpong=False, epilogue_stages=1),
         replace(REDUCE, pattern="gemm+a2a", epilogue_stages=3, b_major="n"),
+        replace(GATHER, pattern="a2a+gemm"),
     ],
     ids=lambda traits: traits.name,
 )
@@ -133,7 +134,7 @@ def test_kernels_compile(traits: KernelTraits) -> None:
     control = [cubin.number(name) for name in ("control.dead", "control.begun", "control")]
     assert control == [Control.dead.offset, Control.begun.offset, CONTROL_BYTES]
     fields = {name: fact for name, fact in cubin.facts.items() if fact.size}
-    assert len(fields) == 16
+    assert len(fields) == 17
     for name, fact in fields.items():
         kind: Any = Params
         offset = 0

@@ -37,7 +37,7 @@ def test_one_rank_is_waves_of_tiles(m: int) -> None:
     assert predict_per_tile(one, costs).time == pytest.approx(costs.start + waves * tile + costs.stored)
 
 
-@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a"])
+@pytest.mark.parametrize("pattern", ["ag+gemm", "gemm+rs", "gemm+ar", "gemm+a2a", "a2a+gemm"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     """The last that a rank waits for is the last byte of the link, and what it does with it."""
@@ -45,7 +45,7 @@ def test_a_slow_link_bounds_the_time(pattern: Pattern, ranks: int) -> None:
     for kernel in CONFIGS[pattern]:
         found = predict_per_tile(gemm(pattern, ranks, 4096, 3072, 1024, kernel), slow)
         passes = 2 if pattern == "gemm+ar" else 1
-        size = 4096 * (1024 if pattern == "ag+gemm" else 3072) * 2 / ranks * (ranks - 1) * passes
+        size = 4096 * (1024 if pattern in {"ag+gemm", "a2a+gemm"} else 3072) * 2 / ranks * (ranks - 1) * passes
         assert found.link == pytest.approx(slow.start + size / 5e3)
         assert found.bound == "link"
         assert found.link < found.time < 1.1 * found.link + 60

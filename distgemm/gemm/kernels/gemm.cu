@@ -76,10 +76,11 @@ constexpr bool plain = DG_SCHEDULE == DG_PLAIN;
 constexpr bool direct = DG_EPILOGUE == DG_DIRECT;
 constexpr bool fused = DG_KIND != DG_ONE_GEMM;
 constexpr bool reduces = DG_REDUCES;
+constexpr bool promotes = sizeof(Element) == 1 && !plain;  // products of fp8 are added to sums in float32
 constexpr bool blockwise = DG_SCALE_ROWS_B != 0;  // a scale for each block of A and B; rows of a block of B
 static_assert(direct || !plain, "kernels without TMA store results directly");
 static_assert(!fused || !plain, "fused kernels have a loading warp, which waits");
-static_assert(!blockwise || (!plain && !fused), "scales of blocks have a main loop of their own");
+static_assert(!blockwise || (promotes && !fused), "scales of blocks have a main loop of their own");
 static_assert(!reduces || (!direct && has_source), "partial sums are loaded and stored by TMA");
 
 template <bool RowMajor>
@@ -106,6 +107,7 @@ using OrD = std::conditional_t<std::is_void_v<T>, ElementD, T>;
 #if DG_KIND != DG_ONE_GEMM
 #include "fused.cuh"
 #endif
+#include "promotion.cuh"
 #if DG_SCALE_ROWS_B
 #include "blockwise.cuh"
 #endif
@@ -291,9 +293,14 @@ struct PlainMainloop {
       decltype(smem_atom<size<1>(Tile{})>()), SmemCopyB, cute::identity>;
 };
 
-using Mainloop =
+using Collective =
     typename std::conditional_t<
         plain, PlainMainloop<Element, ElementB>, TmaMainloop<Element, ElementB, Epilogue>>::Collective;
+#if DG_SCALE_ROWS_B
+using Mainloop = BlockwiseMainloop<Collective>;
+#else
+using Mainloop = std::conditional_t<promotes, PromotingMainloop<Collective>, Collective>;
+#endif
 
 template <class Mainloop, class Epilogue, class Scheduler = cutlass::gemm::PersistentScheduler>
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<
@@ -304,11 +311,9 @@ using Kernel =
     FusedKernel<KernelOf<WaitingMainloop<Mainloop>, IndexedEpilogue<Epilogue>, InterleavedTiles>>;
 #elif DG_REDUCES
 using Kernel = FusedKernel<KernelOf<WaitingMainloop<Mainloop>, ReducingEpilogue<Epilogue>, TicketTiles>>;
-#elif DG_SCALE_ROWS_B
-using Kernel = KernelOf<BlockwiseMainloop<Mainloop>, Epilogue>;
-static_assert(Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 #else
 using Kernel = KernelOf<Mainloop, Epilogue>;
+static_assert(plain || Kernel::SharedStorageSize <= cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
 #endif
 using Params = typename Kernel::Params;
 

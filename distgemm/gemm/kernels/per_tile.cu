@@ -14,12 +14,14 @@
 //                                                                  too; adds those of all ranks, and stores to D
 //   DG_TO_OWNERS       its result goes to a slot at the peer       stores to D; warp 1 takes to D what peers made of
 //                      that has its columns of D                   their rows
+//   DG_FROM_HOLDERS    there is none                               A's columns of other ranks come from slots, slice by
+//                                                                  slice; warp 1 sends peers their rows of A
 //
 // A thread block has 12 warps. Each role is a function, and a section of this file:
 //
 //   warp        function         does                                           waits for
 //   0           load_operands_   takes tickets; loads A and B                   flags of slices; free stages
-//   1           send_            gather: sends pieces of the shard              time on the link
+//   1           send_            sends pieces of A                              time on the link
 //               take_results_    takes peers' results to D                      flags of results
 //   2           initialise_      sets barriers up
 //   3           store_           stores tiles to D or at peers; sets flags      written subtiles; time on the link
@@ -68,8 +70,9 @@
 #define DG_GATHER 1
 #define DG_REDUCE_SCATTER 2
 #define DG_ALL_REDUCE 3
-#define DG_TO_OWNERS 4  // a GEMM, and an all-to-all
-#define DG_ONE_SHOT 5   // an all-reduce in which every rank owns all tiles
+#define DG_TO_OWNERS 4     // a GEMM, and an all-to-all
+#define DG_FROM_HOLDERS 5  // an all-to-all, and a GEMM
+#define DG_ONE_SHOT 6      // an all-reduce in which every rank owns all tiles
 
 namespace distgemm {
 
@@ -82,11 +85,13 @@ using Result = DG_RESULT;    // of D, bias and C
 using Partial = DG_PARTIAL;  // of partial sums
 
 constexpr int kPattern = DG_PATTERN;
-constexpr bool kGathers = kPattern == DG_GATHER, kAllReduces = kPattern == DG_ALL_REDUCE;
-constexpr bool kOneShot = kPattern == DG_ONE_SHOT, kToOwners = kPattern == DG_TO_OWNERS;
+constexpr bool kFromHolders = kPattern == DG_FROM_HOLDERS, kToOwners = kPattern == DG_TO_OWNERS;
+constexpr bool kGathers = kPattern == DG_GATHER || kFromHolders;  // slices of A, from slots
+constexpr bool kAllReduces = kPattern == DG_ALL_REDUCE, kOneShot = kPattern == DG_ONE_SHOT;
 constexpr bool kReduces = kPattern == DG_REDUCE_SCATTER || kAllReduces || kOneShot;
-constexpr bool kTakes = kAllReduces || kToOwners;  // results from peers
-constexpr uint32_t kNearest = kOneShot ? 0 : 1;    // distance from which sums come
+constexpr bool kTakes = kAllReduces || kToOwners;                                  // results from peers
+constexpr bool kOneD = kPattern == DG_REDUCE_SCATTER || kFromHolders || kOneShot;  // D has the rows of one shard
+constexpr uint32_t kNearest = kOneShot ? 0 : 1;                                    // distance from which sums come
 constexpr bool kPingpong = DG_PINGPONG;  // each warp group has tiles of its own. Otherwise both share each tile
 constexpr int kTileM = DG_TILE_M, kTileN = DG_TILE_N, kTileK = 128 / sizeof(Element);
 constexpr int kClusterM = DG_CLUSTER_M, kClusterN = DG_CLUSTER_N, kCluster = kClusterM * kClusterN;
@@ -164,9 +169,10 @@ struct alignas(128) Params {
   Element const* shard;  // what is sent
   Element* gathered_at;  // null: the caller does not want all of A
   int64_t shard_stride, gathered_stride;  // elements
-  int32_t m, n, k;       // rows of a shard, columns of D, and the extent of the sum
-  uint32_t slices;       // of the sum
+  int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
+  uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
+  uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
 // What the blocks of a cluster learn of a ticket.
@@ -292,7 +298,8 @@ class Kernel {
       : params_(params), order_(params.order), spaces_(params.workspaces), storage_(storage),
         block_(kCluster > 1 ? block_rank_in_cluster() : 0),
         clusters_(gridDim.x / kCluster),
-        depth_((params.k + kTileK - 1) / kTileK) {}
+        shard_depth_((params.k + kTileK - 1) / kTileK),
+        depth_(shard_depth_ * (kFromHolders ? spaces_.ranks : 1)) {}
 
   CUTE_DEVICE void run() {
     uint32_t const warp = cutlass::canonical_warp_idx_sync();
@@ -409,6 +416,8 @@ class Kernel {
     return arrived;
   }
 
+  // Whether shards of D are columns, and not rows.
+  CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % spaces_.ranks; }
 
   // The number of a part of a tile among those of a shard.
@@ -430,6 +439,11 @@ class Kernel {
   CUTE_DEVICE uint32_t piece_slot_(uint32_t distance, uint32_t row, uint32_t slice) const {
     return ((distance - 1) * params_.pieces.rows + row) * params_.slices + slice;
   }
+  // A slice of a tile's sum, in the order in which the tile adds them.
+  CUTE_DEVICE Slice slice_(Tile const& tile, uint32_t number) const {
+    if constexpr (kFromHolders) return params_.pieces.slice_of_sum(order_, number);
+    return {tile.distance, number};
+  }
 
   // ---------------------------------------------------------------- warp 0
 
@@ -447,27 +461,32 @@ class Kernel {
     for (; exists_(ticket); ticket = next(), ++number) {
       Clock const clock = ticket.clock;
       Tile const tile = tile_(ticket);
-      bool const waits = kGathers && tile.distance && int32_t(tile.row * kTileM) < params_.m;  // not outside of A
-      bool const receives = kGathers && tile.distance;
-      CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-      uint32_t const matrix_a = kReduces && !kOneShot ? rank_at_(tile.distance) : receives ? tile.distance - 1 : 0;
-      uint32_t const matrix_b = kToOwners ? rank_at_(tile.distance) : 0;
+      bool const inside = int32_t(tile.row * kTileM) < params_.m;  // of A
+      uint32_t const slices = params_.slices * (kFromHolders ? spaces_.ranks : 1);
       uint32_t arrived = 0, first_slice = 0;  // slices from the first on that have arrived, as bits
       // The next ticket arrives while the last slices are loaded.
       Clock taken{};
       uint32_t const ahead = 2 * kStages / kSliceTiles + 1;
-      uint32_t const take_at = params_.slices > ahead ? params_.slices - ahead : 0;
-      uint32_t const pass_at = cute::min(take_at + ahead / 2, params_.slices - 1);
-      for (uint32_t slice = 0; slice < params_.slices; ++slice) {
-        if (waits && (slice >= first_slice + kPolledSlices || !(arrived >> (slice - first_slice) * kPiecesDown & 1))) {
+      uint32_t const take_at = slices > ahead ? slices - ahead : 0;
+      uint32_t const pass_at = cute::min(take_at + ahead / 2, slices - 1);
+      for (uint32_t slice = 0; slice < slices; ++slice) {
+        Slice const from = slice_(tile, slice);
+        bool const receives = kGathers && from.distance;
+        CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
+        uint32_t const of_shard = rank_at_(from.distance);
+        bool const of_all = kFromHolders || (kReduces && !kOneShot && !by_columns_());  // this rank has A of all shards
+        uint32_t const matrix_a = receives ? from.distance - 1 : of_all ? of_shard : 0;
+        uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
+        bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
+        if (receives && inside && !known) {
           first_slice = slice;
           arrived = wait_for_slices_(clock, tile, slice);
         }
         if (elected) {
           if (block_ == 0 && slice == take_at) taken = spaces_.take();
-          uint32_t const end = cute::min((slice + 1) * kSliceTiles, depth_);
+          uint32_t const end = cute::min((from.number + 1) * kSliceTiles, shard_depth_);
           CUTE_NO_UNROLL
-          for (uint32_t k = slice * kSliceTiles; k < end; ++k) {
+          for (uint32_t k = from.number * kSliceTiles; k < end; ++k) {
             uint64_t& full = storage_.full[stage.index];
             Barrier::wait(storage_.empty[stage.index], stage.phase ^ 1);
             Barrier::expect(full, kStageA + kStageB);
@@ -493,10 +512,11 @@ class Kernel {
   // Waits until a slice of a tile's rows has arrived. Returns which of the slices from there on have: the lowest of
   // kPiecesDown bits for each.
   CUTE_DEVICE uint32_t wait_for_slices_(Clock clock, Tile const& tile, uint32_t slice) const {
-    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown, wanted = slice + lane() / kPiecesDown;
-    bool const exists = row < params_.pieces.rows && wanted < params_.slices;
+    uint32_t const row = tile.row * kPiecesDown + lane() % kPiecesDown;
+    Slice const wanted = slice_(tile, slice + lane() / kPiecesDown);
+    bool const exists = row < params_.pieces.rows && wanted.number < params_.slices;
     uint32_t arrived = wait_for_flags_(
-        clock, exists, piece_slot_(tile.distance, row, wanted), (1ull << kPiecesDown) - 1);
+        clock, exists, piece_slot_(wanted.distance, row, wanted.number), (1ull << kPiecesDown) - 1);
     asm volatile("fence.proxy.async.global;" ::: "memory");
     for (int i = 1; i < kPiecesDown; i *= 2) arrived &= arrived >> i;
     return arrived;
@@ -534,7 +554,7 @@ class Kernel {
 
   // ---------------------------------------------------------------- warp 1
 
-  // Sends the shard piece by piece.
+  // Sends the shard, or each peer's rows of it, piece by piece.
   CUTE_DEVICE void send_() {
     Tickets tickets{storage_};
     Clock const clock = tickets.next().clock;
@@ -557,7 +577,8 @@ class Kernel {
       int64_t const column = int64_t(piece.slice) * kPieceBytes;
       uint32_t const bytes = cute::min(int64_t(kPieceBytes), row_bytes - column);
       int32_t const begin = piece.row * kPieceRows, end = cute::min(begin + kPieceRows, params_.m);
-      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + column;
+      int64_t const first_row = kFromHolders ? int64_t(peer) * params_.m : 0;
+      auto const* const from = reinterpret_cast<uint8_t const*>(params_.shard) + first_row * pitch + column;
       uint64_t const to = spaces_.slot(peer, clock.buffer(), (piece.distance - 1) * params_.m * row_bytes + column);
       auto const load = [&](int32_t row, uint32_t use) {
         int32_t const rows = cute::min(int32_t(kCopyRows), end - row);
@@ -768,7 +789,7 @@ class Kernel {
   CUTE_DEVICE void store_result_(uint8_t* from, Tile const& tile, int part, int subtile) {
     int32_t const column = tile.column * kTileN + subtile_column(subtile);
     int32_t const row = tile.row * kTileM + (subtile % kDown * kParts + part) * kHeight;
-    int32_t const matrix = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance);
+    int32_t const matrix = kOneD ? 0 : rank_at_(tile.distance);
     SM90_TMA_STORE_3D::copy(&params_.d, from, column, row, matrix);
   }
 
@@ -872,9 +893,12 @@ class Kernel {
   CUTE_DEVICE void hand_out_(Tile const& tile, uint32_t k, uint32_t stage, bool turn) const {
     if (lane() == 0) {
       if (turn && !mute_) {
+        auto const& pieces = params_.pieces;
+        Slice const from =
+            kFromHolders ? pieces.stage_of_sum(order_, shard_depth_, kSliceTiles, k) : Slice{tile.distance, k};
         SM90_TMA_STORE_3D::copy(
-            &params_.gathered, storage_.a[stage], int32_t(k * kTileK), int32_t(tile.row * kTileM),
-            int32_t(rank_at_(tile.distance)));
+            &params_.gathered, storage_.a[stage], int32_t(from.number * kTileK), int32_t(tile.row * kTileM),
+            int32_t(rank_at_(from.distance)));
       }
       commit();
     }
@@ -890,8 +914,9 @@ class Kernel {
   CUTE_DEVICE void spoil_gathered_(Tile const& tile) const {
     Element const nan(__int_as_float(0x7fffffff));
     for (int32_t row = tile.row * kTileM; row < cute::min(int32_t(tile.row + 1) * kTileM, params_.m); ++row) {
-      int64_t const at = int64_t(rank_at_(tile.distance)) * params_.m + row;
-      for (int32_t k = 0; k < params_.k; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
+      int64_t const at = kFromHolders ? row : int64_t(rank_at_(tile.distance)) * params_.m + row;
+      int64_t const columns = int64_t(params_.k) * (kFromHolders ? spaces_.ranks : 1);
+      for (int64_t k = 0; k < columns; ++k) params_.gathered_at[at * params_.gathered_stride + k] = nan;
     }
   }
 
@@ -1040,21 +1065,22 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    int32_t const first_row = kReduces && !kAllReduces ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOneD || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
       int32_t const column = first_column + i / 2 * 8 + i % 2;
       if (column >= params_.n) continue;
-      float const bias = terms.bias ? float(terms.bias[column]) : 0.0f;
+      float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
       for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
         int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
         if (terms.c && row < params_.m) {
-          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + column]);
+          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
         }
       }
     }
@@ -1097,7 +1123,7 @@ class Kernel {
   TileOrder const& order_;
   Workspaces const& spaces_;
   Storage& storage_;
-  uint32_t const block_, clusters_, depth_;
+  uint32_t const block_, clusters_, shard_depth_, depth_;  // stages of this rank's columns of A, and of a tile
   bool mute_ = false;
 };
 
@@ -1114,7 +1140,7 @@ DG_FACTS{
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
-    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
+    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};
 

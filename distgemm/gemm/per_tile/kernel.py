@@ -17,12 +17,12 @@ from distgemm.schedulers import Pattern
 
 __all__ = ["BYTES", "PIECE_BYTES", "PIECE_ROWS", "SUBTILE_ROWS", "KernelTraits", "Launch"]
 
-PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4}
+PATTERN_NUMBERS: dict[Pattern, int] = {"ag+gemm": 1, "gemm+rs": 2, "gemm+ar": 3, "gemm+a2a": 4, "a2a+gemm": 5}
 CUTLASS_TYPES = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t", "float32": "float"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element."""
 
-ONE_SHOT_NUMBER = 5
+ONE_SHOT_NUMBER = 6
 SHARED_BYTES = 227 << 10
 """Shared memory of a thread block."""
 RESERVED_BYTES = 2 << 10
@@ -46,6 +46,7 @@ MAX_PART: dict[Pattern, int] = {
     "gemm+rs": 128 * 128,
     "gemm+ar": 128 * 128,
     "gemm+a2a": 128 * 192,
+    "a2a+gemm": 128 * 192,
 }
 """Accumulators of a warp group that fit into its registers. Reductions also need registers for what they add."""
 TAKING: tuple[Pattern, ...] = ("gemm+ar", "gemm+a2a")
@@ -67,7 +68,7 @@ class KernelTraits:
         partial_dtype: of partial sums.
         a_major: "k" if rows of A are contiguous, "m" if columns are.
         b_major: "k" if rows of B are contiguous, "n" if columns are.
-        sends: whether the kernel of a gather sends the shard.
+        sends: whether a kernel that gathers sends its shard of A.
         one_shot: whether all ranks add all partial sums of an all-reduce. Otherwise the owner of a tile does.
         epilogue_stages: subtiles that each warp group has in shared memory, to be stored.
 
@@ -91,7 +92,7 @@ class KernelTraits:
     def __post_init__(self) -> None:
         if BYTES.get(self.dtype) != 2:
             raise ValueError(f"dtype is bfloat16 or float16, got {self.dtype!r}")
-        if self.sends and (self.pattern != "ag+gemm" or self.a_major != "k"):
+        if self.sends and (not self.gathers or self.a_major != "k"):
             raise ValueError(f"a kernel sends rows of a gather, got {self.pattern!r} and a_major={self.a_major!r}")
         if self.one_shot and self.pattern != "gemm+ar":
             raise ValueError(f"an all-reduce is one-shot, got {self.pattern!r}")
@@ -122,6 +123,11 @@ class KernelTraits:
             )
         if self.stages < 3:
             raise ValueError(f"{self} leaves shared memory for {self.stages} stages, and 3 are needed")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether slices of A come from peers: of their rows, or of their columns of this rank's rows."""
+        return self.pattern in {"ag+gemm", "a2a+gemm"}
 
     @property
     def stages(self) -> int:

@@ -127,7 +127,7 @@ def predict_per_tile(gemm: RankGemm, costs: Costs, *, arrived: bool = False) -> 
         known = ", ".join(f"{m}x{n}" for m, n in TILES)
         raise ValueError(f"the model knows tiles of {known}, got {'x'.join(map(str, gemm.traits.tile))}")
     at_once = replace(costs, stored=0.0, flag=0.0, take=0.0, send_gb_per_s=MAX_FIGURE, store_gb_per_s=MAX_FIGURE)
-    gathers = gemm.traits.pattern == "ag+gemm"
+    gathers = gemm.traits.gathers
     moved = 0 if gathers and arrived else gemm.slot_bytes
     if gemm.traits.one_shot:
         moved -= gemm.slot_bytes // gemm.ranks  # its own sums do not leave
@@ -148,8 +148,9 @@ class _Replay:
         self.tile = TILES[traits.tile]
         rate = costs.machine.rate(traits.dtype)
         sm = rate.peak * self.tile.peak * 1e6 / costs.machine.sms
-        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * gemm.k / sm, costs.ticket)
-        flop = 2.0 * gemm.order.ranks * gemm.m * gemm.n * gemm.k
+        self.k = gemm.k * (gemm.ranks if traits.pattern == "a2a+gemm" else 1)  # of a tile's sum
+        self.multiply_us = max(2.0 * traits.tile[0] * traits.tile[1] * self.k / sm, costs.ticket)
+        flop = 2.0 * (1 if traits.one_shot else gemm.ranks) * gemm.m * gemm.n * gemm.k
         self.least_us = costs.start + flop / (rate.power * self.tile.power * 1e6)
         self.subtiles = traits.part_bytes // SUBTILE_BYTES
         self.store_us = size * traits.parts * traits.part_bytes / (costs.store_gb_per_s * 1e3)
@@ -159,7 +160,7 @@ class _Replay:
     def run(self) -> float:
         """The time of the replay, us."""
         costs, traits, latency = self.costs, self.gemm.traits, self.latency
-        gathers, spreads, pingpong = traits.pattern == "ag+gemm", traits.pattern == "gemm+ar", traits.pingpong
+        gathers, spreads, pingpong = traits.gathers, traits.pattern == "gemm+ar", traits.pingpong
         to_owners = traits.pattern == "gemm+a2a"
         write = self.subtiles * costs.write_subtile
         add = (self.gemm.ranks if traits.one_shot else self.peers) * self.subtiles * costs.sum_subtile
@@ -227,16 +228,18 @@ class _Replay:
             arrives = self.costs.start + min(pieces.pieces, (number // batch + 1) * batch) * us + self.latency
             rest = (pieces.slices - piece.slice) / pieces.slices * self.multiply_us
             block = piece.distance, piece.row // high
+            if traits.pattern == "a2a+gemm":  # a tile adds the slices of all ranks in turn, behind its own
+                block, rest = (0, block[1]), rest * self.peers / self.gemm.ranks
             found[block] = max(found.get(block, 0.0), arrives + rest)
         return found
 
     def _read_us(self) -> list[float]:
         """The time, us, in which memory provides what each tile's wave reads. Panels that were read last stay in L2."""
         traits = self.gemm.traits
-        row = self.gemm.k * BYTES[traits.dtype]
+        row = self.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
         rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
-        own_rows = traits.pattern == "gemm+a2a"  # shards differ in columns, else in rows
+        own_rows = traits.pattern == "gemm+a2a" or self.gemm.by_columns  # shards differ in columns, else in rows
         cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):

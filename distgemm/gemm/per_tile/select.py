@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
@@ -31,11 +32,14 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "ag+gemm": (*SPEEDS, *REDUCING[2:]),
     "gemm+rs": REDUCING,
     "gemm+ar": REDUCING,
+    "a2a+gemm": (*SPEEDS, *REDUCING[2:]),
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
 """Those of one-shot all-reduces, which are for few rows, and their speeds, which are not measured."""
+FEW_ROWS = 64
+"""Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -43,6 +47,7 @@ EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
     "gemm+rs": (1, 4),
     "gemm+ar": (1, 3),
     "gemm+a2a": (1, 3),
+    "a2a+gemm": (1, 2),
 }
 """Of a cooperative kernel, and of a pingpong kernel: the fastest ones in docs/per_tile.md. All-to-alls have not been
 measured: theirs are those of the kernels whose warp 1 does the same."""
@@ -55,15 +60,17 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
 
     Args:
         pattern: the pattern.
-        shards: that each rank multiplies: 1 for a one-shot all-reduce, else one for each rank.
+        shards: number of shards that a rank multiplies; 1 for a one-shot all-reduce.
         m: rows of a shard.
         n: columns of D on a rank.
-        k: extent of the sum on a rank.
+        k: columns of A on a rank.
     """
     speeds = {config: speed for config, speed in SPEEDS.items() if config in CONFIGS[pattern]}
     if pattern == "gemm+ar" and shards == 1:
         speeds = ONE_SHOT
     elif pattern in {"gemm+rs", "gemm+ar"}:
+        if m <= FEW_ROWS:
+            return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
@@ -114,11 +121,11 @@ def traits_of(
             f"a per-tile kernel has 64 elements of k in a stage, and a configuration like {LARGE} or {SMALL} with "
             f"nothing behind it, got {config}"
         )
-    pingpong, gathers = found.kernel_schedule == "pingpong", pattern == "ag+gemm"
+    pingpong = found.kernel_schedule == "pingpong"
     return KernelTraits(
         *(pattern, found.tile[:2], found.cluster, pingpong, dtype, out_dtype, partial_dtype),
         b_major="n" if turned_b else "k",
-        sends=gathers,
+        sends=pattern in {"ag+gemm", "a2a+gemm"},
         one_shot=one_shot,
         epilogue_stages=EPILOGUE_STAGES["gemm+rs" if one_shot else pattern][pingpong],
     )
@@ -156,30 +163,33 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
     pattern = _pattern_of(plan)
     if pattern is None:
         raise refuse(
-            "its ranks hold equal shards: of rows of A and of columns of D for a gather, with all of B for an "
-            f"all-to-all, else of k, with rows of D or all of D. Rank 0 holds A {plan.box('A', 0)[1:]}, "
-            f"B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of m={problem.m}, n={problem.n}, k={problem.k}",
-            "take a schedule that gathers A, scatters rows of D or sends columns of D, without copies, and extents "
-            "that the number of ranks divides; or execution='multi_kernel'",
+            "its ranks hold equal shards: of rows of A and of columns of D for a gather, of k for a reduction, with "
+            "rows of D or all of D; for an all-to-all of rows of A or D and columns of the other one, with all of B. "
+            f"Rank 0 holds A {plan.box('A', 0)[1:]}, B {plan.box('B', 0)[1:]}, D {plan.box('D', 0)[1:]} of "
+            f"m={problem.m}, n={problem.n}, k={problem.k}",
+            "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
+            "the number of ranks divides; or execution='multi_kernel'",
         )
-    one_shot = _is_one_shot(plan)
-    m, k = problem.m if one_shot else problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("D", 0)[1]
+    one_shot, by_columns = _is_one_shot(plan), pattern == "gemm+ar" and _is_by_columns(plan)
+    m = problem.m if one_shot or by_columns else problem.m // ranks
+    n, k = plan.shard_shape("D", 0)[1] // (ranks if by_columns else 1), plan.shard_shape("A", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = range(1, ranks) if one_shot else distances_of(plan, "n" if pattern == "gemm+a2a" else "m")
+    mode: Literal["m", "n", "k"] = "k" if pattern == "a2a+gemm" else "n" if pattern == "gemm+a2a" or by_columns else "m"
+    distances = tuple(range(1, ranks)) if one_shot else distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
-    config = config or select_config(pattern, 1 if one_shot else ranks, m, n, k)
+    shards = 1 if pattern == "a2a+gemm" or one_shot else ranks
+    config = config or select_config(pattern, shards, m, n, k)
     try:
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b, one_shot)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, tuple(distances), m, n, k)
+    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
     assert gemm.order.ranks == (1 if one_shot else ranks)  # it is made, and checked
     return gemm
 
@@ -187,9 +197,14 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
-    if not equal or (plan.problem.m % plan.world_size and not _is_one_shot(plan)):
-        return None
-    return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    pattern = next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    divided = plan.problem.n if pattern == "gemm+ar" and _is_by_columns(plan) else plan.problem.m
+    return None if not equal or (divided % plan.world_size and not _is_one_shot(plan)) else pattern
+
+
+def _is_by_columns(plan: Plan) -> bool:
+    """Whether the ranks of a reduction divide the columns of D, and not the rows."""
+    return plan.grid.m == 1 < plan.grid.n
 
 
 def _is_one_shot(plan: Plan) -> bool:

@@ -60,7 +60,7 @@ def prove(gemm: RankGemm) -> Proof:
         PlanError: naming what is wrong, and the first rank and tile of which that is so.
     """
     tiles = _Tiles(gemm)
-    if gemm.traits.pattern == "ag+gemm":
+    if gemm.traits.gathers:
         return _prove_gather(gemm, tiles)
     if gemm.traits.pattern == "gemm+a2a":
         return _prove_to_owners(gemm, tiles)
@@ -90,7 +90,7 @@ class _Tiles:
             raise PlanError(
                 f"{self.rows}x{self.columns} tiles of {tile_m}x{tile_n} do not cover a shard of {gemm.m}x{gemm.n}"
             )
-        shape = (order.ranks, self.rows, self.columns)
+        shape = (order.shards, self.rows, self.columns)
         _once("each rank multiplies", _index((self.distance, self.row, self.column), shape, "a tile"), shape)
 
     def numbers(self) -> Numbers:
@@ -109,15 +109,21 @@ def _prove_gather(gemm: RankGemm, tiles: _Tiles) -> Proof:
     senders = np.arange(ranks)[:, None]
     slots = _index(((senders - distance) % ranks, distance - 1, row, piece), shape, "a slot")
     _once("at (rank, peer - 1, row, slice), peers write", slots, shape)
-    # A tile waits for the pieces of its rows. Rows that do not exist have none.
-    received, down = tiles.distance > 0, gemm.traits.tile[0] // PIECE_ROWS
-    found = np.zeros((ranks - 1, tiles.rows * down), dtype=np.int64)
+    # A tile waits for the pieces of its rows: of all slices of its shard, or of all ranks. Rows that do not exist have
+    # none.
+    slices, added = 1, np.zeros((1, 2), dtype=np.int64)
+    if gemm.traits.pattern == "a2a+gemm":
+        slices = pieces.slices
+        added = np.array([pieces.slice_of_sum(number) for number in range(ranks * slices)], dtype=np.int64)
+    down = gemm.traits.tile[0] // PIECE_ROWS
+    found = np.zeros((ranks, tiles.rows * down, slices), dtype=np.int64)
     for i in range(down):
-        np.add.at(found, (tiles.distance[received] - 1, tiles.row[received] * down + i), 1)
-    found = found[:, : pieces.rows]
+        rows = (tiles.row * down + i)[:, None]
+        np.add.at(found, (tiles.distance[:, None] + added[:, 0], rows, added[:, 1]), 1)
+    found = found[1:, : pieces.rows]
     if (found != tiles.columns).any():
         raise PlanError(f"pieces are read by all {tiles.columns} tiles of their row, got {found.min()}")
-    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices)
+    return Proof(ranks * len(tiles.ticket), slots.size, ranks * int(found.sum()) * pieces.slices // slices)
 
 
 def _prove_reduction(gemm: RankGemm, tiles: _Tiles) -> Proof:

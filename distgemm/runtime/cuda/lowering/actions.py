@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from distgemm.plan.exchanges import Exchange
 from distgemm.plan.ops import Copy, Op, Signal, Wait
 from distgemm.runtime.cuda.workspace import Step
 
-__all__ = ["GEMM_STREAM", "COMM", "Action", "Send", "SingleKernel", "on_one_stream", "waits_of"]
+__all__ = ["GEMM_STREAM", "COMM", "Action", "Send", "SingleKernel", "exchanges_of", "on_one_stream", "waits_of"]
 
 COMM = 0
 """The stream of all copies between ranks and of the signals behind them. There is one such stream, because two copies
@@ -17,7 +18,8 @@ at once share the link. Signals and the steps of the replay protocol stay on it 
 captured graphs of several replays hold copies back behind waits.
 """
 GEMM_STREAM = 1
-"""The first stream of GEMMs, which is the caller's own. Further GEMM streams follow, then a stream of sums."""
+"""The first stream of GEMMs, which is the caller's own. Further GEMM streams follow, then a stream of sums, then one of
+exchanges with other hosts. NCCL keeps the order of messages by the order on this stream."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Action:
 
     Attributes:
         stream: COMM, or GEMM_STREAM and up.
-        ops: one Gemm, Copy or Reduce; or several Waits or Signals; or all Gemms of the fused kernel.
+        ops: one Gemm, Copy, Reduce or Exchange; or several Waits or Signals; or all Gemms of the fused kernel.
         after: numbers of the actions on other streams that come before this one.
         step: a step of the replay protocol, done behind the ops; see :mod:`distgemm.runtime.cuda.workspace`.
         awaited: whether an action on another stream waits for this one.
@@ -80,6 +82,11 @@ class Action:
 def on_one_stream(actions: Sequence[Action]) -> bool:
     """Whether all GEMMs and sums are on one stream, so that none runs beside another."""
     return all(action.stream <= GEMM_STREAM for action in actions)
+
+
+def exchanges_of(actions: Sequence[Action]) -> list[Exchange]:
+    """The exchanges with other hosts, in order."""
+    return [op for action in actions for op in action.ops if isinstance(op, Exchange)]
 
 
 def waits_of(actions: Sequence[Action]) -> list[Wait]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distgemm.plan.exchanges import Exchange, ops_with_exchanges
 from distgemm.plan.ops import Barrier, Copy, Gemm, Op, Reduce, Signal, Wait, link_of
 from distgemm.plan.plan import Plan, PlanError
 from distgemm.runtime.cuda.lowering.actions import COMM, GEMM_STREAM, Action
@@ -14,7 +15,7 @@ from distgemm.runtime.cuda.lowering.slices import max_slices, slice_copies, slic
 from distgemm.runtime.cuda.workspace import Step
 from distgemm.runtime.executable import ExecutionConfig
 
-__all__ = ["copies_first", "lower", "most_flags"]
+__all__ = ["check_across", "copies_first", "lower", "most_flags"]
 
 
 def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: bool = False) -> list[Action]:
@@ -30,6 +31,9 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
     after its peers have read its slots: the rank waits for ENTERED of each peer, which stands behind the peer's copies.
     What a fused kernel sends needs no such wait: no peer reads it from this rank's slots.
 
+    Between hosts there is no such protocol, and there are no flags. All that a rank sends to other hosts and receives
+    from them in a round is one Exchange, on a stream of its own.
+
     Args:
         plan: of all ranks.
         rank: whose actions.
@@ -39,11 +43,13 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
 
     Raises:
         PlanError: for a Barrier that is not at the start, a flag that is waited for twice in a replay, ops that
-            depend on what is left out, and GEMMs that cannot be one kernel.
+            depend on what is left out, GEMMs that cannot be one kernel, and what ``ops_with_exchanges`` refuses.
+        ValueError: for a ``config`` that does not work across hosts.
     """
+    check_across(plan, config)
     _check(plan, rank)
     fused = config.single_kernel and not separate_gemms
-    ops, entry = _without_entry(plan.ops(rank))
+    ops, entry = _without_entry(ops_with_exchanges(plan, rank))
     if config.merge_copies and not separate_gemms:
         ops = merge_copies(plan, rank, ops, entry, fused)
     slice_k = slices = 0
@@ -57,6 +63,18 @@ def lower(plan: Plan, rank: int, config: ExecutionConfig, *, separate_gemms: boo
     actions = _issue(rank, ops, entry, streams, kernel)
     _prune_after(actions)
     return actions
+
+
+def check_across(plan: Plan, config: ExecutionConfig) -> None:
+    """Raise ValueError for an execution that does not work across the hosts of a plan."""
+    given = {"execution": config.execution, "wait_by": config.wait_by, "merge_copies": config.merge_copies}
+    wanted = {"execution": "multi_kernel", "wait_by": "memory_op", "merge_copies": False}
+    if plan.ranks_per_host is not None and given != wanted:
+        differs = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != wanted[name])
+        raise ValueError(
+            f"{plan.schedule} on hosts of {plan.ranks_per_host} ranks takes execution='multi_kernel', "
+            f"wait_by='memory_op' and merge_copies=False, got {differs}: other executions stay within one host"
+        )
 
 
 def copies_first(actions: Sequence[Action]) -> list[Action]:
@@ -130,8 +148,11 @@ def _assign_streams(ops: Sequence[Op], gemm_streams: int) -> dict[int, int]:
     found: dict[int, int] = {}
     computed = 0
     sums = GEMM_STREAM + gemm_streams if _gemm_follows_sum(ops) else None
+    across = GEMM_STREAM + gemm_streams + 1
     for op in ops:
-        if isinstance(op, Copy) and (link_of(op) or op.src.buffer not in ("D", "slot")):
+        if isinstance(op, Exchange):
+            found[op.id] = across
+        elif isinstance(op, Copy) and (link_of(op) or op.src.buffer not in ("D", "slot")):
             found[op.id] = COMM  # to or from a peer, or for peers to read
         elif isinstance(op, (Reduce, Copy)) and sums is not None:
             found[op.id] = sums
@@ -173,7 +194,7 @@ def _issue(
     """The actions of the ops and of the replay protocol; ``after`` names every action that must come before."""
     actions = [Action(COMM, (), step=Step.ENTRY)]
     action_of = dict.fromkeys(entry, 0)  # by the op's id
-    waiting: list[int] = []  # actions that wait for flags
+    waiting: list[int] = []  # actions that wait for other ranks
     for batch in _batches(ops, streams):
         stream = streams[batch[0].id]
         waits_for_kernel = any(isinstance(op, Wait) and op.peer == rank for op in batch)
@@ -189,7 +210,7 @@ def _issue(
         else:
             actions.append(Action(stream, batch, tuple(sorted(after))))
         action_of |= {op.id: len(actions) - 1 for op in batch}
-        if isinstance(batch[0], Wait):
+        if isinstance(batch[0], (Wait, Exchange)):
             waiting.append(len(actions) - 1)
     # Where nothing is copied, one stream will do.
     stream = GEMM_STREAM if kernel is not None and not ops else COMM
