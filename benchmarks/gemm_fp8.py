@@ -22,7 +22,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def tensors_of(m: int, n: int, k: int, name: str, device: str) -> tuple[GemmTens
     return found, a, b
 
 
-def configs_of(tensors: GemmTensors, provider: CutlassProvider) -> list[GemmConfig]:
-    """All configurations with TMA, the default first."""
-    return [one for one in provider.configs(spec_of(tensors)) if one.kernel_schedule != "plain"]
+def configs_of(tensors: GemmTensors, provider: CutlassProvider, swizzles: Sequence[int] = (1,)) -> list[GemmConfig]:
+    """All configurations with TMA, the default first, with stripes of tiles of these widths."""
+    found = [one for one in provider.configs(spec_of(tensors)) if one.kernel_schedule != "plain"]
+    return [replace(one, swizzle=swizzle) for swizzle in swizzles for one in found]
 
 
 def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Tensor]:
@@ -83,12 +85,12 @@ def torch_method(a: Quantized, b: Quantized, name: str) -> Callable[[], torch.Te
     return lambda: functional.scaled_mm(*codes, scale_a, part, scale_b, square, output_dtype=torch.bfloat16)
 
 
-def measure(m: int, n: int, k: int, name: str, rounds: int) -> dict[str, Any]:
+def measure(m: int, n: int, k: int, name: str, rounds: int, swizzles: Sequence[int]) -> dict[str, Any]:
     """A row: times of all methods, and why others have none."""
     tensors, a, b = tensors_of(m, n, k, name, "cuda")
     rows = Quantized(a.codes[:CHECKED_ROWS], a.scales[:CHECKED_ROWS], a.scaling)
     wanted = fp8.dequantize(rows, torch.float32) @ fp8.dequantize(b, torch.float32).t()
-    configs = configs_of(tensors, CutlassProvider())
+    configs = configs_of(tensors, CutlassProvider(), swizzles)
     methods: dict[str, Callable[[], Any]] = {"torch": torch_method(a, b, name)}
     methods |= {str(config): bind(tensors, config=config) for config in configs}
     errors = {}
@@ -128,6 +130,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share a layer")
     parser.add_argument("--scalings", nargs="+", choices=SCALES, default=list(SCALES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--swizzles", type=int, nargs="+", default=[1], help="widths of stripes of tiles, each measured (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="no row is begun after so long")
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the kernels for Hopper and measure nothing"
@@ -154,7 +159,7 @@ def main() -> None:
     for m, n, k, name in track(todo, description="measuring", console=Console(stderr=True)):
         if time.monotonic() > end:
             break
-        rows.append(measure(m, n, k, name, args.rounds))
+        rows.append(measure(m, n, k, name, args.rounds, args.swizzles))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n")
@@ -171,8 +176,9 @@ def spec_of_row(row: dict[str, Any]) -> GemmSpec:
 
 
 def times_of(row: dict[str, Any]) -> dict[GemmConfig, float]:
-    """The times of a row's configurations, ms."""
-    return {GemmConfig.parse(name): ms for name, ms in row["ms"].items() if name not in ("torch", "quantize")}
+    """The times of a row's configurations without stripes of tiles, ms."""
+    times = {GemmConfig.parse(name): ms for name, ms in row["ms"].items() if name not in ("torch", "quantize")}
+    return {config: ms for config, ms in times.items() if config.swizzle == 1}
 
 
 def excess(row: dict[str, Any], rates: Mapping[Any, float] | None = None) -> float:

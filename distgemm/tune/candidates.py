@@ -18,7 +18,7 @@ from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, FEW_ROWS, ROW_BYTES, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -169,6 +169,8 @@ REDUCTIONS: dict[Pattern, tuple[str, str]] = {
     "gemm+ar": ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"),
 }
 """Of each pattern that adds over ranks: the chain around the ring, and pairwise sums."""
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
+"""An all-reduce whose reducers own columns of D. Its per-tile kernels read B once: they are for few rows."""
 ONE_SHOT = "all_reduce_1d_one_shot_a"
 """The all-reduce of one hop, for few tokens."""
 
@@ -229,6 +231,7 @@ def _register_defaults() -> None:
         register_candidate(pattern, chain, chunks=4)
     for pattern, schedule in (("ag+gemm", GATHER), *((name, sums) for name, (_, sums) in REDUCTIONS.items())):
         register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
+    register_candidate("gemm+ar", BY_COLUMNS, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
     for chunks in (2, 4):
@@ -454,6 +457,8 @@ def _per_tile(
             gemm = gemm_of(plan, name)
             if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
+            if gemm.by_columns and gemm.m >= gemm.ranks * FEW_ROWS:
+                continue  # shards of rows fill tiles, and B is read as often
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
             yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     patterns: tuple[Pattern, ...] = ("gemm+rs", "gemm+ar")
     pairwise = [each for pattern in patterns for each in fused(problem, pattern, 2) if "pairwise" in each.schedule]
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
+
+
+def test_few_rows_are_reduced_by_columns() -> None:
+    """Where shards of rows would not fill tiles: B is then read once. For such rows the model prefers it."""
+    for m in (16, 64, 128, 255, 256):
+        times = candidates.predictions(GemmProblem(m, 16384, 26624), "gemm+ar", 4)
+        found: dict[str, float] = {}
+        for config, time in times.items():
+            if config.execution.execution == "per_tile":
+                found[config.schedule] = min(time, found.get(config.schedule, math.inf))
+        assert (candidates.BY_COLUMNS in found) == (m < 256)
+        if m < 256 and m % 4 == 0:
+            assert found[candidates.BY_COLUMNS] < 0.8 * found["all_reduce_1d_pairwise_a"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

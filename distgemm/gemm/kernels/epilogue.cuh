@@ -79,6 +79,9 @@ class TmaEpilogue {
   // The two warp groups of a cooperative kernel for fp8 take turns in the main loop. So each stores its own rows, when
   // it is ready.
   static constexpr bool kSplits = promotes && !kPingpong && !has_source;
+  // A warp reads scales and bias of a tile while it is multiplied, so that they are in L1 afterwards. In fused kernels
+  // they may not have arrived by then.
+  static constexpr bool kFetches = promotes && !fused && !has_source;
   static constexpr int kLine = 128 / sizeof(ElementD);  // elements of a row that cross links fast
   static constexpr bool kWide = reduces && DG_TILE_N % kLine == 0;
 
@@ -158,15 +161,23 @@ class TmaEpilogue {
     if constexpr (has_source) cute::prefetch_tma_descriptor(&params.source);
     cute::prefetch_tma_descriptor(&params.d);
   }
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return has_source; }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return has_source || (kFetches && params_.terms.any()); }
 
   CUTLASS_HOST_DEVICE TmaEpilogue(Params const& params, TensorStorage&) : params_(params) {}
 
   // One warp calls it.
   template <class Problem, class Block, class Coord, class Mma>
   CUTLASS_DEVICE auto load(
-      LoadPipeline pipeline, LoadPipelineState state, Problem const&, Block, Coord const& coord, Mma, int,
+      LoadPipeline pipeline, LoadPipelineState state, Problem const& problem, Block, Coord const& coord, Mma, int lane,
       TensorStorage& storage, int = -1) {
+    if constexpr (kFetches) {
+      Terms const& terms = params_.terms;
+      int const m = get<0>(problem), n = get<1>(problem);
+      if (terms.scale_a_step) fetch_(terms.scale_a, row_(coord, 0), DG_TILE_M, m, lane);
+      if (terms.scale_b_step) fetch_(terms.scale_b, column_(coord, 0), DG_TILE_N, n, lane);
+      if (terms.bias) fetch_(terms.bias + get<3>(coord) * terms.bias_stride, column_(coord, 0), DG_TILE_N, n, lane);
+      return state;
+    }
     bool const loads = elect_one_sync();
     CUTLASS_PRAGMA_UNROLL
     for (int n = 0; n < kAcross; ++n) {
@@ -187,7 +198,7 @@ class TmaEpilogue {
   }
 
   CUTLASS_DEVICE auto load_tail(LoadPipeline pipeline, LoadPipelineState state) {
-    if (elect_one_sync()) pipeline.producer_tail(state);
+    if (!kFetches && elect_one_sync()) pipeline.producer_tail(state);
     return state;
   }
 
@@ -275,6 +286,16 @@ class TmaEpilogue {
   }
 
  private:
+  // Reads a byte of every 128 bytes of some elements.
+  template <class T>
+  CUTLASS_DEVICE static void fetch_(T const* data, int first, int count, int end, int lane) {
+    static_assert(cute::max(DG_TILE_M, DG_TILE_N) * sizeof(T) < 128 * cutlass::NumThreadsPerWarp);
+    int const last = cute::min(first + count, end) - 1, own = first + lane * int(128 / sizeof(T));
+    if (first > last || own >= last + int(128 / sizeof(T))) return;
+    uint32_t unused;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(unused) : "l"(data + cute::min(own, last)));
+  }
+
   template <class Coord>
   CUTLASS_DEVICE static int row_(Coord const& coord, int m) {
     return int(get<0>(coord)) * DG_TILE_M + m * kRows;
