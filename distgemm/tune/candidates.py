@@ -18,7 +18,7 @@ from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import FEW_ROWS, ROW_BYTES, configs_of, gemm_of
+from distgemm.gemm.per_tile.select import ROW_BYTES, SHORT_M, configs_of, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -466,7 +466,7 @@ def _per_tile(
             gemm = gemm_of(plan, name)
             if name == configs[-1] and gemm.m > gemm.traits.tile[0] and not gemm.traits.one_shot:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
-            if gemm.by_columns and gemm.m >= gemm.ranks * FEW_ROWS:
+            if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
                 continue  # shards of rows fill tiles, and B is read as often
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)

@@ -38,7 +38,7 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
 ONE_SHOT = {"64x64x64_1x2_pingpong": 0.5, "64x128x64_1x2_pingpong": 0.7}
 """Those of one-shot all-reduces, which are for few rows, and their speeds, which are not measured."""
-FEW_ROWS = 64
+SHORT_M = 64
 """Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
@@ -69,7 +69,7 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
     if pattern == "gemm+ar" and shards == 1:
         speeds = ONE_SHOT
     elif pattern in {"gemm+rs", "gemm+ar"}:
-        if m <= FEW_ROWS:
+        if m <= SHORT_M:
             return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
 
