@@ -120,12 +120,23 @@ CUTE_HOST_DEVICE constexpr int subtile_column(int subtile) {
   return cute::min(subtile / kDown * kColumns, kPartN - kColumns);
 }
 
-// A part of a partial sum is stored as threads hold it: 16 bytes of each thread, one pack behind the other. The last
-// subtile may have fewer packs.
+// A part of a partial sum is stored as threads hold it: packs of 16 bytes of each thread. A subtile has those of each
+// warp one behind the other, so 16 rows come before the next ones. The last subtile may have fewer packs.
 constexpr int kPackBytes = kWarpGroupThreads * 16, kPacks = kSubtile / kPackBytes;  // of a subtile
 constexpr int kSumBytes = kPartM * kPartN * sizeof(Partial);
 constexpr int kSums = (kSumBytes + kSubtile - 1) / kSubtile;  // subtiles
 static_assert(kSumBytes % kPackBytes == 0);
+constexpr int kPartPacks = kSumBytes / kPackBytes;
+CUTE_HOST_DEVICE constexpr int packs_of(int subtile) {
+  return subtile + 1 < kSums ? kPacks : kPartPacks - (kSums - 1) * kPacks;
+}
+constexpr uint32_t kWarpPack = 32 * 16;  // bytes of a warp's pack
+// Bytes from the first pack of a thread to one of its packs, in whole subtiles; and by how many less in the last one.
+CUTE_HOST_DEVICE constexpr uint32_t pack_offset(int pack) { return pack / kPacks * kSubtile + pack % kPacks * kWarpPack; }
+CUTE_DEVICE uint32_t pack_shift(int pack, uint32_t warp) {
+  return warp * (kPacks - packs_of(pack / kPacks)) * kWarpPack;
+}
+CUTE_DEVICE uint32_t first_pack(uint32_t thread) { return thread / 32 * kPacks * kWarpPack + thread % 32 * 16; }
 
 constexpr int kPartBytes = (kTakes ? cute::max(kSums, kResults) : kSums) * kSubtile;  // of a slot
 
@@ -729,12 +740,11 @@ class Kernel {
         int const subtiles = is_sum ? kSums : kResults;
         bool const spreads = kAllReduces ? !remote : kOneShot && is_sum;  // to several ranks
         bool const leaves = sends && (remote || spreads);
-        uint32_t const bytes = (is_sum ? kSumBytes : kResults * kSubtile) * (remote ? 1 : peers) * kParts;
         CUTE_NO_UNROLL
         for (int i = 0; i < subtiles; ++i) {
-          int32_t const size = is_sum && i + 1 == kSums ? kSumBytes - (kSums - 1) * kSubtile : kSubtile;
           CUTE_UNROLL
           for (int j = 0; j < kParts; ++j) {
+            int32_t const size = bytes_(tile, j, i, is_sum);
             int const group = first + j;
             uint64_t& written = storage_.written[group][uses.index()];
             uint8_t* const from = storage_.subtiles[group][uses.index()];
@@ -743,9 +753,9 @@ class Kernel {
               Barrier::wait(written, uses.phase());
             }
             if (!remote && !(kOneShot && is_sum)) store_result_(from, tile, j, i);
-            if (leaves && i == 0 && j == 0) pacing.wait(bytes);
-            if (leaves && remote) store_at_(peer, clock.buffer(), slot + j, i, from, size);
-            for (uint32_t distance = kNearest; leaves && spreads && distance <= peers; ++distance) {
+            if (leaves && i == 0 && j == 0) pacing.wait(tile_bytes_(tile, is_sum) * (remote ? 1 : peers));
+            if (leaves && remote && size) store_at_(peer, clock.buffer(), slot + j, i, from, size);
+            for (uint32_t distance = kNearest; leaves && spreads && size && distance <= peers; ++distance) {
               uint32_t const to = rank_at_(spaces_.ranks - distance);
               store_at_(to, clock.buffer(), slot_at(distance, j), i, from, size);
             }
@@ -777,6 +787,27 @@ class Kernel {
       }
     }
     wait_until_read<0>();  // the end of the kernel waits for the rest
+  }
+
+  // Bytes of a subtile that are stored at a peer: not those behind the last row, by 16 rows in a partial sum.
+  CUTE_DEVICE int32_t bytes_(Tile const& tile, int part, int subtile, bool is_sum) const {
+    constexpr int of_rows = kSums % kDown ? 0 : kSums / kDown;  // subtiles of a sum that have the same rows, if any
+    int32_t const whole = is_sum ? packs_of(subtile) * kPackBytes : kSubtile;
+    int const down = is_sum ? (of_rows ? subtile / of_rows : 0) : subtile % kDown;
+    int32_t const rows = params_.m - int32_t(tile.row * kTileM + (down * kParts + part) * kHeight);
+    if (rows >= kHeight || (is_sum && !of_rows)) return whole;
+    if (rows <= 0) return 0;
+    return is_sum ? whole / 4 * ((rows + 15) / 16) : rows * kLine;
+  }
+  // The same, of all parts of a tile.
+  CUTE_DEVICE uint32_t tile_bytes_(Tile const& tile, bool is_sum) const {
+    if (int32_t((tile.row + 1) * kTileM) <= params_.m) return (is_sum ? kSumBytes : kResults * kSubtile) * kParts;
+    uint32_t bytes = 0;
+    CUTE_NO_UNROLL
+    for (int i = 0; i < (is_sum ? kSums : kResults) * kParts; ++i) {
+      bytes += bytes_(tile, i % kParts, i / kParts, is_sum);
+    }
+    return bytes;
   }
 
   CUTE_DEVICE void store_at_(
@@ -968,7 +999,6 @@ class Kernel {
 
   static constexpr int kPacked = 16 / sizeof(Partial);
   using Pack = cutlass::Array<Partial, kPacked>;
-  static constexpr int kPartPacks = kSumBytes / kPackBytes;  // of a part
   // Packs that are loaded at a time: as many as there are registers for, and equal numbers.
   static constexpr int packs_ahead_() {
     constexpr int most = cute::min(16, (kAddRegisters - kPartM * kPartN / kWarpGroupThreads) / 4);
@@ -983,7 +1013,7 @@ class Kernel {
   CUTE_DEVICE void add_sums_(Sums& sums, Clock clock, uint32_t part, int thread) {
     constexpr int ahead = packs_ahead_();
     static_assert(kPartPacks * kPacked == size(typename Sums::layout_type{}));
-    uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), thread * 16);
+    uint64_t const slots = spaces_.slot(spaces_.rank, clock.buffer(), first_pack(thread));
     uint4 found[ahead];
     auto const slot = [&](uint32_t i) {
       return sum_slot_(kOneShot ? (i + spaces_.ranks - spaces_.rank) % spaces_.ranks : i, part);
@@ -992,7 +1022,7 @@ class Kernel {
       uint4& to = found[pack % ahead];
       asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "l"(slots + uint64_t(slot(i)) * kPartBytes + pack * kPackBytes)
+                   : "l"(slots + uint64_t(slot(i)) * kPartBytes + pack_offset(pack) - pack_shift(pack, thread / 32))
                    : "memory");
     };
     uint32_t first = kNearest, arrived = 0;  // of those that come next, from the first on, as bits
@@ -1029,13 +1059,13 @@ class Kernel {
   CUTE_DEVICE void write_sums_(Sums& sums, int group, Uses<kEpilogueStages>& uses, int thread) {
     CUTE_UNROLL
     for (int subtile = 0; subtile < kSums; ++subtile) {
-      uint8_t* const to = begin_write_(group, uses);
+      uint8_t* const to = begin_write_(group, uses) + first_pack(thread);
       CUTE_UNROLL
       for (int pack = subtile * kPacks; pack < (subtile + 1) * kPacks && pack < kPartPacks; ++pack) {
         cutlass::Array<float, kPacked> values;
         CUTE_UNROLL
         for (int i = 0; i < kPacked; ++i) values[i] = sums(pack * kPacked + i);
-        reinterpret_cast<Pack*>(to)[pack % kPacks * kWarpGroupThreads + thread] =
+        *reinterpret_cast<Pack*>(to + pack_offset(pack % kPacks) - pack_shift(pack, thread / 32)) =
             cutlass::NumericArrayConverter<Partial, float, kPacked>::convert(values);
       }
       end_write_(group, uses);
