@@ -18,7 +18,7 @@ from distgemm.gemm.cublas import CublasProvider
 from distgemm.gemm.cutlass import CutlassProvider
 from distgemm.gemm.fused.gemms import PRODUCTS, SENDS
 from distgemm.gemm.per_tile.model import Costs, predict_per_tile
-from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, gemm_of
+from distgemm.gemm.per_tile.select import CONFIGS, ROW_BYTES, SHORT_M, gemm_of
 from distgemm.gemm.spec import Status
 from distgemm.plan.ops import Gemm, View, box_extents
 from distgemm.plan.patterns import does_pattern
@@ -27,7 +27,7 @@ from distgemm.plan.problem import DTYPE_BYTES, GemmProblem
 from distgemm.runtime.cuda.lowering import lower, on_one_stream
 from distgemm.runtime.executable import ExecutionConfig, ExecutionMode, Transport, WaitBy
 from distgemm.runtime.unfused import COLLECTIVES, collective_status, unfused_status
-from distgemm.schedulers import Pattern, check_pattern, schedule_mesh_rank, schedule_options
+from distgemm.schedulers import PATTERNS, Pattern, check_pattern, schedule_mesh_rank, schedule_options
 from distgemm.schedulers.registry import BuilderError
 from distgemm.simulator import predict_unfused, simulate
 from distgemm.simulator.machine import Machine
@@ -124,7 +124,7 @@ def register_candidate(
     tune`` measures them again.
 
     Args:
-        pattern: what the schedule does: "ag+gemm", "gemm+rs" or "gemm+ar". If its plan does something else,
+        pattern: what the schedule does, as "ag+gemm". If its plan does something else,
             :func:`shortlist` and ``schedule="auto"`` raise ValueError.
         schedule: name of a registered schedule on one axis of ranks.
         execution: how the GEMMs are executed, as in :class:`Candidate`.
@@ -169,6 +169,10 @@ REDUCTIONS: dict[Pattern, tuple[str, str]] = {
     "gemm+ar": ("all_reduce_1d_tiling_a_rotating_c", "all_reduce_1d_pairwise_a"),
 }
 """Of each pattern that adds over ranks: the chain around the ring, and pairwise sums."""
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
+"""An all-reduce whose reducers own columns of D. Its per-tile kernels read B once: they are for few rows."""
+ALL_TO_ALLS: dict[Pattern, str] = {"gemm+a2a": "all_to_all_1d_rotating_d", "a2a+gemm": "all_to_all_1d_rotating_a"}
+"""Of each pattern that exchanges rows and columns."""
 ONE_SHOT = "all_reduce_1d_one_shot_a"
 """The all-reduce of one hop, for few tokens."""
 
@@ -227,8 +231,13 @@ def _register_defaults() -> None:
         register_candidate(pattern, chain, chunks=2)
         register_candidate(pattern, chain, chunks=2, mechanism="store")
         register_candidate(pattern, chain, chunks=4)
-    for pattern, schedule in (("ag+gemm", GATHER), *((name, sums) for name, (_, sums) in REDUCTIONS.items())):
+    for pattern, schedule in ALL_TO_ALLS.items():
+        for chunks in (1, 2):
+            register_candidate(pattern, schedule, chunks=chunks)
+    per_tile: dict[Pattern, str] = {"ag+gemm": GATHER, **{name: sums for name, (_, sums) in REDUCTIONS.items()}}
+    for pattern, schedule in (per_tile | ALL_TO_ALLS).items():
         register_candidate(pattern, schedule, execution="per_tile", min_ranks=2)
+    register_candidate("gemm+ar", BY_COLUMNS, execution="per_tile", min_ranks=2)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=1)
     register_candidate("gemm+ar", ONE_SHOT, min_ranks=2, chunks=2, chunk_mode="n")
     for chunks in (2, 4):
@@ -347,7 +356,8 @@ def multi_kernel_predictions(problem: GemmProblem, pattern: Pattern, world_size:
     """Predicted us of the plans with a kernel for each GEMM, and of the unfused programs."""
     machine = Machine.load(MACHINE)
     times = {config: time() for config, time in _multi_kernel(problem, pattern, world_size, machine)}
-    if unfused_status(problem, pattern) and problem.scaling is None:  # it multiplies scaled operands on CPUs only
+    # It multiplies scaled operands on CPUs only.
+    if pattern in PATTERNS and unfused_status(problem, pattern) and problem.scaling is None:
         time = predict_unfused(problem, machine, pattern, world_size)
         for collective in COLLECTIVES:  # NCCL comes first, and is taken if nothing is measured
             if collective_status(problem, pattern, collective, world_size):
@@ -454,6 +464,8 @@ def _per_tile(
             gemm = gemm_of(plan, name)
             if name == CONFIGS[pattern][-1] and gemm.m > gemm.traits.tile[0]:
                 continue  # it equals the one before, unless half of that one's clusters would be padding
+            if gemm.by_columns and gemm.m >= gemm.ranks * SHORT_M:
+                continue  # shards of rows fill tiles, and B is read as often
             execution = ExecutionConfig(config=name, gemm_streams=1, execution="per_tile")
             time = cache(lambda gemm=gemm: predict_per_tile(gemm, costs).time)
             yield TunedConfig("plan", candidate.schedule, candidate.options, execution), time

@@ -48,15 +48,17 @@ def drawn(there: LocalRanks, seed: int) -> Calls:
     """The tensors of all ranks; D is NaN."""
     gemm, traits = there.gemm, there.gemm.traits
     torch.manual_seed(seed)
-    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} else gemm.m * gemm.ranks
-    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" else gemm.n, k_of_sum(gemm))
-    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} else gemm.m * gemm.ranks
+    by_columns = gemm.by_columns
+    rows = gemm.m if traits.pattern in {"ag+gemm", "gemm+a2a"} or by_columns else gemm.m * gemm.ranks
+    b_shape = (gemm.n * gemm.ranks if traits.pattern == "gemm+a2a" or by_columns else gemm.n, k_of_sum(gemm))
+    rows_of_d = gemm.m if traits.pattern in {"gemm+rs", "a2a+gemm"} or by_columns else gemm.m * gemm.ranks
+    columns_of_d = gemm.n * (gemm.ranks if by_columns else 1)
     found = []
     for device in there.devices:
         a, b = (torch.randn(x, device=device, dtype=torch.bfloat16) for x in ((rows, gemm.k), b_shape))
         a = a if traits.a_major == "k" else a.mT.contiguous().mT
         b = b if traits.b_major == "k" else b.mT.contiguous().mT
-        d = torch.full((rows_of_d, gemm.n), float("nan"), device=device, dtype=torch.bfloat16)
+        d = torch.full((rows_of_d, columns_of_d), float("nan"), device=device, dtype=torch.bfloat16)
         found.append({"a": a, "b": b, "d": d})
     return found
 
@@ -123,6 +125,27 @@ def test_odd_shapes(pattern: str, ranks: int) -> None:
         calls = drawn(there, seed)
         there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
         check(there, calls)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(384, 512, 320), (200, 328, 136), (1, 136, 64), (72, 8, 1032)])
+@pytest.mark.parametrize("kind", [*KINDS, ((64, 128), (1, 2), True), ((64, 128), (2, 1), True)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "b_major", "terms"), [(2, "k", True), (3, "n", False), (3, "k", True), (8, "k", False)]
+)
+def test_shards_of_columns(ranks: int, b_major: str, terms: bool, kind: tuple, m: int, n: int, k: int) -> None:
+    """Of an all-reduce, with late ranks. Every rank gets the same bits."""
+    gemm = RankGemm(traits("gemm+ar", *kind, b_major=b_major), distances(ranks), m, n, k, by_columns=True)
+    there = LocalRanks(gemm)
+    for seed in range(2):
+        calls = drawn(there, seed)
+        if terms:  # equal on all ranks
+            bias, c = (torch.randn(*shape, device="cuda").bfloat16() * 10 for shape in ((n * ranks,), (m, n * ranks)))
+            for call in calls:
+                device = call["d"].device
+                call |= {"bias": bias.to(device), "c": c.to(device), "alpha": 0.5, "beta": -2.0}
+        there.run(there.launches(calls), [100_000 * (rank * 7 % 5) for rank in range(ranks)])
+        check(there, calls)
+        assert all(torch.equal(call["d"].cuda(0), calls[0]["d"].cuda(0)) for call in calls)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

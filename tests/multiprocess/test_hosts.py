@@ -24,6 +24,17 @@ def test_ranks_that_do_not_agree_on_hosts_raise(mesh: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_device_mesh_says_which_ranks_are_on_a_host(mesh: tuple[int, int]) -> None:
+    assert [one["device_mesh"] for one in results(mesh[0] * mesh[1], worker.run, mesh)] == [[]] * (mesh[0] * mesh[1])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_of_a_host_have_a_group(mesh: tuple[int, int]) -> None:
+    found = results(mesh[0] * mesh[1], worker.run, mesh)
+    assert [failure for one in found for failure in one["groups_of_hosts"]] == []
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_plans_are_proved(mesh: tuple[int, int]) -> None:
     for pattern in worker.PATTERNS:
         for plan in worker.plans(pattern, mesh):

@@ -38,6 +38,7 @@ GATHER, SCATTER, ALL_REDUCE = (
     "reduce_scatter_1d_pairwise_a",
     "all_reduce_1d_pairwise_a",
 )
+BY_COLUMNS = "all_reduce_1d_tiling_b_rotating_c"
 TO_OWNERS, FROM_HOLDERS = "all_to_all_1d_rotating_d", "all_to_all_1d_rotating_a"
 SCHEDULES = {
     "ag+gemm": GATHER,
@@ -58,6 +59,7 @@ ACCEPTED = {
     GATHER: ("ag+gemm", (1, 2, 3)),
     "all_reduce_1d_pairwise_a": ("gemm+ar", (1, 2, 3)),
     "all_reduce_1d_tiling_a_rotating_c": ("gemm+ar", (3, 2, 1)),
+    BY_COLUMNS: ("gemm+ar", (3, 2, 1)),
     TO_OWNERS: ("gemm+a2a", (1, 2, 3)),
     FROM_HOLDERS: ("a2a+gemm", (1, 2, 3)),
     SCATTER: ("gemm+rs", (1, 2, 3)),
@@ -70,7 +72,6 @@ REFUSED = {
     "all_to_all_1d_pairwise_xor_a": "one shard of columns of A in each iteration, all ranks at the same distances",
     "all_to_all_1d_pairwise_xor_d": "one shard of columns in each iteration, all ranks at the same distances",
     "all_reduce_1d_one_shot_a": "one shard of rows in each iteration",
-    "all_reduce_1d_tiling_b_rotating_c": "one shard of rows in each iteration",
     "reduce_scatter_1d_tiling_b_rotating_c": "scatters rows of D",
 }
 
@@ -84,7 +85,9 @@ def test_every_schedule_is_executed_or_refused_by_name(schedule: str) -> None:
         gemm = gemm_of(plan)
         assert (gemm.traits.pattern, gemm.distances) == ACCEPTED[schedule]
         a, d = plan.shard_shape("A", 1), plan.shard_shape("D", 1)
-        assert (gemm.m, gemm.n, gemm.k) == (128, d[1], a[1])
+        by_columns = schedule == BY_COLUMNS
+        assert (gemm.m, gemm.n, gemm.k) == ((512, d[1] // 4, a[1]) if by_columns else (128, d[1], a[1]))
+        assert gemm.by_columns == by_columns
         assert gemm.traits.sends == gemm.traits.gathers == (gemm.traits.pattern in {"ag+gemm", "a2a+gemm"})
     else:
         message = REFUSED[schedule] if axes == 1 else r"one axis, got the mesh \(2, "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from typing import Any
+import math
+from typing import Any, get_args
 
 import pytest
 
@@ -23,7 +24,7 @@ from distgemm.simulator.machine import Machine
 from distgemm.tune import UNFUSED, TunedConfig, candidates, list_candidates, predicted, register_candidate, shortlist
 from distgemm.tune.candidates import SLOWDOWN_LIMIT, per_tile_status, single_kernel_status, specs_of
 from distgemm.tune.kernels import with_other_tiles
-from distgemm.tune.search import OTHER_TILES, round_up
+from distgemm.tune.search import OTHER_TILES, measurable, round_up
 
 GATHER = "all_gather_1d_tiling_cd_rotating_a"
 CHAIN = "reduce_scatter_1d_tiling_a_rotating_c"
@@ -108,7 +109,20 @@ def test_plans_with_the_fused_kernel_are_considered() -> None:
     assert pairwise and all(each.option("chunk_mode") == "n" for each in pairwise)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+def test_few_rows_are_reduced_by_columns() -> None:
+    """Where shards of rows would not fill tiles: B is then read once. For such rows the model prefers it."""
+    for m in (16, 64, 128, 255, 256):
+        times = candidates.predictions(GemmProblem(m, 16384, 26624), "gemm+ar", 4)
+        found: dict[str, float] = {}
+        for config, time in times.items():
+            if config.execution.execution == "per_tile":
+                found[config.schedule] = min(time, found.get(config.schedule, math.inf))
+        assert (candidates.BY_COLUMNS in found) == (m < 256)
+        if m < 256 and m % 4 == 0:
+            assert found[candidates.BY_COLUMNS] < 0.8 * found["all_reduce_1d_pairwise_a"]
+
+
+@pytest.mark.parametrize("pattern", get_args(Pattern))
 def test_per_tile_kernels_are_considered(pattern: Pattern) -> None:
     """As the model predicts them. Their texts and records say all."""
     problem, machine = GemmProblem(2048, 8192, 8192), Machine.load(candidates.MACHINE)
@@ -147,6 +161,20 @@ def test_why_per_tile_kernels_are_not_considered(
     with caplog.at_level(logging.INFO, "distgemm"):
         found = list(candidates._per_tile(problem, "ag+gemm", 4, Machine.load(candidates.MACHINE)))
     assert found == [] and len(caplog.records) == len(CONFIGS["ag+gemm"]) and reason in caplog.text
+
+
+@pytest.mark.parametrize(("pattern", "split"), [("gemm+a2a", "n"), ("a2a+gemm", "k")])
+def test_all_to_alls_are_considered(pattern: Pattern, split: str) -> None:
+    """Without an unfused program. The measured problem has equal shards."""
+    configs = shortlist(PROBLEM, pattern, 4)
+    assert {config.execution.execution for config in configs} == {"multi_kernel", "per_tile"}
+    assert all(config.method == "plan" for config in candidates.predictions(PROBLEM, pattern, 4))
+    assert predicted(PROBLEM, pattern, 4).execution.execution == "multi_kernel"
+    whole = round_up(GemmProblem(7, 72, 72), pattern, 4)
+    assert (whole.m, getattr(whole, split)) == (8, 96) and {whole.n, whole.k} == {72, 96}
+    for heads in ({"n_per_rank": (2048,) * 4}, {"k_per_rank": (1024,) * 4}):
+        assert "where all ranks have as many" in measurable(dataclasses.replace(PROBLEM, **heads)).reason
+    assert measurable(PROBLEM)
 
 
 def test_a_kernel_that_there_is_not_is_no_candidate() -> None:
@@ -341,7 +369,7 @@ def test_what_nothing_computes_has_no_prediction() -> None:
     with pytest.raises(ValueError, match="nothing multiplies"):
         predicted(problem, "ag+gemm", 2)
     for call in (shortlist, predicted):
-        with pytest.raises(ValueError, match=r"pattern is one of ag\+gemm, gemm\+rs, gemm\+ar, got 'ag'"):
+        with pytest.raises(ValueError, match=r"pattern is one of ag\+gemm, .*, a2a\+gemm, got 'ag'"):
             call(problem, "ag", 2)  # type: ignore[arg-type]
 
 

@@ -167,6 +167,7 @@ struct alignas(128) Params {
   int32_t m, n, k;       // rows of a shard, columns of D, and columns of A on this rank
   uint32_t slices;       // of these columns
   uint32_t picoseconds_per_kib;
+  uint32_t by_columns;  // all-reduce: m is rows of D, and n columns of a shard
 };
 
 // What the blocks of a cluster learn of a ticket.
@@ -410,6 +411,8 @@ class Kernel {
     return arrived;
   }
 
+  // Whether shards of D are columns, and not rows.
+  CUTE_DEVICE bool by_columns_() const { return kAllReduces && params_.by_columns; }
   CUTE_DEVICE uint32_t rank_at_(uint32_t distance) const { return (spaces_.rank + distance) % order_.ranks; }
 
   // The number of a part of a tile among those of a shard.
@@ -463,8 +466,9 @@ class Kernel {
         Slice const from = slice_(tile, slice);
         bool const receives = kGathers && from.distance;
         CUtensorMap const& map_a = receives ? params_.received[clock.buffer()] : params_.a;
-        uint32_t const matrix_a = receives ? from.distance - 1 : kReduces || kFromHolders ? rank_at_(from.distance) : 0;
-        uint32_t const matrix_b = kToOwners || kFromHolders ? rank_at_(from.distance) : 0;
+        uint32_t const of_shard = rank_at_(from.distance);
+        uint32_t const matrix_a = receives ? from.distance - 1 : kFromHolders || (kReduces && !by_columns_()) ? of_shard : 0;
+        uint32_t const matrix_b = kToOwners || kFromHolders || by_columns_() ? of_shard : 0;
         bool const known = slice < first_slice + kPolledSlices && arrived >> (slice - first_slice) * kPiecesDown & 1;
         if (receives && inside && !known) {
           first_slice = slice;
@@ -1038,21 +1042,22 @@ class Kernel {
   CUTE_DEVICE void add_terms_(Sums& sums, Tile const& tile, int part, int thread) const {
     Terms const& terms = params_.terms;
     if (!terms.bias && !terms.c) return;
-    int32_t const first_row = kOwnRows ? 0 : rank_at_(tile.distance) * params_.m;
+    int32_t const first_row = kOwnRows || by_columns_() ? 0 : rank_at_(tile.distance) * params_.m;
+    int64_t const shift = by_columns_() ? int64_t(rank_at_(tile.distance)) * params_.n : 0;  // of columns
     int32_t const first = tile.row * kTileM + part * kHeight + thread / 32 * 16 + thread % 32 / 4;
     int32_t const first_column = tile.column * kTileN + thread % 4 * 2;
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 4; ++i) {  // two neighbours in every 8 columns
       int32_t const column = first_column + i / 2 * 8 + i % 2;
       if (column >= params_.n) continue;
-      float const bias = terms.bias ? float(terms.bias[column]) : 0.0f;
+      float const bias = terms.bias ? float(terms.bias[shift + column]) : 0.0f;
       CUTE_UNROLL
       for (int j = 0; j < kDown * 2; ++j) {  // rows, 8 apart, of each subtile
         int32_t const row = first + j / 2 * kParts * kHeight + j % 2 * 8;
         float& sum = at_(sums, j / 2, i / 2 * 8, j % 2 * 2 + i % 2);
         sum += bias;
         if (terms.c && row < params_.m) {
-          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + column]);
+          sum += terms.beta * float(terms.c[(first_row + row) * terms.c_stride + shift + column]);
         }
       }
     }
@@ -1112,7 +1117,7 @@ DG_FACTS{
     DG_FIELD(received), DG_FIELD(gathered), DG_FIELD(order.lead), DG_FIELD(order.distances), DG_FIELD(pieces.group),
     DG_FIELD(workspaces.slots_of_buffer), DG_FIELD(workspaces.executable), DG_FIELD(workspaces.epochs_a_replay),
     DG_FIELD(terms.beta), DG_FIELD(terms.c_stride), DG_FIELD(shard), DG_FIELD(gathered_at), DG_FIELD(gathered_stride), DG_FIELD(k),
-    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib),
+    DG_FIELD(slices), DG_FIELD(picoseconds_per_kib), DG_FIELD(by_columns),
     DG_NUMBER("control.dead", offsetof(Control, dead)), DG_NUMBER("control.begun", offsetof(Control, begun)),
     DG_NUMBER("control", sizeof(Control))};
 

@@ -232,7 +232,7 @@ class _Replay:
         row = self.k * BYTES[traits.dtype]
         high, wide = (x * y * row for x, y in zip(traits.tile, traits.cluster, strict=True))
         rate = self.costs.machine.memory * MEMORY_SHARE * 1e3
-        own_rows = traits.pattern == "gemm+a2a"  # shards differ in columns, else in rows
+        own_rows = traits.pattern == "gemm+a2a" or self.gemm.by_columns  # shards differ in columns, else in rows
         cached: dict[tuple[int, ...], int] = {}  # bytes of panels, the least recent first
         found: list[float] = []
         for first in range(0, len(self.order), self.clusters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from distgemm.gemm.per_tile.bind import SMS, RankGemm
 from distgemm.gemm.per_tile.kernel import BYTES, KernelTraits
@@ -35,6 +36,8 @@ CONFIGS: dict[Pattern, tuple[str, ...]] = {
     "gemm+a2a": ("256x192x64_1x2_cooperative", LARGE, "128x192x64_2x1_cooperative", *REDUCING[1:]),
 }
 """Those that are worth a try, from large products to small ones. The last one is for shards of 64 rows."""
+SHORT_M = 64
+"""Rows of a shard, up to which a reduction has tiles of 64 rows, and clusters of one row of them."""
 SHORT_K = 2048
 """Elements of k, below which a reduction has tiles of 128x128."""
 EPILOGUE_STAGES: dict[Pattern, tuple[int, int]] = {
@@ -61,6 +64,8 @@ def select_config(pattern: Pattern, shards: int, m: int, n: int, k: int) -> str:
         k: columns of A on a rank.
     """
     if pattern in {"gemm+rs", "gemm+ar"}:
+        if m <= SHORT_M:
+            return REDUCING[-1]
         return LARGE if k >= SHORT_K else SMALL
 
     def cost(config: str) -> float:
@@ -155,15 +160,17 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
             "take a schedule that gathers A, scatters rows of D or exchanges A or D, without copies, and extents that "
             "the number of ranks divides; or execution='multi_kernel'",
         )
-    m, k = problem.m // ranks, plan.shard_shape("A", 0)[1]
-    n = plan.shard_shape("D", 0)[1]
+    by_columns = pattern == "gemm+ar" and _is_by_columns(plan)
+    m = problem.m if by_columns else problem.m // ranks
+    n, k = plan.shard_shape("D", 0)[1] // (ranks if by_columns else 1), plan.shard_shape("A", 0)[1]
     for what, columns, dtype in (("A and B", k, problem.dtype), ("D", n, out_dtype)):
         if columns * DTYPE_BYTES[dtype] % ROW_BYTES:
             raise refuse(
                 f"rows of {what} are multiples of {ROW_BYTES} bytes, got {columns} columns of {dtype} on a rank",
                 f"pad them to a multiple of {ROW_BYTES // DTYPE_BYTES[dtype]}",
             )
-    distances = distances_of(plan, "n" if pattern == "gemm+a2a" else "k" if pattern == "a2a+gemm" else "m")
+    mode: Literal["m", "n", "k"] = "k" if pattern == "a2a+gemm" else "n" if pattern == "gemm+a2a" or by_columns else "m"
+    distances = distances_of(plan, mode)
     if pattern == "gemm+a2a":
         partial_dtype = out_dtype  # nothing is added to what a rank sends but the terms
     shards = 1 if pattern == "a2a+gemm" else ranks
@@ -172,7 +179,7 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
         traits = traits_of(config, pattern, problem.dtype, out_dtype, partial_dtype, turned_b)
     except ValueError as error:
         raise ValueError(f"{plan.schedule} is not executed per tile: {error}") from error
-    gemm = RankGemm(traits, distances, m, n, k)
+    gemm = RankGemm(traits, distances, m, n, k, by_columns=by_columns)
     assert gemm.order.ranks == ranks  # it is made, and checked
     return gemm
 
@@ -180,6 +187,11 @@ def gemm_of(plan: Plan, config: str | None = None, *, turned_b: bool = False) ->
 def _pattern_of(plan: Plan) -> Pattern | None:
     """The pattern whose equal shards the ranks of a plan hold; None: of no pattern that has kernels."""
     equal = all(len({plan.shard_shape(name, rank) for rank in range(plan.world_size)}) == 1 for name in "ABD")
-    if plan.problem.m % plan.world_size or not equal:
-        return None
-    return next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    pattern = next((pattern for pattern in EPILOGUE_STAGES if does_pattern(plan, pattern)), None)
+    divided = plan.problem.n if pattern == "gemm+ar" and _is_by_columns(plan) else plan.problem.m
+    return None if divided % plan.world_size or not equal else pattern
+
+
+def _is_by_columns(plan: Plan) -> bool:
+    """Whether the ranks of a reduction divide the columns of D, and not the rows."""
+    return plan.grid.m == 1 < plan.grid.n

@@ -254,7 +254,13 @@ class SharedWorkspace:
         inside, self._place = (group, dict(zip(ranks, ranks, strict=True)))
         if of_host < self.world_size:
             inside, self._place = host_group(group, ranks)
-        self._handle: Any = symmetric_memory.rendezvous(self.memory, inside)
+        try:
+            self._handle: Any = symmetric_memory.rendezvous(self.memory, inside)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ranks {ranks.start} to {ranks.stop - 1} cannot map each other's memory; ranks on several hosts take "
+                f"plans with ranks_per_host. torch says: {error}"
+            ) from error
         self.across = Communicator(group, device) if of_host < self.world_size else None
         self.dead: str | None = None
         self.replaced = False
